@@ -1,1 +1,1 @@
-"""Programs that measure and print; nothing here is imported by the server."""
+"""Programs that measure and print figures. The server imports nothing from here."""

@@ -1,14 +1,15 @@
-"""How far bfloat16, int8 and fp8, of weights and KV cache, and quantized checkpoints are from float32, on text
-that the demo model was not trained on.
+"""Measure how far bfloat16, int8, fp8 and quantized checkpoints are from float32, on held-out text.
 
-In this process, without a server. The text is modules of Python's standard library that were held out when the
-demo model was trained, prepared as for the training, in windows of 512 tokens. Every position's logits are
-compared with those of torch's operators in float32: KL divergence (of what float32 says, in nats), whether the
-likeliest token is the same, and the loss on the token that does follow.
+Runs in this process, without a server. The text is modules of Python's standard library that were held out
+when the demo model was trained, prepared as for the training, in windows of 512 tokens. The logits at every
+position are compared with those of torch's operators in float32: KL divergence from float32 in nats, whether
+the likeliest token is the same, and the loss on the token that follows. dtypes of weights and of the KV cache
+are measured.
 
-Then the demo model is written as checkpoints of several formats have it, rounded to the nearest level. Each is
-compared twice: what its weights stand for, in float32, with the demo model; and what computes it as it is, and in
-bfloat16, with what its weights stand for in float32, which is what is lost here.
+Then the demo model is written in several quantized formats, rounded to the nearest level. Two comparisons are
+made for each. The dequantized weights in float32 are compared with the demo model. The quantized checkpoint,
+as it is and in bfloat16, is compared with its dequantized weights in float32, which shows the loss of
+computing here.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _OUTPUT = OutputOptions(return_context_logits=True)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A dtype, what computes it, and what keys and values are stored in."""
+    """Dtype of the weights, kernels, and dtype of the KV cache."""
 
-    dtype: str | None  # None: the checkpoint's, and quantized weights as they are
+    dtype: str | None  # None: the checkpoint's; quantized weights stay as they are
     kernels: str
     kv_cache_dtype: str = "auto"
 
@@ -80,7 +81,7 @@ WAYS_OF_QUANTIZED = (Way(None, "native"), Way(None, "torch"), Way("bfloat16", "n
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Over all positions; `kl_` in nats, `loss` in nats per token."""
+    """Difference over all positions; `kl_` in nats, `loss` in nats per token."""
 
     kl_mean: float
     kl_p99: float
@@ -91,7 +92,7 @@ class Error:
 
 
 def held_out_tokens() -> list[int]:
-    """Each definition of the modules followed by the end of text, as the model was trained."""
+    """Return the held-out modules' tokens: each definition is followed by the end of text, as in training."""
     training = _load_training()
     tokenizer = Tokenizer.from_dir(str(_DEMO_MODEL))
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -103,7 +104,7 @@ def held_out_tokens() -> list[int]:
 def compute_logits(
     way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None, device: str = "cpu"
 ) -> list[Tensor]:
-    """[tokens, vocab_size] float32 of each window, by the demo model or that in `folder`."""
+    """Return float32 logits [tokens, vocab_size] per window, of the demo model or the one in `folder`."""
     engine = load_engine(
         EngineConfig(
             str(folder or _DEMO_MODEL),
@@ -127,7 +128,7 @@ def compute_logits(
 
 
 def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[Sequence[int]]) -> Error:
-    """`found` with what it should be, window by window."""
+    """Compare the logits of each window with the exact ones."""
     divergences, same, losses, exact_losses = [], [], [], []
     for should, logits, window in zip(exact, found, windows, strict=True):
         expected, log_probs = should.double().log_softmax(-1), logits.double().log_softmax(-1)
@@ -150,10 +151,14 @@ def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser("accuracy", __doc__)
     parser.add_argument(
-        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="of checkpoints; all without it"
+        "--formats",
+        nargs="*",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="formats of checkpoints; default: all",
     )
     parser.add_argument(
-        "--device", default="cpu", help="of all, float32 among them; compiled code is for a CPU"
+        "--device", default="cpu", help="device of all computations; compiled layers need a CPU"
     )
     given = parser.parse_args(arguments)
     device: str = given.device
@@ -206,7 +211,7 @@ def _compare_ways(
 
 
 def _row(what: dict[str, object], error: Error) -> dict[str, object]:
-    """Print it, and return its figures."""
+    """Print and return a row of figures."""
     names = " ".join(f"{value or 'as it is':8}" for value in what.values())
     print(
         f"{names} KL mean {error.kl_mean:.2e} p99 {error.kl_p99:.2e} max {error.kl_max:.2e}  "
@@ -216,7 +221,7 @@ def _row(what: dict[str, object], error: Error) -> dict[str, object]:
 
 
 def _load_training() -> ModuleType:
-    """The program that trained the model knows how its text was prepared."""
+    """Load the program that trained the model, which prepares the text."""
     loader = SourceFileLoader("train_demo_model", str(_TRAINING))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None, "there is a loader"

@@ -1,7 +1,8 @@
-"""AIPerf against /v1, beside Triton's own gRPC: tokens per second and first tokens at 1, 16 and 64 streams.
+"""Run AIPerf against /v1, beside Triton's own gRPC: tokens/s and first tokens at 1, 16 and 64 streams.
 
-AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends the bodies that it is given: the token
-ids of the workload of `scripts/bench serve`, with as many tokens to generate, to /v1/completions, streamed.
+AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends prepared bodies to
+/v1/completions, streamed: the token ids of the workload of `scripts/bench serve`, with the same numbers of
+tokens to generate.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _EXPORT = "profile_export.jsonl"
 
 
 class AiperfOnV1:
-    """/v1/completions by AIPerf.
+    """/v1/completions, with AIPerf as the client.
 
     Args:
-        program: AIPerf.
-        model: The checkpoint; its name is the model's.
+        program: Path of AIPerf.
+        model: Checkpoint folder; its name is the model's name.
     """
 
     name = "v1"
@@ -47,7 +48,7 @@ class AiperfOnV1:
         return self.send(server.openai, requests, streams)
 
     def send(self, url: str, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """The same for any endpoint, by its URL without a path."""
+        """Run the load against any endpoint, given its URL without a path."""
         with tempfile.TemporaryDirectory(prefix="inflight-aiperf-") as name:
             folder = Path(name)
             (folder / "requests.json").write_text(json.dumps(make_input(self._model.name, requests)))
@@ -62,15 +63,15 @@ class AiperfOnV1:
             *("--input-file", "requests.json", "--custom-dataset-type", "inputs_json"),
             *("--dataset-sampling-strategy", "sequential", "--tokenizer", str(self._model)),
             *("--concurrency", str(min(streams, num_requests)), "--request-count", str(num_requests)),
-            # Its processes connect with their first request. The file is gone through in a circle, so that each
-            # request is sent once after these too.
+            # AIPerf's processes connect with their first request. The warm-up goes through the file in a
+            # circle, so that each request is still sent once afterwards.
             *("--warmup-request-count", str(min(streams, num_requests))),
             *("--artifact-dir", "artifacts", "--ui", "none"),
         ]
 
 
 def make_input(model: str, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """AIPerf's inputs.json: a conversation of one body for each request, by its index."""
+    """Return AIPerf's inputs.json: a conversation per request, named by its index, with one body."""
     return {
         "data": [
             {"session_id": str(index), "payloads": [_body(model, request)]}
@@ -92,7 +93,7 @@ def _body(model: str, request: BenchRequest) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """With these off it takes a folder for the name of a tokenizer on a hub."""
+    """Return variables that turn the hub off; otherwise AIPerf takes a folder for a name on the hub."""
     return {
         key: value
         for key, value in os.environ.items()

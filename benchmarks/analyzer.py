@@ -1,7 +1,7 @@
-"""Requests sent to a real server by Triton's perf_analyzer, each once by a gRPC stream, and when what came.
+"""Send requests to a real server with Triton's perf_analyzer, each once by a gRPC stream, and read its times.
 
-Owns what perf_analyzer is told and what it exports. Does not know what the figures are for. It is a program of its
-own, so that what a client costs is no part of this process.
+Owns perf_analyzer's arguments and how its export is read. Does not know what the figures are for.
+perf_analyzer is a program of its own, so the client's cost is not part of this process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _ENGINE_STUB = b"/tensorrt_llm/1/model.py"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Responses that one request received.
+    """The responses to one request.
 
     Attributes:
-        request: What was asked.
-        sent_ns: When; the system's clock, as all of these.
-        times_ns: When its responses came.
-        counts: How many tokens each of them had.
+        request: The request.
+        sent_ns: Time of sending, in nanoseconds of the system's clock.
+        times_ns: Arrival times of the responses, by the same clock.
+        counts: Number of tokens of each response.
     """
 
     request: BenchRequest
@@ -46,18 +46,18 @@ class Answer:
 
     @property
     def timeline(self) -> Timeline:
-        """Return the times of the responses that had tokens."""
+        """Return the times of the responses that have tokens."""
         times_ns = tuple(itertools.compress(self.times_ns, self.counts))
         return Timeline(len(self.request.prompt), self.request.num_output_tokens, self.sent_ns, times_ns)
 
 
 def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency: int) -> list[Answer]:
-    """Send every request once, so many at a time. Raises ServeError with what went wrong."""
+    """Send every request once, `concurrency` at a time. Raises ServeError with the cause of a failure."""
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         data = Path(folder) / "requests.json"
         write_input(data, requests)
-        # One thread sends the requests in their order, the next one when any has ended; several would share them
-        # out in advance.
+        # One thread sends the requests in order, the next when any has ended. Several threads would divide
+        # the requests in advance.
         experiments = perf_analyzer.export(
             ["-m", _MODEL, "-i", "grpc", "-u", server.grpc, "--streaming", "--async", "--max-threads", "1"]
             + ["--input-data", str(data), "--concurrency-range", str(min(concurrency, len(requests)))]
@@ -68,7 +68,7 @@ def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency:
 
 
 def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
-    """perf_analyzer's --input-data."""
+    """Write the file for perf_analyzer's --input-data."""
     entries = [
         {
             "input_ids": {"content": list(request.prompt), "shape": [len(request.prompt)]},
@@ -84,7 +84,7 @@ def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
 def read_experiments(
     experiments: Sequence[Mapping[str, Any]], requests: Sequence[BenchRequest]
 ) -> list[Answer]:
-    """Every request's answer, from what perf_analyzer exports; ServeError unless each went once and ended."""
+    """Read all answers from perf_analyzer's export; ServeError unless every request ran once and ended."""
     records = [record for experiment in experiments for record in experiment["requests"]]
     sent = Counter(map(_request_of, records))
     if sent != Counter(requests):
@@ -96,12 +96,12 @@ def read_experiments(
 
 
 def engine_stub(pids: Sequence[int]) -> int:
-    """Find the process of a server that has the engine."""
+    """Return the process id of the model with the engine, among a server's processes."""
     return next(pid for pid in pids if _ENGINE_STUB in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def process_ids(server: TritonServer) -> list[int]:
-    """Return the ids of all processes of a server."""
+    """Return the ids of all of a server's processes."""
     return [process.pid for process in runtime_directory.find_processes(server.repository.path.parent)]
 
 

@@ -1,9 +1,9 @@
-"""How soon a real server notices that clients are gone, and how soon their blocks are free.
+"""Measure how soon a real server detects cancelled streams, and how soon their blocks are free.
 
 Starts a tritonserver with a fake engine that records a trace, opens N gRPC streams and one more that stays,
-lets tokens flow, cancels the N at once and reads the trace: when each stop was asked for, which is when the
-client was noticed to be gone, and when the iterations began that took the stops, in which slots and blocks
-become free. Times are from the moment of the cancel, in milliseconds.
+lets tokens flow, cancels the N at once, and reads the trace. A stop's time in the trace is when the
+cancellation was detected. The iteration that takes the stops frees their slots and blocks. Times are in
+milliseconds since the cancellation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from inflight.testing.fake_server import serve_fake
 
 
 def _stops(trace: GrowingTrace) -> Iterator[Begin]:
-    """Iterations since the last call that took stops."""
+    """Yield the iterations since the last call that took stops."""
     for record in trace.new_records(containing=b'"stops":[{'):
         if isinstance(record, Begin):
             yield record
 
 
 def measure(server: TritonServer, trace: GrowingTrace, num_streams: int) -> dict[str, float]:
-    """One round; milliseconds."""
+    """Measure one round; return times in milliseconds."""
     staying, _ = open_streams(server.grpc, 1)
     leaving, responses = open_streams(server.grpc, num_streams)
     while len(responses) < 4 * num_streams:

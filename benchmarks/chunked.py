@@ -1,9 +1,10 @@
 """Measure how a long prompt delays the streams that run when it arrives, with and without chunked context.
 
-In this process, without a server: N streams generate, and a prompt of 2,000 tokens arrives. Without
-`enable_chunked_context` all of it is computed in one iteration, and every stream waits for that; with it streams
-come first, and the prompt fills what is left of `max_num_tokens`. Gaps are the times between a stream's tokens,
-from the arrival until the prompt has its first token. With two prompts at a time, the two chunking policies.
+Runs in this process, without a server. N streams generate when a prompt of 2,000 tokens arrives. Without
+`enable_chunked_context` one iteration computes the whole prompt, and every stream waits for it. With it,
+streams come first, and the prompt gets the rest of `max_num_tokens`. Gaps are the times between a stream's
+tokens, from the arrival until the prompt's first token. With two prompts at a time, the two chunking policies
+are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PLAIN_ITERATIONS = 8  # before every arrival
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One configuration and how many prompts arrive at once."""
+    """One configuration, and the number of prompts that arrive at once."""
 
     name: str
     config: SchedulingConfig
@@ -34,7 +35,7 @@ class Case:
 
 
 def cases(num_streams: int, prompt_length: int, chunk: int) -> list[Case]:
-    """Whole and chunked; then two prompts, one after the other and in turns."""
+    """Return the cases: whole and chunked prompts; then two prompts, one after the other and in turns."""
 
     def chunked(policy: ChunkingPolicy) -> SchedulingConfig:
         return SchedulingConfig(
@@ -59,7 +60,7 @@ class Streams:
     """Streams that run through a whole case, and the gaps between their tokens.
 
     Attributes:
-        gaps_s: Since it was emptied last.
+        gaps_s: Gaps in seconds; the caller clears it.
     """
 
     def __init__(self, loop: Loop, count: int, vocab_size: int, new_tokens: int) -> None:
@@ -76,7 +77,7 @@ class Streams:
             self.step()
 
     def step(self, *requests: Request) -> dict[int, float]:
-        """One iteration; of other requests that ended in it, when."""
+        """Run one iteration; return the end times of other requests that ended in it, by id."""
         responses = self._loop.step(*requests)
         now_s = time.perf_counter()
         ended = {}
@@ -93,7 +94,7 @@ class Streams:
 
 
 def measure(engine: ModelEngine, case: Case, num_streams: int, prompt_length: int, rounds: int) -> dict:
-    """Gaps over all rounds and medians of the prompts' times to the first token, in milliseconds."""
+    """Return the gaps over all rounds, and medians of the prompts' times to first token, in milliseconds."""
     vocab_size = engine.limits.vocab_size
     streams = Streams(
         Loop(engine, case.config),
@@ -140,7 +141,7 @@ def _ms(seconds: float) -> float:
 def main() -> None:
     parser = new_parser("chunked", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--streams", type=int, default=8, help="that run when the prompt arrives")
+    parser.add_argument("--streams", type=int, default=8, help="streams that run when the prompt arrives")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
     parser.add_argument("--chunk", type=int, default=256, help="max_num_tokens with chunked context")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,8 +1,8 @@
-"""This package and other systems on the same requests, one after the other, round by round, and the ratios.
+"""Compare this package with other systems on the same requests, round by round, and print the ratios.
 
-Every run is a process of its own that loads once, and for each workload warms up and is timed, while nothing else
-runs; the sides take turns, so that whatever else the machine does meets all of them. A peer is a program in an
-environment of its own (docs/comparing.md has the recipes). One thread, which waits.
+Every run is a process of its own, which loads once, and then warms up and is timed for each workload. Only
+one runs at a time, and the sides take turns, so that other load on the machine affects all of them. A peer is
+a program in an environment of its own (docs/comparing.md says how to make one). One thread, which waits.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Status 1 if any run failed: its figures are missing in the medians."""
+    """Run the comparison; return 1 if any run failed, whose figures the medians then lack."""
     options = _parse(sys.argv[1:])
     peers = peers_of(options.peer_options)
     for peer in peers:
         for library in missing_libraries(peer):
             print(f"{peer.name} runs without {library}: not found", file=sys.stderr)
-    # Otherwise the side that runs would outlive this process.
+    # Without this, the running side would outlive this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED_BY_SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         work = _prepare(options, Path(folder))
@@ -86,11 +86,11 @@ def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict
     }
 
 
-# ---------------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------------- the command line
 
 
 class _InOrder(argparse.Action):
-    """Keeps --peer, --peer-python and --peer-model in their order: the latter two belong to the --peer before."""
+    """Keeps the order of --peer, --peer-python and --peer-model: the last two refer to the --peer before."""
 
     def __call__(self, parser, namespace, value, option_string=None) -> None:
         namespace.peer_options = [*namespace.peer_options, (option_string, value)]
@@ -100,27 +100,34 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = new_parser("compare", __doc__, allow_abbrev=False)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint folder")
     of_a_peer = {"action": _InOrder, "dest": "peer_options", "default": []}
-    parser.add_argument("--peer", choices=PEER_NAMES, help="may be repeated, for several", **of_a_peer)
+    parser.add_argument(
+        "--peer", choices=PEER_NAMES, help="system to compare with; may be repeated", **of_a_peer
+    )
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of the last --peer", **of_a_peer)
     parser.add_argument(
-        "--peer-model", metavar="PATH", help="what the last --peer loads, if not --model", **of_a_peer
+        "--peer-model",
+        metavar="PATH",
+        help="model of the last --peer, if it does not load --model",
+        **of_a_peer,
     )
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "int8", "int4"),
         default="bfloat16",
-        help="int4: --model is a checkpoint of 4 bits, and runs as it is",
+        help="int4: --model is a 4-bit checkpoint, which is run as it is",
     )
     parser.add_argument("--workload", choices=("w", "lone", "both"), default="both")
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--requests", type=positive, default=64, help=f"of W; lone has {_LONE_REQUESTS}")
+    parser.add_argument(
+        "--requests", type=positive, default=64, help=f"requests of W; lone has {_LONE_REQUESTS}"
+    )
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--timeout",
         type=positive,
         default=_TIMEOUT_S,
         metavar="S",
-        help="for each run, after which it is ended",
+        help="time after which a run is ended",
     )
     options = parser.parse_args(arguments)
     try:
@@ -141,7 +148,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def peers_of(options: Sequence[tuple[str, str]]) -> list[Side]:
-    """(option, value) pairs in their order → peers. Raises ValueError for one out of place or missing."""
+    """Convert (option, value) pairs in order to peers; ValueError for a misplaced or missing option."""
     found: list[dict[str, str]] = []
     for option, value in options:
         if option == "--peer":
@@ -194,11 +201,11 @@ def _prepare(options: argparse.Namespace, folder: Path) -> Work:
     return Work(options.model, path, options.dtype, options.threads, room, options.timeout)
 
 
-# ---------------------------------------------------------------------- what is run
+# ---------------------------------------------------------------------- runs
 
 
 class Progress:
-    """Progress of the runs on stderr, with the time left estimated from each side's runs so far."""
+    """Prints the progress of the runs to stderr, with an estimate of the remaining time."""
 
     def __init__(self, sides: Sequence[str], num_rounds: int) -> None:
         self._left = [side for _ in range(num_rounds) for side in sides]
@@ -206,13 +213,13 @@ class Progress:
         self._taken_s: dict[str, list[float]] = {}
 
     def starts(self, number: int, side: str) -> None:
-        """A run is about to."""
+        """Print that a run is about to start."""
         count = self._total - len(self._left) + 1
         left = "" if not self._taken_s else f", about {self.left_s() / 60:.0f} min left"
         print(f"round {number}: {side} (run {count} of {self._total}{left})", file=sys.stderr, flush=True)
 
     def has_run(self, side: str, seconds: float) -> None:
-        """A run has ended."""
+        """Record that a run has ended, and its duration."""
         self._left.remove(side)
         self._taken_s.setdefault(side, []).append(seconds)
 
@@ -222,14 +229,14 @@ class Progress:
         self._total = len(self._left) + sum(map(len, self._taken_s.values()))
 
     def left_s(self) -> float:
-        """Estimate the time of all runs not yet ended; a side without a run counts as the mean of the others."""
+        """Estimate the seconds of all remaining runs; a side without one counts as the mean of the others."""
         means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
         typical = statistics.mean(means.values())
         return sum(means.get(side, typical) for side in self._left)
 
 
 def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: int) -> Iterator[Run]:
-    """Every side in every round, ours first; a side that hangs does not run again."""
+    """Run every side in every round, ours first. A side that hangs is not run again."""
     progress, given_up = Progress([side.name for side in sides], num_rounds), set()
     for number in range(1, num_rounds + 1):
         for side in sides:
@@ -246,24 +253,24 @@ def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: in
 
 
 def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[Printed, Run]:
-    """Prints a line of what it was; memory is read just before and just after."""
+    """Run a side and print a line of its figures; memory bandwidth is measured just before and just after."""
     before = read_gb_per_s(work.threads)
     printed = run(side, work)
     after = read_gb_per_s(work.threads)
     if side.name == OURS:
-        print(printed.warnings, end="", file=sys.stderr)  # of what cannot run on compiled code, say
+        print(printed.warnings, end="", file=sys.stderr)  # for example, that compiled code cannot be used
     head = {"round": number, "side": side.name}
     head["memory_gb_per_s"] = {"before": round(before, 1), "after": round(after, 1)}
     if printed.figures is None:
         print(json.dumps(head | {"failed": printed.failure}), flush=True)
         return printed, Run(side.name, {})
     figures = {**printed.figures} | weigh(printed.figures, shape, work.dtype)
-    print(json.dumps(head | figures | head), flush=True)  # whatever a program says of memory
+    print(json.dumps(head | figures | head), flush=True)  # `head` wins over a program's figures
     return printed, Run(side.name, values_of(figures, round(after, 1)), figures)
 
 
 def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
-    """Compute the bytes of weights and KV cache, each number once, and the rest of the process's peak memory."""
+    """Return the bytes of weights and KV cache, each number once, and the rest of the peak memory."""
     cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
     if not isinstance(cache, Mapping) or not isinstance(peak, int):
         return {}

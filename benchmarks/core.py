@@ -1,7 +1,7 @@
 """Measure the pure core: schedule and update of an iteration, and admission, without any device.
 
-Answers are made up in advance, so that nothing but the scheduler is timed: no sender threads, no forward pass; the
-statistics' counters are taken, their JSON is not made. Every kind of request runs apart.
+Outputs are made in advance, so that only the scheduler is timed: no sender threads, no forward pass. The
+statistics are counted, but not written as JSON. Each kind of request is measured separately.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _drafted(request_id: int, prompt: int, new: int) -> Request:
 
 
 def _answer(batch: ScheduledBatch) -> ModelOutput:
-    """The same token everywhere, drafts accepted; beams go on from one another in turn."""
+    """Make an output with one token in every row and drafts accepted; beams continue each other in turn."""
     tokens = [(_TOKEN,) * (1 + chunk.num_draft_tokens) for chunk in batch.context if chunk.is_last]
     tokens += [(_TOKEN,)] * len(batch.generation_slots)
     return ModelOutput(batch.iteration, tokens, [_candidates(group) for group in batch.beam_groups])
@@ -65,13 +65,13 @@ def _candidates(group: BeamGroup) -> BeamCandidates:
 def iteration_ms(
     make: MakeRequest, num_requests: int, rows: int, prompt: int, iterations: int
 ) -> list[float]:
-    """Milliseconds of each iteration in generation, in order."""
+    """Return the milliseconds of each iteration in generation, in order."""
     new = iterations * (_DRAFTS + 2)
     blocks = rows * num_requests * -(-(prompt + new) // _TOKENS_PER_BLOCK)
     limits = EngineLimits(_VOCAB_SIZE, prompt + new, rows * num_requests, blocks, _TOKENS_PER_BLOCK)
     scheduler = Scheduler(SchedulingConfig(max_num_tokens=num_requests * prompt + 8 * rows), limits)
     scheduler.accept(IterationInput(0, 1, tuple(make(i, prompt, new) for i in range(num_requests))))
-    for _ in range(3):  # contexts; then beams part
+    for _ in range(3):  # contexts; then beams diverge
         _step(scheduler)
     return [_step(scheduler) for _ in range(iterations)]
 
@@ -89,7 +89,7 @@ def _step(scheduler: Scheduler) -> float:
 
 
 def admission_ms(num_requests: int, prompt: int) -> float:
-    """Milliseconds to take `num_requests` new requests and to schedule the first iteration."""
+    """Return the milliseconds to accept `num_requests` new requests and schedule the first iteration."""
     limits = EngineLimits(_VOCAB_SIZE, 2 * prompt, num_requests, num_requests * 2 * prompt, _TOKENS_PER_BLOCK)
     scheduler = Scheduler(SchedulingConfig(max_num_tokens=num_requests * prompt), limits)
     requests = tuple(
@@ -104,8 +104,8 @@ def admission_ms(num_requests: int, prompt: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=256, help="running at a time")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of history at the start")
+    parser.add_argument("--requests", type=int, default=256, help="requests that run at a time")
+    parser.add_argument("--prompt", type=int, default=2000, help="initial tokens of each sequence")
     parser.add_argument("--iterations", type=int, default=300)
     options = parser.parse_args()
     kinds: tuple[tuple[str, MakeRequest, int], ...] = (

@@ -1,6 +1,6 @@
-"""How much of an iteration goes into choosing tokens, on a checkpoint.
+"""Measure which share of an iteration is spent on sampling, on a checkpoint.
 
-All rows choose greedily, then with a temperature, with a top_p too, and with everything usual switched on.
+All rows sample greedily, then with a temperature, then with a top_p too, and then with all common controls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLINGS = {
 def measure(
     engine: ModelEngine, sampling: SamplingConfig, prompt_length: int, num_iterations: int
 ) -> dict[str, float]:
-    """Medians over generation iterations with every slot taken, in milliseconds."""
+    """Return medians over generation iterations with every slot taken, in milliseconds."""
     limits = engine.limits
     prompt = tuple((7 * i) % limits.vocab_size for i in range(prompt_length))
     scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), limits)
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder")
     parser.add_argument(
-        "--dtype", default=None, help="float32, bfloat16 or float16; the checkpoint's without it"
+        "--dtype", default=None, help="float32, bfloat16 or float16; default: the checkpoint's"
     )
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")

@@ -1,8 +1,9 @@
 """Measure generation on a device against the limit of its memory bandwidth and transformers' `generate`.
 
-Batches are made by hand, without a scheduler or a server: a number of sequences with contexts of one length, then
-one token for each of them an iteration. An iteration has to read every weight and every key and value once, so the
-limit is those bytes over the bandwidth of a large copy. One JSON line for each number of sequences.
+Batches are made by hand, without a scheduler or a server: sequences with contexts of one length, then one
+token for each of them per iteration. An iteration has to read every weight and every key and value once, so
+the limit is their bytes divided by the bandwidth of a large copy. Prints one JSON line for each number of
+sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from inflight.testing.make_model import SHAPES, Shape, make_model
 DEVICE_SHAPES = {**SHAPES, "8b": Shape(32, 4096, 32, 8, 14_336, 128_256, 8192, 500_000.0)}
 _WARM_UP = 3  # iterations
 _COPIES = 5
-CONTEXT_TOKENS = 8192  # of an iteration
+CONTEXT_TOKENS = 8192  # tokens of a context iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,11 @@ class Workload:
     """Workload of the measurements.
 
     Attributes:
-        rows: Numbers of sequences, each a measurement.
+        rows: Numbers of sequences; each is a measurement.
         context: Tokens of a sequence before the first iteration.
-        iterations: How many are timed.
+        iterations: Number of timed iterations.
         tokens_per_block: Tokens per KV block.
-        copy_bytes: Size of the copy that shows the bandwidth.
+        copy_bytes: Size of the copy that measures the bandwidth.
     """
 
     rows: tuple[int, ...]
@@ -58,17 +59,17 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence in the end."""
+        """Tokens of a sequence after the last iteration."""
         return self.context + _WARM_UP + self.iterations + 1
 
     @property
     def blocks_per_row(self) -> int:
-        """KV blocks of a sequence in the end."""
+        """KV blocks of a sequence after the last iteration."""
         return -(-self.length // self.tokens_per_block)
 
 
 def bytes_read(decoder: DecoderConfig, dtype: torch.dtype, num_rows: int, length: float) -> float:
-    """Bytes of weights, and of the keys and values of `num_rows` sequences, that an iteration cannot but read."""
+    """Return the bytes of weights, keys and values that an iteration of `num_rows` sequences has to read."""
     hidden, mlp = decoder.hidden_size, 3 if decoder.gated_mlp else 2
     layer = hidden * (2 * decoder.query_size + 2 * decoder.kv_size + mlp * decoder.intermediate_size)
     weights = (decoder.num_layers * layer + decoder.vocab_size * hidden) * dtype.itemsize
@@ -76,14 +77,14 @@ def bytes_read(decoder: DecoderConfig, dtype: torch.dtype, num_rows: int, length
 
 
 def copy_bytes_per_s(device: torch.device, size: int) -> float:
-    """Bytes read and written a second by a copy of `size` bytes; the best of some."""
+    """Return the bytes read and written per second by a copy of `size` bytes; the best of several."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / min(time_of(lambda: target.copy_(source), device) for _ in range(_COPIES))
 
 
 def iteration_seconds(engine: ModelEngine, workload: Workload, num_rows: int) -> list[float]:
-    """Time each iteration of `num_rows` sequences, until its tokens, or those of the last one, are on the host."""
+    """Time each iteration of `num_rows` sequences, until its tokens or the previous ones are on the host."""
     seconds = []
     limits = engine.limits
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
@@ -101,7 +102,7 @@ def iteration_seconds(engine: ModelEngine, workload: Workload, num_rows: int) ->
 
 
 def batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[ScheduledBatch]:
-    """Contexts, as many as fit into an iteration together, then generation."""
+    """Yield context batches, each with as many contexts as fit, then generation batches."""
     prompts = np.random.default_rng(0).integers(3, vocab_size, (num_rows, workload.context)).tolist()
     together = max(1, CONTEXT_TOKENS // workload.context)
     numbers, size = itertools.count(), workload.blocks_per_row
@@ -119,7 +120,7 @@ def batches(workload: Workload, num_rows: int, vocab_size: int) -> Iterator[Sche
 
 
 def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, object]]:
-    """Figures by number of sequences."""
+    """Return the figures by number of sequences."""
     engine = load_engine(config)
     decoder, dtype = engine.decoder_config, getattr(torch, engine.dtype)
     bandwidth = copy_bytes_per_s(torch.device(config.device or "cpu"), workload.copy_bytes)
@@ -146,10 +147,10 @@ def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, o
 def measure_transformers(
     folder: Path, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> list[float]:
-    """Tokens/s of greedy `generate` by number of sequences, its context phase taken off."""
+    """Return tokens/s of greedy `generate` by number of sequences, without its context phase."""
     import transformers
 
-    # Its declared type has neither `to` of a module nor `generate`.
+    # Its declared type has neither `to` nor `generate`.
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device)
     figures = []
@@ -170,7 +171,7 @@ def measure_transformers(
 
 
 def time_of(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `run` takes, and all that it has asked the device for."""
+    """Return the seconds that `run` and its work on the device take."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -184,7 +185,7 @@ def time_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) -> list[dict[str, object]]:
-    """Print and return a line for each number of sequences."""
+    """Print and return a row of figures for each number of sequences."""
     figures = measure_engine(config, workload)
     device = torch.device(config.device or "cpu")
     if beside:
@@ -208,18 +209,24 @@ def run(folder: Path, workload: Workload, config: EngineConfig, beside: bool) ->
 
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, object]]:
     parser = new_parser("device", __doc__)
-    parser.add_argument("--shape", choices=DEVICE_SHAPES, default="1b", help="of random weights")
+    parser.add_argument(
+        "--shape", choices=DEVICE_SHAPES, default="1b", help="shape of the checkpoint of random weights"
+    )
     parser.add_argument("--model", type=Path, help="checkpoint folder, instead of random weights")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256], help="sequences side by side")
-    parser.add_argument("--context", type=int, default=512, help="tokens of each before the first iteration")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 32, 256], help="numbers of sequences in a batch"
+    )
+    parser.add_argument(
+        "--context", type=int, default=512, help="tokens of each sequence before the first iteration"
+    )
     parser.add_argument("--iterations", type=int, default=64)
     parser.add_argument("--tokens-per-block", type=int, default=32)
     parser.add_argument(
-        "--copy-mib", type=int, default=1024, help="size of the copy that shows the bandwidth"
+        "--copy-mib", type=int, default=1024, help="size of the copy that measures the bandwidth"
     )
-    parser.add_argument("--without-graphs", action="store_true", help="launch every operation by itself")
+    parser.add_argument("--without-graphs", action="store_true", help="do not use CUDA graphs")
     parser.add_argument("--without-transformers", action="store_true")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)

@@ -1,9 +1,9 @@
-"""How near a mixture of experts comes to the speed that the weights it reads allow, and what its router takes.
+"""Measure a mixture of experts against the speed of reading its weights, and the time of its router.
 
-Iterations of generation on compiled layers, of sequences that begin differently, so that their tokens go to
-different experts. An iteration reads every matrix once, of the experts those that any row goes to; how many these
-were, the layers say. Without `--model` weights are random, about a billion of them active: a router's choices are
-then nearly even, as a trained one's are meant to be.
+Runs generation iterations on compiled layers. The sequences begin differently, so that their tokens go to
+different experts. An iteration reads every matrix once, but only those experts that any row goes to; the
+layers count these. Without `--model`, weights are random, and about a billion of them are active. A router's
+choices are then nearly even, which is also the aim of training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from inflight.testing.make_model import Shape, make_model, num_weights
 
 FAMILY = "qwen3_moe"
 SHAPE = Shape(16, 2048, 32, 4, 768, 128_256, 8192, 1e6, experts=24, experts_per_token=8)
-"""1.02 billion active weights of 2.23; experts as wide, and as many for a token, as Qwen3-30B-A3B's."""
+"""1.02 billion active of 2.23 billion weights; experts have Qwen3-30B-A3B's width and number per token."""
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _WARM_UP = 2  # iterations
 _SEED = 3
@@ -46,9 +46,9 @@ class Iterations:
     """Measurements of generation iterations, all with the same number of rows.
 
     Attributes:
-        seconds: Of each.
-        routing_s: Of all together, until it was known which rows go to which experts.
-        experts_read: By all layers of all of them.
+        seconds: Seconds of each iteration.
+        routing_s: Seconds of routing, over all iterations.
+        experts_read: Number of experts read, over all layers and iterations.
     """
 
     seconds: list[float]
@@ -58,16 +58,16 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one round with a number of rows; or the medians of several rounds.
+    """Figures of one round with a number of rows, or medians of several rounds.
 
     Attributes:
-        tokens_per_s: By the median iteration.
-        iteration_ms: The median.
-        experts_read: By a layer, on average.
-        gigabytes_read: Weights, by an iteration.
-        memory_gb_per_s: What memory gave.
-        share: Of the speed that the mean of this and the bytes read allow.
-        router_share: Of the time of all iterations.
+        tokens_per_s: Tokens per second of the median iteration.
+        iteration_ms: Milliseconds of the median iteration.
+        experts_read: Mean number of experts that a layer reads in an iteration.
+        gigabytes_read: Gigabytes of weights that an iteration reads.
+        memory_gb_per_s: Memory bandwidth before and after the round.
+        share: Fraction of the speed that the mean bandwidth allows for the bytes read.
+        router_share: Fraction of the time of all iterations that the router takes.
     """
 
     rows: int
@@ -81,7 +81,7 @@ class Figures:
 
 
 def bytes_read(config: DecoderConfig, dtype: str, experts_read: float) -> float:
-    """Weights that an iteration reads, of whose layers with experts each reads so many."""
+    """Return the bytes of weights read in an iteration, with `experts_read` experts in layers with experts."""
     experts = config.experts
     assert experts is not None, "the model has experts"
     shape = ModelShape.of(config)
@@ -111,7 +111,7 @@ def summarize(
 
 
 def generate(engine: ModelEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
-    """`count` iterations of so many rows, behind prompts of `prompt` tokens at random that fit into one batch."""
+    """Run `count` iterations of `rows` rows after random prompts of `prompt` tokens, which fit in one batch."""
     numbers = random.Random(_SEED)
     scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
     vocab_size, num_tokens = engine.limits.vocab_size, 1 + _WARM_UP + count
@@ -157,11 +157,11 @@ def main() -> None:
     parser = new_parser("experts", __doc__)
     parser.add_argument("--model", help="checkpoint folder; random weights without one")
     parser.add_argument("--dtype", choices=_BYTES, default="bfloat16")
-    parser.add_argument("--threads", type=positive, default=2, help="of the forward pass")
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16], help="of an iteration")
-    parser.add_argument("--prompt", type=positive, default=32, help="tokens of every sequence at first")
-    parser.add_argument("--iterations", type=positive, default=16, help="of a round")
-    parser.add_argument("--rounds", type=positive, default=3, help="medians of so many")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of the forward pass")
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 4, 16], help="rows of an iteration")
+    parser.add_argument("--prompt", type=positive, default=32, help="initial tokens of each sequence")
+    parser.add_argument("--iterations", type=positive, default=16, help="iterations of a round")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds; figures are their medians")
     options = parser.parse_args()
     with Probe(options.threads) as probe, _load(options, max(options.rows)) as (engine, decoder):
         config = engine.decoder_config

@@ -1,8 +1,8 @@
-"""genai-perf against /v1 and against Triton, beside Triton's own gRPC, at 1, 16 and 64 streams.
+"""Run genai-perf against /v1 and against Triton, beside Triton's own gRPC, at 1, 16 and 64 streams.
 
 genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs perf_analyzer, which its
-packages do not bring: the one of tritonclient is handed to it. It sends texts, to /v1/completions and by gRPC to
-`ensemble`; the tokens of the same texts go to `tensorrt_llm`.
+packages lack; it is given the one of tritonclient. It sends texts to /v1/completions, and by gRPC to
+`ensemble`. The tokens of the same texts are sent to `tensorrt_llm`.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ _WORDS = (
         "all",
     ),
 )
-_ATTEMPTS = 3  # perf_analyzer's export is cut now and then
+_ATTEMPTS = 3  # perf_analyzer's export is sometimes incomplete
 
 
 class GenaiPerf:
     """One of genai-perf's endpoint types.
 
     Args:
-        name: Of the way.
-        program: genai-perf.
-        tokenizer: The folder of the model's.
-        prompts: The texts of the requests.
+        name: Name in the printed line.
+        program: Path of genai-perf.
+        tokenizer: Folder of the model's tokenizer.
+        prompts: Texts of the requests.
     """
 
     def __init__(self, name: str, program: Path, tokenizer: Path, prompts: dict[BenchRequest, str]) -> None:
@@ -97,7 +97,7 @@ class GenaiPerf:
     def send(
         self, address: str, model: str, requests: Sequence[BenchRequest], streams: int
     ) -> list[Timeline]:
-        """The same for any endpoint, by HOST:PORT and its model's name."""
+        """Run the load against any endpoint, given HOST:PORT and its model's name."""
         error: ServeError | None = None
         for _ in range(_ATTEMPTS):
             try:
@@ -140,10 +140,10 @@ class GenaiPerf:
 _ENDPOINT_OPTIONS = {
     "v1": (
         *("--endpoint-type", "completions", "--extra-inputs"),
-        # No usage: of an event without choices genai-perf 0.0.16 cannot make anything.
+        # No usage: genai-perf 0.0.16 cannot handle an event without choices.
         json.dumps({"ignore_eos": True, "temperature": 0}),
     ),
-    # "deterministic" asks for at least as many tokens too.
+    # "deterministic" also requests at least that many tokens.
     "triton": (
         *("--endpoint-type", "kserve", "--backend", "tensorrtllm"),
         "--output-tokens-mean-deterministic",
@@ -153,7 +153,7 @@ _ENDPOINT_OPTIONS = {
 
 @contextlib.contextmanager
 def _environment() -> Iterator[dict[str, str]]:
-    """Environment variables in which `perf_analyzer` is the one of this environment, with its libraries."""
+    """Yield variables with which `perf_analyzer` is this environment's, with its libraries."""
     with tempfile.TemporaryDirectory(prefix="inflight-genai-perf-") as name:
         program = Path(name) / "perf_analyzer"
         path = f"{_ROOT / 'backend'}{os.pathsep}{_ROOT}"
@@ -166,9 +166,9 @@ def _environment() -> Iterator[dict[str, str]]:
 
 
 def make_prompts(tokenizer: Tokenizer, count: int, num_output_tokens: int) -> dict[BenchRequest, str]:
-    """Texts of common words, as long as the prompts of the workload of `scripts/bench serve`, each another one.
+    """Return distinct texts of common words, as long as the prompts of the workload of `scripts/bench serve`.
 
-    By request, whose tokens are those of its text.
+    The keys are requests with the texts' tokens.
     """
     numbers = random.Random(_SEED)
     prompts: dict[BenchRequest, str] = {}
@@ -180,7 +180,7 @@ def make_prompts(tokenizer: Tokenizer, count: int, num_output_tokens: int) -> di
 
 def main() -> None:
     parser = comparison.parser("genai-perf", __doc__)
-    parser.add_argument("--output-tokens", type=positive, default=64, help="of every request")
+    parser.add_argument("--output-tokens", type=positive, default=64, help="output tokens of each request")
     given = parser.parse_args()
     try:
         tokenizer = Tokenizer.from_dir(given.model)

@@ -1,13 +1,13 @@
-"""A GPU in one table: iterations, prompts, long contexts, a load, a server, each figure beside its limit.
+"""Measure a GPU: iterations, prompts, long contexts, a load and a server, each figure beside its limit.
 
-Makes checkpoints of random weights, one after the other, and measures each in this process, then through
-tritonserver, then vLLM's in an environment of its own (`--vllm-python`). A limit is what the device cannot be
-quicker than: the weights, keys and values that are read at the bandwidth of a large copy, or the operations at
-the speed of a large bfloat16 product (float32 for float32), both measured first. What no time is left for is
-left out, and said. Runs on a CPU too, with a small shape.
+Makes checkpoints of random weights, one after the other. Measures each in this process, then through
+tritonserver, then in vLLM in an environment of its own (`--vllm-python`). A limit is a time that the device
+cannot beat: reading the weights, keys and values at the bandwidth of a large copy, or the operations at the
+speed of a large bfloat16 product (float32 for float32). Both are measured first. Parts for which no time
+remains are left out, and reported. Also runs on a CPU, with a small shape.
 
-With `--engine tensorrt` plans are built of each checkpoint, and measured beside torch's layers: in rows of
-PLAN_TOKENS tokens, so that prompts which are longer are torch's alone.
+With `--engine tensorrt`, plans are built for each checkpoint and measured beside torch's layers. Their slots
+have PLAN_TOKENS tokens, so longer prompts are measured with torch only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LOAD_PROMPTS, _LOAD_OUTPUTS = (32, 512), (64, 256)
 _LONGEST_LOAD = _LOAD_PROMPTS[1] + _LOAD_OUTPUTS[1]
 _VLLM_TIMEOUT_S = 300
 PLAN_TOKENS = 1024
-"""Of a slot of plans: all slots have memory for so many, whatever runs."""
+"""Tokens per slot of plans, for which every slot always has memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class Limits:
     """Measured limits of a device.
 
     Attributes:
-        bytes_per_s: Read and written by a large copy.
-        flop_per_s: Of a large matrix product.
+        bytes_per_s: Bytes per second read and written by a large copy.
+        flop_per_s: FLOP per second of a large matrix product.
     """
 
     bytes_per_s: float
     flop_per_s: float
 
     def seconds(self, num_bytes: float, flop: float) -> tuple[float, str]:
-        """The least time for both, and which of them decides."""
+        """Return the least time for both, and the name of the one that decides."""
         times = {"bandwidth": num_bytes / self.bytes_per_s, "FLOP": flop / self.flop_per_s}
         bound = max(times, key=times.__getitem__)
         return times[bound], bound
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, in ms or tokens/s, and the best that it could be; None where no limit is known."""
+    """A figure in ms or tokens/s, and its limit; None where no limit is known."""
 
     model: str
     what: str
@@ -94,7 +94,7 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Return the fraction of the limit that was reached, 0 to 1."""
+        """Fraction of the limit that was reached, 0 to 1."""
         if self.limit is None or not self.value:
             return None
         return self.limit / self.value if self.unit == "ms" else self.value / self.limit
@@ -117,7 +117,7 @@ class Plan:
 
 
 class Model:
-    """A checkpoint, and the limits of what is computed with it."""
+    """A checkpoint, and the limits of its computations."""
 
     def __init__(self, folder: Path, plan: Plan, limits: Limits, name: str | None = None) -> None:
         self.name, self.folder, self.plan, self._limits = name or folder.name, folder, plan, limits
@@ -131,19 +131,19 @@ class Model:
         self._token_bytes = block_bytes(self.decoder, 1, self._dtype)
 
     def limit(self, num_rows: int, cached_tokens: float, products: float = 1.0) -> tuple[float, str]:
-        """Seconds of iterations with `num_rows` in all, that read the weights `products` times."""
+        """Return the least seconds for `num_rows` rows in iterations that read the weights `products` times."""
         attention = 4 * self.decoder.num_layers * self.decoder.query_size * cached_tokens
         read = products * self._weight_bytes + cached_tokens * self._token_bytes
         return self._limits.seconds(read, 2 * self._num_weights * num_rows + attention)
 
     def prompt_limit(self, length: int) -> tuple[float, str]:
-        """Seconds of a prompt: every token reads half of them on average, but all share what is read."""
+        """Return the least seconds of a prompt; a token attends to half of it on average, but reads are shared."""
         attention = 4 * self.decoder.num_layers * self.decoder.query_size * length * length / 2
         flop = 2 * self._num_weights * length + attention
         return self._limits.seconds(self._weight_bytes + length * self._token_bytes, flop)
 
     def load_limit(self, requests: Sequence[BenchRequest], slots: int) -> tuple[float, str]:
-        """Output tokens/s of a load with so many sequences at a time."""
+        """Return the most output tokens/s of a load with `slots` sequences at a time."""
         outputs = sum(request.num_output_tokens for request in requests)
         rows = sum(request.num_tokens for request in requests)
         cached = sum(
@@ -162,7 +162,7 @@ def flop_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
 
 
 def draw_load(vocab_size: int, count: int) -> list[BenchRequest]:
-    """Load L: prompts of 32 to 512 tokens, outputs of 64 to 256, both uniform."""
+    """Draw load L: prompts of 32 to 512 tokens and outputs of 64 to 256, both uniform."""
     numbers = random.Random(_REQUESTS_SEED)
     return [
         BenchRequest(
@@ -174,7 +174,7 @@ def draw_load(vocab_size: int, count: int) -> list[BenchRequest]:
 
 
 def measure_iterations(model: Model) -> Iterator[Line]:
-    """Generation by rows, first tokens by prompt length, and a long context, on one engine."""
+    """Measure generation by rows, first tokens by prompt length, and a long context, on one engine."""
     plan = model.plan
     longest = max(plan.long_context, *plan.prompts, plan.context) + plan.iterations + 16
     needed = max(max(plan.rows) * (plan.context + plan.iterations + plan.tokens_per_block), longest)
@@ -209,7 +209,7 @@ def measure_iterations(model: Model) -> Iterator[Line]:
 
 
 def with_plans(model: Model, folder: Path, limits: Limits, serialize: Serialize = serialize) -> Model:
-    """The same model on TensorRT's plans, which are built, as far as their rows reach."""
+    """Build plans of the model; return it with those measurements that fit into the plans' slots."""
     plan, longest = model.plan, PLAN_TOKENS - model.plan.iterations - 16
     options = BuildOptions(
         dtype=plan.dtype,
@@ -253,7 +253,7 @@ def _settings(model: Model, slots: int, requests: Sequence[BenchRequest]) -> dic
 
 
 def measure_load(model: Model) -> Iterator[Line]:
-    """Load L in this process: all requests at once."""
+    """Measure load L in this process: all requests at once."""
     slots = max(model.plan.rows)
     requests = draw_load(model.decoder.vocab_size, model.plan.num_requests)
     with InProcess(_settings(model, slots, requests)) as engine:
@@ -265,7 +265,7 @@ def measure_load(model: Model) -> Iterator[Line]:
 
 
 def measure_server(model: Model) -> Iterator[Line]:
-    """Through tritonserver, by numbers of streams."""
+    """Measure load L through tritonserver, by number of streams."""
     most = max(model.plan.streams)
     requests = draw_load(model.decoder.vocab_size, most)
     with ServedEngine(_settings(model, most, requests)) as server:
@@ -287,7 +287,7 @@ def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
 
 
 def measure_vllm(python: Path, model: Model) -> dict[str, float]:
-    """Figures by what `Line.what` says, in a process of vLLM's environment. RuntimeError with what it said."""
+    """Return vLLM's figures by `Line.what`, from a process in its environment; RuntimeError if it fails."""
     plan = model.plan
     requests = draw_load(model.decoder.vocab_size, plan.num_requests)
     asked = {
@@ -313,7 +313,7 @@ def measure_vllm(python: Path, model: Model) -> dict[str, float]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Markdown."""
+    """Return the lines as a Markdown table."""
     rows = ["| model | what | unit | here | limit | of the limit | vLLM |", "|---|---|---|---|---|---|---|"]
     for line in lines:
         limit = "" if line.limit is None else f"{line.limit:.4g} ({line.bound})"
@@ -386,14 +386,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Line]:
 
 
 def _build(models: list[Model], folder: str, limits: Limits) -> Iterator[Line]:
-    """Puts the first one's plans behind it; a line is how long that takes."""
+    """Append the first model's plans to `models`; yield a line with the time to build them."""
     begun = time.monotonic()
     models.append(with_plans(models[0], Path(folder) / "plans", limits))
     yield Line(models[-1].name, "building plans", "ms", 1e3 * (time.monotonic() - begun))
 
 
 def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
-    """Puts vLLM's figures beside ours; none is a line of its own."""
+    """Add vLLM's figures to our lines; yields none of its own."""
     found = measure_vllm(python, model)
     for index, line in enumerate(lines):
         if line.model == model.name and line.what in found:
@@ -404,28 +404,41 @@ def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
 def _parser():
     parser = new_parser("gpu", __doc__)
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=DEVICE_SHAPES, default=["1b", "8b"], help="of random weights")
+    add(
+        "--shapes",
+        nargs="+",
+        choices=DEVICE_SHAPES,
+        default=["1b", "8b"],
+        help="shapes of the checkpoints of random weights",
+    )
     add("--device", default="cuda")
-    add("--engine", choices=("torch", "tensorrt"), default="torch", help="tensorrt: plans beside torch")
+    add(
+        "--engine",
+        choices=("torch", "tensorrt"),
+        default="torch",
+        help="tensorrt: measure plans beside torch",
+    )
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])
     add("--context", type=positive, default=512, help="tokens of each row before the first iteration")
     add("--iterations", type=positive, default=32)
-    add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths")
-    add("--long-context", type=int, default=32_768, help="tokens; 0: none")
-    add("--requests", type=positive, default=512, help="of load L")
+    add("--prompts", type=positive, nargs="+", default=[32, 512, 2048, 8192], help="lengths of prompts")
+    add("--long-context", type=int, default=32_768, help="tokens of the long context; 0: none")
+    add("--requests", type=positive, default=512, help="requests of load L")
     add(
         "--streams",
         type=positive,
         nargs="*",
         default=[1, 16, 64, 256],
-        help="through tritonserver; none: none",
+        help="numbers of streams through tritonserver; without a value: none",
     )
     add("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment that has vLLM")
-    add("--seconds", type=positive, default=480, help="after which no other part is begun")
+    add("--seconds", type=positive, default=480, help="time after which no other part begins")
     add("--tokens-per-block", type=positive, default=32)
-    add("--copy-mib", type=positive, default=1024, help="size of the copy that shows the bandwidth")
-    add("--matrix", type=positive, default=8192, help="rows of the matrices whose product shows the FLOP/s")
+    add("--copy-mib", type=positive, default=1024, help="size of the copy that measures the bandwidth")
+    add(
+        "--matrix", type=positive, default=8192, help="rows of the matrices whose product measures the FLOP/s"
+    )
     return parser
 
 

@@ -1,10 +1,10 @@
 """Measure the cost of guided decoding: masks for many rows, and the delay of other requests by a slow guide.
 
-The first part times an iteration of a model of random weights. The second chooses tokens as that model's engine
-does, of a made-up vocabulary, with a JSON schema that every row follows and without, in turn: the difference is
-what an iteration does for guides, that is, fill masks, ban what they do not have, and go on with the tokens that
-were chosen. In the third part a request streams while others' guides, which take longer to compile than they may,
-are compiled in vain: the gaps between its tokens with them and without.
+The first part times an iteration of a model with random weights. The second samples with that model's engine
+from a made-up vocabulary, in turn with and without a JSON schema that every row follows. The difference is an
+iteration's work for guides: filling masks, banning tokens, and accepting sampled tokens. In the third part a
+request streams while other requests' guides, which exceed the time limit, are compiled in vain. It compares
+the gaps between the stream's tokens with and without them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GUIDE = Guide(GuideKind.JSON_SCHEMA, json.dumps(_SCHEMA))
 
 
 def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
-    """All bytes, and texts of two to eight letters, a third of them behind a space."""
+    """Return a vocabulary of all bytes, and texts of two to eight letters, a third of them after a space."""
     numbers = np.random.default_rng(0)
     tokens = {bytes([each]): None for each in range(256)}
     while len(tokens) < vocab_size:
@@ -71,11 +71,12 @@ def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
 def mask_milliseconds(
     name: str, kernels: RowKernels, num_rows: int, vocab_size: int, num_steps: int, num_rounds: int
 ) -> dict[str, float]:
-    """Milliseconds that `Sampler.decode` takes with guides and without, in turn.
+    """Measure the milliseconds of `Sampler.decode` with guides and without, in turn.
 
     Returns:
-        What reading the vocabulary and compiling the guide took; the medians of the rounds, of which each is the
-        median or the 99th percentile of its steps; the difference, `guides_ms`, and the lowest and the highest.
+        The times of reading the vocabulary and compiling the guide; medians over the rounds, where a round's
+        value is the median or the 99th percentile of its steps; the difference `guides_ms`, with its lowest
+        and highest value.
     """
     vocabulary = made_up_vocabulary(vocab_size)
     begun = time.perf_counter()
@@ -113,7 +114,7 @@ def _decode_seconds(
     vocab_size: int,
     num_steps: int,
 ) -> list[float]:
-    """Greedy rows whose logits are drawn anew in every step, so that texts go everywhere a guide lets them."""
+    """Time greedy rows with new random logits in every step, so that texts take all paths of a guide."""
     cpu = torch.device("cpu")
     sampler = Sampler(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
     slots = tuple(range(num_rows))
@@ -138,7 +139,7 @@ def _decode_seconds(
 def loaded_engine(
     shape: str, workload: Workload, dtype: str, device: str | None, kernels: str | None
 ) -> Iterator[ModelEngine]:
-    """An engine of random weights with room for the workload."""
+    """Yield an engine of random weights with slots and memory for the workload."""
     (num_rows,) = workload.rows
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), shape=SHAPES[shape], dtype="bfloat16")
@@ -160,7 +161,7 @@ def loaded_engine(
 
 
 def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[float]:
-    """Milliseconds between the tokens of a stream, while so many slow guides are compiled one after another."""
+    """Return the milliseconds between a stream's tokens while `num_slow` slow guides are compiled in turn."""
     found: list[Grammars] = []
 
     def make_grammars(vocab_size: int) -> Grammars:
@@ -202,7 +203,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
 
 
 def _slow_guide(number: int) -> Guide:
-    """A grammar that stands for twice as much with every rule: minutes."""
+    """Return a grammar whose size doubles with every rule: it takes minutes to compile."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
     return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a{number}"')
 
@@ -219,20 +220,29 @@ def main() -> None:
     parser = new_parser("guided", __doc__)
     parser.add_argument("--rows", type=positive, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--steps", type=positive, default=64, help="of a round, each a token for every row")
     parser.add_argument(
-        "--rounds", type=positive, default=5, help="with guides and without; medians of so many"
+        "--steps", type=positive, default=64, help="steps of a round, each with a token for every row"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="rounds with guides and without; figures are their medians"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="llguidance")
-    parser.add_argument("--shape", choices=("none", *SHAPES), default="1b", help="of the forward pass")
-    parser.add_argument("--context", type=positive, default=32, help="tokens of each sequence before it")
-    parser.add_argument("--iterations", type=positive, default=16, help="of the forward pass; their median")
+    parser.add_argument("--shape", choices=("none", *SHAPES), default="1b", help="shape of the forward pass")
+    parser.add_argument(
+        "--context", type=positive, default=32, help="tokens of each sequence before the forward pass"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=positive,
+        default=16,
+        help="iterations of the forward pass; the median is printed",
+    )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
-    parser.add_argument("--device", help="of the forward pass; masks are filled on the host")
-    parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="whose stream is watched")
-    parser.add_argument("--tokens", type=int, default=400, help="of that stream")
-    parser.add_argument("--slow", type=int, default=8, help="guides that are compiled in vain meanwhile")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
+    parser.add_argument("--device", help="device of the forward pass; masks are filled on the host")
+    parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="model of the measured stream")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of that stream")
+    parser.add_argument("--slow", type=int, default=8, help="slow guides that are compiled in vain meanwhile")
     arguments = parser.parse_args()
     figures: dict[str, object] = {
         "rows": arguments.rows,

@@ -1,7 +1,7 @@
 """Measure the processor time that each process of a server without requests takes, in seconds, by name.
 
-Starts what `scripts/serve` starts, with ranks where `--tp` says so, answers one request, and looks twice at the
-processor time of all its processes, so many seconds apart. Prints one line of JSON last.
+Starts the same server as `scripts/serve`, with ranks if `--tp` is given, answers one request, and reads the
+processor time of all its processes twice, `--seconds` apart. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ def main() -> None:
     parser = new_parser("idle", __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder; the demo model without one")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="to look for (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure (default: %(default)s)")
     given = parser.parse_args()
     options = ServerOptions(tp=given.tp, mode="orchestrator") if given.tp > 1 else ServerOptions()
     with serve(model=given.model, options=options) as server:
         with contextlib.closing(Client(server.grpc)) as client:
             client.generate("a", max_tokens=2)
-        time.sleep(1.0)  # what follows upon the request
+        time.sleep(1.0)  # wait for work after the request
         print(json.dumps(report(given, processor_time(lambda: _processes(server), given.seconds))))
 
 
 def report(given: argparse.Namespace, used_s: dict[str, float]) -> dict[str, object]:
-    """The line of JSON.
+    """Return the line of JSON.
 
     Args:
         given: The command line.
-        used_s: Processor time of each process.
+        used_s: Processor time in seconds of each process.
     """
     return {
         "bench": "idle",
@@ -64,7 +64,7 @@ def _used_s(process: psutil.Process) -> float:
 
 
 def _processes(server: TritonServer) -> Iterator[psutil.Process]:
-    """tritonserver, its models' processes, guards and ranks."""
+    """Yield tritonserver, its models' processes, guards and ranks."""
     pids = {
         server.pid,
         *(each.pid for each in runtime_directory.find_processes(server.repository.path.parent)),

@@ -1,8 +1,8 @@
 """Measure the time of an iteration on a real server, with one stream and with many.
 
-Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and reads
-from the statistics in the log how many iterations ran in how many seconds. What an iteration takes beyond the
-forward pass is the loop's own work, and whatever the sender, cancellation and Triton threads take from it.
+Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and
+reads the number of iterations and seconds from the statistics in the log. The time of an iteration beyond the
+forward pass is the loop's own work, and time that the sender, cancellation and Triton threads take from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COUNTER = re.compile(r'"Iteration Counter": (\d+),')
 
 
 def measure(server: TritonServer, num_streams: int, seconds: float) -> float:
-    """Milliseconds per iteration while `num_streams` streams run."""
+    """Return the milliseconds per iteration while `num_streams` streams run."""
     client, responses = open_streams(server.grpc, num_streams)
     while len(responses) < 2 * num_streams:
         time.sleep(0.01)

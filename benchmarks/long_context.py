@@ -19,25 +19,25 @@ from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
 
 _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
-"""The demo model's sizes, with more positions and random weights: only the time counts."""
+"""The demo model's sizes, with more positions and random weights, as only the time counts."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `load_engine` reads."""
     parser.add_argument(
-        "--model", help="checkpoint folder; random weights of the demo model's sizes without one"
+        "--model", help="checkpoint folder; default: random weights of the demo model's sizes"
     )
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="as the parameter of config.pbtxt")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="the parameter of config.pbtxt")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
 
 
 @contextmanager
 def load_engine(
     options: argparse.Namespace, max_num_sequences: int, max_num_tokens: int, max_tokens_in_kv_cache: int
 ) -> Iterator[ModelEngine]:
-    """An engine, for the length of a `with`."""
+    """Yield an engine, which is closed at the end of the `with` block."""
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), shape=_DEMO_WITH_ROOM))
         engine = load.load_engine(
@@ -59,7 +59,7 @@ def load_engine(
 
 
 class Loop:
-    """A scheduler and an engine, one iteration at a time."""
+    """A scheduler and an engine that run one iteration at a time."""
 
     def __init__(self, engine: ModelEngine, config: SchedulingConfig) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class Loop:
         self._iteration = 0
 
     def step(self, *requests: Request) -> list[Response]:
-        """One iteration, with requests that arrive; raises what a request ended with."""
+        """Run one iteration with newly arriving requests; raises the error of a failed request."""
         now_ns = time.monotonic_ns()
         responses = self._scheduler.accept(IterationInput(self._iteration, now_ns, requests))
         self._iteration += 1
@@ -82,5 +82,5 @@ class Loop:
 
 
 def random_tokens(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:
-    """`count` token ids; other ones for another seed."""
+    """Return `count` random token ids for this seed."""
     return tuple(random.Random(seed).choices(range(vocab_size), k=count))

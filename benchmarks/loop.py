@@ -1,8 +1,8 @@
 """Measure the cost of an iteration on the loop thread while slow senders are at work.
 
-A fake engine without any forward pass, N streaming requests, and one sender thread that takes as long for each
-response as the Python stub of a real tritonserver does. Prints the median time of an iteration for each N, and how
-many tokens the responses carried: a sender that falls behind joins tokens, and the loop does not wait for it.
+Runs a fake engine without a forward pass, N streaming requests, and one sender thread that takes as long per
+response as the Python stub of a real tritonserver. Prints the median time of an iteration for each N, and the
+number of tokens per response: a sender that falls behind merges tokens, and the loop does not wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SlowSender:
 
 
 def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, float]:
-    """Run `num_streams` streams of `num_tokens` tokens; times in microseconds."""
+    """Run `num_streams` streams of `num_tokens` tokens; return times in microseconds."""
     limits = EngineLimits(1000, 8192, max(64, num_streams), num_streams * 300, 32)
     scheduler = Scheduler(SchedulingConfig(), limits)
     sender = SlowSender(send_us * 1e-6)
@@ -88,7 +88,7 @@ def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, floa
 def main() -> None:
     parser = new_parser("loop", __doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--tokens", type=int, default=2000, help="tokens a stream")
+    parser.add_argument("--tokens", type=int, default=2000, help="tokens per stream")
     parser.add_argument("--send-us", type=float, default=165.0, help="time of one send")
     arguments = parser.parse_args()
     rows = [

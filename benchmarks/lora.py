@@ -1,7 +1,7 @@
 """Measure LoRA adapters: iterations whose rows have adapters and the same without, in turns in one process.
 
-All linear layers are adapted. Weights are random: only the time counts. In generation every row has one token, and
-rows take the adapters in turn; with `--chunk` one row computes so many tokens of a context.
+All linear layers are adapted. Weights are random, as only the time counts. In generation every row has one
+token, and rows take the adapters in turn; with `--chunk N` one row computes N tokens of a context.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Bench:
     """An engine with two sets of sequences: with adapters, and without.
 
     Args:
-        engine: Its slots are for both.
-        num_rows: Sequences of a set.
-        num_adapters: That the first set's rows take in turn.
-        rank: Of every adapter.
-        num_tokens: Room of a sequence.
+        engine: Engine with slots for both sets.
+        num_rows: Number of sequences per set.
+        num_adapters: Number of adapters that the first set's rows take in turn.
+        rank: Rank of every adapter.
+        num_tokens: Memory per sequence, in tokens.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class Bench:
         )
 
     def begin(self, prompt_length: int) -> None:
-        """All sequences, as if their prompts but for the last token were in the cache."""
+        """Start all sequences as if their prompts were cached except for the last token."""
         chunks = [
             ContextChunk(slot, prompt_length - 1, (_TOKEN_ID,), True) for slot in range(2 * self._num_rows)
         ]
         self._run(context=tuple(chunks))
 
     def compute(self, has_adapters: bool, num_tokens: int) -> None:
-        """The context of one of a set's sequences, so far as it is so long."""
+        """Compute a context of `num_tokens` tokens in a sequence of one set."""
         slot = self._slots(has_adapters)[0]
         self._run(context=(ContextChunk(slot, 0, (_TOKEN_ID,) * num_tokens, False),))
 
     def generate(self, has_adapters: bool) -> None:
-        """A token of every sequence of a set."""
+        """Compute one token of every sequence of one set."""
         self._run(generation_slots=tuple(self._slots(has_adapters)))
 
     def _slots(self, has_adapters: bool) -> range:
@@ -140,7 +140,7 @@ class Turn:
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    """Measure every round, with adapters and without."""
+    """Measure every round, with adapters and without; return the turns of each."""
     bench.begin(options.prompt)
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     for number in range(options.rounds + 1):
@@ -162,7 +162,7 @@ def _take_turn(bench: Bench, has_adapters: bool, options: argparse.Namespace) ->
 
 
 def summarize(adapted: list[Turn], plain: list[Turn], tokens: int) -> dict[str, float | list[float]]:
-    """Ratios are of tokens/s; that of the processor's time counts what other programs leave alone."""
+    """Return figures: ratios of tokens/s, and of processor times, which other programs affect less."""
     ratios = [bare.wall_ms / own.wall_ms for own, bare in zip(adapted, plain)]
     of_processor = [bare.processor_ms / own.processor_ms for own, bare in zip(adapted, plain)]
     fastest = min(turn.wall_ms for turn in plain) / min(turn.wall_ms for turn in adapted)
@@ -178,18 +178,20 @@ def summarize(adapted: list[Turn], plain: list[Turn], tokens: int) -> dict[str, 
 
 def main() -> None:
     parser = new_parser("lora", __doc__)
-    parser.add_argument("--model", help="checkpoint folder; random weights of a shape without one")
+    parser.add_argument("--model", help="checkpoint folder; default: random weights of a shape")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
-    parser.add_argument("--threads", type=positive, help="of the forward pass")
-    parser.add_argument("--rows", type=positive, default=32, help="of an iteration")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
+    parser.add_argument("--threads", type=positive, help="threads of the forward pass")
+    parser.add_argument("--rows", type=positive, default=32, help="rows of an iteration")
     parser.add_argument("--adapters", type=positive, default=8)
     parser.add_argument("--rank", type=positive, default=16)
-    parser.add_argument("--prompt", type=positive, default=128, help="tokens of every sequence at first")
+    parser.add_argument("--prompt", type=positive, default=128, help="initial tokens of each sequence")
     parser.add_argument("--chunk", type=not_negative, default=0, help="tokens of a context; 0: generation")
     parser.add_argument("--rounds", type=positive, default=15)
-    parser.add_argument("--turn", type=positive, default=3, help="iterations before the other set's")
+    parser.add_argument(
+        "--turn", type=positive, default=3, help="iterations of a turn, before the other set's"
+    )
     options = parser.parse_args()
     num_tokens = max(options.chunk, options.prompt + (options.rounds + 1) * options.turn + 1)
     with _load(options, num_tokens) as engine, torch.inference_mode():

@@ -1,8 +1,8 @@
-"""How fast the engine is in this process, without Triton: tokens/s, time to first token, gaps between tokens.
+"""Measure the engine in this process, without Triton: tokens/s, time to first token, gaps between tokens.
 
-The GptManager and the engine that a server runs, made by the same composition root from the same parameters, with
-callbacks that hand requests over and take the times of responses. `w` is a load of 64 requests, all at once or so
-many at a time; `lone` is one request after another. A run before the others warms up and is not counted.
+Runs a server's GptManager and engine, made by the same composition root from the same parameters, with
+callbacks that supply requests and record the times of responses. `w` is a load of 64 requests, all at once or
+N at a time; `lone` is one request after another. The first run warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from inflight.models.registry import ModelDescription
 
 
 class ClosedLoop:
-    """Requests of which so many are in flight at a time, and when what came back.
+    """A source of requests with a fixed number in flight, which records the times of their responses.
 
-    `get` and `take` are a GptManager's callbacks and run on its thread; `wait` is for another one.
+    `get` and `take` are callbacks of a GptManager and run on its thread; `wait` runs on another thread.
     """
 
     def __init__(self, requests: Sequence[BenchRequest], concurrency: int, first_id: int) -> None:
@@ -59,17 +59,17 @@ class ClosedLoop:
         self._error: InflightError | None = None
 
     def get(self, max_num: int) -> list[Request]:
-        """Return the requests to send now: `max_num` at most, any number if that is negative."""
+        """Return the requests to send now: at most `max_num`, or any number if it is negative."""
         requests: list[Request] = []
         while self._waiting and self._free_since_ns and len(requests) != max_num:
             request_id, request = self._waiting.popleft()
-            # A client would have sent it as soon as the one before had ended.
+            # A client would have sent the request as soon as the one before had ended.
             self._sent_ns[request_id] = self._free_since_ns.popleft()
             requests.append(Request(request_id, request.prompt, request.num_output_tokens, streaming=True))
         return requests
 
     def take(self, response: Response) -> None:
-        """Note the time; a request that fails ends the run."""
+        """Record a response's time. A failed request ends the run."""
         now_ns = time.monotonic_ns()
         if response.error is not None:
             return self.fail(response.error)
@@ -83,13 +83,13 @@ class ClosedLoop:
                 self._ended.set()
 
     def fail(self, error: InflightError) -> None:
-        """Handle a failure of the loop: no more responses will come."""
+        """End the run because the loop has failed: no more responses will come."""
         self._error = self._error or error
         self._waiting.clear()
         self._ended.set()
 
     def wait(self) -> list[Timeline]:
-        """The times of all requests, in order; raises what a request has failed with."""
+        """Wait, and return the times of all requests, in order; raises the error of a failed request."""
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -103,18 +103,18 @@ class ClosedLoop:
 
 
 class InProcess:
-    """A loaded engine and its loop, for the length of a `with`.
+    """A loaded engine and its loop, for the length of a `with` block.
 
     Attributes:
-        load_s: What loading took, in seconds.
-        start_s: From the start of the process until the first request could be taken, in seconds.
-        kernels: What computes the layers.
+        load_s: Seconds of loading.
+        start_s: Seconds from the start of the process until the first request can be accepted.
+        kernels: Implementation of the layers.
     """
 
     name = "offline"
 
     def __init__(self, settings: Mapping[str, str], load: LoadModel = load_model) -> None:
-        """Raises ConfigError as a server that is given the same parameters would."""
+        """Load the engine. Raises ConfigError, like a server with the same parameters."""
         parameters = to_parameters(settings)
         check_parameters(parameters)
         self._loop = ClosedLoop((), 0, 0)
@@ -132,7 +132,7 @@ class InProcess:
         self.load_s, self.start_s = time.perf_counter() - begun, seconds_since_process_start()
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
-        """All of them, so many at a time; one run at a time."""
+        """Run all requests, `concurrency` at a time. Only one run may be active."""
         self._loop = ClosedLoop(requests, concurrency, next(self._ids))
         self._manager.notify()
         return self._loop.wait()
@@ -153,7 +153,7 @@ class InProcess:
 
 
 def to_parameters(settings: Mapping[str, str]) -> Parameters:
-    """Build the parameters that config.pbtxt would give; `settings` are its parameters, and max_batch_size."""
+    """Return the parameters of a config.pbtxt with these settings, which include max_batch_size."""
     given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
     return read_parameters(
         {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
@@ -162,7 +162,7 @@ def to_parameters(settings: Mapping[str, str]) -> Parameters:
 
 
 def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
-    """Return the kernels that the engine chose, whatever was asked for."""
+    """Return the kernels that the engine uses, and the requested ones."""
     config = parameters.engine
     asked, is_int8 = config.kernels or "default", config.dtype == INT8
     if not isinstance(engine, ModelEngine):
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def _with_kept_weights(setup: Setup, settings: Mapping[str, str], model: ModelDescription) -> Setup:
-    """With what quantized weights take that stay as they are, if there are any."""
+    """Return the setup with the bytes of quantized weights that are kept, if there are any."""
     kept = kept_kinds(to_parameters(settings).engine, model, torch.device("cpu"))
     if not kept:
         return setup

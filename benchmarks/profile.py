@@ -1,9 +1,9 @@
 """Profile iterations by stage, speed against concurrency, and KV blocks over time; write JSON and plots.
 
-All in this process, with the loop, the instruments and the client of a server. Iterations of generation are taken
-apart by a clock around functions of the program. The workload W runs with more and more requests in flight; then
-twice in a KV cache with room for half of it, all at once and at four fifths of the rate at which the engine was
-through with it. Prints the tables of docs/performance.md.
+Runs in this process, with a server's loop, instruments and client. A clock around functions of the program
+divides generation iterations into stages. The workload W runs with more and more requests in flight, and then
+twice in a KV cache with room for half of it: all at once, and at four fifths of the rate that the engine
+reached. Prints the tables of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from inflight.testing.make_model import make_model
 _PLOTS = Path(__file__).parents[1] / "docs" / "plots"
 _ROWS = (1, 8, 32, 64)
 _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
-_MOST = 64  # requests, of W and in flight
-_REQUESTS_PER_STREAM = 8  # of few streams; more would only take longer
-_PROMPT, _OUTPUT = 128, 96  # of the iterations that are taken apart
-_LOAD = 0.8  # of the rate at which requests can be served
+_MOST = 64  # number of requests in W, and most in flight
+_REQUESTS_PER_STREAM = 8  # for few streams; more would only take longer
+_PROMPT, _OUTPUT = 128, 96  # of the iterations that are divided into stages
+_LOAD = 0.8  # share of the rate at which requests can be served
 _SEED = 5
 
 
 def measure(options: Options, setup: Setup, requests: list[BenchRequest]) -> Profile:
-    """All of it; a few minutes on a model of 135 million parameters."""
+    """Measure everything; takes a few minutes on a model of 135 million parameters."""
     settings = engine_settings(options, requests)
     iterations = _take_apart(settings, setup)
     load = _against_concurrency(settings, requests)
@@ -59,7 +59,7 @@ def _take_apart(settings: dict[str, str], setup: Setup) -> tuple[IterationCost, 
     ]
     costs = []
     with watch_loop(setup.dtype) as watch, ServedEngine(settings) as engine:
-        for rows in (_ROWS[0], *_ROWS):  # the first time warms up
+        for rows in (_ROWS[0], *_ROWS):  # the first one warms up
             watch.iterations.clear()
             engine.run([BenchRequest(prompt, _OUTPUT) for prompt in prompts[:rows]], rows)
             costs.append(IterationCost.of(rows, watch.iterations))
@@ -103,11 +103,11 @@ def _checkpoint(given: Path | None) -> Iterator[Path]:
 def main() -> None:
     parser = new_parser("profile", __doc__)
     parser.add_argument(
-        "--model", type=Path, help="checkpoint folder; random weights of the shape 135m without it"
+        "--model", type=Path, help="checkpoint folder; default: random weights of the shape 135m"
     )
-    parser.add_argument("--dtype", help="the checkpoint's without it")
-    parser.add_argument("--out", type=Path, default=_PLOTS, help="folder of profile.json and the plots")
-    parser.add_argument("--threads", type=positive, help="of the forward pass; all cores without it")
+    parser.add_argument("--dtype", help="default: the checkpoint's")
+    parser.add_argument("--out", type=Path, default=_PLOTS, help="folder for profile.json and the plots")
+    parser.add_argument("--threads", type=positive, help="threads of the forward pass; default: all cores")
     arguments = parser.parse_args()
     try:
         with _checkpoint(arguments.model) as model:

@@ -1,9 +1,9 @@
 """Measure how much drafting by prompt lookup saves on a prompt that repeats itself.
 
-In this process, without a server: one request at a time through scheduler and engine, plain and with
-`prompt_lookup_num_tokens`, in turns. Two prompts are Python code of one pattern over and over, which the demo
-model carries on, greedily; the third is one line, continued by sampling, which repeats little. The tokens are
-compared, and a difference is an error in float32.
+Runs in this process, without a server: one request at a time through scheduler and engine, plain and with
+`prompt_lookup_num_tokens`, in turns. Two prompts are repetitive Python code, which the demo model continues
+greedily. The third is one line, continued by sampling, which repeats little. The tokens are compared; in
+float32, a difference is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPTS: dict[str, tuple[str, SamplingConfig]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request: how fast its tokens came, from the first on, and in how many iterations."""
+    """One request: its token rate after the first token, and its number of iterations."""
 
     result: SequenceResult
     tokens_per_second: float
@@ -55,7 +55,7 @@ class Run:
 
 
 def run(engine: ModelEngine, request: Request) -> Run:
-    """Generate alone on the engine, nothing reused."""
+    """Generate a request alone on the engine, without prefix reuse."""
     scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
     responses = scheduler.accept(IterationInput(0, 0, (request,)))
     first_token = 0.0
@@ -73,7 +73,7 @@ def run(engine: ModelEngine, request: Request) -> Run:
 
 
 def measure(engine: ModelEngine, plain: Request, num_draft: int, rounds: int) -> dict:
-    """Medians of `rounds`, plain and looking up in turns."""
+    """Return medians of `rounds`, with and without prompt lookup in turns."""
     looking = replace(plain, prompt_lookup_num_tokens=num_draft)
     run(engine, looking)  # warms up
     pairs = [(run(engine, plain), run(engine, looking)) for _ in range(rounds)]
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(_DEMO_MODEL), help="checkpoint folder")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default=None)
-    parser.add_argument("--threads", type=int, default=None, help="of the forward pass")
+    parser.add_argument("--threads", type=int, default=None, help="threads of the forward pass")
     parser.add_argument("--prompt", default=None, help="file with another prompt")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens")
     parser.add_argument("--draft", type=int, nargs="+", default=[4, 8], help="prompt_lookup_num_tokens")

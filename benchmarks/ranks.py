@@ -1,9 +1,9 @@
 """Measure several ranks on this machine: tokens/s, the time of a broadcast, and the bytes transferred.
 
-Runs `ranks_program` under mpirun: one rank with all threads, then tensor- and pipeline-parallel ranks that share
-the same number of threads, in turn, several rounds. Streams of equal length that all start at once; greedy, and
-without Triton. Counts what every rank hands to its collectives and its neighbours, beside what the model in
-docs/scaling.md says. Imports neither torch nor MPI: the ranks do.
+Runs `ranks_program` under mpirun: one rank with all threads, then tensor- and pipeline-parallel ranks that
+share the same number of threads, in turn, for several rounds. Streams have equal length, start at once, and
+are greedy; Triton is not used. Counts the bytes that each rank passes to its collectives and its neighbours,
+beside the prediction of docs/scaling.md. Imports neither torch nor MPI; the ranks do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
 
 @dataclass(frozen=True)
 class Work:
-    """Work of each rank: `prompt` and `tokens` are the lengths of each of `streams`, `threads` are per rank."""
+    """Work of each rank: `prompt` and `tokens` are lengths per stream, `threads` are per rank."""
 
     model: str
     dtype: str
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures that rank 0 measured. A row is a computed token; logits are gathered for chosen tokens alone."""
+    """Figures of rank 0. A row is a computed token; logits are gathered for sampled tokens only."""
 
     tokens_per_s: float
     iterations: float
@@ -53,13 +53,13 @@ class Figures:
 
 def main() -> None:
     parser = new_parser("ranks", __doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder; random weights of --shape without one")
+    parser.add_argument("--model", type=Path, help="checkpoint folder; default: random weights of --shape")
     parser.add_argument("--shape", choices=("tiny", "135m", "1b"), default="1b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate for each")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of all ranks together")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per stream")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of all ranks together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--setups", nargs="+", default=list(_SETUPS), metavar="tp=N,pp=M")
     arguments = parser.parse_args()

@@ -1,6 +1,7 @@
-"""The program of every rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun, WORK as JSON.
+"""The program of each rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun; WORK is JSON.
 
-Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one line.
+Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one
+line.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 class _Rank:
-    """One of them, from MPI's start to its end."""
+    """One rank, from MPI's start to its end."""
 
     def __init__(self, work: Work) -> None:
         self.world = MpiWorld()
@@ -69,7 +70,7 @@ class _Rank:
         self._ranks = Lockstep(self.world, self._heartbeat)
 
     def measure(self) -> Figures:
-        """On all ranks at the same time; rank 0's are of use."""
+        """Measure on all ranks at the same time; only rank 0's result is used."""
         work = self._work
         num_iterations, seconds = self._serve()
         num_tokens = work.streams * work.tokens
@@ -92,7 +93,7 @@ class _Rank:
         return min(int(said) for said in self.world.all_gather(b"%d" % number))
 
     def _serve(self) -> tuple[int, float]:
-        """Iterations and seconds until every request has ended."""
+        """Return the iterations and seconds until every request has ended."""
         work = self._work
         waiting = _make_requests(work, self._engine.limits.vocab_size)
 
@@ -112,7 +113,7 @@ class _Rank:
         return num_iterations, time.perf_counter() - started_s
 
     def _time_broadcasts(self) -> float:
-        """Microseconds of an iteration's broadcast when there is nothing new, median."""
+        """Return the median microseconds of an iteration's broadcast without new inputs."""
         times_us = []
         for number in range(_NUM_BROADCASTS):
             started_s = time.perf_counter()
@@ -148,14 +149,14 @@ def _make_requests(work: Work, vocab_size: int) -> list[Request]:
 
 
 class _Volume:
-    """Counts the bytes that a rank puts into collectives and sends to the next stage."""
+    """Counts the bytes that a rank passes to collectives and sends to the next stage."""
 
     def __init__(self, collectives: MpiCollectives, link: MpiStageLink) -> None:
         self.reduced = self.gathered = self.sent = 0
         all_reduce, all_gather, send = collectives.all_reduce, collectives.all_gather, link.send
 
         def count_reduce(tensor: torch.Tensor) -> torch.Tensor:
-            self.reduced += tensor.numel() * 4  # MPI adds up in float32
+            self.reduced += tensor.numel() * 4  # MPI adds in float32
             return all_reduce(tensor)
 
         def count_gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Measure the time to first token of a prompt whose prefix another request has computed before.
 
-In this process, without a server: prompts that share a prefix of 1,000 tokens, one request at a time. The first
-request with a prefix, the second one, and the second one with `enable_kv_cache_reuse` off.
+Runs in this process, without a server. Prompts share a prefix of 1,000 tokens, one request at a time.
+Measures the first request with a prefix, the second one, and the second one without `enable_kv_cache_reuse`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.engine.engine import ModelEngine
 
 
 class Asker:
-    """Asks for one token at a time."""
+    """Requests one token at a time."""
 
     def __init__(self, engine: ModelEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
         self._loop = Loop(engine, SchedulingConfig(enable_kv_cache_reuse=is_reuse_on))
@@ -27,7 +27,7 @@ class Asker:
         self._num_asked = 0
 
     def first_token_s(self, prefix_seed: int) -> tuple[float, int]:
-        """Seconds to the first token after that prefix and a suffix of its own; KV blocks that were reused."""
+        """Return the seconds to the first token after a prefix and a new suffix, and the KV blocks reused."""
         prefix, suffix = self._lengths
         self._num_asked += 1
         prompt = random_tokens(prefix_seed, prefix, self._vocab_size)
@@ -46,8 +46,8 @@ class Asker:
 def main() -> None:
     parser = new_parser("reuse", __doc__)
     add_engine_options(parser)
-    parser.add_argument("--prefix", type=int, default=1000, help="tokens that prompts share")
-    parser.add_argument("--suffix", type=int, default=16, help="tokens that they do not")
+    parser.add_argument("--prefix", type=int, default=1000, help="tokens of the shared prefix")
+    parser.add_argument("--suffix", type=int, default=16, help="tokens of each suffix")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     prefix, suffix, rounds = options.prefix, options.suffix, options.rounds

@@ -1,7 +1,8 @@
-"""Measure sampling, by feature, beside a bare argmax and a bare softmax and multinomial.
+"""Measure sampling by feature, beside a bare argmax, and a bare softmax and multinomial.
 
-All rows use the feature. Logits are ranked like a language model's: probabilities fall with the rank, 90 % of them
-within some dozens of tokens. With `--flat` they are normally distributed, and a top-p of 0.9 keeps most tokens.
+All rows use the feature. Logits are distributed like a language model's: probabilities fall with the rank,
+and some dozens of tokens have 90 % of them. With `--flat` logits are normally distributed, and a top-p of 0.9
+keeps most tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Size of the measurement."""
+    """Sizes of the measurement."""
 
     rows: int
     vocab_size: int
@@ -76,7 +77,7 @@ class Shape:
 
 
 def make_logits(shape: Shape, flat: bool) -> Tensor:
-    """[rows, vocab_size] float32."""
+    """Return float32 logits [rows, vocab_size]."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(shape.rows, shape.vocab_size, generator=generator)
     if flat:
@@ -87,7 +88,7 @@ def make_logits(shape: Shape, flat: bool) -> Tensor:
 
 
 def measure(feature: Feature, shape: Shape, logits: Tensor, repeats: int) -> float:
-    """Median milliseconds of `Sampler.decode`."""
+    """Return the median milliseconds of `Sampler.decode`."""
     sampler = Sampler(shape.rows, shape.history + _DRAFTS + 1, shape.vocab_size, logits.device)
     batch, positions = _batch(feature, shape)
     sampler.apply(batch)
@@ -108,7 +109,7 @@ def _median(run: Callable[[], object], repeats: int, prepare: Callable[[], objec
 
 
 def _batch(feature: Feature, shape: Shape) -> tuple[ScheduledBatch, np.ndarray]:
-    """Rows whose sequences have `history` tokens; drafts take several rows each."""
+    """Make a batch of sequences with `history` tokens; drafts take several rows each."""
     numbers = np.random.default_rng(0)
     per_draft = _DRAFTS + 1
     num_drafted = shape.rows // per_draft if feature.has_drafts else 0
@@ -177,11 +178,13 @@ def main() -> None:
     parser = new_parser("sampling", __doc__)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=128_000)
-    parser.add_argument("--history", type=int, default=512, help="tokens that penalties look back at")
+    parser.add_argument(
+        "--history", type=int, default=512, help="tokens that penalties look back at (per row)"
+    )
     parser.add_argument("--flat", action="store_true", help="normally distributed logits")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="default: what torch takes")
-    parser.add_argument("--feature", nargs="+", help="only features whose name has one of these in it")
+    parser.add_argument("--threads", type=int, help="default: torch's choice")
+    parser.add_argument("--feature", nargs="+", help="only features whose name contains one of these")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

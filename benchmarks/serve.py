@@ -1,8 +1,8 @@
-"""How fast a real tritonserver is, by Triton's perf_analyzer: the figures of `offline`, through gRPC streams.
+"""Measure a real tritonserver with Triton's perf_analyzer: the figures of `offline`, through gRPC streams.
 
-Starts a server as `scripts/serve` does, lets perf_analyzer send every request of the workload once, so many at a
-time, and reads the responses' times from what it exports. A run before the others warms up and is not counted.
-With `--beside`, the same engine also runs in this process, in turn with the server, and the ratio is printed.
+Starts a server like `scripts/serve`, lets perf_analyzer send every request of the workload once, N at a time,
+and reads the responses' times from its export. The first run warms up and is not counted. With `--beside`,
+the same engine also runs in this process, in turn with the server, and the ratio is printed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from inflight.server.launch import serve
 
 
 class ServedEngine:
-    """A server on free ports, for the length of a `with`.
+    """A server on free ports, for the length of a `with` block.
 
     Attributes:
-        load_s: From the start of the server until every model is ready, in seconds.
+        load_s: Seconds from the start of the server until every model is ready.
     """
 
     name = "serve"
@@ -46,7 +46,7 @@ class ServedEngine:
         self.load_s = time.perf_counter() - begun
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
-        """All of them, so many at a time."""
+        """Run all requests, `concurrency` at a time."""
         return [answer.timeline for answer in analyze(self._server, requests, concurrency)]
 
     def resources(self) -> Resources:
@@ -64,8 +64,10 @@ class ServedEngine:
 def main() -> None:
     parser = new_parser("serve", __doc__)
     add_options(parser, concurrency=16)
-    parser.add_argument("--beside", action="store_true", help="in this process too, in turn; print the ratio")
-    parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")
+    parser.add_argument(
+        "--beside", action="store_true", help="also run in this process, in turn, and print the ratio"
+    )
+    parser.add_argument("--stream-interval", type=positive, default=1, help="the parameter stream_interval")
     arguments = parser.parse_args()
     try:
         _run(Options.of(arguments), arguments.stream_interval, arguments.beside)

@@ -1,7 +1,8 @@
-"""How long a server takes from its start to READY, and how much memory all of its processes take for that.
+"""Measure the time of a server from its start to READY, and the peak memory of all its processes.
 
-Starts what `scripts/serve` starts so many times on one checkpoint, with files in the page cache or (`--cold`, for
-root) not, and with the compiled layers of an earlier start or (`--compile`) without. Prints one line of JSON last.
+Starts the same server as `scripts/serve` several times on one checkpoint. Its files are in the page cache, or
+not with `--cold` (needs root). Compiled layers come from an earlier start, or not with `--compile`. Prints
+one line of JSON last.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _LOADED = re.compile(r"successfully loaded '(\w+)'")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One of a server's.
+    """Resources of one of a server's processes.
 
     Attributes:
         name: The model that it runs, or its program.
-        cpu_s: Processor time, and that of its children that have ended.
-        pss_bytes: Its memory; of what n processes have in common an n-th.
-        peak_rss_bytes: Most that it had at a time, all of what it shares included.
+        cpu_s: Processor seconds, with those of its children that have ended.
+        pss_bytes: Proportional memory: of pages that n processes share, each has an n-th.
+        peak_rss_bytes: Peak resident memory, including all shared pages.
     """
 
     name: str
@@ -57,14 +58,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One of several.
+    """Measurements of one start.
 
     Attributes:
-        ready_s: From the launcher's start to its READY line.
-        events_s: From the launcher's start to lines of the log.
-        cpu_s: Of all processes, compilers too.
-        peak_pss_bytes: Most memory of all processes together, looked at four times a second.
-        processes: At READY.
+        ready_s: Seconds from the launcher's start to its READY line.
+        events_s: Seconds from the launcher's start to lines of the log.
+        cpu_s: Processor seconds of all processes, with compilers.
+        peak_pss_bytes: Peak of the memory of all processes together, sampled four times a second.
+        processes: The processes at READY.
     """
 
     ready_s: float
@@ -100,9 +101,9 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="checkpoint folder")
-    add("--dtype", help="the checkpoint's without it")
+    add("--dtype", help="default: the checkpoint's")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
-    add("--starts", type=int, default=3, help="medians of so many (default: %(default)s)")
+    add("--starts", type=int, default=3, help="starts; figures are their medians (default: %(default)s)")
     add("--cold", action="store_true", help="empty the machine's page cache before each start")
     add("--compile", action="store_true", help="keep no compiled layers from one start to the next")
     return parser.parse_args()
@@ -129,7 +130,7 @@ def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]
 
 
 def _start(command: list[str], environment: dict[str, str]) -> Start:
-    """Until READY, and to the server's end. RuntimeError with the log if it does not get ready."""
+    """Start a server, wait until READY, and end it. RuntimeError with the log if it does not get ready."""
     begin = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
@@ -159,7 +160,7 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
 
 
 class _Log:
-    """Lines of a server's log with the times they came; one thread for each of its streams."""
+    """Lines of a server's log with their times of arrival; one thread for each of its streams."""
 
     def __init__(self, begin: float) -> None:
         self.lines: list[str] = []
@@ -169,11 +170,11 @@ class _Log:
         self._begin = begin
 
     def is_late(self) -> bool:
-        """Tell whether the server has taken too long to start to wait any longer."""
+        """Return whether the server has taken too long to start."""
         return time.monotonic() - self._begin > _GIVE_UP_S
 
     def copy(self, stream: IO[str]) -> None:
-        """Take in the lines of a stream until it ends."""
+        """Read the lines of a stream until it ends."""
         for line in stream:
             after_s = round(time.monotonic() - self._begin, 2)
             self.lines.append(line)
@@ -188,7 +189,7 @@ class _Log:
 
 
 def _processes(root: int) -> tuple[Process, ...]:
-    """A process and all below it."""
+    """Return a process and all of its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         server = psutil.Process(root)
         found = map(_describe, [server, *server.children(recursive=True)])
@@ -202,9 +203,7 @@ def _describe(process: psutil.Process) -> Process | None:
         words = process.cmdline()
         peak = _kilobytes(Path(f"/proc/{process.pid}/status"), "VmHWM:")
         pss = process.memory_full_info().pss
-        cpu_s = sum(
-            process.cpu_times()[:4]
-        )  # its own, as user and system, and that of children that have ended
+        cpu_s = sum(process.cpu_times()[:4])  # user and system time, its own and of children that have ended
     except (OSError, StopIteration, psutil.Error):
         return None
     return Process(_name(words), cpu_s, pss, peak * 1024) if words else None

@@ -1,9 +1,10 @@
-"""Measure the cost of streaming through a real server, and how far behind its streams get.
+"""Measure the cost of streaming through a real server, and how far its streams lag behind.
 
-Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and has perf_analyzer open N gRPC
-streams at once. Prints responses and tokens a second, processor time per response of each process, and how far
-behind the streams were: from a token being chosen, which a trace tells, until it was at the client. A sender that
-falls behind joins tokens, so a stream should wait no longer than one response to each of the others takes.
+Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and lets perf_analyzer open N
+gRPC streams at once. Prints responses and tokens per second, processor time per response of each process, and
+the streams' lag: the time from the sampling of a token, which a trace records, until it reaches the client. A
+sender that falls behind merges tokens, so a stream should wait no longer than one response to each of the
+others takes.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Lag:
     """Lag of a stream behind the engine, at each of its responses.
 
     Attributes:
-        waits_ms: From the choice of a response's oldest token until it came.
-        tokens: How many tokens had been chosen by then, from that one on.
+        waits_ms: Milliseconds from the sampling of a response's oldest token until its arrival.
+        tokens: Number of tokens sampled by then, from that one on.
     """
 
     waits_ms: tuple[float, ...]
@@ -55,7 +56,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Seconds that processes have had so far: the one with the engine, the server's own, the client's."""
+    """Processor seconds so far of the process with the engine, of tritonserver, and of the client."""
 
     stub: float
     tritonserver: float
@@ -74,7 +75,7 @@ class ProcessorTime:
         )
 
     def of_each_us(self, num_responses: int) -> dict[str, float]:
-        """Divided by so many responses, in microseconds."""
+        """Return the times divided by the number of responses, in microseconds."""
         return {name: round(1e6 * seconds / num_responses, 1) for name, seconds in asdict(self).items()}
 
 
@@ -84,7 +85,7 @@ def _seconds(pid: int) -> float:
 
 
 class TokenTimes:
-    """Times at which each token of each prompt was chosen, from a trace; monotonic nanoseconds."""
+    """Sampling times of each token of each prompt, from a trace, in monotonic nanoseconds."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[int, ...]] = {}  # by request
@@ -93,7 +94,7 @@ class TokenTimes:
         self.of_prompt: dict[tuple[int, ...], list[int]] = {}
 
     def read(self, records: Iterable[Begin | End]) -> None:
-        """More of the trace."""
+        """Read further records of the trace."""
         for record in records:
             if isinstance(record, Begin):
                 self._begin(record)
@@ -117,12 +118,12 @@ class TokenTimes:
 
 
 def lag_of(times_ns: Sequence[int], counts: Sequence[int], chosen_ns: Sequence[int]) -> Lag:
-    """One stream's.
+    """Return the lag of one stream.
 
     Args:
-        times_ns: When responses came.
-        counts: How many tokens each had.
-        chosen_ns: When each token was chosen, by the same clock.
+        times_ns: Arrival times of its responses.
+        counts: Number of tokens of each response.
+        chosen_ns: Sampling time of each token, by the same clock.
     """
     waits, behind = [], []
     for came, count, delivered in zip(times_ns, counts, accumulate(counts, initial=0)):
@@ -133,13 +134,13 @@ def lag_of(times_ns: Sequence[int], counts: Sequence[int], chosen_ns: Sequence[i
 
 
 def draw(num_streams: int, num_tokens: int, first: int) -> list[BenchRequest]:
-    """Requests with prompts that differ from each other's and from those of another `first`."""
+    """Draw requests whose prompts differ from each other, and from those of another `first`."""
     prompts = [(first, number, *range(10, 8 + _PROMPT_TOKENS)) for number in range(num_streams)]
     return [BenchRequest(prompt, num_tokens) for prompt in prompts]
 
 
 def summarize(answers: Sequence[Answer], lags: Sequence[Lag]) -> dict[str, float]:
-    """Rates from the first response to the last, and lags over all streams and of the slowest."""
+    """Return rates from the first response to the last, and lags of all streams and of the slowest."""
     times = [time for answer in answers for time in answer.times_ns]
     seconds = 1e-9 * (max(times) - min(times))
     num_responses = len(times)
@@ -161,7 +162,7 @@ def summarize(answers: Sequence[Answer], lags: Sequence[Lag]) -> dict[str, float
 
 
 class Bench:
-    """One server, and what is measured on it."""
+    """Measurements on one server."""
 
     def __init__(self, server: TritonServer, trace: Path) -> None:
         self._server = server
@@ -169,7 +170,7 @@ class Bench:
         self._rounds = itertools.count(1)
 
     def measure(self, num_streams: int, num_tokens: int) -> dict[str, Any]:
-        """So many streams of so many tokens. What the same streams with one token cost is no response's cost."""
+        """Measure streams of `num_tokens` tokens; costs are those beyond the same streams with one token."""
         start = ProcessorTime.now(self._server)
         self._run(num_streams, 1)
         begun = ProcessorTime.now(self._server)
@@ -198,7 +199,7 @@ class Bench:
 
 
 def settings(step_us: int, stream_interval: int, trace: Path) -> dict[str, str]:
-    """Parameters of a fake engine with the demo model's tokenizer, so that text is made too."""
+    """Return the parameters of a fake engine with the demo model's tokenizer, so that text is decoded too."""
     return {
         "fake_engine": f"vocab={_VOCABULARY},step_us={step_us}",
         "tokenizer_dir": str(default_repository() / "tensorrt_llm/1/demo_model"),
@@ -213,10 +214,10 @@ def main() -> None:
     parser = new_parser("stream", __doc__)
     parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument(
-        "--step-us", type=positive, nargs="+", default=[5000, 20000], help="of a forward pass"
+        "--step-us", type=positive, nargs="+", default=[5000, 20000], help="time of a forward pass"
     )
-    parser.add_argument("--tokens", type=positive, default=500, help="of each stream")
-    parser.add_argument("--stream-interval", type=positive, default=1, help="as the parameter")
+    parser.add_argument("--tokens", type=positive, default=500, help="tokens of each stream")
+    parser.add_argument("--stream-interval", type=positive, default=1, help="the parameter stream_interval")
     arguments = parser.parse_args()
     rows = []
     for step_us in arguments.step_us:

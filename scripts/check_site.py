@@ -1,6 +1,6 @@
 """Check that no page, style or script of a built site makes a browser contact another host.
 
-Links for readers may lead anywhere. Standard library only.
+Links that readers click may lead to other hosts. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _URL_ATTRIBUTES = {"src", "href", "srcset", "data", "poster", "action", "formact
 _IN_SCRIPTS = re.compile(r"https?://[\w.-]+\.[a-z]{2,}[^\s\"'`\\)]*")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _MESSAGES = {"https://bit.ly/2s3ChXG"}
-"""Addresses in messages that scripts print."""
+"""URLs in messages that scripts print, which are not fetched."""
 
 
 class _Page(HTMLParser):

@@ -7,6 +7,6 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(SCRIPTS.parent / "backend"))
 
-from inflight.server.trtllm_launcher import main  # noqa: E402 - it need not be installed
+from inflight.server.trtllm_launcher import main  # noqa: E402 - the package need not be installed
 
 sys.exit(main(SCRIPTS / "serve"))

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs that change links and files; named in mkdocs.yml, run in .venv-docs.
+"""Hooks of mkdocs that change links and files; mkdocs.yml lists them, and they run in .venv-docs.
 
-The pages are written to be read in the repository. Files outside of docs/ are not part of the site, so links to
-them become their paths. The theme's scripts are kept from fetching anything.
+The pages can also be read in the repository. Files outside of docs/ are not part of the site, so links to
+them are replaced by their paths. The theme's scripts are changed so that they fetch nothing.
 """
 
 from __future__ import annotations

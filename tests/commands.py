@@ -1,4 +1,4 @@
-"""`python -m inflight.server` as a child process, and which processes and files belong to a running server."""
+"""`python -m inflight.server` as a child process, and the processes and files of a running server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 
 LINE_TIMEOUT_S = 120.0
-"""How long a program may take to print its next line: a server, to be ready on a machine that is busy."""
+"""Most seconds until a program prints its next line, such as a server's READY line on a busy machine."""
 
 
 class Command:
-    """The command with free ports, started by construction; without an OpenAI endpoint unless it gets a port."""
+    """The command on free ports, started by construction; without an OpenAI endpoint unless given a port."""
 
     def __init__(self, repository: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "inflight.server", "--model-repository", str(repository), *arguments]
@@ -36,18 +36,18 @@ class Command:
         return read_ready_line(self.process)
 
     def server(self) -> int:
-        """The tritonserver's process id."""
+        """Process id of tritonserver."""
         children = psutil.Process(self.process.pid).children()
         return next(child.pid for child in children if "tritonserver" in child.exe())
 
     def folder(self) -> Path:
-        """The server's private folder."""
+        """Private folder of the server."""
         return folder_of(self.process)
 
 
 @contextlib.contextmanager
 def command(repository: Path, *arguments: str) -> Iterator[Command]:
-    """A running command, killed at the end of the `with`."""
+    """Yield a running command, which is killed at the end of the `with` block."""
     running = Command(repository, *arguments)
     try:
         yield running
@@ -57,7 +57,7 @@ def command(repository: Path, *arguments: str) -> Iterator[Command]:
 
 
 def read_ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Parse the next line of a command, which has to be a READY line."""
+    """Parse a command's next line, which must be a READY line."""
     addresses, _, model = read_line(process).rstrip("\n").partition(" model=")
     word, *pairs = addresses.split(" ")
     assert word == "READY"
@@ -65,12 +65,13 @@ def read_ready_line(process: subprocess.Popen[str]) -> dict[str, str]:
 
 
 def read_line(process: subprocess.Popen, timeout_s: float = LINE_TIMEOUT_S) -> str:
-    """The next line of the process's stdout; empty if it has closed it.
+    """Return the next line of the process's stdout; "" if it is closed.
 
-    It is read from the pipe byte by byte, so `process.stdout` must not have been read from, as that reads ahead.
+    Reads the pipe byte by byte. `process.stdout` must not have been read before, because that reads ahead.
 
     Raises:
-        AssertionError: None came in time. The message has its processes' states, and what it wrote to stderr.
+        AssertionError: No line came in time. The message has the states of the processes, and the text on
+            stderr.
     """
     assert process.stdout is not None
     pipe, line, deadline = process.stdout.fileno(), b"", time.monotonic() + timeout_s
@@ -87,7 +88,7 @@ def read_line(process: subprocess.Popen, timeout_s: float = LINE_TIMEOUT_S) -> s
 
 
 def end(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
-    """Have the process end in order, or else kill it with all that it has started."""
+    """End the process in order, or else kill it and its descendants."""
     process.terminate()
     try:
         process.communicate(timeout=timeout_s)
@@ -101,7 +102,7 @@ def end(process: subprocess.Popen[str], timeout_s: float = 30.0) -> None:
 
 
 def _describe(process: subprocess.Popen) -> str:
-    """A line for each process below this one, and the last of what stderr holds unread."""
+    """Return a line for each descendant of `process`, and the end of its unread stderr."""
     lines = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -115,30 +116,30 @@ def _describe(process: subprocess.Popen) -> str:
 
 
 def children_running(word: str, pid: int | None = None) -> list[psutil.Process]:
-    """The children of a process (this one, if no id is given) that run and whose command line holds ``word``."""
+    """Return running children, of this process by default, whose command line contains `word`."""
     found = []
     for child in psutil.Process(pid).children():
-        with contextlib.suppress(psutil.Error):  # it has ended, or ends meanwhile
+        with contextlib.suppress(psutil.Error):  # the process ends meanwhile
             if word in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
 
 def folder_of(process: subprocess.Popen[str]) -> Path:
-    """The private folder of a command's server, which is where tritonserver or mpirun runs."""
+    """Return the private folder of a command's server, where tritonserver or mpirun runs."""
     folders = {Path(child.cwd()) for child in psutil.Process(process.pid).children()}
     return next(folder for folder in folders if folder != Path("/"))
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended and was not waited for does not."""
+    """Return whether the process runs; a zombie does not."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def group_members(group: int) -> list[int]:
-    """Live processes of a process group."""
+    """Return the live processes of a process group."""
     members = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
@@ -148,12 +149,12 @@ def group_members(group: int) -> list[int]:
 
 
 def shared_memory_of(server_folder: str) -> list[Path]:
-    """The files in /dev/shm that carry the name of a server's folder."""
+    """Return the files in /dev/shm whose names contain the name of a server's folder."""
     return list(Path("/dev/shm").glob(server_folder + "*"))
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
-    """Whether the condition becomes true within `timeout` seconds."""
+    """Return whether the condition becomes true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,7 +1,7 @@
-"""For all tests: which of them run by default, which on one worker, and children that can be interrupted.
+"""Settings for all tests: which run by default, which share a worker, and children that can be interrupted.
 
-Workers run side by side (`scripts/test`), each with fixtures of its own. Tests that need the same server therefore
-go to one worker, so that the server is started once; all others stay together by file.
+Workers run side by side (`scripts/test`), each with its own fixtures. Tests that need the same server run on
+one worker, so that the server is started once; other tests stay together by file.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SHARED_SERVERS = (
     "pair_server",
     "playground_url",
 )  # fmt: skip
-"""Fixtures of servers that several files use. A file that uses two goes where the first of them is."""
+"""Fixtures of servers that several files use. A file that uses several is grouped with the first of them."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell that runs the tests in the background ignores SIGINT, and so would every child.
+    # A shell that runs the tests in the background ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave exhaustive tests out, unless all are asked for."""
+    """Deselect exhaustive tests unless --all is given."""
     if config.getoption("--all"):
         return
     exhaustive = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -60,7 +60,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 
 class ServerScheduling(LoadFileScheduling):
-    """pytest-xdist's way to hand out work by file, with files that need the same server as if they were one."""
+    """pytest-xdist's scheduling by file, with files that need the same server as one."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _group(self.config.rootpath / nodeid.partition("::")[0])
@@ -68,6 +68,6 @@ class ServerScheduling(LoadFileScheduling):
 
 @functools.cache
 def _group(path: Path) -> str:
-    """The shared server that a file names, the first one of several; of other files the file itself."""
+    """Return the first shared server that a file names, or else the file."""
     words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
     return next((server for server in SHARED_SERVERS if server in words), str(path))

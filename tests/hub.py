@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: what huggingface_hub fetches a snapshot by, and no more."""
+"""A Hugging Face hub on this machine, with the parts that huggingface_hub needs to fetch a snapshot."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _FILE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Model:
-    """A repository.
+    """A repository on the hub.
 
     Attributes:
-        revisions: Folders with files, by the name of a branch or tag.
-        is_gated: Whether files are for those with TOKEN alone.
+        revisions: Folders of files, by the name of a branch or tag.
+        is_gated: Whether files are sent only to clients with TOKEN.
     """
 
     revisions: dict[str, Path]
     is_gated: bool = False
 
     def commit(self, revision: str) -> str:
-        """A made-up commit, 40 hexadecimal digits."""
+        """Return a fake commit id, 40 hexadecimal digits."""
         return hashlib.sha1(f"{revision} {self.revisions[revision]}".encode()).hexdigest()
 
     def find(self, revision: str) -> tuple[str, Path] | None:
-        """Commit and folder of a branch, tag or commit."""
+        """Return commit and folder of a branch, tag or commit."""
         for name, folder in self.revisions.items():
             if revision in (name, self.commit(name)):
                 return self.commit(name), folder
@@ -47,10 +47,10 @@ class Hub:
     """A running hub.
 
     Attributes:
-        models: By name; may be changed while it runs.
-        url: For HF_ENDPOINT.
+        models: Repositories by name; may be changed while it runs.
+        url: Value for HF_ENDPOINT.
         fetched: Files that were sent, as NAME/FILE.
-        asked: All paths.
+        asked: All requested paths.
         broken: Files that the hub fails to send.
     """
 
@@ -63,7 +63,7 @@ class Hub:
 
 @contextmanager
 def running_hub(models: dict[str, Model]) -> Iterator[Hub]:
-    """Serve until the block ends."""
+    """Serve until the end of the `with` block."""
     hub = Hub(models)
 
     class Handler(_Handler):
@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -107,9 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"")
 
     def _find(self, name: str, revision: str) -> tuple[str, Path] | None:
-        """Commit and folder; None if the answer is an error, which is sent."""
+        """Return commit and folder, or send an error and return None."""
         if name not in self.hub.models:
-            # The hub says so to those who are not known, too: it might be private.
+            # The hub sends this to unknown clients too, because the repository might be private.
             self._send(401, b"Invalid username or password.", {"X-Error-Code": "RepoNotFound"})
             return None
         found = self.hub.models[name].find(revision)

@@ -1,4 +1,4 @@
-"""Tests that run in a process of their own, because they assert what their whole process has or is."""
+"""Tests that run in a process of their own, because they check properties of the whole process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 
-def run_checks(path: Path, timeout_s: float, only: str = "", **environment: str) -> None:
-    """Run the tests in the files `check_*.py` at `path` by a pytest of their own; all have to pass.
+def run_checks(path: Path, timeout_s: float, **environment: str) -> None:
+    """Run the tests in the files `check_*.py` at `path` with a separate pytest; all must pass.
 
     Args:
         path: A file or a folder.
-        timeout_s: How long all of them may take.
-        only: Those that this expression selects, as `pytest -k` does; "" for all.
-        environment: Variables of the process.
+        timeout_s: Most seconds for all of them.
+        environment: Further environment variables of the process.
     """
     options = [
         "-q",
@@ -28,7 +27,7 @@ def run_checks(path: Path, timeout_s: float, only: str = "", **environment: str)
         "-o",
         "python_files=check_*.py",
     ]
-    command = [sys.executable, "-m", "pytest", *options, "-k", only, str(path)]
+    command = [sys.executable, "-m", "pytest", *options, str(path)]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s
     )

@@ -1,4 +1,4 @@
-"""Reads a metrics page: what a Prometheus server would see of it."""
+"""Parse a metrics page like a Prometheus server."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Page:
     kinds: dict[str, str]
 
     def value(self, name: str, **labels: str) -> float:
-        """The one series of that name with these labels among its own; KeyError if it is not one."""
+        """Return the one series of this name that has these labels; KeyError unless there is exactly one."""
         found = [value for (n, ls), value in self.values.items() if n == name and ls >= set(labels.items())]
         if len(found) != 1:
             raise KeyError(f"{len(found)} series are {name} {labels}")
         return found[0]
 
     def series(self, name: str, label: str) -> dict[str, float]:
-        """Values of a name by one of its labels."""
+        """Return the values of a name by one of its labels."""
         return {dict(ls)[label]: value for (n, ls), value in self.values.items() if n == name}
 
     def cumulative(self, name: str) -> list[float]:
-        """A histogram's buckets from the narrowest to +Inf."""
+        """Return a histogram's buckets from the narrowest to +Inf."""
         buckets = self.series(f"{name}_bucket", "le")
         return [buckets[le] for le in sorted(buckets, key=float)]
 
     def has(self, name: str) -> bool:
-        """Whether there is a series of that name."""
+        """Return whether there is a series of this name."""
         return any(n == name for n, _ in self.values)
 
 
 def parse(text: str) -> Page:
-    """AssertionError for a line that is no comment and no series, or a series that comes twice."""
+    """Parse a page; AssertionError for an invalid line or a repeated series."""
     values: dict[tuple[str, Labels], float] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
@@ -60,7 +60,7 @@ def parse(text: str) -> Page:
 
 
 def shown(page: Page) -> dict[str, float]:
-    """Everything that is in the log line too, by its key there."""
+    """Return all values that the log line has too, by its keys."""
     gauges = {
         gauge.log_key: page.value(family.name, **{family.label: gauge.value})
         for family in GAUGES

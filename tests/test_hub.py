@@ -236,6 +236,7 @@ def test_a_revision_needs_a_name(tmp_path: Path) -> None:
     assert done.returncode != 0 and "--revision is for a --model" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_executor_takes_names(tmp_path: Path) -> None:
     model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
     models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}

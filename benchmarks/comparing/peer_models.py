@@ -1,7 +1,7 @@
-"""Whether what a peer is given to load is the model that is compared, in the dtype that is compared.
+"""Check that a peer loads the same model in the same dtype.
 
-Knows OpenVINO's exports, GGUF files and checkpoint folders, as far as sizes and kinds of weights go; whether the
-numbers are the same it does not look at. Reads headers only. Any thread.
+Reads the headers of OpenVINO's exports, GGUF files and checkpoint folders, and compares sizes and kinds of
+weights, but not the weights' values. Any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model; None where a file does not state one."""
+    """Sizes of a model; None for sizes that a file does not have."""
 
     hidden_size: int | None
     num_layers: int | None
@@ -38,9 +38,9 @@ class Contents:
     """Description of the checkpoint or file that a peer loads.
 
     Attributes:
-        sizes: Of the model.
-        kind: What most weights are: "bfloat16" (any 16 bits), "int8", "int4", or a format's own name of another;
-            None for a checkpoint, which is read in any dtype.
+        sizes: Sizes of the model.
+        kind: Kind of most weights: "bfloat16" (any 16-bit type), "int8", "int4", or the format's own name of
+            another kind; None for a checkpoint, which is read in any dtype.
     """
 
     sizes: Sizes
@@ -48,7 +48,7 @@ class Contents:
 
 
 def check_peer_model(path: Path, model: Path, dtype: str) -> None:
-    """Raises ValueError unless `path` is `model` with weights of `dtype`, as far as its headers say."""
+    """Raise ValueError unless `path` is `model` with weights of `dtype`, judging by its headers."""
     try:
         found = _read(path)
     except (OSError, ValueError, KeyError, struct.error, ElementTree.ParseError) as error:
@@ -79,7 +79,7 @@ def _read(path: Path) -> Contents:
 def _openvino_kind(graph: Path) -> str:
     sizes: Counter[str] = Counter()
     for _, element in ElementTree.iterparse(graph):
-        if element.tag == "data" and "offset" in element.attrib:  # a constant's
+        if element.tag == "data" and "offset" in element.attrib:  # a constant
             sizes[element.attrib["element_type"]] += int(element.attrib["size"])
         elif element.tag == "layer":
             element.clear()
@@ -123,7 +123,7 @@ def _gguf_content(file: BinaryIO, kind: int) -> Any:
 
 
 def _gguf_tensor(file: BinaryIO) -> tuple[str, tuple[int, ...], int]:
-    """Name, shape (the fastest dimension first) and type."""
+    """Read the name, the shape (fastest dimension first) and the type of a tensor."""
     name = _gguf_string(file)
     (num_dims,) = struct.unpack("<I", file.read(4))
     *shape, kind, _ = struct.unpack(f"<{num_dims}QIQ", file.read(8 * num_dims + 12))

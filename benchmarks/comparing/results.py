@@ -1,4 +1,4 @@
-"""Summarize the runs of all sides: medians, extremes, ratios, and tables for people. Pure but for printing."""
+"""Summarize the runs of all sides: medians, extremes, ratios, and tables. Pure except for printing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Column:
     """A metric in a table.
 
     Attributes:
-        metric: Which.
-        label: Its heading.
-        scale: What a value is multiplied by.
-        decimals: Of a value that is shown.
-        better: Which of two is better; None where that is nobody's merit, and ratios are not made.
-        is_peak: The highest of all rounds stands for them, instead of the median.
+        metric: Name of the metric.
+        label: Heading of the column.
+        scale: Factor for shown values.
+        decimals: Decimals of shown values.
+        better: Which direction is better; None for a metric that is not compared, and has no ratios.
+        is_peak: Whether the highest of all rounds is shown instead of the median.
     """
 
     metric: Metric
@@ -76,9 +76,9 @@ class Run:
     """One side's process in one round.
 
     Attributes:
-        side: Which.
-        values: What is compared; empty if it failed.
-        told: All that its program printed.
+        side: Name of the side.
+        values: Compared values; empty if the run failed.
+        told: Everything that its program printed.
     """
 
     side: str
@@ -88,7 +88,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric, or a ratio of ours to a peer's, over all rounds: what stands for them, and the extremes."""
+    """A metric, or our ratio to a peer, over all rounds: the representative value and the extremes."""
 
     typical: float
     low: float
@@ -97,14 +97,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Best:
-    """The peer that is best at a metric, and ours divided by its."""
+    """The best peer for a metric, and our value divided by the peer's."""
 
     side: str
     ratio: float
 
 
 def values_of(told: Mapping[str, object], memory_gb_per_s: float) -> Values:
-    """The compared figures of a program's JSON; of latencies the medians. What it could not tell is left out."""
+    """Return the compared values of a program's JSON, with medians of latencies, without missing figures."""
     found: dict[Group, Mapping[Metric, float]] = {}
     for group, columns in _COLUMNS.items():
         part = told if group == "process" else told.get(group)
@@ -114,7 +114,7 @@ def values_of(told: Mapping[str, object], memory_gb_per_s: float) -> Values:
 
 
 def _known(columns: Sequence[Column], told: Mapping[str, object]) -> dict[Metric, float]:
-    """The columns' metrics as far as the program told them."""
+    """Return the values of the columns' metrics that the program printed."""
     known: dict[Metric, float] = {}
     for column in columns:
         if (number := _number(told.get(column.metric))) is not None:
@@ -140,7 +140,7 @@ def spreads(runs: Sequence[Run], group: Group, side: str) -> dict[Metric, Spread
 
 
 def ratios(runs: Sequence[Run], group: Group, peer: str) -> dict[Metric, Spread]:
-    """Ours / peer, where both sides have the metric; of single rounds, those in which both have it."""
+    """Return ours / peer for metrics that both have; extremes are over rounds in which both have them."""
     ours, theirs = spreads(runs, group, OURS), spreads(runs, group, peer)
     found: dict[Metric, Spread] = {}
     for column in _COLUMNS[group]:
@@ -161,31 +161,31 @@ def _ratios_of_rounds(runs: Sequence[Run], group: Group, metric: Metric, peer: s
 
 
 def best_peers(runs: Sequence[Run], group: Group) -> dict[Metric, Best]:
-    """Find the best peer for each metric that both we and some peer have."""
+    """Return the best peer for each metric that we and at least one peer have."""
     peers = [side for side in sides_of(runs) if side != OURS]
     found: dict[Metric, Best] = {}
     for column in _COLUMNS[group]:
         known = {peer: ratios(runs, group, peer).get(column.metric) for peer in peers}
         typical = {peer: ratio.typical for peer, ratio in known.items() if ratio is not None}
         if typical:
-            # Ours is the same in all of them, so that the best peer makes us look worst.
+            # Our value is the same in all ratios, so the best peer gives our worst ratio.
             worst = (min if column.better == "more" else max)(typical, key=typical.__getitem__)
             found[column.metric] = Best(worst, typical[worst])
     return found
 
 
 def sides_of(runs: Sequence[Run]) -> list[str]:
-    """In their order."""
+    """Return the names of the sides, in order."""
     return list(dict.fromkeys(run.side for run in runs))
 
 
 def groups_of(runs: Sequence[Run]) -> list[Group]:
-    """List the groups for which any run has figures, in the order of the tables."""
+    """Return the groups for which any run has figures, in the order of the tables."""
     return [group for group in _COLUMNS if any(run.values.get(group) for run in runs)]
 
 
 def to_values(runs: Sequence[Run]) -> dict:
-    """For JSON: by group of figures and side; `best_peer` beside the sides."""
+    """Return a JSON object: group of figures → side → values, with `best_peer` beside the sides."""
     return {group: _group_values(runs, group) for group in groups_of(runs)}
 
 
@@ -212,8 +212,8 @@ def _group_values(runs: Sequence[Run], group: Group) -> dict:
 
 
 def print_tables(runs: Sequence[Run]) -> None:
-    """One for each group of figures: every side, and ours divided by the best peer's."""
-    # A log file has no width; a table squeezed into 80 columns could not be read.
+    """Print a table per group of figures: every side, and ours divided by the best peer's."""
+    # A log file has no width, and a table squeezed into 80 columns would be unreadable.
     console = Console(width=max(_TABLE_WIDTH, Console().width))
     for group in groups_of(runs):
         console.print(_table(runs, group))

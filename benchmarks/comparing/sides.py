@@ -1,8 +1,8 @@
-"""The processes that `compare` starts: a program in this package's environment, and one in each peer's.
+"""The processes that `compare` starts: one in this package's environment, and one in each peer's environment.
 
-Knows command lines and environment variables, and takes the last JSON object that a process prints as its figures.
-A peer is never imported here. Called from the main thread, which waits for each process; one that hangs or is no
-longer wanted is killed with all that it has started.
+Owns command lines and environment variables. A process's last JSON object is its figures. A peer is never
+imported here. Runs on the main thread, which waits for each process. A process that hangs or is abandoned is
+killed with all of its children.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 
 PEER_NAMES = ("vllm", "openvino", "transformers", "llama_cpp")
 CONVERTED = ("openvino", "llama_cpp")
-"""Peers that do not load a checkpoint as it is."""
+"""Peers that load a converted model, not the checkpoint."""
 OURS = "ours"
 
 _PROGRAMS = Path(__file__).parent / "peers"
 _ROOT = Path(__file__).resolve().parents[2]
 _TCMALLOC = "tcmalloc_minimal"
 _LINES_OF_A_FAILURE = 12
-_VLLM_KV_CACHE_GIB = 1  # what it makes its plans with; the program tells it how much to take
+_VLLM_KV_CACHE_GIB = 1  # for its plans; the program sets the size of the KV cache
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
-_OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")  # variables of this process that are nothing to a peer
+_OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")  # variables of this process that must not reach a peer
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Side:
 
     Attributes:
         name: OURS or one of PEER_NAMES.
-        python: The interpreter of its environment.
-        model: Its form of the model, if it needs one of its own.
+        python: Interpreter of its environment.
+        model: Its converted model, if it needs one.
     """
 
     name: str
@@ -49,15 +49,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Work:
-    """The work that every side is given.
+    """The work of every side.
 
     Attributes:
         model: Checkpoint folder.
-        requests_file: JSON, all workloads.
-        dtype: Of the weights.
-        threads: Of the forward pass.
-        kv_cache_tokens: Room in the KV cache.
-        timeout_s: A process that takes longer is ended.
+        requests_file: JSON file of all workloads.
+        dtype: Data type of the weights.
+        threads: Threads of the forward pass.
+        kv_cache_tokens: Size of the KV cache in tokens.
+        timeout_s: Seconds after which a process is killed.
     """
 
     model: Path
@@ -70,9 +70,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Printed:
-    """Output of a program: its line of JSON, or the reason why there is none; and everything else it printed.
+    """Output of a program: its line of JSON or the reason why it has none, and all other output.
 
-    `has_hung`: It was ended because it took too long.
+    `has_hung` says that it was killed because it took too long.
     """
 
     figures: Mapping[str, object] | None
@@ -82,26 +82,26 @@ class Printed:
 
 
 def ours() -> Side:
-    """This package, in this environment."""
+    """Return this package's side, in this environment."""
     return Side(OURS, Path(sys.executable))
 
 
 def run(side: Side, work: Work) -> Printed:
-    """The side's program, in its environment, to its end."""
+    """Run the side's program in its environment, and wait until it ends."""
     return _run(command(side, work), environment(side, work.threads), work.timeout_s)
 
 
 def command(side: Side, work: Work) -> list[str]:
-    """Interpreter, program and options."""
+    """Return interpreter, program and options."""
     options = ["--model", side.model or work.model, "--requests", work.requests_file, "--dtype", work.dtype]
     options += ["--threads", work.threads, "--kv-cache-tokens", work.kv_cache_tokens]
     return [str(side.python), str(_PROGRAMS / f"run_{side.name}.py"), *map(str, options)]
 
 
 def environment(side: Side, threads: int) -> dict[str, str]:
-    """This process's variables; a peer gets no path to our packages, and what its guide says to set."""
+    """Return the side's environment variables; a peer's have its guide's settings, not our paths."""
     if side.name == OURS:
-        return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # it is not installed
+        return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # the benchmarks are not installed
     inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
     inherited |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | _ON_CPU
     return inherited | (_vllm_variables(side.python, threads) if side.name == "vllm" else {})
@@ -120,7 +120,7 @@ def _vllm_variables(python: Path, threads: int) -> dict[str, str]:
 
 def _vllm_libraries(python: Path) -> dict[str, str | None]:
     """Find the libraries that vLLM's guide says to preload, by name: a faster malloc, and Intel's OpenMP."""
-    # The interpreter is a link out of its environment, so it is not followed.
+    # The interpreter is a link out of its environment, so it must not be resolved.
     openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
     return {
         f"lib{_TCMALLOC}": ctypes.util.find_library(_TCMALLOC),
@@ -129,7 +129,7 @@ def _vllm_libraries(python: Path) -> dict[str, str | None]:
 
 
 def missing_libraries(side: Side) -> list[str]:
-    """Libraries that the peer would be faster with and that are not on this machine."""
+    """Return the missing libraries that would make the peer faster."""
     if side.name != "vllm":
         return []
     return [name for name, found in _vllm_libraries(side.python).items() if found is None]
@@ -156,7 +156,7 @@ def _run(command: list[str], variables: Mapping[str, str], timeout_s: float) -> 
 
 @contextlib.contextmanager
 def _group(command: list[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """The process, as the first of a group; however this is left, nothing of the group is."""
+    """Start a process as the leader of a group; end the whole group on exit."""
     process = subprocess.Popen(
         command,
         env=variables,
@@ -180,7 +180,7 @@ def _failure(what: str, said: str) -> str:
 
 
 def last_json_line(text: str) -> dict | None:
-    """The last line that is a JSON object: libraries print what they like before and after."""
+    """Return the last line that is a JSON object, because libraries print other lines before and after it."""
     return next(filter(None, map(_json_object, reversed(text.splitlines()))), None)
 
 

@@ -1,8 +1,8 @@
-"""One server, and the same requests to it by several ways, at so many streams at a time.
+"""Send the same requests to one server in several ways, with given numbers of concurrent streams.
 
-The last way is always Triton's own gRPC, by perf_analyzer as in `scripts/bench serve`: the others' figures are to
-be read beside its own. Every number of streams is warmed up by that, uncounted. Runs on the main thread; the load
-generators are processes of their own.
+The last way is always Triton's own gRPC, with perf_analyzer as in `scripts/bench serve`, as the reference for
+the others. It also warms up every number of streams, uncounted. Runs on the main thread; the load generators
+are processes of their own.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ class Way(Protocol):
     """A way to send requests to a server.
 
     Attributes:
-        name: In the line that is printed.
+        name: Name in the printed line.
     """
 
     name: str
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """Send every request once, so many at a time. ServeError if one fails."""
+        """Send every request once, `streams` at a time. Raises ServeError if one fails."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Figures of one way to serve at one number of streams.
+    """Figures of one way at one number of streams.
 
     Attributes:
-        requests: How many were sent.
-        output_tokens_per_s: From the first request sent to the last response.
-        tokens_per_response: More than 1 where tokens were joined on their way.
+        requests: Number of requests sent.
+        output_tokens_per_s: Output tokens per second, from the first request sent to the last response.
+        tokens_per_response: Mean; more than 1 if tokens were merged on their way.
         ttft_ms: Time to first token.
         itl_ms: Gaps between the responses of a request; 0 between events that arrived together.
-        tpot_ms: Of each request, the time after its first response for each further token, however they came.
+        tpot_ms: For each request, the time after its first response divided by its further tokens.
     """
 
     requests: int
@@ -103,7 +103,7 @@ class TritonGrpc:
 
 
 def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
-    """The options of both programs."""
+    """Make the parser with the options of both programs."""
     made = new_parser(name, docstring)
     add = made.add_argument
     add("--model", type=Path, required=True, help="checkpoint folder, with a tokenizer")
@@ -112,13 +112,18 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
         type=positive,
         nargs="+",
         default=list(_STREAMS),
-        help="how many at a time, one after another",
+        help="numbers of streams, measured one after another",
     )
-    add("--requests", type=positive, help="of each run; 4 for a stream, and 16 at least, without it")
-    add("--dtype", help="the checkpoint's without it")
-    add("--threads", type=positive, help="of the forward pass; as many as there are cores without it")
+    add("--requests", type=positive, help="requests of each run; default: 4 per stream, at least 16")
+    add("--dtype", help="default: the checkpoint's")
+    add("--threads", type=positive, help="threads of the forward pass; default: the number of cores")
     add("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
-    add("--rounds", type=positive, default=1, help="each measures every way once; medians of so many")
+    add(
+        "--rounds",
+        type=positive,
+        default=1,
+        help="rounds, each of which measures every way once; figures are their medians",
+    )
     return made
 
 
@@ -146,13 +151,13 @@ def num_requests(asked: int | None, streams: int) -> int:
 def compare(
     bench: str, given: argparse.Namespace, requests: Sequence[BenchRequest], ways: Sequence[Way]
 ) -> dict[str, Any]:
-    """Start a server, measure every way, and return what is to be printed: medians of the rounds.
+    """Start a server, measure every way, and return the values to print: medians of the rounds.
 
     Args:
-        bench: The program's name.
-        given: What `parser` has parsed.
-        requests: As many as the largest run needs; smaller ones take the first of them.
-        ways: Beside Triton's own gRPC.
+        bench: Name of the program.
+        given: Result of `parser`.
+        requests: As many as the largest run needs; smaller runs use the first ones.
+        ways: Ways besides Triton's own gRPC.
     """
     wanted = options(given)
     measured: dict[str, dict[str, Any]] = {}
@@ -177,7 +182,7 @@ def compare(
 
 
 def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextManager[TritonServer]:
-    """A server with an OpenAI endpoint, and room for all streams."""
+    """Start a server with an OpenAI endpoint and slots for all streams."""
     return serve(
         settings=engine_settings(wanted, requests),
         ready_timeout=TIMEOUT_S,
@@ -189,9 +194,9 @@ def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextM
 def run_tool(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Run a load generator to its end in `folder`; ServeError with what it said if it fails or takes too long.
+    """Run a load generator in `folder` until it ends; ServeError with its output if it fails or hangs.
 
-    Whatever it has started ends with it, also where this program is interrupted meanwhile.
+    All of its processes are killed with it, also if this program is interrupted.
     """
     name = Path(command[0]).name
     process = subprocess.Popen(
@@ -220,7 +225,7 @@ def run_tool(
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with three decimals, at any depth."""
+    """Round numbers to three decimals, at any depth."""
     if isinstance(value, dict):
         return {key: rounded(each) for key, each in value.items()}
     return round(value, 3) if isinstance(value, float) else value

@@ -1,7 +1,7 @@
-"""An environment of its own for a load generator, whose packages contradict those of the server.
+"""A separate environment for a load generator, whose packages conflict with the server's.
 
-`.venv-NAME` in the checkout is made when it is first asked for, with the packages that `NAME.txt` beside this file
-pins. A stamp file tells whether it is complete and of these pins. Runs on the main thread.
+`.venv-NAME` in the checkout is made on first use, with the packages that `NAME.txt` beside this file pins. A
+stamp file records that it is complete, and for which pins. Runs on the main thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from inflight.server.errors import ServeError
 _ROOT = Path(__file__).resolve().parents[2]
 _PINS = Path(__file__).resolve().parent
 _STAMP = ".inflight-complete"
-_PYTHONS = ("python3.11", "python3.12")  # AIPerf wants 3.11 or later, and the pins are wheels for these
+_PYTHONS = ("python3.11", "python3.12")  # AIPerf needs 3.11 or later, the pinned wheels these
 
 
 def find_program(name: str, root: Path = _ROOT) -> Path | None:
-    """The program NAME of its environment; None if that is not there, not complete or of other pins."""
+    """Return the program NAME in its environment; None if that is missing, incomplete or of other pins."""
     stamp = _folder(name, root) / _STAMP
     try:
         is_complete = stamp.read_text() == _digest(name)
@@ -31,7 +31,7 @@ def find_program(name: str, root: Path = _ROOT) -> Path | None:
 
 
 def require_program(name: str, root: Path = _ROOT) -> Path:
-    """As `find_program`, but the environment is made if it is not there, which takes a minute or two.
+    """Return the program like `find_program`, but make the environment if needed, in a minute or two.
 
     Raises ServeError if it cannot be made.
     """

@@ -1,7 +1,7 @@
 """Convert AIPerf's and genai-perf's records of requests to the timelines of `measuring.report`. Pure.
 
-Both tools sum up for themselves, but each by definitions of its own, and genai-perf counts tokens by tokenizing
-the text again. So their records of single requests are read, and summed up as those of Triton's gRPC are.
+Both tools print summaries, but by their own definitions, and genai-perf counts tokens by tokenizing the text
+again. So the records of single requests are read here, and summarized like those of Triton's gRPC.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from inflight.server.errors import ServeError
 
 
 def read_aiperf(lines: Iterable[str], requests: Sequence[BenchRequest]) -> list[Timeline]:
-    """The timelines of an AIPerf run, from its profile_export.jsonl.
+    """Convert an AIPerf run's profile_export.jsonl to timelines, in the order of `requests`.
 
     Args:
-        lines: Of the file.
-        requests: What was sent; a record's `conversation_id` is its index here.
+        lines: Lines of the file.
+        requests: Requests that were sent; a record's `conversation_id` is an index into them.
 
     Raises:
-        ServeError: A request failed, or was given another number of tokens, or not each was sent once.
+        ServeError: A request failed, got another number of tokens, or was not sent exactly once.
     """
     records = [json.loads(line) for line in lines if line.strip()]
     records = [each for each in records if each["metadata"]["benchmark_phase"] == "profiling"]
@@ -48,14 +48,14 @@ def _aiperf_timeline(record: Mapping[str, Any], request: BenchRequest) -> Timeli
 
 
 def read_genai_perf(text: str, requests: Mapping[str, BenchRequest]) -> list[Timeline]:
-    """The timelines of a genai-perf run, from the profile_export.json that perf_analyzer wrote for it.
+    """Convert a genai-perf run's profile_export.json, which perf_analyzer wrote, to timelines.
 
     Args:
-        text: Of the file.
-        requests: What was sent, by prompt.
+        text: Text of the file.
+        requests: Requests that were sent, by prompt.
 
     Raises:
-        ServeError: The file is cut, or a request failed, or did not end by its length.
+        ServeError: The file is incomplete, or a request failed or did not end by its length.
     """
     try:
         experiments = json.loads(text, strict=False)["experiments"]
@@ -86,7 +86,7 @@ def _genai_timeline(record: Mapping[str, Any], requests: Mapping[str, BenchReque
 
 
 def _openai_chunk(response: str) -> tuple[bool, str | None]:
-    """Whether a response has text, and the reason why it is the last with text; None if it is not."""
+    """Return whether a response has text, and its finish reason; None if it has none."""
     has_text, end = False, None
     for line in response.splitlines():
         data = line.removeprefix("data:").strip()

@@ -1,1 +1,1 @@
-"""Code shared by `offline`, `serve` and `compare`: workload, options, figures, and the setup they depend on."""
+"""Code shared by `offline`, `serve` and `compare`: workload, options, figures, and their setup."""

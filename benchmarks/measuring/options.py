@@ -1,7 +1,7 @@
 """Options of `offline` and `serve`, and the parameters of config.pbtxt that both give the engine.
 
-The same parameters for both, so that the two differ in Triton alone. Prefixes are never shared: every round asks
-for the same prompts again.
+Both use the same parameters, so that they differ in Triton only. Prefixes are not shared, because every round
+sends the same prompts again.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from benchmarks.measuring.workload import BenchRequest, WorkloadName
 _DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
 _MAX_SEQUENCE_LENGTH = 1024
 _TOKENS_PER_BLOCK = 32
-_LARGEST_BLOCK = 128  # of the sides that `compare` knows: all get the same room, and none has to wait for any
+_LARGEST_BLOCK = 128  # of the systems in `compare`: all get equal room, and no request waits
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """A benchmark's command line, complete.
+    """A complete command line of a benchmark.
 
     Attributes:
         model: Checkpoint folder.
-        workload: Which requests.
-        num_requests: How many of them.
+        workload: Name of the workload.
+        num_requests: Number of requests.
         concurrency: Most requests in flight; the next one is sent when one has ended.
-        dtype: As the parameter of config.pbtxt; None: the checkpoint's.
-        kernels: As the parameter of config.pbtxt; None: what the engine takes by itself.
-        num_threads: Of the forward pass.
+        dtype: Value of the parameter in config.pbtxt; None: the checkpoint's dtype.
+        kernels: Value of the parameter in config.pbtxt; None: the engine's choice.
+        num_threads: Threads of the forward pass.
         max_num_tokens: Most tokens of an iteration.
-        num_rounds: How often everything is measured.
-        more: Other parameters of config.pbtxt, and what they are to be.
+        num_rounds: Number of times that everything is measured.
+        more: Values of other parameters of config.pbtxt.
     """
 
     model: Path
@@ -68,7 +68,7 @@ class Options:
 
 
 def new_parser(name: str, docstring: str | None, allow_abbrev: bool = True) -> argparse.ArgumentParser:
-    """The parser of `scripts/bench NAME`, described by the first line of the program's docstring."""
+    """Make the parser of `scripts/bench NAME`, described by the first line of the program's docstring."""
     description = (docstring or "").partition("\n")[0]
     return argparse.ArgumentParser(
         prog=f"scripts/bench {name}", description=description, allow_abbrev=allow_abbrev
@@ -76,7 +76,7 @@ def new_parser(name: str, docstring: str | None, allow_abbrev: bool = True) -> a
 
 
 def positive(text: str) -> int:
-    """For argparse: an integer of at least 1."""
+    """Parse an integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
@@ -84,7 +84,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """For argparse: an integer of at least 0."""
+    """Parse an integer of at least 0, for argparse."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"got {value}, expected at least 0")
@@ -92,7 +92,7 @@ def not_negative(text: str) -> int:
 
 
 def _key_and_value(text: str) -> tuple[str, str]:
-    """For argparse: KEY=VALUE."""
+    """Parse KEY=VALUE, for argparse."""
     key, is_given, value = text.partition("=")
     if not (key and is_given):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected KEY=VALUE")
@@ -106,22 +106,22 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
         "--workload",
         choices=("w", "lone"),
         default="w",
-        help="w: prompts of 32 to 512 tokens; lone: one by one",
+        help="w: prompts of 32 to 512 tokens; lone: one request at a time",
     )
-    parser.add_argument("--requests", type=positive, help="64, or 4 of lone, without it")
+    parser.add_argument("--requests", type=positive, help="number of requests; default: 64, for lone 4")
     parser.add_argument(
         "--concurrency",
         type=not_negative,
         default=concurrency,
-        help="most in flight, 0: all at once; lone: 1",
+        help="most requests in flight; 0: all at once; always 1 for lone",
     )
-    parser.add_argument("--dtype", help="the checkpoint's without it")
-    parser.add_argument("--kernels", choices=("native", "torch"), help="the engine's choice without it")
+    parser.add_argument("--dtype", help="default: the checkpoint's")
+    parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument(
-        "--threads", type=positive, help="of the forward pass; as many as there are cores without it"
+        "--threads", type=positive, help="threads of the forward pass; default: the number of cores"
     )
     parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
-    parser.add_argument("--rounds", type=positive, default=1, help="medians of so many")
+    parser.add_argument("--rounds", type=positive, default=1, help="rounds; figures are their medians")
     parser.add_argument(
         "--set",
         type=_key_and_value,
@@ -133,13 +133,13 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
 
 
 def kv_cache_tokens(requests: Sequence[BenchRequest], concurrency: int) -> int:
-    """Room for any `concurrency` of the requests at a time, each in whole blocks of 128 tokens."""
+    """Return room for any `concurrency` of the requests at a time, in tokens, each in whole blocks of 128."""
     needed = sorted((-(-request.num_tokens // _LARGEST_BLOCK) for request in requests), reverse=True)
     return sum(needed[:concurrency]) * _LARGEST_BLOCK
 
 
 def engine_settings(options: Options, requests: Sequence[BenchRequest]) -> dict[str, str]:
-    """Parameters of config.pbtxt, and Triton's max_batch_size."""
+    """Return parameters of config.pbtxt, and Triton's max_batch_size."""
     settings = {
         "gpt_model_path": str(options.model.resolve()),
         "max_batch_size": str(options.concurrency),

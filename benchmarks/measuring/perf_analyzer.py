@@ -1,11 +1,11 @@
-"""Run the perf_analyzer program that comes with tritonclient.
+"""Run the perf_analyzer program of tritonclient.
 
-Its wheel brings the program without two libraries it is linked with. The server's wheel has both under other
-file names, so they are linked under the names asked for in a folder that lives as long as the run.
+Its wheel lacks two libraries that the program needs. The server's wheel has both under other file names, so
+they are linked under the needed names in a temporary folder during the run.
 
-What it exports of requests (`--profile-export-file`) is cut now and then, with status 0. It notes a number for
-every output of the model, also for those that a response does not have: then the four bytes that happen to be in
-memory. When these are no finite float32, which JSON cannot say, it stops writing.
+Its export of requests (`--profile-export-file`) is sometimes incomplete, with status 0. It writes a number
+for every output of the model, even if a response lacks the output; then it writes four uninitialized bytes.
+If these are not a finite float32, which JSON cannot express, it stops writing.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _ATTEMPTS = 3
 
 
 def find() -> Path:
-    """The program, in the running environment."""
+    """Return the path of the program in the running environment."""
     program = Path(sys.executable).parent / "perf_analyzer"
     if not program.exists():
         raise ServeError("no perf_analyzer in this Python environment: it comes with tritonclient==2.50.0")
@@ -38,7 +38,7 @@ def find() -> Path:
 
 @contextlib.contextmanager
 def environment() -> Iterator[dict[str, str]]:
-    """Environment variables with which the program starts, for as long as the `with` lasts."""
+    """Yield the program's environment variables; its libraries exist until the `with` block ends."""
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         for name, pattern in _LIBRARIES:
             _link(Path(folder) / name, pattern)
@@ -46,7 +46,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def run(arguments: Sequence[str], timeout: float | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run it to its end with these arguments; the result holds its status, stdout and stderr."""
+    """Run the program with these arguments until it ends; return its status, stdout and stderr."""
     with environment() as variables:
         command = [str(find()), *arguments]
         return subprocess.run(
@@ -55,18 +55,19 @@ def run(arguments: Sequence[str], timeout: float | None = None) -> "subprocess.C
 
 
 def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[str, Any]]:
-    """Run it with these arguments and return the experiments that it exports, one for each level of load.
+    """Run the program with these arguments and return the experiments that it exports, one per level of load.
 
-    An export that is cut makes it run again, twice at most.
+    Runs it again if the export is incomplete, at most twice.
 
     Raises:
-        ServeError: What it said when it failed, or that all its exports were cut.
+        ServeError: The program failed, with its output, or all its exports were incomplete.
         subprocess.TimeoutExpired: A run took longer than `timeout` seconds.
     """
     text = ""
     for _ in range(_ATTEMPTS):
         text = _export(arguments, timeout)
-        # It writes text as it came, which need not be text when a response ends within a character.
+        # It writes response bytes as they came, which are not valid UTF-8 if a response ends inside a
+        # character.
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(text, strict=False)["experiments"]
     raise ServeError(f"what perf_analyzer exported is no JSON, {_ATTEMPTS} times: {text[-100:]!r} is its end")
@@ -90,7 +91,7 @@ def _link(link: Path, pattern: str) -> None:
 
 
 def main() -> int:
-    """Run it on this terminal with the command line's arguments; say how a server that refuses it is opened."""
+    """Run the program with the command line's arguments; print advice if a server refuses it access."""
     is_refused = False
     with environment() as variables:
         command = [str(find()), *sys.argv[1:]]

@@ -1,4 +1,4 @@
-"""Code shared by benchmarks of a real server: endless streams, its log with times, and the trace it writes."""
+"""Code shared by benchmarks of a real server: endless streams, its log with times, and its trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINE = re.compile(r"^I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d\.\d+) (.*)$", re.M)
 
 
 def open_streams(url: str, num_requests: int) -> tuple[grpc.InferenceServerClient, list[int]]:
-    """A stream with requests that run until they are cancelled; the list grows by one with each response."""
+    """Start endless requests on a stream; return the client and a list that grows by one per response."""
     responses: list[int] = []
     client = grpc.InferenceServerClient(url)
     client.start_stream(lambda result, error: responses.append(1))
@@ -36,7 +36,7 @@ def open_streams(url: str, num_requests: int) -> tuple[grpc.InferenceServerClien
 
 
 def log_since(server: TritonServer, started: float) -> list[tuple[float, str]]:
-    """(seconds since `started`, text) of the log's lines from then on, without the escapes of quotes."""
+    """Return (seconds since `started`, text) of the log's lines from then on, with quotes unescaped."""
     log = server.log_text().replace('\\"', '"')
     base = time.localtime(started)
     midnight = time.mktime((base.tm_year, base.tm_mon, base.tm_mday, 0, 0, 0, 0, 0, -1))
@@ -56,7 +56,7 @@ class GrowingTrace:
         self._rest = b""
 
     def new_records(self, containing: bytes = b"") -> Iterator[Begin | End]:
-        """The records completed since the last call; only lines that contain these bytes are decoded."""
+        """Yield the records completed since the last call, decoding only lines that contain these bytes."""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             if containing in line and not isinstance(record := decode(line), Header):

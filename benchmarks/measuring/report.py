@@ -1,4 +1,4 @@
-"""When responses came → the figures that are printed, and what stands for several rounds of them. Pure."""
+"""Convert the times of responses to figures, and combine the figures of several rounds. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PEAKS = frozenset({"peak_rss_bytes", "server_peak_rss_bytes"})
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request.
+    """Times of one request.
 
     Attributes:
-        num_prompt_tokens: Its prompt's length.
-        num_output_tokens: How many tokens it was given.
-        sent_ns: When it was sent.
-        responses_ns: When its responses came, by the same clock; each has one token or more.
+        num_prompt_tokens: Length of its prompt.
+        num_output_tokens: Number of output tokens.
+        sent_ns: Time of sending, in nanoseconds.
+        responses_ns: Times of its responses, by the same clock; each has one token or more.
     """
 
     num_prompt_tokens: int
@@ -35,18 +35,18 @@ class Timeline:
 
     @property
     def ttft_ms(self) -> float:
-        """From sending to the first response."""
+        """Milliseconds from sending to the first response."""
         return 1e-6 * (self.responses_ns[0] - self.sent_ns)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between responses."""
+        """Milliseconds between responses."""
         return [1e-6 * (later - earlier) for earlier, later in pairwise(self.responses_ns)]
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """The median, and the 99th percentile by the nearest rank; 0 of nothing."""
+    """The median, and the 99th percentile by the nearest rank; 0 without values."""
 
     p50: float
     p99: float
@@ -61,7 +61,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Memory bandwidth, in GB/s, right before a round and right after it."""
+    """Memory bandwidth in GB/s, right before a round and right after it."""
 
     before: float
     after: float
@@ -69,13 +69,14 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources that the engine used.
+    """Resources that an engine used.
 
     Attributes:
-        load_s: From reading the checkpoint, what is imported for that left out, to taking requests, in seconds.
-        peak_rss_bytes: Most resident memory of the process that has the engine (VmHWM).
-        server_peak_rss_bytes: The sum of all processes' of a server; None without one.
-        start_s: From the start of the process, imports and all, to taking requests, in seconds; None of a server.
+        load_s: Seconds from reading the checkpoint to accepting requests, without imports.
+        peak_rss_bytes: Peak resident memory of the process with the engine (VmHWM).
+        server_peak_rss_bytes: Sum over all processes of a server; None without one.
+        start_s: Seconds from the start of the process, with imports, to accepting requests; None for a
+            server.
     """
 
     load_s: float
@@ -86,20 +87,21 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One round; or the medians of several, each figure by itself, and the most memory of any.
+    """Figures of one round, or medians of several; of memory, the highest value.
 
     Attributes:
-        output_tokens_per_s: Generated tokens, from the first request sent to the last response.
-        total_tokens_per_s: Prompt tokens too.
-        tokens_per_response: More than 1 where responses were joined on their way; gaps are between responses.
+        output_tokens_per_s: Generated tokens per second, from the first request sent to the last response.
+        total_tokens_per_s: The same with prompt tokens.
+        tokens_per_response: Mean; more than 1 if tokens were merged on their way. Gaps are between responses.
         ttft_ms: Time to first token.
         itl_ms: Gaps between the responses of a request.
-        gflop_per_s: Of all linear layers and the output projection, attention left out.
-        prefill_gflop_per_s: All prompts', over the sum of their times to first token; only of requests one by one.
-        decode_gflop_per_s: One token's, over the median gap; only of requests one by one. With 16-bit weights
-            also the GB/s at which they are read.
-        memory_gb_per_s: What memory gave.
-        resources: What the engine took.
+        gflop_per_s: Work of all linear layers and the output projection per second, without attention.
+        prefill_gflop_per_s: Work of all prompts over the sum of their times to first token; only for lone
+            requests.
+        decode_gflop_per_s: Work of one token over the median gap; only for lone requests. With 16-bit weights
+            it is also the GB/s at which they are read.
+        memory_gb_per_s: Measured memory bandwidth.
+        resources: Resources that the engine used.
     """
 
     output_tokens_per_s: float
@@ -121,14 +123,14 @@ def summarize(
     bandwidth: Bandwidth,
     resources: Resources,
 ) -> Figures:
-    """The figures of one round."""
+    """Return the figures of one round."""
     last_ns = max(timeline.responses_ns[-1] for timeline in timelines)
     seconds = 1e-9 * (last_ns - min(timeline.sent_ns for timeline in timelines))
     num_prompt = sum(timeline.num_prompt_tokens for timeline in timelines)
     num_output = sum(timeline.num_output_tokens for timeline in timelines)
     ttft = Percentiles.of([timeline.ttft_ms for timeline in timelines])
     itl = Percentiles.of([gap for timeline in timelines for gap in timeline.gaps_ms])
-    # A request's last token is never fed back.
+    # The last token of a request is not fed back.
     gflop = shape.gflop(num_prompt + num_output - len(timelines), num_output)
     prompt_gflop = shape.gflop(num_prompt, len(timelines))
     prompt_seconds = 1e-3 * sum(timeline.ttft_ms for timeline in timelines)
@@ -147,7 +149,7 @@ def summarize(
 
 
 def medians(rounds: Sequence[T]) -> T:
-    """Take medians of dataclasses of numbers, field by field; of None, None; of peaks of memory, the highest."""
+    """Return medians of dataclasses of numbers, field by field; None for None, the highest of peaks."""
     return _combine(rounds, is_peak=False)
 
 
@@ -163,12 +165,12 @@ def _combine(rounds: Sequence[T], is_peak: bool) -> T:
 
 
 def to_line(bench: str, figures: Figures, setup: Setup, **more: Any) -> str:
-    """One line of JSON."""
+    """Return one line of JSON."""
     return json.dumps(_rounded({"bench": bench, **more, **to_values(figures), "setup": asdict(setup)}))
 
 
 def to_values(figures: Figures) -> dict[str, Any]:
-    """By name; those of `resources` beside the others."""
+    """Return values by name, with the fields of `resources` beside the others."""
     values = asdict(figures)
     return values | values.pop("resources")
 

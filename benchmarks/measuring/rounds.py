@@ -1,4 +1,4 @@
-"""Measuring engines in turn, A B A B: the same requests each time, and how fast memory was beside."""
+"""Measure engines in turn, A B A B: the same requests each time, with the memory bandwidth beside them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from benchmarks.measuring.workload import BenchRequest, warm_up
 
 
 class BenchedEngine(Protocol):
-    """A loaded engine, reached in some way.
+    """A loaded engine, in this process or in a server.
 
     Attributes:
-        name: What its figures are called.
+        name: Name of its figures.
     """
 
     name: str
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
-        """Send all of them, so many at a time, and wait until all have ended."""
+        """Send all requests, `concurrency` at a time, and wait until all have ended; return their times."""
         ...
 
     def resources(self) -> Resources:
@@ -40,7 +40,7 @@ class BenchedEngine(Protocol):
 def run_rounds(
     engines: Sequence[BenchedEngine], requests: Sequence[BenchRequest], setup: Setup, probe: Probe
 ) -> list[Figures]:
-    """Warm all up, then measure all of them `setup.rounds` times; the medians of each, and its highest memory."""
+    """Warm up all engines, measure each `setup.rounds` times, and return their medians and peak memory."""
     for engine in engines:
         engine.run(warm_up(requests, setup.concurrency), setup.concurrency)
     rounds: list[list[Figures]] = [[] for _ in engines]

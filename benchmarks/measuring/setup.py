@@ -1,4 +1,4 @@
-"""The setup that a figure was measured with: model shape, engine settings, versions, machine."""
+"""The setup of a figure: model shape, engine settings, versions and machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def value_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder, and what its matrices hold.
+    """Sizes of a decoder, and the numbers of its weights.
 
     Attributes:
-        layer_weights: Of the linear layers of all decoder layers; of experts, those that a token goes to.
-        head_weights: Of the output projection.
-        num_weights: Of these, all experts, and the embedding if that is another matrix; of what is not a matrix
-            none.
+        layer_weights: Weights of the linear layers of all decoder layers; of experts, only those of one
+            token.
+        head_weights: Weights of the output projection.
+        num_weights: Weights of all matrices, with all experts, and the embedding if it is not the output
+            projection.
     """
 
     layers: int
@@ -82,13 +83,13 @@ class ModelShape:
         return num_tokens * (self.cached * value_bytes + self.cached // self.head_dim * scale_bytes)
 
     def gflop(self, num_rows: float, num_sampled: float) -> float:
-        """Multiplications and additions of matrices for tokens computed and tokens chosen, in 1e9."""
+        """Return the GFLOP of matrix products for `num_rows` computed and `num_sampled` sampled tokens."""
         return 2e-9 * (self.layer_weights * num_rows + self.head_weights * num_sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Versions of the software that computes."""
+    """Versions of the relevant software."""
 
     python: str
     torch: str
@@ -96,20 +97,20 @@ class Versions:
 
     @classmethod
     def here(cls) -> Versions:
-        """In this environment."""
+        """Return the versions in this environment."""
         return cls(platform.python_version(), version("torch"), version("inflight"))
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Kernels that compute the layers.
+    """Implementation of the layers.
 
     Attributes:
-        asked: The parameter of config.pbtxt; "default" is the engine's choice.
-        ran: "native" or "torch"; None of an engine in another process, whose log says it.
-        instruction_sets: That native code was compiled for.
-        int8_products: With weights of 8 or 4 bits, what multiplies them: "vnni", "avx2", or
-            "bfloat16", which they become.
+        asked: Value of the parameter in config.pbtxt; "default" is the engine's choice.
+        ran: "native" or "torch"; None for an engine in another process, whose log says it.
+        instruction_sets: Instruction sets that native code was compiled for.
+        int8_products: With 8-bit or 4-bit weights, the kind of their products: "vnni", "avx2", or "bfloat16"
+            if they are converted to it.
     """
 
     asked: str
@@ -120,17 +121,17 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything that a figure depends on and that can be known.
+    """Everything known that a figure depends on.
 
     Attributes:
-        model: The checkpoint's folder, by name.
-        dtype: Of the weights; of those that stay as a checkpoint has quantized them, what they are.
-        kernels: What computes the layers.
-        kv_cache_tokens: Room in the KV cache.
-        kv_cache_bytes: What that takes.
-        kv_cache_dtype: The parameter of config.pbtxt.
-        weight_bytes: What the matrices take, each number once; of quantized ones that stay so, all weights, with
-            scales, and an embedding that is the output projection too in both its forms.
+        model: Name of the checkpoint's folder.
+        dtype: Data type of the weights; of a quantized checkpoint's kept weights, the quantization.
+        kernels: Implementation of the layers.
+        kv_cache_tokens: Size of the KV cache in tokens.
+        kv_cache_bytes: Size of the KV cache in bytes.
+        kv_cache_dtype: Value of the parameter in config.pbtxt.
+        weight_bytes: Bytes of the matrices, each number once. For kept quantized weights, bytes of all
+            weights with scales, and of both forms of an embedding that is also the output projection.
     """
 
     model: str
@@ -160,7 +161,7 @@ class Setup:
         requests: list[BenchRequest],
         kernels: Kernels | None = None,
     ) -> Setup:
-        """Describe a run with these options, model and requests; `kernels` belong to an engine in this process."""
+        """Describe a run with these options and requests; `kernels` is for an engine in this process."""
         shape, dtype = ModelShape.of(config), options.dtype or config.dtype or "float32"
         num_kv_tokens = kv_cache_tokens(requests, options.concurrency)
         kv_cache_dtype = dict(options.more).get("kv_cache_dtype", "auto")
@@ -189,7 +190,7 @@ class Setup:
 
 
 def cpu_name() -> str:
-    """Return the name of the first core; the architecture where the kernel does not name one."""
+    """Return the name of the first core, or the architecture if the kernel does not name it."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,8 +1,8 @@
 """The workload of `offline`, `serve` and `compare`: the same requests for every system, drawn from a seed.
 
-Token ids are random, so that nothing can be shared between prompts; greedy, and no token ends a sequence, so that
-every system generates the same number of tokens. Standard library only: it also runs where nothing else of this
-package is installed.
+Token ids are random, so that prompts have no common prefix. Requests are greedy, and no token ends a
+sequence, so that every system generates the same number of tokens. Standard library only, as it also runs
+where this package is not installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 WorkloadName = Literal["w", "lone"]
 
-_FIRST_TOKEN = 10  # lower ids are a tokenizer's special ones
+_FIRST_TOKEN = 10  # lower ids are usually special tokens
 _PROMPT_LENGTHS = (32, 512)
 _OUTPUT_LENGTHS = (16, 128)
 _LONE_PROMPT, _LONE_OUTPUT = 128, 64
@@ -24,38 +24,38 @@ _SEED, _LONE_SEED = 1234, 77
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """A prompt, as token ids, and how many tokens to generate."""
+    """Token ids of a prompt, and the number of tokens to generate."""
 
     prompt: tuple[int, ...]
     num_output_tokens: int
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Tokens of prompt and output."""
         return len(self.prompt) + self.num_output_tokens
 
 
 def draw(name: WorkloadName, vocab_size: int, count: int) -> list[BenchRequest]:
-    """The first `count` requests of a workload; they do not depend on how many are drawn."""
+    """Return the first `count` requests of a workload, which do not depend on `count`."""
     return draw_w(vocab_size, count) if name == "w" else draw_lone(vocab_size, count)
 
 
 def draw_w(vocab_size: int, count: int) -> list[BenchRequest]:
-    """Prompts of 32 to 512 tokens, log-uniform; outputs of 16 to 128, uniform."""
+    """Draw prompts of 32 to 512 tokens, log-uniform, and outputs of 16 to 128, uniform."""
     numbers = random.Random(_SEED)
     return [_draw_one(numbers, vocab_size) for _ in range(count)]
 
 
 def draw_lone(vocab_size: int, count: int) -> list[BenchRequest]:
-    """Prompts of 128 tokens, outputs of 64: for requests that have the machine to themselves."""
+    """Draw prompts of 128 tokens and outputs of 64, for requests that run alone."""
     numbers = random.Random(_LONE_SEED)
     return [BenchRequest(_draw_tokens(numbers, _LONE_PROMPT, vocab_size), _LONE_OUTPUT) for _ in range(count)]
 
 
 def warm_up(requests: Sequence[BenchRequest], concurrency: int) -> Sequence[BenchRequest]:
-    """Return the requests to run before timing: all of them, or one if they come one by one.
+    """Return the requests to run before timing: all of them, or one if they run one after another.
 
-    Some systems prepare themselves for every shape of a batch when they first see it.
+    Some systems prepare for every shape of a batch when they first see it.
     """
     return requests[:1] if concurrency == 1 else requests
 

@@ -1,1 +1,1 @@
-"""The parts of `profile`: an engine as a server runs it, a clock for the loop's stages, results and plots."""
+"""The parts of `profile`: an engine like a server's, a clock for the loop's stages, results and plots."""

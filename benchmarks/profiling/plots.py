@@ -1,6 +1,6 @@
-"""A profile as SVG files: text as text, and colours that can be read on white and on black.
+"""Write a profile as SVG files, with text as text and colours that are readable on white and on black.
 
-The only module that imports matplotlib. The same profile gives the same files.
+The only module that imports matplotlib. Equal profiles give equal files.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ def _draw_iterations(costs: Sequence[IterationCost], whole: Axes, outside: Axes)
 
 
 def _stack(axes: Axes, labels: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]]) -> None:
-    """Bars; a part is its name, its colour and its heights in milliseconds."""
+    """Draw stacked bars; a part is its name, its colour and its heights in milliseconds."""
     bottoms = [0.0] * len(labels)
     for name, colour, heights in parts:
         axes.bar(labels, heights, bottom=bottoms, label=name, color=colour, width=0.65)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights)]
     axes.set(xlabel="rows", ylabel="ms")
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], fontsize=8)  # as the bars are stacked
+    axes.legend(handles[::-1], names[::-1], fontsize=8)  # in the order of the stacked bars
 
 
 def _draw_load(points: Sequence[LoadPoint], speed: Axes, latency: Axes) -> None:
@@ -137,6 +137,6 @@ def _draw_cache(runs: Sequence[CacheRun], axes: Sequence[Axes]) -> None:
 
 
 def _thin(samples: Sequence[CacheSample]) -> list[CacheSample]:
-    """At most so many as can be told apart; the last is among them."""
+    """Return about _MOST_POINTS of the samples, or all if there are fewer; the last is among them."""
     step = -(-len(samples) // _MOST_POINTS)
     return [*samples[:-1:step], *samples[-1:]]

@@ -1,4 +1,4 @@
-"""Results of `profile`, and how they are written: JSON for programs, Markdown tables for people. Pure."""
+"""Results of `profile`, and their output as JSON and Markdown tables. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DECIMALS = 4
 
 @dataclass(frozen=True, slots=True)
 class IterationCost:
-    """An iteration that has so many rows of generation and nothing else.
+    """Stages of an iteration with a fixed number of generation rows and nothing else.
 
     Attributes:
-        rows: How many.
-        iterations: Measured.
-        stages_ms: By stage, the median.
+        rows: Number of rows.
+        iterations: Number of measured iterations.
+        stages_ms: Median milliseconds by stage.
     """
 
     rows: int
@@ -32,35 +32,35 @@ class IterationCost:
 
     @classmethod
     def of(cls, rows: int, iterations: Sequence[Iteration]) -> IterationCost:
-        """Compute the cost of iterations with this many generation rows and no chunks; at least one must exist."""
+        """Return the cost of the iterations, at least one, with this many generation rows and no chunks."""
         wanted = [each for each in iterations if each.num_generation == rows and not each.num_chunks]
         stages_ms = (1e-6 * statistics.median(each.stages_ns[stage] for each in wanted) for stage in Stage)
         return cls(rows, len(wanted), tuple(stages_ms))
 
     @property
     def total_ms(self) -> float:
-        """All stages."""
+        """Milliseconds of all stages."""
         return sum(self.stages_ms)
 
     @property
     def outside_ms(self) -> float:
-        """All stages but the forward pass."""
+        """Milliseconds of all stages except the forward pass."""
         return sum(self.stages_ms[stage] for stage in Stage if stage is not Stage.FORWARD)
 
     @property
     def share_outside(self) -> float:
-        """Return the fraction of an iteration outside the forward pass."""
+        """Fraction of an iteration outside the forward pass."""
         return self.outside_ms / self.total_ms
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """The workload with so many requests in flight.
+    """Figures of the workload with a number of requests in flight.
 
     Attributes:
-        concurrency: How many.
-        requests: Sent.
-        output_tokens_per_s: From the first request sent to the last response.
+        concurrency: Number of requests in flight.
+        requests: Number of requests sent.
+        output_tokens_per_s: Output tokens per second, from the first request sent to the last response.
         ttft_ms: Time to first token.
         itl_ms: Gaps between the responses of a request.
     """
@@ -86,12 +86,12 @@ class LoadPoint:
 
 @dataclass(frozen=True, slots=True)
 class CacheSample:
-    """After an iteration.
+    """State of the KV cache after an iteration.
 
     Attributes:
-        time_s: Since the first sample.
-        used_blocks: That running requests hold.
-        running, waiting: Requests.
+        time_s: Seconds since the first sample.
+        used_blocks: Blocks of running requests.
+        running, waiting: Numbers of requests.
     """
 
     time_s: float
@@ -101,19 +101,19 @@ class CacheSample:
 
     @classmethod
     def of(cls, stats: IterationCounts, since_ns: int) -> CacheSample:
-        """Sample the cache from the statistics of requests with one sequence each."""
+        """Make a sample from the statistics of requests with one sequence each."""
         waiting = stats.num_waiting_requests
         return cls(1e-9 * since_ns, stats.num_used_blocks, stats.num_active_requests - waiting, waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRun:
-    """The workload once, in a KV cache that has no room for all of it.
+    """One run of the workload in a KV cache that is too small for all of it.
 
     Attributes:
-        requests_per_s: At which it came; None: all at once.
-        blocks: Of the cache.
-        samples: By time.
+        requests_per_s: Rate of arrival; None: all at once.
+        blocks: Blocks of the cache.
+        samples: Samples in the order of time.
     """
 
     requests_per_s: float | None
@@ -123,7 +123,7 @@ class CacheRun:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything."""
+    """All results of `profile`."""
 
     iterations: tuple[IterationCost, ...]
     load: tuple[LoadPoint, ...]
@@ -132,13 +132,13 @@ class Profile:
 
 
 def duration_s(timelines: Sequence[Timeline]) -> float:
-    """From the first request sent to the last response."""
+    """Return the seconds from the first request sent to the last response."""
     first_ns = min(timeline.sent_ns for timeline in timelines)
     return 1e-9 * (max(timeline.responses_ns[-1] for timeline in timelines) - first_ns)
 
 
 def to_json(profile: Profile) -> str:
-    """One object."""
+    """Return the profile as one JSON object."""
     stages = [stage.name.lower() for stage in Stage]
     iterations = [
         asdict(cost) | {"stages_ms": dict(zip(stages, cost.stages_ms)), "share_outside": cost.share_outside}
@@ -148,7 +148,7 @@ def to_json(profile: Profile) -> str:
 
 
 def to_markdown(profile: Profile) -> str:
-    """A table of the iterations and one of the load."""
+    """Return a table of the iterations and one of the load."""
     return "\n\n".join((_iteration_table(profile.iterations), _load_table(profile.load)))
 
 

@@ -1,6 +1,7 @@
-"""An engine as a server runs it, with its instruments and its client, and a load for it; only Triton is missing.
+"""An engine with a server's instruments and client, and a load for it, without Triton.
 
-The caller's thread is the client: it sends, and takes what a delivery has, as the thread of a front end does.
+The caller's thread is the client: it sends requests and takes responses from a delivery, like the thread of a
+front end.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _AT_ONCE = (0.0,)
 
 
 class ServedEngine:
-    """A loaded engine and its loop, for the length of a `with`.
+    """A loaded engine and its loop, for the length of a `with` block.
 
     Attributes:
-        num_blocks: KV cache blocks.
+        num_blocks: Number of KV cache blocks.
     """
 
     def __init__(self, settings: Mapping[str, str], load: LoadModel = load_model) -> None:
-        """Raises ConfigError as a server that is given the same parameters would."""
+        """Load the engine. Raises ConfigError, like a server with the same parameters."""
         parameters = to_parameters(settings)
         check_parameters(parameters)
         self._folder = tempfile.TemporaryDirectory(prefix="inflight-bench-")
@@ -48,20 +49,21 @@ class ServedEngine:
     def run(
         self, requests: Sequence[BenchRequest], concurrency: int, pauses_s: Sequence[float] = _AT_ONCE
     ) -> list[Timeline]:
-        """Send all of them, so many at a time; what comes back of each, in order.
+        """Send all requests, `concurrency` at a time, and return their times in order.
 
         Args:
-            requests: One at least.
-            concurrency: Most that are in flight.
-            pauses_s: How long before each to wait after the one before it, whatever comes back; the last for good.
+            requests: At least one request.
+            concurrency: Most requests in flight.
+            pauses_s: Seconds to wait before each request after the one before, whatever the responses; the
+                last pause is used for all further requests.
 
         Raises:
-            InflightError: What a request has failed with.
+            InflightError: The error of a failed request.
         """
         return _Run(self._engine.client.submit, requests, concurrency, pauses_s).timelines()
 
     def take_samples(self) -> list[CacheSample]:
-        """The statistics since the last call, from the first on."""
+        """Return the samples since the last call, with times since the first of them."""
         samples, self._samples = self._samples, []
         return [CacheSample.of(stats, when_ns - samples[0][0]) for when_ns, stats in samples]
 
@@ -98,7 +100,7 @@ class _Run:
         self._num_open = 0
 
     def timelines(self) -> list[Timeline]:
-        """Runs it."""
+        """Run the load and return the times of its requests."""
         while self._waiting or self._num_open:
             self._send_due()
             for response in self._delivery.take(self._patience_s()):

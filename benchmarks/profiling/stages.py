@@ -1,7 +1,7 @@
 """Map functions of the program to the stages of an iteration.
 
-The forward pass is what the compiled code computes of embeddings, layers and logits, or torch's decoder where
-there is none; the Python around it belongs to packing.
+The forward pass is the compiled code for embeddings, layers and logits, or torch's decoder without compiled
+code. The Python code around it belongs to packing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLACES = (
 
 
 def watch_loop(dtype: str) -> Stopwatch:
-    """For engines of this dtype, as the parameter has it, that are made while it is entered."""
+    """Make a stopwatch for engines of this dtype that are made while it is entered."""
     return Stopwatch(
         Place(GptManager, "step", Stage.OTHER),
         Place(ModelEngine, "forward", Stage.PACK),

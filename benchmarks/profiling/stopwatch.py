@@ -1,8 +1,8 @@
-"""Clock for the stages of the loop's iterations: wraps functions of the program and changes nothing else.
+"""A clock for the stages of the loop's iterations, which only wraps functions of the program.
 
-Owns the wrappers, for the length of a `with`, and what they have measured. A stage's time is its own: where a
-wrapped function calls another one, that counts for the other's stage, so that the stages of an iteration add up to
-it. The wrapped functions run on the loop thread; `iterations` is read when it rests.
+Owns the wrappers, for the length of a `with` block, and their measurements. A stage's time is its own: if a
+wrapped function calls another one, the inner time counts for the other's stage. So the stages of an iteration
+add up to its time. The wrapped functions run on the loop thread; read `iterations` while it is idle.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Place:
     """A function to wrap.
 
     Attributes:
-        owner: The class, module or library that it is looked up in.
-        name: What it is called there.
-        stage: What its own time counts for.
+        owner: Class, module or library that has the function.
+        name: Name of the function there.
+        stage: Stage that its own time counts for.
     """
 
     owner: Any
@@ -48,12 +48,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One that ran a batch.
+    """Times of an iteration that ran a batch.
 
     Attributes:
-        num_chunks: Context chunks in it.
-        num_generation: Rows in generation.
-        stages_ns: By stage, wall-clock time.
+        num_chunks: Number of context chunks.
+        num_generation: Number of generation rows.
+        stages_ns: Wall-clock nanoseconds by stage.
     """
 
     num_chunks: int
@@ -65,12 +65,12 @@ class Stopwatch:
     """Wraps functions while it is entered.
 
     Args:
-        root: The function that is an iteration; its own time is `Stage.OTHER`'s.
-        forward: The function that is given the batch, a method with the batch as first argument.
+        root: Function that runs an iteration; its own time counts for `Stage.OTHER`.
+        forward: Method whose first argument is the batch.
         places: All other functions.
 
     Attributes:
-        iterations: Those that ran a batch, in order.
+        iterations: Iterations that ran a batch, in order.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Stopwatch:
         return whole
 
     def _switch(self) -> None:
-        """The time since the last switch was the innermost stage's."""
+        """Add the time since the last switch to the innermost stage."""
         now_ns = self._clock_ns()
         self._stages_ns[self._running[-1]] += now_ns - self._since_ns
         self._since_ns = now_ns

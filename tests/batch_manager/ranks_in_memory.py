@@ -1,7 +1,7 @@
-"""Several ranks in one process, without MPI: what the leader shares waits for each follower in a queue.
+"""Several ranks in one process, without MPI: the leader's broadcasts wait for each follower in a queue.
 
-Each rank is for a thread of its own, or all of them for one that asks `num_unheard` before it follows. A wake that
-nobody waits for, and one that somebody waits for in vain, are errors.
+Each rank runs on its own thread, or all on one that checks `num_unheard` before a rank follows. Waking a rank
+that does not sleep, and not waking one that sleeps, are errors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Broadcasts:
 
     Attributes:
         changed: Guards the rest; notified when any of it changes.
-        unheard: By rank.
-        error: Why nobody can be reached any more.
+        unheard: Broadcasts that were not taken yet, by rank.
+        error: The error of every call after a rank was lost.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +38,7 @@ class InMemoryRanks:
     """Implements `inflight.core.ports.Ranks` for one rank.
 
     Attributes:
-        is_leader: Whether it is.
+        is_leader: Whether this is the leader.
     """
 
     def __init__(self, broadcasts: _Broadcasts, rank: int) -> None:
@@ -52,11 +52,14 @@ class InMemoryRanks:
         return len(self._broadcasts.unheard[self._rank])
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
-        """Tell every follower."""
+        """Broadcast to every follower."""
         self._tell(inputs, are_asleep)
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """Wait for what the leader says next; AssertionError if it was mistaken about whether this rank sleeps."""
+        """Wait for the next broadcast.
+
+        AssertionError if the leader was wrong about whether this rank sleeps.
+        """
         broadcasts = self._broadcasts
         mine = broadcasts.unheard[self._rank]
         assert not self.is_leader, "the leader follows nobody"
@@ -69,11 +72,11 @@ class InMemoryRanks:
         return inputs
 
     def end(self, are_asleep: bool) -> None:
-        """Tell every follower that this was all."""
+        """Tell every follower that no broadcast follows."""
         self._tell(None, are_asleep)
 
     def lose(self, error: Unavailable) -> None:
-        """A rank is lost: from here on every call of every rank raises `error`, waiting ones too. Any thread."""
+        """Lose a rank: from now on all calls of all ranks raise `error`, waiting ones too. Any thread."""
         with self._broadcasts.changed:
             self._broadcasts.error = error
             self._broadcasts.changed.notify_all()

@@ -1,4 +1,4 @@
-"""A run of the simulation's kind, recorded: what the loop would do with a fake engine, without its thread."""
+"""Recorded runs of the simulation: the loop's calls of a scheduler and a fake engine, without its thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.simulation.host_cache import HostCache, with_adapters
 from tests.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
-ROUNDS = 3  # of the scenario's requests, apart enough for the server to be idle in between
+ROUNDS = 3  # of the scenario's requests, with idle time in between
 GAP = 400
 LIMITS = EngineLimits(
     vocab_size=50, max_sequence_length=100, max_num_sequences=4, num_blocks=64, tokens_per_block=4
@@ -68,7 +68,7 @@ def _inputs(scenario: Scenario, iteration: int) -> IterationInput:
 
 
 def _with_arrival(request: Request, now_ns: int, round_: int) -> Request:
-    """In the later rounds every third one has little time."""
+    """Copy a request with a new arrival; in the later rounds every third one has a short deadline."""
     hurried = round_ > 0 and request.request_id % 3 == 0
     return replace(request, arrival_time_ns=now_ns, allotted_time_ms=20 if hurried else 0)
 
@@ -93,7 +93,7 @@ END_ID = min(set(range(50)).difference(*(expected_tokens((number,) * 6, 5, 50) f
 
 
 def simple_trace(path, unanswered: bool = False) -> None:
-    """Three requests of 6 prompt and 5 new tokens, with an end id that never comes."""
+    """A trace of three requests of 6 prompt and 5 new tokens, with an end id that is never generated."""
     requests = tuple(Request(number, (number,) * 6, 5, end_ids=(END_ID,)) for number in (1, 2, 3))
     config = SchedulingConfig(max_num_tokens=18)
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
@@ -119,17 +119,17 @@ def read(path: Path) -> tuple[Header, list[Begin | End]]:
 
 
 def raw_records(path: Path) -> list[Record]:
-    """A trace's records as they stand there, header first, logits as they were written."""
+    """Return a trace's records as JSON values, header first, with logits as they were written."""
     return [decode(line) for line in path.read_bytes().splitlines()]
 
 
 def write(path: Path, records: list[Record]) -> None:
-    """A trace of `records`, as `raw_records` gives them."""
+    """Write a trace of `records`, in the form of `raw_records`."""
     path.write_bytes(b"".join(map(encode, records)))
 
 
 def outcome(path, until: int | None = None, verbose: bool = False) -> tuple[int, str]:
-    """Exit code and report of the program."""
+    """Run the program and return its exit code and report."""
     report = io.StringIO()
     with path.open("rb") as file:
         return run(Trace(file), io.StringIO(), report, until, is_verbose=verbose), report.getvalue()

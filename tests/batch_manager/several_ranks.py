@@ -1,7 +1,7 @@
-"""A scenario of the simulation's kind through several GptManagers in step, each with a scheduler and a device.
+"""A scenario of the simulation run by several GptManagers in step, each with a scheduler and a device.
 
-Followers lag behind their leader, more or less. The leader's device says what came of each batch, as the
-sampling rank does; a follower's has to come to the same by itself.
+Followers lag behind their leader by varying amounts. The leader's device publishes the outcome of each batch,
+as the sampling rank does; a follower's device must compute the same.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.simulation.host_cache import HostCache
 from tests.simulation.scenario import Scenario
 
 ROUNDS, GAP = 2, 150
-"""Of the scenario's requests, apart enough for everybody to fall asleep in between."""
+"""Rounds of the scenario's requests, with enough time in between for all ranks to fall asleep."""
 
 Outcomes = dict[int, ModelOutput | InflightError]
-"""What came of the leader's batches, by iteration."""
+"""Outcomes of the leader's batches, by iteration."""
 
 
 class LeadersDevice(FakeEngine):
-    """Fails as the scenario says, in `forward` or in `decode`, and tells what comes of each batch."""
+    """A device that fails as planned by the scenario, and publishes each batch's outcome."""
 
     def __init__(self, scenario: Scenario, told: Outcomes) -> None:
         super().__init__(scenario.limits)
@@ -85,7 +85,7 @@ class LeadersDevice(FakeEngine):
 
 
 class FollowersDevice(FakeEngine):
-    """Does not raise before it has heard what came of a batch, and agrees."""
+    """A device that checks its outcome of a batch against the leader's before it raises."""
 
     def __init__(self, limits: EngineLimits, told: Outcomes) -> None:
         super().__init__(limits)
@@ -107,7 +107,7 @@ class FollowersDevice(FakeEngine):
 
 
 class WatchedScheduler(Scheduler):
-    """Keeps what it decided.
+    """A scheduler that records its decisions.
 
     Attributes:
         batches, responses: In order.
@@ -140,11 +140,11 @@ class WatchedScheduler(Scheduler):
 
 @dataclass
 class Rank:
-    """One of them.
+    """One rank.
 
     Attributes:
         told: Statistics as JSON, in order.
-        sent: What went to clients.
+        sent: Responses sent to clients.
     """
 
     scheduler: WatchedScheduler
@@ -195,7 +195,7 @@ class _Clients:
 
 
 def run_in_step(scenario: Scenario, num_ranks: int) -> list[Rank]:
-    """Run it on so many ranks, or on one alone, until nothing happens any more."""
+    """Run the scenario on `num_ranks` ranks, or on a single one, until it is idle."""
     told: Outcomes = {}
     in_memory = make_ranks(num_ranks)
     clients = _Clients(scenario)
@@ -236,7 +236,7 @@ def _leader(scenario: Scenario, told: Outcomes, clients: _Clients, ranks: Ranks 
 
 
 def _follower(scenario: Scenario, told: Outcomes, ranks: Ranks) -> Rank:
-    """It has no clients, and no clock that means anything here."""
+    """Make a follower, which has no clients and ignores its clock."""
     scheduler, rings = WatchedScheduler(scenario), StatisticsRings(10_000, 10_000)
     stats: list[str] = []
     sent: list[Response] = []

@@ -1,4 +1,4 @@
-"""A request that makes iterations raise ends alone; a loop that hangs is told of; metrics after the last one."""
+"""Faulty requests end alone; hanging loops are reported; metrics are published after the last request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_gpt_manager import LIMITS, Harness
 
 
 class PickyEngine(FakeEngine):
-    """Raises whenever a batch has a row of request `faulty` that has at least `from_token` tokens in its cache."""
+    """An engine that raises for a row of request `faulty` with at least `from_token` cached tokens."""
 
     def __init__(self, faulty: int, from_token: int, in_decode: bool) -> None:
         super().__init__(LIMITS)
@@ -57,7 +57,7 @@ class PickyEngine(FakeEngine):
 @pytest.mark.parametrize("in_decode", [False, True], ids=["in forward", "in decode"])
 @pytest.mark.parametrize("policy", list(CapacityPolicy))
 @pytest.mark.parametrize("from_token", [1, 9], ids=["in its context", "in generation"])
-def test_the_faulty_request_ends_and_the_others_never_notice(in_decode, policy, from_token):
+def test_only_the_faulty_request_ends(in_decode, policy, from_token):
     engine = PickyEngine(faulty=3, from_token=from_token, in_decode=in_decode)
     harness = Harness(engine, SchedulingConfig(policy=policy))
     prompts = {i: (i, i + 1, i + 2, 7, 7) for i in range(1, 7)}
@@ -76,7 +76,7 @@ def test_the_faulty_request_ends_and_the_others_never_notice(in_decode, policy, 
 
 
 @pytest.mark.parametrize("from_token", [0, 9], ids=["at its admission", "in generation"])
-def test_a_request_that_cannot_be_scheduled_ends_and_the_others_never_notice(monkeypatch, from_token):
+def test_only_the_request_that_cannot_be_scheduled_ends(monkeypatch, from_token):
     harness = Harness()
     original = MicroBatchScheduler.select
 
@@ -98,7 +98,7 @@ def test_a_request_that_cannot_be_scheduled_ends_and_the_others_never_notice(mon
         assert list(finals[i].result.output_token_ids[0]) == expected
 
 
-def test_a_failure_that_does_not_come_again_ends_nobody():
+def test_a_failure_that_does_not_repeat_ends_no_request():
     engine = PickyEngine(faulty=1, from_token=1, in_decode=False)
     harness = Harness(engine)
     harness.pending += [
@@ -113,7 +113,7 @@ def test_a_failure_that_does_not_come_again_ends_nobody():
     assert [response.error for response in harness.responses] == [None, None]
 
 
-def test_a_device_that_is_gone_is_not_tried_with_every_request():
+def test_a_lost_device_is_not_retried_with_every_request():
     engine = FakeEngine(LIMITS)
     calls = []
 
@@ -131,7 +131,7 @@ def test_a_device_that_is_gone_is_not_tried_with_every_request():
 
 
 class Loop:
-    """A manager with its thread, an engine that can be held up, and instruments."""
+    """A manager with its thread, an engine that can be blocked, and instruments."""
 
     def __init__(self, **instruments) -> None:
         self.engine = FakeEngine(LIMITS)
@@ -163,7 +163,7 @@ class Loop:
         self.manager.notify()
 
 
-def test_the_state_says_who_runs_and_who_waits_for_what():
+def test_the_state_lists_running_and_waiting_requests_with_reasons():
     loop = Loop()
     loop.go_on.set()
     idle = json.loads(loop.manager.state(timeout_s=30))
@@ -184,7 +184,7 @@ def test_the_state_says_who_runs_and_who_waits_for_what():
         loop.manager.state(timeout_s=30)
 
 
-def test_a_loop_that_hangs_is_described_without_it():
+def test_the_state_of_a_hanging_loop_is_read_without_it():
     watchdog = Watchdog(0.001, log=lambda text: None)
     loop = Loop(watchdog=watchdog)
     loop.submit(Request(5, (1, 2, 3), 2))
@@ -218,7 +218,7 @@ def test_the_state_has_the_statistics_of_the_last_iterations_and_requests():
         assert memory == [7, 8, 9] and statistics["timestamp"]
 
 
-def test_metrics_are_told_once_more_when_nobody_is_left():
+def test_metrics_are_published_once_more_after_the_last_request():
     told = []
     harness = Harness(instruments=Instruments(return_metrics=lambda *both: told.append(both)))
     harness.pending.append(Request(1, (1, 2), 2))
@@ -233,7 +233,7 @@ def test_metrics_are_told_once_more_when_nobody_is_left():
     assert told[-1][1].failed == {"INVALID_ARG": 1}
 
 
-def test_a_state_that_cannot_be_told_does_not_end_the_loop(monkeypatch):
+def test_an_error_in_reading_the_state_does_not_end_the_loop(monkeypatch):
     loop = Loop()
     loop.go_on.set()
 

@@ -1,4 +1,4 @@
-"""The loop: callbacks at their documented points, one final response on every path, nothing burnt when idle."""
+"""The loop: the order of callbacks, one final response on every path, no processor time when idle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = EngineLimits(
 
 
 class Harness:
-    """A manager whose callbacks are lists, stepped by hand unless `start`."""
+    """A manager whose callbacks use lists, stepped by the test unless `start`."""
 
     def __init__(
         self, engine=None, config=None, start: bool = False, instruments: Instruments = NO_INSTRUMENTS
@@ -76,14 +76,14 @@ class Harness:
         self.stats.append(json.loads(text))
 
 
-def test_callbacks_come_in_the_documented_order():
+def test_callbacks_are_called_in_the_documented_order():
     harness = Harness()
     harness.pending.append(Request(1, (1, 2), 1))
     harness.manager.step()
     assert harness.calls == ["get", "send", "poll", "stats"]
 
 
-def test_statistics_are_the_documented_keys_and_silent_when_idle():
+def test_statistics_have_the_documented_keys_and_stop_when_idle():
     harness = Harness()
     harness.manager.step()
     assert harness.stats == []
@@ -110,7 +110,7 @@ def test_statistics_are_the_documented_keys_and_silent_when_idle():
     assert second["Iteration Counter"] == first["Iteration Counter"] + 1
 
 
-def test_the_get_callback_is_told_how_many_fit():
+def test_the_get_callback_gets_the_number_of_requests_that_fit():
     harness = Harness(config=SchedulingConfig(max_num_requests=2))
     harness.pending += [Request(number, (1,), 5) for number in range(3)]
     harness.manager.step()
@@ -165,7 +165,7 @@ class FailingEngine(FakeEngine):
         return digests
 
 
-def test_a_failed_iteration_answers_its_requests_and_the_next_ones_are_right():
+def test_a_failed_iteration_ends_its_requests_and_later_ones_succeed():
     harness = Harness(engine=FailingEngine())
     harness.pending.append(Request(1, (1, 2), 4))
     harness.manager.step()
@@ -178,7 +178,7 @@ def test_a_failed_iteration_answers_its_requests_and_the_next_ones_are_right():
     assert list(harness.responses[-1].result.output_token_ids[0][2:]) == expected_tokens((1, 2), 4, 50)
 
 
-def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():
+def test_the_thread_finishes_active_requests_before_it_ends():
     harness = Harness(start=True)
     for round_ in range(3):
         harness.pending.append(Request(round_, (1, 2, 3), 5))
@@ -192,7 +192,7 @@ def test_the_thread_serves_idles_and_finishes_what_is_active_before_it_ends():
     harness.manager.shutdown()
 
 
-def test_requests_beyond_the_bound_are_fetched_without_another_notice():
+def test_requests_beyond_the_bound_are_fetched_without_another_notification():
     harness = Harness(config=SchedulingConfig(max_num_requests=2))
     harness.pending += [Request(number, (1, 2), 3) for number in range(5)]
     harness.manager._thread.start()
@@ -200,7 +200,7 @@ def test_requests_beyond_the_bound_are_fetched_without_another_notice():
     harness.manager.shutdown()
 
 
-def test_shutdown_takes_what_waits_beyond_the_bound():
+def test_shutdown_takes_waiting_requests_beyond_the_bound():
     harness = Harness(config=SchedulingConfig(max_num_requests=1), start=True)
     harness.pending += [Request(number, (1, 2), 3) for number in range(3)]
     harness.manager.shutdown()
@@ -220,7 +220,7 @@ def test_an_idle_loop_does_not_iterate():
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), asyncio.CancelledError()])
-def test_when_the_loop_itself_dies_everyone_is_answered(error: BaseException):
+def test_every_request_is_answered_when_the_loop_dies(error: BaseException):
     def die(_):
         raise error
 
@@ -233,7 +233,7 @@ def test_when_the_loop_itself_dies_everyone_is_answered(error: BaseException):
     assert len(harness.deaths) == 1
 
 
-def test_a_receiver_that_raises_ends_nobody_elses_request():
+def test_a_callback_that_raises_does_not_affect_other_requests():
     harness = Harness()
     taken = harness.manager._send_response
 
@@ -249,7 +249,7 @@ def test_a_receiver_that_raises_ends_nobody_elses_request():
     assert [(response.request_id, response.error) for response in harness.responses] == [(2, None)]
 
 
-def test_the_death_of_the_loop_is_told_although_the_receiver_raises():
+def test_the_loops_death_is_reported_although_a_callback_raises():
     harness = Harness()
     harness.pending.append(Request(1, (1, 2), 9))
     harness.manager.step()

@@ -10,7 +10,7 @@ from tests.core.factories import make_request, make_scheduler
 
 
 class Cache:
-    """Notes who asks."""
+    """A fake adapter cache that records requests."""
 
     def __init__(self) -> None:
         self.submitted: list[tuple[int, LoraRequest]] = []
@@ -25,8 +25,8 @@ class Cache:
         raise AssertionError("nobody has ended")
 
 
-def test_of_new_requests_with_one_id_the_first_alone_asks_for_its_adapter() -> None:
-    """The scheduler refuses the others, and an adapter of theirs must not become that of the first."""
+def test_only_the_first_of_new_requests_with_one_id_asks_for_its_adapter() -> None:
+    """The scheduler refuses the others, whose adapters must not replace that of the first."""
     first = make_request(request_id=1, lora=LoraRequest(task_id=5))
     second = replace(first, lora=LoraRequest(task_id=6))
     cache, scheduler = Cache(), make_scheduler(num_adapter_pages=4)

@@ -1,4 +1,4 @@
-"""Events of the KV cache on their way from the loop to whoever fetches them."""
+"""The buffer of KV cache events between the loop and its readers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_waiting_reader_is_woken_by_events_and_by_the_end() -> None:
     assert found == [[KvEvent(0)], []]
 
 
-def test_the_loop_hands_over_what_the_cache_tells() -> None:
+def test_the_loop_passes_on_the_caches_events() -> None:
     engine = FakeEngine(make_limits())
     scheduler = Scheduler(SchedulingConfig(kv_event_buffer_size=9), engine.limits)
     instruments = Instruments(kv_events=KvEventBuffer(9))

@@ -1,4 +1,4 @@
-"""The loop over an engine that overlaps iterations: a batch begins before the tokens of the last one are seen."""
+"""The loop over an engine that overlaps iterations: a batch begins before the previous tokens are read."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def make_loop(recorder: JsonRecorder | None = None) -> Loop:
 
 
 def names(loop: Loop) -> str:
-    """The calls of the engine: f and d."""
+    """The engine's calls as letters: f for forward, d for decode."""
     return "".join(name[0] for name, _ in loop.engine.calls)
 
 
-def test_the_next_batch_begins_before_the_tokens_are_looked_at():
+def test_the_next_batch_begins_before_the_tokens_are_read():
     loop = make_loop()
     loop.run(Request(1, (1, 2, 7), 5))
     assert names(loop) == "f" + 4 * "fd" + "d"
     assert list(loop.responses[0].result.output_token_ids[0][3:]) == expected_tokens((1, 2, 7), 5, 50)
 
 
-def test_everybody_has_what_it_has_alone_in_as_many_iterations_as_it_has_tokens():
+def test_tokens_are_those_of_each_request_alone_with_one_iteration_per_token():
     loop = make_loop()
     loop.run(*(Request(i, prompt, 8) for i, prompt in prompts(4).items()))
     check_tokens(loop, 4, 8)
@@ -48,7 +48,7 @@ def test_everybody_has_what_it_has_alone_in_as_many_iterations_as_it_has_tokens(
 
 
 @pytest.mark.parametrize("ended_by", ["end_ids", "stop_words"])
-def test_a_sequence_that_ends_unforeseen_is_answered_when_its_superfluous_row_is_back(ended_by):
+def test_an_unforeseen_end_is_answered_when_the_superfluous_row_is_back(ended_by):
     tokens = expected_tokens((1, 2, 7), 9, 50)
     last = next(at for at in range(3, 9) if tokens[at] not in tokens[:at])
     how = {"end_ids": (tokens[last],)} if ended_by == "end_ids" else {"stop_words": ((tokens[last],),)}
@@ -90,7 +90,7 @@ def test_a_later_request_does_not_disturb_the_batch_in_flight():
 
 
 @pytest.mark.parametrize("name", ["forward", "decode"])
-def test_a_batch_that_fails_does_so_in_its_turn_and_nobody_loses_a_token(name):
+def test_a_failed_batch_fails_in_order_and_no_request_loses_a_token(name):
     for iteration in range(8):
         loop = make_loop()
         loop.engine.fails.add((name, iteration))

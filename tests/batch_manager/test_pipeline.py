@@ -1,4 +1,4 @@
-"""The loop over an engine of several pipeline stages: batches in flight, decoded and failed in their order."""
+"""The loop over an engine of several pipeline stages: batches in flight are decoded, or fail, in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .test_gpt_manager import LIMITS
 
 
 class Stages(FakeEngine):
-    """Writes down what it is asked; fails as it is told.
+    """An engine that records its calls and fails in given ones.
 
     Attributes:
         calls: ("forward" or "decode", iteration), in order.
@@ -52,7 +52,7 @@ class Stages(FakeEngine):
 
 
 class WatchedScheduler(Scheduler):
-    """Keeps the iterations whose batches came back, well or not, in `returned`."""
+    """A scheduler that records the iterations whose batches came back, failed or not, in `returned`."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
@@ -68,7 +68,7 @@ class WatchedScheduler(Scheduler):
 
 
 class Loop:
-    """A manager that is stepped by hand."""
+    """A manager that is stepped by the test."""
 
     def __init__(
         self, count: int, recorder: JsonRecorder | None = None, overlaps_iterations: bool = False
@@ -108,7 +108,7 @@ def prompts(count: int) -> dict[int, tuple[int, ...]]:
 
 
 def check_tokens(loop: Loop, count: int, new: int) -> None:
-    """Everybody has what it has alone."""
+    """Assert that each request has the same tokens as alone."""
     assert sorted(r.request_id for r in loop.responses) == sorted(prompts(count))
     for response in loop.responses:
         prompt = prompts(count)[response.request_id]
@@ -116,7 +116,7 @@ def check_tokens(loop: Loop, count: int, new: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_as_many_batches_are_in_flight_as_there_are_stages_and_come_back_in_order(stages):
+def test_each_stage_has_a_batch_in_flight_and_batches_return_in_order(stages):
     loop = Loop(stages)
     loop.run(*(Request(i, prompt, 8) for i, prompt in prompts(4).items()))
     check_tokens(loop, 4, 8)
@@ -130,7 +130,7 @@ def test_as_many_batches_are_in_flight_as_there_are_stages_and_come_back_in_orde
     assert min(steady) >= stages - 1 and len(steady) > 3
 
 
-def test_one_request_alone_waits_for_each_of_its_tokens():
+def test_a_single_request_waits_for_each_of_its_tokens():
     loop = Loop(3)
     loop.run(Request(1, (1, 2, 7), 5))
     assert [name for name, _ in loop.engine.calls] == ["forward", "decode"] * 5
@@ -139,7 +139,7 @@ def test_one_request_alone_waits_for_each_of_its_tokens():
 
 @pytest.mark.parametrize("name", ["forward", "decode"])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_batch_that_fails_does_so_in_its_turn_and_nobody_loses_a_token(name, stages):
+def test_a_failed_batch_fails_in_order_and_no_request_loses_a_token(name, stages):
     for iteration in range(10):
         loop = Loop(stages)
         loop.engine.fails.add((name, iteration))

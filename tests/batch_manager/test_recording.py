@@ -1,4 +1,4 @@
-"""Traces: nothing is lost on the way to the file and back, and a full disk ends nothing but the recording."""
+"""Traces: records are written and read without loss, and a full disk ends only the recording."""
 
 from __future__ import annotations
 
@@ -146,14 +146,14 @@ FULL_OUTPUT = ModelOutput(
         End(7, 1, None, "INTERNAL", 'a "message"\nof two lines, with null and ümlauts'),
     ],
 )
-def test_a_record_comes_back_as_it_was(record):
+def test_a_record_is_decoded_as_it_was_encoded(record):
     line = encode(record)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
     assert decode(line) == record
 
 
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 0.1, 5e-324])
-def test_every_float_comes_back(number):
+def test_every_float_is_decoded_exactly(number):
     sampling = SamplingConfig(temperature=number)
     request = Request(1, (0,), 1, sampling=sampling, draft=ExternalDraft((1,), None, number))
     batch = replace(FULL_BATCH, beam_groups=(BeamGroup((0,), (number,), 2),))
@@ -173,8 +173,8 @@ def test_every_float_comes_back(number):
 
 
 @pytest.mark.parametrize("score", [-0.5, -math.inf])
-def test_why_rows_failed_alone_comes_back(score):
-    """With and without numbers that JSON lacks, which are written in another way."""
+def test_errors_of_failed_rows_are_decoded(score):
+    """With and without numbers that JSON lacks, which are encoded differently."""
     failures = {2: InvalidArgument("no token"), 3: StepFailed("it raised ValueError: null")}
     output = replace(FULL_OUTPUT, beams=[BeamCandidates((0,), (1,), (score,))], failures=failures)
     back = decode(encode(End(7, 1, output))).output
@@ -186,20 +186,20 @@ def test_why_rows_failed_alone_comes_back(score):
 
 
 @pytest.mark.parametrize("failure", ['"boom"', '["INTERNAL"]', "[1,2]", "null"])
-def test_a_failure_without_code_and_message_is_no_record(failure):
+def test_a_failure_without_code_and_message_is_not_recorded(failure):
     line = b'{"record":"end","iteration":0,"now_ns":1,"output":{"iteration":0,"failures":{"0":%s}}}'
     with pytest.raises(BadTrace, match="not a record of a trace"):
         decode(line % failure.encode())
 
 
-def test_a_start_names_its_request_and_the_batch_keeps_everything_else():
+def test_a_recorded_start_names_its_request_and_the_batch_is_complete():
     starts = (SlotStart(0, FULL_REQUEST), SlotStart(2, FULL_REQUEST, 1, (4, 5)))
     record = make_begin(IterationInput(7, 1), replace(FULL_BATCH, starts=starts))
     assert record.batch == FULL_BATCH
     assert record.starts == (Start(0, 2**64 - 1), Start(2, 2**64 - 1, 1, (4, 5)))
 
 
-def test_left_out_logits_come_back_as_zeros_of_the_same_length():
+def test_omitted_logits_are_decoded_as_zeros_of_the_same_length():
     back = zero_logits(leave_out_logits(FULL_OUTPUT))
     assert back.details[0].logits == (bytes(12), bytes(12)) and back.context[0].logits == bytes(12)
     assert back.beams[0].logits == (bytes(12), bytes(12))
@@ -232,7 +232,7 @@ def test_a_trace_can_be_read_while_it_is_written(tmp_path, keep_logits):
     recorder.close()
 
 
-def test_answers_belong_to_batches_in_their_order(tmp_path):
+def test_outcomes_belong_to_batches_in_order(tmp_path):
     recorder = JsonRecorder(str(tmp_path / "trace"), CONFIG, LIMITS)
     for iteration in (3, 4, 6):
         recorder.begin(IterationInput(iteration, 0), ScheduledBatch(iteration, generation_slots=(0,)))
@@ -249,7 +249,7 @@ def test_answers_belong_to_batches_in_their_order(tmp_path):
     ]
 
 
-def test_only_its_owner_reads_it_and_the_last_one_is_kept(tmp_path):
+def test_a_trace_is_private_and_the_previous_one_is_kept(tmp_path):
     path = tmp_path / "trace"
     path.write_text("of the run before")
     path.chmod(0o644)
@@ -262,7 +262,7 @@ def test_only_its_owner_reads_it_and_the_last_one_is_kept(tmp_path):
     assert (tmp_path / "trace.previous").read_text() == "of the run before"
 
 
-def test_a_place_that_cannot_be_written_is_a_configuration_error(tmp_path):
+def test_a_path_that_cannot_be_written_is_a_configuration_error(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "elsewhere")
     for path, said in (
@@ -275,7 +275,7 @@ def test_a_place_that_cannot_be_written_is_a_configuration_error(tmp_path):
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_ends_only_the_recording(tmp_path, monkeypatch, caplog):
     path = tmp_path / "trace"
     recorder = JsonRecorder(str(path), CONFIG, LIMITS)
     write = os.write
@@ -296,7 +296,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, monkeypatch, 
     assert records == [] and trace.is_cut_short
 
 
-def test_a_record_that_is_written_in_parts_is_whole(tmp_path, monkeypatch):
+def test_a_record_that_is_written_in_parts_is_complete(tmp_path, monkeypatch):
     recorder = JsonRecorder(str(tmp_path / "trace"), CONFIG, LIMITS)
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data)[:7]))

@@ -1,4 +1,4 @@
-"""The end of a loop that cannot end: shutdown does not wait for it, and its requests have been answered."""
+"""Shutdown of a hanging loop: it does not wait for the loop, and all requests are answered."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def start(engine: FakeEngine) -> tuple[LocalEngineClient, GptManager]:
     return client, manager
 
 
-def test_shutdown_leaves_the_engine_to_a_loop_that_hangs_in_it(caplog):
-    """Freed memory under a running kernel would be worse than memory that is kept."""
+def test_shutdown_does_not_close_an_engine_in_which_the_loop_hangs(caplog):
+    """Freeing memory under a running kernel would be worse than keeping it."""
     engine = HangingEngine()
     client, manager = start(engine)
     inbox = Inbox()
@@ -66,10 +66,10 @@ def test_shutdown_leaves_the_engine_to_a_loop_that_hangs_in_it(caplog):
     engine.let_go.set()
     assert manager.shutdown(timeout_s=PATIENCE_S) is True
     assert engine.closed.is_set()
-    assert inbox.final().error is None  # the active request was finished, as the specification has it
+    assert inbox.final().error is None  # the active request was finished, as the specification requires
 
 
-def test_nobody_can_ask_a_loop_that_hangs_for_its_state_after_shutdown():
+def test_the_state_of_a_hanging_loop_is_unavailable_after_shutdown():
     engine = HangingEngine()
     client, manager = start(engine)
     client.submit(make_request(), Inbox())
@@ -90,8 +90,8 @@ def test_shutdown_without_a_timeout_waits_for_the_active_requests():
     assert len(inbox.tokens) == 50
 
 
-def test_a_drain_answers_without_a_loop_that_hangs(monkeypatch, caplog):
-    """Running, fetched and queued requests; what the loop says of them later is heard by nobody."""
+def test_a_drain_answers_all_requests_of_a_hanging_loop(monkeypatch, caplog):
+    """Running, fetched and queued requests are answered; later responses of the loop are dropped."""
     monkeypatch.setattr(local, "_PATIENCE_S", 0.0)
     engine = HangingEngine()
     client, manager = start(engine)
@@ -108,8 +108,8 @@ def test_a_drain_answers_without_a_loop_that_hangs(monkeypatch, caplog):
     assert [len(inbox.responses) for inbox in inboxes] == [1] * 4
 
 
-def test_no_response_overtakes_the_last_one():
-    """One is on its way on the loop's thread while another thread answers everybody."""
+def test_no_response_follows_the_final_one():
+    """A response is being sent on the loop's thread while another thread answers all requests."""
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     order: list[bool] = []
     failed = threading.Event()

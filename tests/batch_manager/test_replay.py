@@ -1,4 +1,4 @@
-"""Replays: a recorded run is the same again to the last decision, wherever its trace ends."""
+"""Replays make the same decisions as the recorded run, wherever its trace ends."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from tests.batch_manager.recorded import (
 from tests.simulation.scenario import Scenario, draw
 from tests.tiers import examples, with_all
 
-SEEDS = range(examples(fast=30, all=60))
+SEEDS = range(examples(fast=15, all=60))
 
 
 def replay_all(path) -> tuple[Replay, list[Response]]:
-    """Replay without a difference; every response."""
+    """Replay a trace, assert that there is no difference, and return every response."""
     header, records = read(path)
     replay = Replay(header)
     responses = []
@@ -56,7 +56,7 @@ def replay_all(path) -> tuple[Replay, list[Response]]:
     return replay, responses
 
 
-# ---------------------------------------------------------------------- the same again
+# ---------------------------------------------------------------------- identical replays
 
 
 def in_turn(scenario: Scenario) -> Scenario:
@@ -82,11 +82,11 @@ def runs(request, tmp_path_factory):
     return recorded
 
 
-def test_every_seed_is_the_same_again(runs):
+def test_the_replay_of_every_seed_is_identical(runs):
     for scenario, path, recorded in runs:
         replay, responses = replay_all(path)
         assert replay.num_answered == ROUNDS * len(scenario.requests) and not replay.running
-        # An error is another object each time, and logits that were left out are zeros.
+        # Errors are different objects, and omitted logits are zeros.
         assert list(map(essence, responses)) == list(map(essence, recorded))
         if scenario.seed % 2 == 0:
             assert [r.result for r in responses] == [r.result for r in recorded]
@@ -107,8 +107,8 @@ def summary(replay: Replay) -> str:
     )
 
 
-def test_the_runs_reach_what_they_are_meant_to_reach(runs):
-    """Deadlines, failures, beams, drafts, pauses: a replay of nothing proves nothing."""
+def test_the_runs_cover_every_situation(runs):
+    """Deadlines, failures, beams, drafts and pauses must occur in the replayed runs."""
     records = [record for _, path, _ in runs for record in read(path)[1]]
     assert sum(bool(record.loads) for record in records if isinstance(record, Begin)) > 0.8 * len(SEEDS)
     begins = [record for record in records if isinstance(record, Begin)]
@@ -127,7 +127,7 @@ def test_the_runs_reach_what_they_are_meant_to_reach(runs):
     assert any(details.logits for output in outputs for details in output.details.values())
 
 
-def test_idle_iterations_are_not_there(runs):
+def test_idle_iterations_are_not_recorded(runs):
     for _, path, _ in runs:
         _, records = read(path)
         iterations = [record.inputs.iteration for record in records if isinstance(record, Begin)]
@@ -135,7 +135,7 @@ def test_idle_iterations_are_not_there(runs):
 
 
 class BurningEngine(FakeEngine):
-    """Raises for a batch with a certain slot, now and then."""
+    """An engine that sometimes raises for a batch with a certain slot."""
 
     def forward(self, batch: ScheduledBatch):
         logits = super().forward(batch)
@@ -146,7 +146,7 @@ class BurningEngine(FakeEngine):
 
 @pytest.mark.parametrize("seed", with_all(range(5), range(2)))
 def test_a_loop_recorded_with_all_its_threads_replays_identically(seed, tmp_path):
-    """Arrivals, stops, deadlines and idle times are the threads'; failures too."""
+    """Arrivals, stops, deadlines, idle times and failures depend on the threads' timing."""
     path, rng = tmp_path / "trace", random.Random(seed)
     config = SchedulingConfig(CapacityPolicy.MAX_UTILIZATION, max_num_requests=9)
     limits = replace(LIMITS, num_blocks=30)
@@ -181,7 +181,7 @@ def test_a_loop_recorded_with_all_its_threads_replays_identically(seed, tmp_path
     manager.shutdown()
     client.close()
     replay, _ = replay_all(path)
-    # Some are stopped before the loop has heard of them.
+    # Some are stopped before the loop has fetched them.
     assert 36 < replay.num_requests == replay.num_answered <= 72 and not replay.running
     assert any(isinstance(record, End) and record.error for record in read(path)[1])
 
@@ -189,7 +189,7 @@ def test_a_loop_recorded_with_all_its_threads_replays_identically(seed, tmp_path
 # ---------------------------------------------------------------------- how traces end
 
 
-def test_a_trace_of_a_hang_says_what_was_running(tmp_path):
+def test_a_trace_of_a_hang_names_the_running_requests(tmp_path):
     simple_trace(tmp_path / "trace", unanswered=True)
     assert outcome(tmp_path / "trace") == (
         IDENTICAL,
@@ -217,7 +217,7 @@ def test_a_trace_may_end_anywhere(seed, tmp_path):
         assert is_cut or (batches > ends) == ("was running: " in report)
 
 
-def test_beams_belong_to_their_request(tmp_path):
+def test_rows_of_beams_are_reported_with_their_requests_id(tmp_path):
     """The rows of a search that was running are all named by one id."""
     scenario = next(
         scenario
@@ -243,7 +243,7 @@ def test_beams_belong_to_their_request(tmp_path):
     assert len(set(named[2].split(", "))) == len(named[2].split(", "))
 
 
-def test_a_batch_in_words():
+def test_the_description_of_a_batch():
     batch = ScheduledBatch(
         3,
         context=(ContextChunk(0, 0, (1, 2, 3), True), ContextChunk(4, 0, (1, 2), False)),
@@ -255,8 +255,8 @@ def test_a_batch_in_words():
     )
 
 
-def test_a_row_that_failed_alone_fails_again(tmp_path):
-    """Its request ends in the same iteration, with the same error; the other runs on as it did."""
+def test_a_row_that_failed_alone_fails_in_the_replay(tmp_path):
+    """Its request ends in the same iteration with the same error; the other runs as recorded."""
     config, path = SchedulingConfig(max_num_tokens=18), tmp_path / "trace"
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
     recorder = JsonRecorder(str(path), config, LIMITS)

@@ -1,4 +1,4 @@
-"""Replays: what is not the same again is named, and how the program says so."""
+"""Replays: differences from the recorded run, and the program's report of them."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def change(path, index: int, **fields) -> None:
     write(path, records)
 
 
-# ---------------------------------------------------------------------- what differs
+# ---------------------------------------------------------------------- differences
 
 
 @pytest.mark.parametrize("seed", with_all(SEEDS, range(15)))
-def test_any_changed_decision_is_named(seed, tmp_path):
-    """One number somewhere in some batch: the path in the report is where it stands."""
+def test_any_changed_decision_is_reported_with_its_path(seed, tmp_path):
+    """The report has the path of a changed number in a batch."""
     rng, path = random.Random(seed), tmp_path / "trace"
     record_run(draw(seed), path)
     lines = path.read_bytes().splitlines()
@@ -77,7 +77,7 @@ def test_any_changed_decision_is_named(seed, tmp_path):
 
 
 def integers(path: str, value) -> list[tuple[str, dict | list, object]]:
-    """Every whole number in a JSON value: its path, and where to change it."""
+    """Return the path of every integer in a JSON value, with its container and key."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     found = []
     for key, inner in pairs:
@@ -89,7 +89,7 @@ def integers(path: str, value) -> list[tuple[str, dict | list, object]]:
     return found
 
 
-def test_another_token_of_the_device_ends_another_sequence(trace):
+def test_a_changed_token_changes_the_replay(trace):
     output = raw_records(trace)[4].output
     assert raw_records(trace)[4].iteration == 1
     change(trace, 4, output=replace(output, token_ids=[(END_ID,), *output.token_ids[1:]]))
@@ -102,7 +102,7 @@ def test_another_token_of_the_device_ends_another_sequence(trace):
     )
 
 
-def test_another_configuration_decides_otherwise(trace):
+def test_a_changed_configuration_changes_the_replay(trace):
     header = raw_records(trace)[0]
     change(trace, 0, config=replace(header.config, max_num_tokens=17))
     code, report = outcome(trace)
@@ -110,21 +110,21 @@ def test_another_configuration_decides_otherwise(trace):
     assert "  batch.context: recorded (ContextChunk(slot=0, " in report
 
 
-def test_a_failure_is_another_outcome_than_an_answer(trace):
+def test_a_failure_in_place_of_an_output_is_a_difference(trace):
     change(trace, 4, output=None, error_kind="INTERNAL", error="it failed")
     code, report = outcome(trace)
     assert code == DIFFERENT and report.startswith("iteration 2 (line 6) differs")
 
 
-def test_a_batch_where_there_was_none(trace):
+def test_a_batch_that_was_not_recorded_is_a_difference(trace):
     change(trace, 3, batch=None)
     code, report = outcome(trace)
     assert code == DIFFERENT
     assert "  batch: recorded nothing, replayed a batch of 3 rows, 3 tokens\n" in report
 
 
-def test_a_crash_of_the_core_is_a_crash_again(trace):
-    """An output without tokens is none that the scheduler can take: the loop would have died of it."""
+def test_a_crash_of_the_core_is_reproduced(trace):
+    """The scheduler cannot process an output without tokens: the loop would have died."""
     change(trace, 4, output=ModelOutput(1))
     code, report = outcome(trace)
     assert code == DIFFERENT
@@ -132,7 +132,7 @@ def test_a_crash_of_the_core_is_a_crash_again(trace):
     assert report.rstrip().endswith("StopIteration")
 
 
-def test_numbers_that_are_none_are_equal_to_themselves():
+def test_nan_equals_nan():
     def batch(score: float) -> ScheduledBatch:
         return ScheduledBatch(1, beam_groups=(BeamGroup((0,), (score,), 2),))
 
@@ -142,7 +142,7 @@ def test_numbers_that_are_none_are_equal_to_themselves():
     ]
 
 
-def test_many_differences_are_cut(trace):
+def test_long_lists_of_differences_are_truncated(trace):
     record = raw_records(trace)[1]
     chunks = tuple(replace(chunk, token_ids=(9,) * 18) for chunk in record.batch.context)
     shifted = tuple(replace(chunk, slot=9, start=9, token_ids=(8,) * 6) for chunk in record.batch.context)
@@ -156,7 +156,7 @@ def test_many_differences_are_cut(trace):
 # ---------------------------------------------------------------------- the program
 
 
-def test_until_stops_after_an_iteration_and_its_answer(trace):
+def test_until_stops_after_an_iteration_and_its_outcome(trace):
     assert outcome(trace, until=2) == (
         IDENTICAL,
         "3 iterations replayed, identical\n3 requests, 0 answered to the end\n",
@@ -164,7 +164,7 @@ def test_until_stops_after_an_iteration_and_its_answer(trace):
     assert outcome(trace, until=1000)[1].startswith("5 iterations")
 
 
-def test_verbose_tells_of_every_iteration(trace):
+def test_verbose_prints_every_iteration(trace):
     lines = outcome(trace, verbose=True)[1].splitlines()
     assert lines[0] == (
         "iteration 0: request 1 (6 tokens); request 2 (6 tokens); request 3 (6 tokens); slot 0 to request 1; "
@@ -174,7 +174,7 @@ def test_verbose_tells_of_every_iteration(trace):
     assert lines[5:8] == [f"  request {number} has ended: LENGTH" for number in (1, 2, 3)]
 
 
-def test_the_state_is_json_and_alone_on_stdout(trace, capsys):
+def test_only_the_states_json_is_on_stdout(trace, capsys):
     assert main([str(trace), "--state", "--until", "2"]) == IDENTICAL
     out, err = capsys.readouterr()
     state = json.loads(out)
@@ -183,7 +183,7 @@ def test_the_state_is_json_and_alone_on_stdout(trace, capsys):
     assert err.startswith("3 iterations replayed, identical")
 
 
-def test_the_state_comes_after_a_difference_too(trace, capsys):
+def test_the_state_is_printed_after_a_difference_too(trace, capsys):
     change(trace, 7, batch=ScheduledBatch(3, generation_slots=(0,)))
     assert main([str(trace), "--state"]) == DIFFERENT
     assert json.loads(capsys.readouterr().out)["iteration"] == 3
@@ -212,7 +212,7 @@ def test_a_trace_that_cannot_be_replayed_is_an_error_on_stderr(trace, spoil, sai
     assert said in err and str(trace) in err and "Traceback" not in err
 
 
-def test_a_header_alone_is_a_trace(tmp_path):
+def test_a_header_without_records_is_a_trace(tmp_path):
     path = tmp_path / "trace"
     path.write_bytes(encode(Header(SchedulingConfig(), LIMITS)))
     assert outcome(path) == (

@@ -1,4 +1,4 @@
-"""When the loop hands responses over that are sent between iterations, and how long it waits for that."""
+"""Sending between iterations: when the loop hands responses over, and how long it waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MS = 1_000_000
 
 
 class Host:
-    """A clock, and a sender that takes some time for each request, whose responses it joins."""
+    """A clock, and a sender that merges each request's responses and takes some time for each request."""
 
     def __init__(self, send_ns: int) -> None:
         self.now_ns = 0
@@ -40,14 +40,14 @@ class Host:
 
 
 def interval(host: Host, num_streams: int, step_ns: int, num_iterations: int = 200) -> float:
-    """Tokens of a response, once the cost of one is known."""
+    """Return the number of tokens per response, once the cost of a response is known."""
     for _ in range(num_iterations):
         host.iterate(step_ns, *range(num_streams))
     late = host.handed_over[len(host.handed_over) // 2 :]  # one for each stream and window
     return sum(len(ids) for _, ids in late) / len(late)
 
 
-def test_a_few_streams_are_sent_every_iteration_and_many_every_few() -> None:
+def test_few_streams_are_sent_every_iteration_and_many_every_few_iterations() -> None:
     assert interval(Host(400_000), 1, 9 * MS) == 1
     assert interval(Host(400_000), 8, 16 * MS) == 1
     assert interval(Host(400_000), 16, 16 * MS) == 2
@@ -55,7 +55,7 @@ def test_a_few_streams_are_sent_every_iteration_and_many_every_few() -> None:
     assert interval(Host(10_000), 64, 16 * MS) == 1
 
 
-def test_the_loop_waits_for_a_part_of_the_time_at_most() -> None:
+def test_the_loop_waits_for_at_most_a_part_of_the_time() -> None:
     for send_ns in (100_000, 400_000, 5 * MS):
         host = Host(send_ns)
         interval(host, 16, 10 * MS)
@@ -73,7 +73,7 @@ def test_held_responses_of_a_request_are_sent_in_order_and_none_is_lost() -> Non
     assert [each for each in gone if each >= 1000] == [1000 + number for number in range(300)]
 
 
-def test_a_last_response_waits_for_nothing_and_takes_along_what_is_its_requests() -> None:
+def test_a_final_response_is_sent_at_once_with_its_requests_held_ones() -> None:
     host = Host(400_000)
     interval(host, 16, 5 * MS)
     host.window.flush()
@@ -85,14 +85,14 @@ def test_a_last_response_waits_for_nothing_and_takes_along_what_is_its_requests(
     assert [ids for _, ids in host.handed_over[count + 1 :]] == [[each] for each in range(16) if each != 3]
 
 
-def test_nothing_is_kept_for_longer_than_a_fifth_of_a_second() -> None:
+def test_no_response_is_held_longer_than_a_fifth_of_a_second() -> None:
     host = Host(500 * MS)  # senders that hang
     interval(host, 64, 10 * MS)
     times = [when for when, _ in host.handed_over]
     assert max(later - earlier for earlier, later in pairwise(times)) <= 280 * MS
 
 
-def test_senders_that_hang_for_a_while_leave_no_trace() -> None:
+def test_senders_that_hung_for_a_while_have_no_lasting_effect() -> None:
     host = Host(500 * MS)
     interval(host, 16, 20 * MS, num_iterations=3000)
     host.send_ns = 300_000
@@ -104,7 +104,7 @@ def test_senders_that_hang_for_a_while_leave_no_trace() -> None:
     assert len(host.handed_over) - count == 10, "a lone stream gets every token at once again"
 
 
-def test_iterations_without_responses_are_no_windows() -> None:
+def test_iterations_without_responses_do_not_count_as_windows() -> None:
     host = Host(400_000)
     host.iterate(MS)
     assert host.handed_over == [] and host.waited_ns == []

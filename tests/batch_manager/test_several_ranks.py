@@ -1,4 +1,4 @@
-"""Ranks in step: the same batches, tokens and counters on each, whatever fails, and one end for all of them."""
+"""Several ranks in step: the same batches, tokens and counters on each, with failures, and a common end."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def test_every_rank_makes_the_same_batches_statistics_and_responses(drawn, kind,
     assert num_batches > 15 * len(SEEDS)
 
 
-def test_a_leader_responds_as_if_it_were_alone():
+def test_a_leader_responds_like_a_single_rank():
     for seed in SEEDS:
         (alone,), (leader, _) = (run_in_step(two_stages(draw(seed)), count) for count in (1, 2))
         assert _worded(leader.sent) == _worded(alone.sent)
 
 
 def _worded(responses: list[Response]) -> list[Response]:
-    """Errors are equal if they say the same."""
+    """Replace errors by their text, so that equal errors compare equal."""
     return [replace(response, error=response.error and repr(response.error)) for response in responses]
 
 
 def _untimed(responses: list[Response]) -> list[Response]:
-    """The same without the times that are the device's."""
+    """Drop the times that come from the device."""
     return [
         replace(response, result=response.result and _without_times(response.result))
         for response in _worded(responses)
@@ -95,7 +95,7 @@ def _stamped_at_will(rank: Rank) -> list[dict]:
 
 
 def _counts(rank: Rank) -> dict:
-    """Metrics; of durations how many there were."""
+    """Return the metrics, with the number of observations in place of durations."""
     found = rank.scheduler.metrics()
     values = {name: getattr(found, name) for name in found.__dataclass_fields__}
     tokens = ("prompt_tokens", "output_tokens")
@@ -105,11 +105,11 @@ def _counts(rank: Rank) -> dict:
     }
 
 
-# ---------------------------------------------------------------------- with their threads
+# ---------------------------------------------------------------------- with threads
 
 
 class Group:
-    """Ranks with a thread each; their engines can be held up."""
+    """Ranks with a thread each, whose engines can be blocked."""
 
     def __init__(self, size: int, num_micro_batches: int = 1) -> None:
         self.pending: deque[Request] = deque()
@@ -212,7 +212,7 @@ def test_when_a_rank_is_lost_every_loop_ends_and_every_request_is_answered(is_id
     assert {record.getMessage() for record in caplog.records} == {"the generation loop ends: rank 2 is lost"}
 
 
-def test_a_leader_whose_loop_dies_answers_once_what_it_has_shared():
+def test_a_leader_whose_loop_dies_answers_shared_requests_once():
     group = Group(2)
     group.leader._scheduler.schedule = lambda: 1 / 0
     group.pending += [Request(i, (1, 2), 9) for i in range(2)]

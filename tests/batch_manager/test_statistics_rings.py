@@ -1,4 +1,4 @@
-"""Rings keep the last, and say once what is new."""
+"""Rings keep the last statistics, and return each once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def numbers(kept) -> list[int]:
     return [one.stats.iteration for one in kept]
 
 
-def test_latest_is_what_came_since_the_last_call():
+def test_latest_returns_the_statistics_since_the_last_call():
     rings = StatisticsRings(3)
     assert rings.latest() == []
     rings.add(stats(0))
@@ -39,7 +39,7 @@ def test_a_full_ring_drops_the_oldest_statistics():
     assert numbers(rings.latest()) == [2, 3, 4]
 
 
-def test_peeking_takes_nothing_and_sees_what_was_taken():
+def test_peeking_removes_nothing_and_includes_fetched_statistics():
     rings = StatisticsRings(3)
     for iteration in range(5):
         rings.add(stats(iteration))
@@ -48,7 +48,7 @@ def test_peeking_takes_nothing_and_sees_what_was_taken():
     assert numbers(rings.peek(9)) == [2, 3, 4] and rings.peek(0) == []
 
 
-def test_requests_are_kept_only_where_they_are_wanted():
+def test_request_statistics_are_kept_only_if_configured():
     without, with_requests = StatisticsRings(3), StatisticsRings(3, 2)
     assert without.is_on and not without.wants_requests and with_requests.wants_requests
     for rings in (without, with_requests):

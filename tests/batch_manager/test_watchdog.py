@@ -1,4 +1,7 @@
-"""The watchdog: silent while all goes well, one message per stuck iteration and doubling, asleep while idle."""
+"""The watchdog: one message per stuck iteration and doubling of its duration, none otherwise.
+
+Asleep while idle.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def log() -> list[str]:
 
 @pytest.fixture
 def watchdog(clock, log) -> Watchdog:
-    """Without its thread: `check` is what it would do whenever it wakes."""
+    """A watchdog without its thread: tests call `check`, which the thread calls when it wakes."""
     return Watchdog(10.0, log.append, clock, start=False)
 
 
@@ -41,7 +44,7 @@ def rows() -> str:
     return "3 rows, requests 4, 7"
 
 
-def test_iterations_that_end_in_time_are_nobodys_business(watchdog, clock, log):
+def test_iterations_that_end_in_time_are_not_logged(watchdog, clock, log):
     for iteration in range(5):
         watchdog.begin(iteration, rows)
         clock.now_s += 9.9
@@ -52,7 +55,7 @@ def test_iterations_that_end_in_time_are_nobodys_business(watchdog, clock, log):
     assert log == []
 
 
-def test_a_stuck_iteration_is_told_once_and_whenever_its_duration_doubles(watchdog, clock, log):
+def test_a_stuck_iteration_is_logged_once_and_whenever_its_duration_doubles(watchdog, clock, log):
     watchdog.begin(7, rows)
     for waited, told in (
         (10.0, 1),
@@ -73,7 +76,7 @@ def test_a_stuck_iteration_is_told_once_and_whenever_its_duration_doubles(watchd
     assert heads[3] == "iteration 7 has been running for 300.0 s: 3 rows, requests 4, 7"
 
 
-def test_an_iteration_that_hangs_is_told_once(clock, log):
+def test_on_hang_is_called_once_per_iteration(clock, log):
     hung: list[str] = []
     watchdog = Watchdog(10.0, log.append, clock, start=False, hang_timeout_s=25.0, on_hang=hung.append)
     watchdog.begin(7, rows)
@@ -85,7 +88,7 @@ def test_an_iteration_that_hangs_is_told_once(clock, log):
         )
 
 
-def test_a_hang_is_noticed_before_anything_is_logged(clock, log):
+def test_a_hang_is_detected_before_anything_is_logged(clock, log):
     hung: list[str] = []
     watchdog = Watchdog(60.0, log.append, clock, start=False, hang_timeout_s=5.0, on_hang=hung.append)
     watchdog.begin(7, rows)
@@ -93,7 +96,7 @@ def test_a_hang_is_noticed_before_anything_is_logged(clock, log):
     assert watchdog.check() and len(hung) == 1 and log == []
 
 
-def test_its_end_is_told_if_it_was_told_itself(watchdog, clock, log):
+def test_the_end_of_a_logged_iteration_is_logged(watchdog, clock, log):
     watchdog.begin(7, rows)
     clock.now_s += 25
     watchdog.check()
@@ -109,7 +112,7 @@ def test_its_end_is_told_if_it_was_told_itself(watchdog, clock, log):
     assert len(log) == 2
 
 
-def test_a_late_iteration_that_nobody_saw_is_not_told(watchdog, clock, log):
+def test_a_late_iteration_that_was_not_checked_is_not_logged(watchdog, clock, log):
     watchdog.begin(7, rows)
     clock.now_s += 14
     watchdog.end()
@@ -133,7 +136,7 @@ def hold_the_line(entered: threading.Event, leave: threading.Event) -> None:
 
 @pytest.fixture
 def held_thread():
-    """A thread that stands in `hold_the_line`."""
+    """A thread that is blocked in `hold_the_line`."""
     entered, leave = threading.Event(), threading.Event()
     thread = threading.Thread(target=hold_the_line, args=(entered, leave), name="the-loop")
     thread.start()
@@ -169,7 +172,7 @@ def test_errors_go_to_the_log_by_default(clock, caplog):
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
-def test_a_timeout_is_more_than_nothing(timeout_s):
+def test_a_timeout_must_be_positive(timeout_s):
     with pytest.raises(ValueError, match="timeout_s"):
         Watchdog(timeout_s, start=False)
 
@@ -178,7 +181,7 @@ def test_a_timeout_is_more_than_nothing(timeout_s):
 
 
 class Waits:
-    """Lets the thread go on by hand: it says what it waits for, and waits for `wake`."""
+    """A wait function that reports its timeout and returns when the test calls `wake`."""
 
     def __init__(self) -> None:
         self.begun: queue.Queue[float | None] = queue.Queue()
@@ -196,7 +199,7 @@ class Waits:
         return self.begun.get(timeout=10)
 
     def wake(self) -> None:
-        """A timeout has passed."""
+        """Let a timeout pass."""
         self._wake.release()
 
 
@@ -207,7 +210,7 @@ def waits() -> Waits:
 
 @pytest.fixture
 def running(clock, log, waits):
-    """With its thread."""
+    """A watchdog with its thread."""
     watchdog = Watchdog(10.0, log.append, clock, waits)
     yield watchdog
     waits.wake()
@@ -216,7 +219,7 @@ def running(clock, log, waits):
     watchdog.close()
 
 
-def test_it_sleeps_until_an_iteration_begins(running, waits, clock, log):
+def test_the_watchdog_sleeps_until_an_iteration_begins(running, waits, clock, log):
     assert waits.next() is None
     running.begin(1, rows)
     assert waits.next() == 5.0
@@ -225,7 +228,7 @@ def test_it_sleeps_until_an_iteration_begins(running, waits, clock, log):
     assert waits.next() is None
 
 
-def test_it_looks_every_half_timeout_however_many_iterations_run(running, waits, clock, log):
+def test_the_watchdog_checks_every_half_timeout(running, waits, clock, log):
     assert waits.next() is None
     for iteration in range(50):
         running.begin(iteration, rows)
@@ -241,8 +244,8 @@ def test_it_looks_every_half_timeout_however_many_iterations_run(running, waits,
     assert waits.next() == 5.0 and len(log) == 1
 
 
-def test_an_iteration_that_begins_while_it_falls_asleep_is_seen(clock, log):
-    """Between its last look and its sleep: the event that `begin` sets must not be lost."""
+def test_an_iteration_that_begins_while_the_watchdog_falls_asleep_is_seen(clock, log):
+    """Between the last check and the sleep the event that `begin` sets must not be lost."""
     watchdog = Watchdog(10.0, log.append, clock, start=False)
     watchdog._is_needed.set()
     clear = watchdog._is_needed.clear
@@ -270,7 +273,7 @@ def test_closing_ends_a_thread_that_sleeps(clock, log, waits):
     assert not watchdog._thread.is_alive()
 
 
-def test_closing_ends_a_thread_that_has_not_looked_yet(clock, log):
+def test_closing_ends_a_thread_that_has_not_checked_yet(clock, log):
     for _ in range(200):
         watchdog = Watchdog(10.0, log.append, clock)
         watchdog.close()

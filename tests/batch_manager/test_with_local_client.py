@@ -1,4 +1,4 @@
-"""GptManager behind a LocalEngineClient, threads and all: many submitters, stops at any time, one final each."""
+"""GptManager behind a LocalEngineClient: many threads, and one final response for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smoke test for each benchmark by default; what else is here runs with `scripts/test --all`."""
+"""By default each benchmark runs a smoke test only; `scripts/test --all` runs the other tests here."""
 
 from __future__ import annotations
 

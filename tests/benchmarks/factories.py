@@ -1,4 +1,4 @@
-"""A model's shape and a setup, as a benchmark would find them."""
+"""A model's shape and a setup like those of a benchmark."""
 
 from __future__ import annotations
 

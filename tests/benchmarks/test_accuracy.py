@@ -1,4 +1,4 @@
-"""How far logits are from what they should be."""
+"""The error of logits against the exact ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WINDOWS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 
 
 def logits(probabilities: list[float]) -> torch.Tensor:
-    """[2, 2]: the same distribution at two positions."""
+    """Return logits [2, 2] with the same distribution at two positions."""
     return torch.tensor(probabilities).log().repeat(2, 1)
 
 
@@ -27,13 +27,13 @@ def test_equal_logits_have_no_error():
     assert error.loss == error.exact_loss == pytest.approx(-math.log(0.75))
 
 
-def test_divergence_is_from_what_it_should_be():
+def test_divergence_is_from_the_exact_logits():
     error = compare([logits([0.25, 0.75])], [logits([0.5, 0.5])], [[0, 0]])
     assert error.kl_mean == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
     assert (error.loss, error.exact_loss) == (pytest.approx(-math.log(0.5)), pytest.approx(-math.log(0.25)))
 
 
-def test_agreement_is_of_the_likeliest_token_over_all_windows():
+def test_agreement_counts_the_likeliest_tokens_over_all_windows():
     exact = [logits([0.25, 0.75]), logits([0.75, 0.25])]
     found = [logits([0.4, 0.6]), logits([0.4, 0.6])]
     assert compare(exact, found, [[0, 1], [0, 1]]).top1_agreement == 0.5
@@ -50,7 +50,7 @@ def test_every_window_has_the_logits_of_its_own_tokens(monkeypatch, tmp_path):
     assert 0 < error.kl_max < 0.01
 
 
-def test_of_a_gpu_only_what_runs_there_is_compared(monkeypatch, capsys):
+def test_on_a_gpu_only_supported_ways_are_compared(monkeypatch, capsys):
     asked = []
 
     def compute(way, windows, folder=None, device="cpu"):
@@ -66,7 +66,7 @@ def test_of_a_gpu_only_what_runs_there_is_compared(monkeypatch, capsys):
     assert '"device": "cuda"' in capsys.readouterr().out
 
 
-def test_the_text_is_in_the_demo_models_own_tokens():
+def test_the_text_is_encoded_with_the_demo_models_tokenizer():
     tokens = held_out_tokens()
     assert len(tokens) > 4 * accuracy._WINDOW
     assert max(tokens) < 8192

@@ -41,7 +41,7 @@ def test_the_input_has_every_request_once_with_its_lengths(tmp_path):
 
 
 @pytest.mark.smoke
-def test_times_are_those_of_responses_with_tokens():
+def test_only_responses_with_tokens_have_times():
     exported = experiments(
         record(SECOND, 100, [(150, 1), (160, 1)]), record(FIRST, 110, [(170, 2), (190, 1), (191, 0)])
     )
@@ -59,11 +59,11 @@ def test_times_are_those_of_responses_with_tokens():
     ],
     ids=["one is missing", "one in the place of another", "one too many"],
 )
-def test_requests_that_did_not_go_exactly_once_are_noticed(records):
+def test_requests_not_sent_exactly_once_are_an_error(records):
     with pytest.raises(ServeError, match="was to send 2 requests once"):
         read_experiments(experiments(*records), [FIRST, SECOND])
 
 
-def test_tokens_that_are_missing_are_noticed():
+def test_missing_tokens_are_an_error():
     with pytest.raises(ServeError, match="a request for 3 tokens was given 2"):
         read_experiments(experiments(record(FIRST, 0, [(1, 2)])), [FIRST])

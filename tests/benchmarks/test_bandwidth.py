@@ -1,4 +1,4 @@
-"""The process that says how fast memory is read."""
+"""The process that measures the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.measuring.bandwidth import Probe
 
 
 @pytest.mark.smoke
-def test_a_probe_answers_as_often_as_it_is_asked():
+def test_a_probe_can_be_used_several_times():
     with Probe(1) as probe:
         assert probe.gb_per_s() > 0
         assert probe.gb_per_s() > 0

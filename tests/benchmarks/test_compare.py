@@ -46,7 +46,7 @@ class TestOptions:
             Side("vllm", Path("b"), None),
         ]
 
-    def test_a_peer_that_is_given_twice_is_refused(self):
+    def test_a_repeated_peer_is_refused(self):
         peer = [("--peer", "openvino"), ("--peer-python", "p")]
         with pytest.raises(ValueError, match="--peer openvino: given twice"):
             peers_of([*peer, *peer])
@@ -65,8 +65,8 @@ class TestOptions:
         assert names == {f"run_{name}.py" for name in (OURS, *PEER_NAMES)}
 
 
-class TestWhatIsPrinted:
-    def test_figures_are_the_last_object_whatever_else_was_said(self):
+class TestPrintedFigures:
+    def test_figures_are_the_last_object_of_the_output(self):
         assert last_json_line('{"a": 1}\nloading {"c": 3}\n{"b": 2}\n[1]\nbye\n') == {"b": 2}
 
     @pytest.mark.parametrize("text", ["", "bye", "3", "[1]", '{"b": '])
@@ -75,14 +75,14 @@ class TestWhatIsPrinted:
 
 
 class TestProgress:
-    def test_the_time_left_is_that_of_the_runs_left(self):
+    def test_the_time_left_is_that_of_the_remaining_runs(self):
         progress = Progress(["ours", "vllm"], 2)
         progress.has_run("ours", 10.0)
-        assert progress.left_s() == 30.0  # vllm's is not known yet
+        assert progress.left_s() == 30.0  # vllm's duration is unknown yet
         progress.has_run("vllm", 100.0)
         assert progress.left_s() == 110.0
 
-    def test_a_side_that_is_given_up_takes_no_time(self, capsys):
+    def test_an_excluded_side_takes_no_time(self, capsys):
         progress = Progress(["ours", "vllm"], 3)
         progress.has_run("ours", 60.0)
         progress.has_run("vllm", 1000.0)
@@ -119,24 +119,24 @@ class TestEnvironment:
         variables = environment(Side("vllm", tmp_path / "bin" / "python"), 1)
         assert variables["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
 
-    def test_our_own_packages_are_not_on_a_peers_path(self, monkeypatch):
+    def test_our_packages_are_not_on_a_peers_path(self, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", "ours")
         assert "PYTHONPATH" not in environment(Side("openvino", Path("python")), 2)
 
-    def test_our_own_variables_are_as_they_are_here(self, monkeypatch):
+    def test_our_side_inherits_the_environment(self, monkeypatch):
         monkeypatch.setenv("GOMP_SPINCOUNT", "5")
         assert environment(ours(), 2)["GOMP_SPINCOUNT"] == "5"
 
 
 @pytest.fixture
 def interpreter(tmp_path):
-    """A script in the place of an interpreter: `sys.argv[1]` is the side's program, then come its options."""
+    """Make scripts in place of interpreters: `sys.argv[1]` is the side's program, followed by its options."""
 
     def make(name: str, source: str) -> str:
         path = tmp_path / name
         program = tmp_path / f"{name}.py"
         program.write_text(f"import json, os, signal, subprocess, sys, time\n{source}\n")
-        # Not in the first line: a path there may have no space.
+        # A path in the first line must not have spaces.
         path.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}' \"$@\"\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
@@ -158,7 +158,7 @@ time.sleep(1000)
 
 
 class TestProcesses:
-    def test_a_side_is_told_everything_on_its_command_line(self, tmp_path):
+    def test_a_sides_command_line_has_all_options(self, tmp_path):
         work = Work(Path("model"), Path("r.json"), "int8", 3, 256, 60)
         python, script, *options = command(Side("openvino", Path("py"), Path("export")), work)
         assert (python, Path(script).name) == ("py", "run_openvino.py")
@@ -170,7 +170,7 @@ class TestProcesses:
             "--kv-cache-tokens": "256",
         }
 
-    def test_ours_runs_here_and_loads_the_checkpoint(self):
+    def test_our_side_runs_in_this_environment_and_loads_the_checkpoint(self):
         python, script, _, model, *_ = command(ours(), _work(Path("model")))
         assert (python, Path(script).name, model) == (sys.executable, "run_ours.py", "model")
 
@@ -204,7 +204,7 @@ class TestProcesses:
             process.wait()
         _assert_ended(pids)
 
-    def test_a_program_that_is_not_there_is_a_failure(self, tmp_path):
+    def test_a_missing_program_is_a_failure(self, tmp_path):
         assert "No such file" in run(Side("vllm", tmp_path / "python"), _work(tmp_path)).failure
 
 
@@ -222,7 +222,7 @@ def _assert_ended(pids: Path) -> None:
 
 
 class TestRounds:
-    """`main`, with scripts for the interpreters of peers."""
+    """`main`, with scripts in place of the peers' interpreters."""
 
     OURS = Printed({"w": {"output_tokens_per_s": 30.0}, "memory_gb_per_s": 99, "versions": {"inflight": "1"}})
 
@@ -239,7 +239,7 @@ class TestRounds:
         return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
     @pytest.mark.smoke
-    def test_sides_take_turns_and_a_peer_that_fails_does_not_stop_the_others(
+    def test_sides_take_turns_and_a_failing_peer_does_not_stop_the_others(
         self, monkeypatch, capsys, tmp_path, interpreter
     ):
         bad = interpreter("bad", "sys.exit('no such kernel')")
@@ -257,13 +257,13 @@ class TestRounds:
         assert (self.status, last["failed_runs"]) == (1, {"vllm": 2})
         assert last["setup"]["versions"]["ours"] == {"inflight": "1"}
 
-    def test_memory_is_read_here_for_all_sides_alike(self, monkeypatch, capsys, tmp_path, interpreter):
+    def test_memory_bandwidth_is_measured_for_all_sides(self, monkeypatch, capsys, tmp_path, interpreter):
         peer = interpreter("peer", """print('{"memory_gb_per_s": 77}')""")
         options = ["--peer", "vllm", "--peer-python", peer, "--rounds", "1", "--workload", "w"]
         *runs, _ = self._compare(monkeypatch, capsys, tmp_path, *options)
         assert [run["memory_gb_per_s"] for run in runs] == [{"before": 1.0, "after": 1.0}] * 2
 
-    def test_a_peer_that_hangs_does_not_run_again_and_the_others_go_on(
+    def test_a_hanging_peer_is_not_run_again_and_others_continue(
         self, monkeypatch, capsys, tmp_path, interpreter
     ):
         hangs = interpreter("hangs", "time.sleep(1000)")
@@ -273,7 +273,7 @@ class TestRounds:
         assert "ended after 1 s" in runs[1]["failed"]
         assert last["results"]["w"]["ours"]["medians"] == {"output_tokens_per_s": 30}
 
-    def test_a_peer_is_given_all_requests_at_once_and_room_for_them(
+    def test_a_peer_gets_all_requests_at_once_and_memory_for_them(
         self, monkeypatch, capsys, tmp_path, interpreter
     ):
         echo = interpreter(
@@ -332,7 +332,7 @@ def test_our_own_program_runs_both_workloads_in_one_process(tmp_path):
 
 
 class _Recorder:
-    """A peer that generates what was asked for, less `missing` tokens of each request."""
+    """A peer that generates the requested tokens, less `missing` tokens per request."""
 
     def __init__(self, missing: int = 0) -> None:
         self.calls: list[int] = []
@@ -348,7 +348,7 @@ def _workload(name: str, count: int = 3) -> Workload:
 
 
 class TestPeerPrograms:
-    def test_requests_of_w_are_submitted_together_and_lone_ones_one_by_one(self):
+    def test_requests_of_w_run_together_and_lone_ones_one_after_another(self):
         together, apart = _Recorder(), _Recorder()
         measure(together, _workload("w"))
         measure(apart, _workload("lone"))
@@ -358,7 +358,7 @@ class TestPeerPrograms:
         with pytest.raises(RuntimeError, match="request 0 ended with 19 tokens, expected 20"):
             measure(_Recorder(missing=1), _workload("w"))
 
-    def test_figures_are_of_all_requests_together(self):
+    def test_figures_are_over_all_requests(self):
         told = figures([[0.1, 0.2, 0.4], [0.3, 0.4]], seconds=0.5)
         assert told["output_tokens_per_s"] == 10
         assert told["ttft_ms"] == {"p50": 100, "p99": 300}
@@ -372,7 +372,7 @@ class TestPeerPrograms:
         assert warm_up(together) == list(together.requests)
         assert warm_up(one_by_one) == list(one_by_one.requests[:1])
 
-    def test_a_system_has_room_for_the_workload_that_needs_more(self):
+    def test_a_system_has_memory_for_the_larger_workload(self):
         setting = Setting("model", (_workload("w", 5), _workload("lone", 9)), "bfloat16", 1, 300)
         assert (setting.max_together, setting.longest) == (5, 27)
         assert (setting.kv_cache_blocks(128), setting.kv_cache_blocks(100)) == (3, 3)

@@ -1,4 +1,4 @@
-"""The device benchmark runs on a CPU too, and its figures agree with each other."""
+"""The device benchmark runs on a CPU too, and its figures are consistent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from inflight.testing.make_model import make_model
 ARGUMENTS = "--shape tiny --device cpu --context 40 --iterations 5 --copy-mib 8 --rows 1 3".split()  # noqa: SIM905
 
 
-def test_a_line_for_each_number_of_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_number_of_sequences_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = main([*ARGUMENTS, "--dtype", "float32"])
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"] == lines
     assert [line["rows"] for line in lines] == [1, 3]
     for line in lines:
         assert line["tokens_per_s"] == pytest.approx(1e3 * line["rows"] / line["iteration_ms"], rel=0.01)
-        # A difference of two times: on a busy machine it may come out negative.
+        # A difference of two times, which may be negative on a busy machine.
         assert line["of_limit"] > 0 and isinstance(line["transformers_tokens_per_s"], float)
         assert not line["recorded"]
 

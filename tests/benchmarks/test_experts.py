@@ -1,4 +1,4 @@
-"""`scripts/bench experts`: which weights it counts, what it makes of times, and that it runs."""
+"""`scripts/bench experts` runs, counts the right weights, and computes its figures from times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ATTENTION = 64 * 64 + 2 * 64 * 32 + 64 * 64
 EXPERT = 3 * 64 * 32
 
 
-def test_the_weights_counted_are_those_of_the_experts_read(tmp_path):
+def test_only_the_weights_of_read_experts_are_counted(tmp_path):
     config = read_model_description(make_model(tmp_path, FAMILY, SMALL)).decoder
     shape = ModelShape.of(config)
     assert shape.layer_weights == 2 * (ATTENTION + 6 * 64 + 3 * EXPERT)
@@ -28,7 +28,7 @@ def test_the_weights_counted_are_those_of_the_experts_read(tmp_path):
 
 
 @pytest.mark.smoke
-def test_the_share_is_of_what_memory_allows(tmp_path):
+def test_the_share_is_relative_to_the_memory_bandwidth(tmp_path):
     config = read_model_description(make_model(tmp_path, FAMILY, SMALL)).decoder
     run = Iterations([0.5, 0.1, 0.2], routing_s=0.08, experts_read=3 * 2 * 4)
     figures = summarize(config, "bfloat16", 10, run, Bandwidth(4e-6, 6e-6))
@@ -46,7 +46,7 @@ def test_the_large_shape_has_a_billion_active_weights(tmp_path):
 
 
 @needs_native
-def test_layers_say_how_many_experts_were_read(tmp_path):
+def test_layers_count_the_experts_read(tmp_path):
     engine = load_engine(make_model(tmp_path, FAMILY, SMALL), kernels="native")
     decoder = engine.runner.decoder
     assert isinstance(decoder, NativeDecoder)

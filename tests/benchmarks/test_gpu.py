@@ -1,4 +1,4 @@
-"""The table of a GPU: the program runs on a CPU too, and its limits are the arithmetic's."""
+"""The GPU benchmark runs on a CPU too, and its limits match the arithmetic."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LLM:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("dtype", with_all(["float32", "bfloat16", "int8", "fp8"], ["float32"]))
-def test_a_table_on_a_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_prints_a_table_on_a_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = main([*ARGUMENTS, dtype, "--streams"])
     assert [line.what for line in lines] == [
         "iteration, 1 rows of 40",
@@ -79,7 +79,7 @@ def test_a_table_on_a_cpu(dtype: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert table(lines) in printed
 
 
-def test_plans_are_measured_as_far_as_their_rows_reach(tmp_path: Path) -> None:
+def test_plans_are_measured_up_to_their_slot_size(tmp_path: Path) -> None:
     plan = Plan(CPU, "float32", (1, 3), 40, 3, (16, 2000), 3000, 2, (), 32)
     model = Model(make_model(tmp_path / "tiny", dtype="float32"), plan, Limits(1e9, 1e9))
     plans = with_plans(model, tmp_path / "plans", Limits(1e9, 1e9), runtime_stand_in.dump)
@@ -94,7 +94,7 @@ def test_plans_are_measured_as_far_as_their_rows_reach(tmp_path: Path) -> None:
     assert all(line.model == "tiny, tensorrt" and line.value > 0 for line in lines)
 
 
-def test_plans_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_without_a_gpu_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*ARGUMENTS, "float32", "--engine", "tensorrt"])
     assert (
@@ -102,7 +102,7 @@ def test_plans_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_without_a_gpu_it_is_said_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^gpu: torch finds no GPU here; [^\n]*$"):
         main(["--shapes", "tiny"])
@@ -116,8 +116,8 @@ def test_workloads_without_time_left_are_reported_as_left_out(
     assert "left out: tiny through tritonserver: 1 s are over" in capsys.readouterr().out
 
 
-def test_a_limit_is_the_arithmetic_of_what_is_read_and_multiplied(tmp_path: Path) -> None:
-    """tiny: 2 layers of 64 x (2 * 64 + 2 * 32 + 3 * 128) numbers and 512 x 64 of logits; 256 bytes a token."""
+def test_a_limit_follows_from_bytes_read_and_operations(tmp_path: Path) -> None:
+    """tiny: 2 layers of 64 x (2 * 64 + 2 * 32 + 3 * 128) weights, 512 x 64 for logits; 256 bytes per token."""
     weights = 2 * 64 * (2 * 64 + 2 * 32 + 3 * 128) + 512 * 64
     folder = make_model(tmp_path / "tiny")
     slow_memory = Model(folder, PLAN, Limits(1.0, 1e30))
@@ -130,14 +130,14 @@ def test_a_limit_is_the_arithmetic_of_what_is_read_and_multiplied(tmp_path: Path
     assert tokens_per_s == pytest.approx(40 / (20 * 2 * weights + 2 * 20 * 20 * 256))
 
 
-def test_a_share_is_of_the_limit() -> None:
+def test_a_share_is_the_fraction_of_the_limit() -> None:
     assert Line("m", "w", "ms", 4.0, 1.0, "FLOP").share == 0.25
     assert Line("m", "w", "tokens/s", 1.0, 4.0, "FLOP").share == 0.25
     assert Line("m", "w", "ms", 4.0).share is None
 
 
 def test_vllm_runs_in_an_environment_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its program, on a package that has what it uses of vLLM."""
+    """vLLM's program runs on a stand-in for the package vllm."""
     (tmp_path / "vllm.py").write_text(VLLM)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path}" exec "{sys.executable}" "$@"\n')
@@ -151,7 +151,7 @@ def test_vllm_runs_in_an_environment_of_its_own(tmp_path: Path, monkeypatch: pyt
         measure_vllm(python, model)
 
 
-def test_load_l_is_the_same_for_everybody() -> None:
+def test_load_l_never_changes() -> None:
     requests = draw_load(500, 40)
     assert requests[:10] == draw_load(500, 10)
     assert all(32 <= len(each.prompt) <= 512 and 64 <= each.num_output_tokens <= 256 for each in requests)

@@ -1,4 +1,4 @@
-"""The processor time of processes that do nothing."""
+"""The processor time of idle processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import idle
 
 
 @pytest.mark.smoke
-def test_every_process_has_its_share() -> None:
+def test_every_process_has_its_processor_time() -> None:
     command = [sys.executable, "-c", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         used = idle.processor_time(lambda: iter([psutil.Process(process.pid)]), 0.1)

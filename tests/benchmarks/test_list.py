@@ -21,7 +21,7 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.smoke
-def test_help_lists_the_benchmarks_with_what_each_is_for():
+def test_help_lists_the_benchmarks_with_their_purposes():
     done = _bench("--help")
     assert done.returncode == 0
     for name in ("offline", "serve", "compare", "accuracy", "ranks"):
@@ -39,8 +39,8 @@ def test_help_lists_the_benchmarks_with_what_each_is_for():
         if "__main__" in path.read_text() and not path.stem.endswith("_program")
     ),
 )
-def test_every_benchmark_says_what_it_takes(name, monkeypatch, capsys):
-    """The smoke test of those that have no other."""
+def test_every_benchmark_has_help(name, monkeypatch, capsys):
+    """This is the smoke test of benchmarks without another one."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main()

@@ -34,7 +34,7 @@ from inflight.text.tokenizer import Tokenizer
 
 RECORDED = Path(__file__).parent / "recorded"
 DEMO = default_repository() / "tensorrt_llm" / "1" / "demo_model"
-# The requests that AIPerf had sent when its file was recorded.
+# The requests of the recorded AIPerf run.
 ASKED = [BenchRequest(tuple(range(10, 30 + index)), 10 + index) for index in range(3)]
 
 
@@ -48,7 +48,7 @@ def changed(line: str, **metadata: object) -> str:
     return json.dumps(record)
 
 
-def test_aiperf_s_records_are_timelines():
+def test_aiperfs_records_become_timelines():
     lines = aiperf_lines()
     timelines = read_aiperf(lines, ASKED)
     for line, timeline, request in zip(lines, timelines, ASKED, strict=True):
@@ -56,14 +56,14 @@ def test_aiperf_s_records_are_timelines():
         assert len(timeline.responses_ns) == timeline.num_output_tokens == request.num_output_tokens
         assert timeline.num_prompt_tokens == metrics["usage_prompt_tokens"]["value"]
         assert timeline.ttft_ms == pytest.approx(metrics["time_to_first_token"]["value"])
-        # AIPerf's own definitions agree: one is a mean of gaps, the other the whole time.
+        # AIPerf's own definitions agree: one figure is a mean of gaps, the other the whole time.
         mean_gap = sum(timeline.gaps_ms) / len(timeline.gaps_ms)
         assert mean_gap == pytest.approx(metrics["inter_token_latency"]["value"], rel=1e-3)
         whole = timeline.ttft_ms + sum(timeline.gaps_ms)
         assert whole == pytest.approx(metrics["request_latency"]["value"], rel=1e-3)
 
 
-def test_aiperf_s_warm_up_does_not_count():
+def test_aiperfs_warm_up_is_not_counted():
     lines = aiperf_lines()
     warm_up = changed(lines[0], benchmark_phase="warmup")
     assert read_aiperf([warm_up, *lines], ASKED) == read_aiperf(lines, ASKED)
@@ -80,7 +80,7 @@ def test_aiperf_s_warm_up_does_not_count():
     ],
     ids=["one is missing", "one twice", "other numbers of tokens", "an error"],
 )  # fmt: skip
-def test_a_run_of_aiperf_that_is_not_what_was_asked_for_is_refused(lines, says):
+def test_a_run_of_aiperf_that_differs_from_its_requests_is_refused(lines, says):
     with pytest.raises(ServeError, match=says):
         read_aiperf(lines(aiperf_lines()), ASKED)
 
@@ -92,7 +92,7 @@ def genai_export(name: str) -> tuple[str, dict[str, BenchRequest]]:
 
 
 @pytest.mark.parametrize("name", ["v1", "triton"])
-def test_genai_perf_s_records_are_timelines(name: str):
+def test_genai_perfs_records_become_timelines(name: str):
     text, requests = genai_export(name)
     timelines = read_genai_perf(text, requests)
     records = json.loads(text)["experiments"][0]["requests"]
@@ -101,11 +101,11 @@ def test_genai_perf_s_records_are_timelines(name: str):
         assert timeline.num_output_tokens == 8 and 1 <= len(timeline.responses_ns) <= 8
         assert timeline.sent_ns == record["timestamp"]
         assert set(timeline.responses_ns) <= set(record["response_timestamps"])
-    if name == "v1":  # the last event is [DONE], which is no token
+    if name == "v1":  # the last event is [DONE], which has no token
         assert all(len(t.responses_ns) < len(r["response_timestamps"]) for t, r in zip(timelines, records))
 
 
-def test_other_ends_and_cut_exports_are_refused():
+def test_other_finish_reasons_and_incomplete_exports_are_refused():
     text, requests = genai_export("v1")
     with pytest.raises(ServeError, match=r"ended with .'stop'"):
         read_genai_perf(text.replace('"length', '"stop').replace('\\"length', '\\"stop'), requests)
@@ -113,7 +113,7 @@ def test_other_ends_and_cut_exports_are_refused():
         read_genai_perf(text[:-30], requests)
 
 
-def test_an_error_in_a_stream_is_said():
+def test_an_error_in_a_stream_is_reported():
     event = 'data: {"error": {"message": "the queue is full"}}\n\n'
     record = {
         "timestamp": 1,
@@ -142,7 +142,7 @@ def test_figures_are_computed_from_timelines():
     )
 
 
-def test_how_many_requests_a_run_has():
+def test_the_number_of_requests_depends_on_the_streams():
     assert [num_requests(None, streams) for streams in (1, 4, 16, 64)] == [16, 16, 64, 256]
     assert num_requests(5, 64) == 5
 
@@ -160,9 +160,7 @@ def test_inputs_have_the_workloads_prompts_and_lengths():
     assert make_prompts(tokenizer, 20, 7) == dict(list(prompts.items())[:20])
 
 
-def test_an_environment_is_made_once_and_of_the_pins_that_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_environment_is_made_once_per_set_of_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pins = tmp_path / "pins"
     pins.mkdir()
     (pins / "tool.txt").write_text("package==1\n")
@@ -186,7 +184,7 @@ def test_an_environment_is_made_once_and_of_the_pins_that_are_there(
     assert find_program("tool", tmp_path) is None
 
 
-def test_pip_that_fails_leaves_no_complete_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_of_pip_leaves_no_complete_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def run(command: list[str]) -> None:
         if "pip" in command:
             raise ServeError("pip ended with 1")
@@ -221,7 +219,7 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 @pytest.mark.e2e
 @needs("aiperf")
-def test_aiperf_against_v1(server: TritonServer):
+def test_aiperf_measures_v1(server: TritonServer):
     program = require_program("aiperf")
     requests = [BenchRequest(tuple(range(20 + index, 60)), 6 + index) for index in range(REQUESTS)]
     timelines = AiperfOnV1(program, DEMO).run(server, requests, 2)
@@ -232,7 +230,7 @@ def test_aiperf_against_v1(server: TritonServer):
 @pytest.mark.e2e
 @needs("genai-perf")
 @pytest.mark.parametrize("name", ["v1", "triton"])
-def test_genai_perf_against_v1_and_triton(name: str, server: TritonServer):
+def test_genai_perf_measures_v1_and_triton(name: str, server: TritonServer):
     program = require_program("genai-perf")
     prompts = make_prompts(Tokenizer.from_dir(DEMO), REQUESTS, 8)
     timelines = GenaiPerf(name, program, DEMO, prompts).run(server, list(prompts), 2)
@@ -241,7 +239,7 @@ def test_genai_perf_against_v1_and_triton(name: str, server: TritonServer):
     assert {t.num_prompt_tokens for t in timelines} == {t.num_prompt_tokens for t in baseline}
 
 
-def test_the_options_of_both():
+def test_both_programs_parse_their_options():
     given = parser("aiperf", "What it is for.").parse_args(
         ["--model", "a/b", "--requests", "7", "--rounds", "5"]
     )
@@ -262,6 +260,6 @@ def test_children_of_a_tool_end_with_it(tmp_path: Path):
         time.sleep(0.02)
 
 
-def test_a_tool_that_fails_is_quoted(tmp_path: Path):
+def test_the_output_of_a_failing_tool_is_reported(tmp_path: Path):
     with pytest.raises(ServeError, match=r"sh ended with 3:\nno such model"):
         run_tool(["/bin/sh", "-c", "echo no such model; exit 3"], dict(os.environ), tmp_path)

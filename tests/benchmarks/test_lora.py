@@ -1,4 +1,4 @@
-"""`scripts/bench lora`: what it makes of its turns, and an adapter for every linear layer."""
+"""`scripts/bench lora` summarizes its turns, and makes an adapter for every linear layer."""
 
 from __future__ import annotations
 

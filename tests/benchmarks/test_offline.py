@@ -1,4 +1,4 @@
-"""Requests through a GptManager in this process, and the times that are taken of them."""
+"""Requests through a GptManager in this process, and the measurement of their times."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_no_more_requests_are_in_flight_than_wanted():
     assert [request.request_id for request in loop.get(-1)] == [3]
 
 
-def test_no_more_requests_are_given_than_are_taken():
+def test_get_returns_at_most_the_wanted_number_of_requests():
     loop = ClosedLoop(REQUESTS, 5, 1)
     assert not loop.get(0)
     assert len(loop.get(3)) == 3
     assert len(loop.get(3)) == 2
 
 
-def test_a_request_is_sent_when_the_one_before_has_ended_not_when_it_is_fetched():
+def test_a_request_counts_as_sent_when_the_one_before_has_ended():
     loop = ClosedLoop(REQUESTS[:2], 1, 1)
     loop.get(-1)
     loop.take(response(1, 3, is_final=True))
@@ -61,7 +61,7 @@ def test_a_request_is_sent_when_the_one_before_has_ended_not_when_it_is_fetched(
     assert second.sent_ns == first.responses_ns[-1]
 
 
-def test_tokens_that_are_missing_are_noticed():
+def test_missing_tokens_are_an_error():
     loop = ClosedLoop(REQUESTS[:1], 1, 1)
     loop.get(-1)
     loop.take(response(1, 2, is_final=True))
@@ -96,20 +96,20 @@ def test_starting_takes_longer_than_loading():
 
 
 @pytest.mark.parametrize(("dtype", "products"), [("bfloat16", None), ("int8", "bfloat16")])
-def test_the_kernels_are_those_that_run(tmp_path, dtype, products):
+def test_the_reported_kernels_are_those_in_use(tmp_path, dtype, products):
     settings = SETTINGS | {"gpt_model_path": str(make_model(tmp_path, shape="tiny")), "dtype": dtype}
     with InProcess(settings | {"kernels": "torch"}) as engine:
         assert engine.kernels == Kernels("torch", "torch", (), products)
     with InProcess(settings) as engine:
         ran = engine.kernels
     assert ran.asked == "default"
-    if ran.ran == "native":  # what this machine can have
+    if ran.ran == "native":  # if this machine can have it
         target = find_target("bfloat16", dtype == "int8")
         assert set(ran.instruction_sets) == target.instruction_sets("bfloat16", dtype == "int8")
         assert ran.int8_products == (target.int8_products if dtype == "int8" else None)
 
 
-def test_requests_one_by_one_never_overlap():
+def test_requests_run_one_after_another_do_not_overlap():
     with InProcess(SETTINGS, load_fake) as engine:
         timelines = engine.run(REQUESTS, 1)
     for earlier, later in itertools.pairwise(timelines):
@@ -122,7 +122,7 @@ def test_a_request_that_the_engine_refuses_is_raised():
 
 
 @needs_native
-def test_quantized_weights_that_stay_so_are_described(tmp_path):
+def test_kept_quantized_weights_are_described(tmp_path):
     folder = make_model(tmp_path, quantize="awq")
     settings = SETTINGS | {"gpt_model_path": str(folder)}
     model = read_model_description(folder)

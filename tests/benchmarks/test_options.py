@@ -1,4 +1,4 @@
-"""Command lines of the benchmarks, and the parameters that the engine gets for them."""
+"""Command lines of the benchmarks, and the engine parameters made from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def options(*arguments: str, concurrency: int = 0) -> Options:
     return Options.of(parser.parse_args(["--model", "folder", *arguments]))
 
 
-def test_without_a_concurrency_all_requests_are_in_flight_at_once():
+def test_by_default_all_requests_are_in_flight_at_once():
     assert options("--requests", "7").concurrency == 7
     assert options("--requests", "40", "--concurrency", "16").concurrency == 16
     assert options("--requests", "40", concurrency=16).concurrency == 16
@@ -38,14 +38,14 @@ def test_lone_requests_are_one_at_a_time_whatever_the_concurrency():
     assert (lone.num_requests, lone.concurrency) == (4, 1)
 
 
-def test_the_cache_holds_the_largest_requests_in_whole_blocks_of_any_sides_size():
+def test_the_cache_holds_the_largest_requests_in_blocks_of_any_sides_size():
     requests = [BenchRequest((1,) * length, 10) for length in (118, 119, 400)]  # 1, 2 and 4 blocks of 128
     assert kv_cache_tokens(requests, 1) == 4 * 128
     assert kv_cache_tokens(requests, 2) == 6 * 128
     assert kv_cache_tokens(requests, 3) == 7 * 128
 
 
-def test_other_parameters_are_given_as_to_a_server(capsys):
+def test_other_parameters_are_given_by_set(capsys):
     chosen = options("--set", "kv_cache_dtype=int8", "--set", "tokens_per_block=16")
     settings = engine_settings(chosen, draw("w", 512, 64))
     assert (settings["kv_cache_dtype"], settings["tokens_per_block"]) == ("int8", "16")
@@ -55,7 +55,7 @@ def test_other_parameters_are_given_as_to_a_server(capsys):
 
 
 @pytest.mark.smoke
-def test_the_settings_are_parameters_that_a_server_takes():
+def test_the_settings_are_valid_parameters_of_a_server():
     chosen = options("--concurrency", "16", "--dtype", "bfloat16", "--kernels", "torch", "--threads", "3")
     settings = engine_settings(chosen, draw("w", 512, 64))
     batch_size = settings.pop("max_batch_size")
@@ -68,7 +68,7 @@ def test_the_settings_are_parameters_that_a_server_takes():
     assert not parameters.scheduler.enable_kv_cache_reuse
 
 
-def test_the_weights_counted_are_those_of_the_matrices(tmp_path):
+def test_only_the_weights_of_matrices_are_counted(tmp_path):
     config = read_model_description(make_model(tmp_path, shape="tiny")).decoder
     shape = ModelShape.of(config)
     # 64 wide, 4 heads and 2 KV heads of 16, an MLP of 128 with a gate, 2 layers, 512 tokens

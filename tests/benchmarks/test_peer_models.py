@@ -1,4 +1,4 @@
-"""Messages about a peer's model that is a different one, or has another dtype."""
+"""Errors for a peer's model that differs or has another dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(path: Path, **other: int) -> Path:
 
 
 def export(path: Path, weight_type: str, **other: int) -> Path:
-    """Write an export as OpenVINO does: a big constant of the type, and small ones of another."""
+    """Write an export like OpenVINO's: a big constant of the type, and small ones of another type."""
     folder(path, **other)
     constants = [(weight_type, 64 * 512), ("f32", 64), ("i64", 8)]
     layers = [
@@ -63,17 +63,17 @@ def gguf(path: Path, weight_type: int, hidden_size: int = 64) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("f16", "bfloat16"), ("bf16", "bfloat16"), ("i8", "int8")])
-def test_an_export_of_the_model_in_the_dtype_passes(model, tmp_path, kind, dtype):
+def test_an_export_of_the_model_in_the_dtype_is_accepted(model, tmp_path, kind, dtype):
     check_peer_model(export(tmp_path / "export", kind), model, dtype)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(BF16, "bfloat16"), (Q8_0, "int8"), (Q4_0, "int4")])
-def test_a_gguf_file_of_the_model_in_the_dtype_passes(model, tmp_path, kind, dtype):
+def test_a_gguf_file_of_the_model_in_the_dtype_is_accepted(model, tmp_path, kind, dtype):
     check_peer_model(gguf(tmp_path / "m.gguf", kind), model, dtype)
 
 
 @pytest.mark.smoke
-def test_a_checkpoint_passes_in_any_dtype(model, tmp_path):
+def test_a_checkpoint_is_accepted_in_any_dtype(model, tmp_path):
     for dtype in ("bfloat16", "int8"):
         check_peer_model(folder(tmp_path / dtype), model, dtype)
 
@@ -105,7 +105,7 @@ def test_a_folder_that_is_not_a_model_is_refused(model, tmp_path):
             check_peer_model(path, model, "bfloat16")
 
 
-def test_a_file_that_was_cut_short_is_refused(model, tmp_path):
+def test_a_truncated_file_is_refused(model, tmp_path):
     path = gguf(tmp_path / "m.gguf", BF16)
     path.write_bytes(path.read_bytes()[:-6])
     with pytest.raises(ValueError, match="cannot be read"):

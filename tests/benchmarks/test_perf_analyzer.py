@@ -1,4 +1,4 @@
-"""Handling of the file that perf_analyzer exports."""
+"""Reading of perf_analyzer's export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WHOLE = json.dumps({"experiments": EXPERIMENTS, "version": "2.50.0"})
 
 @pytest.fixture
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Texts that the next runs write, in order; a run takes the first away."""
+    """Return a list of the texts that the next runs write; each run takes the first."""
     texts: list[str] = []
 
     def run(arguments: list[str], timeout: float | None) -> CompletedProcess[str]:
@@ -32,19 +32,19 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     "cut", [[], [""], [WHOLE[:-9], WHOLE[:20]]], ids=["none", "empty", "two that end early"]
 )
-def test_it_runs_again_where_an_export_is_cut(exports: list[str], cut: list[str]) -> None:
+def test_an_incomplete_export_makes_perf_analyzer_run_again(exports: list[str], cut: list[str]) -> None:
     exports += [*cut, WHOLE, "not read"]
     assert perf_analyzer.export(["-m", "tensorrt_llm"]) == EXPERIMENTS
     assert exports == ["not read"]
 
 
-def test_three_exports_that_are_cut_are_an_error(exports: list[str]) -> None:
+def test_three_incomplete_exports_are_an_error(exports: list[str]) -> None:
     exports += [WHOLE[:20], "", WHOLE[:-9], WHOLE]
     with pytest.raises(ServeError, match=r"no JSON, 3 times: .*version"):
         perf_analyzer.export(["-m", "tensorrt_llm"])
 
 
-def test_text_that_is_cut_within_a_character_is_read_all_the_same(exports: list[str]) -> None:
+def test_a_response_that_ends_inside_a_character_is_read(exports: list[str]) -> None:
     exports.append('{"experiments": [{"text_output": "\x01"}]}')
     assert perf_analyzer.export([]) == [{"text_output": "\x01"}]
 

@@ -1,4 +1,4 @@
-"""The clock around an iteration's stages, a server's engine under load, and what is made of both."""
+"""The clock around an iteration's stages, a server's engine under load, and the results made from both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REQUESTS = [BenchRequest((1, 2, number), 5) for number in range(6)]
 
 
 class Loop:
-    """A loop whose time passes in known steps: an iteration calls `forward`, which calls `compute`."""
+    """A loop with a simulated clock: an iteration calls `forward`, which calls `compute`."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -77,7 +77,7 @@ def watch(loop: Loop) -> Stopwatch:
     )
 
 
-def test_the_time_of_a_stage_is_without_the_stages_within_it():
+def test_the_time_of_a_stage_excludes_inner_stages():
     loop = Loop()
     with watch(loop) as stopwatch:
         assert loop.step(BATCH)
@@ -87,7 +87,7 @@ def test_the_time_of_a_stage_is_without_the_stages_within_it():
     assert (found.num_chunks, found.num_generation) == (1, 2)
 
 
-def test_a_stage_that_raises_has_ended():
+def test_a_stage_ends_when_its_function_raises():
     loop = Loop()
     with watch(loop) as stopwatch:
         loop.step(BATCH, True)
@@ -121,14 +121,14 @@ def iteration(num_chunks: int, num_generation: int, layers_ms: int, pack_ms: int
     return Iteration(num_chunks, num_generation, tuple(stages_ns))
 
 
-def test_only_iterations_of_generation_alone_with_all_rows_count():
+def test_only_generation_iterations_with_all_rows_are_counted():
     wanted = [iteration(0, 4, layers_ms, 1) for layers_ms in (2, 9, 3)]
     others = [iteration(1, 4, 50, 50), iteration(0, 3, 50, 50)]
     cost = IterationCost.of(4, [*others, *wanted])
     assert (cost.iterations, cost.total_ms, cost.outside_ms, cost.share_outside) == (3, 4.0, 1.0, 0.25)
 
 
-def test_every_request_is_answered_and_no_more_are_in_flight_than_wanted():
+def test_every_request_is_answered_within_the_concurrency():
     with ServedEngine(SETTINGS, load_fake) as engine:
         timelines = engine.run(REQUESTS, 2)
         engine.take_samples()
@@ -139,7 +139,7 @@ def test_every_request_is_answered_and_no_more_are_in_flight_than_wanted():
     assert max(sample.running for sample in samples) == 2
 
 
-def test_requests_come_no_sooner_than_they_are_to():
+def test_requests_are_not_sent_before_their_time():
     with ServedEngine(SETTINGS, load_fake) as engine:
         begun_ns = time.monotonic_ns()
         timelines = engine.run(REQUESTS[:4], 4, [0.02, 0.03])
@@ -147,7 +147,7 @@ def test_requests_come_no_sooner_than_they_are_to():
     assert all(after >= least for after, least in zip(after_ms, (0, 20, 50, 80), strict=True))
 
 
-def test_a_cache_without_room_for_all_makes_requests_wait():
+def test_requests_wait_if_the_cache_is_too_small():
     short = SETTINGS | {"max_tokens_in_paged_kv_cache": "64"}
     with ServedEngine(short, load_fake) as engine:
         engine.run(REQUESTS, len(REQUESTS))
@@ -179,14 +179,14 @@ def profile() -> Profile:
     )
 
 
-def test_the_figures_of_a_load_are_those_of_its_requests():
+def test_the_figures_of_a_load_are_computed_from_its_requests():
     point = profile().load[0]
     assert point.output_tokens_per_s == pytest.approx(6 / 0.004)
     assert (point.ttft_ms, point.itl_ms) == (Percentiles(1.0, 1.0), Percentiles(1.5, 2.0))
 
 
 @pytest.mark.smoke
-def test_a_profile_is_json_and_tables():
+def test_a_profile_is_written_as_json_and_tables():
     found = json.loads(to_json(profile()))
     assert found["iterations"][0]["stages_ms"]["forward"] == 19.0
     assert found["iterations"][0]["share_outside"] == 0.05
@@ -195,7 +195,7 @@ def test_a_profile_is_json_and_tables():
     assert "1.00 ms, 5.0%" in to_markdown(profile())
 
 
-def test_plots_are_small_have_text_and_are_the_same_again(tmp_path):
+def test_plots_are_small_contain_text_and_are_reproducible(tmp_path):
     names = ("iteration.svg", "concurrency.svg", "kv_cache.svg")
     for folder in (tmp_path / "first", tmp_path / "again"):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""From when responses came to the figures."""
+"""Figures computed from the times of responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rate_is_from_the_first_request_sent_to_the_last_response():
     assert found.total_tokens_per_s == pytest.approx(36 / 2.0)
 
 
-def test_latencies_are_each_request_s_own():
+def test_latencies_are_computed_per_request():
     first = Timeline(10, 3, 0, (100 * MS, 110 * MS, 130 * MS))
     second = Timeline(10, 2, 1000 * MS, (1300 * MS, 1340 * MS))
     found = figures(first, second)
@@ -44,17 +44,17 @@ def test_latencies_are_each_request_s_own():
     assert found.itl_ms == Percentiles(pytest.approx(20), pytest.approx(40))
 
 
-def test_joined_responses_show_in_the_tokens_of_a_response():
+def test_merged_responses_raise_the_tokens_per_response():
     assert figures(Timeline(10, 6, 0, (1 * MS, 2 * MS, 3 * MS))).tokens_per_response == 2.0
 
 
-def test_arithmetic_counts_every_token_that_is_computed_and_every_one_that_is_chosen():
-    # 10 prompt tokens and 2 of 3 outputs go through the layers; 3 tokens are chosen.
+def test_operations_count_every_computed_and_every_sampled_token():
+    # 10 prompt tokens and 2 of 3 outputs go through the layers; 3 tokens are sampled.
     found = figures(Timeline(10, 3, 0, (500 * MS, 700 * MS, 1000 * MS)))
     assert found.gflop_per_s == pytest.approx(2e-9 * (12 * SHAPE.layer_weights + 3 * SHAPE.head_weights))
 
 
-def test_prefill_and_decode_are_told_apart_only_where_requests_come_one_by_one():
+def test_prefill_and_decode_figures_exist_only_for_lone_requests():
     timeline = Timeline(10, 3, 0, (100 * MS, 120 * MS, 140 * MS))
     together, apart = figures(timeline), figures(timeline, is_one_by_one=True)
     assert together.prefill_gflop_per_s is None and together.decode_gflop_per_s is None
@@ -64,12 +64,12 @@ def test_prefill_and_decode_are_told_apart_only_where_requests_come_one_by_one()
     assert apart.decode_gflop_per_s == pytest.approx(token / 0.02)
 
 
-def test_percentiles_are_the_median_and_a_value_that_occurred():
+def test_percentiles_are_the_median_and_an_observed_value():
     assert Percentiles.of([5.0, 1.0, 3.0]) == Percentiles(3.0, 5.0)
     assert Percentiles.of(list(map(float, range(1, 201)))) == Percentiles(100.5, 198.0)
 
 
-def test_every_figure_has_a_median_of_its_own():
+def test_each_figure_has_its_own_median():
     one = figures(Timeline(10, 2, 0, (100 * MS, 200 * MS)))
     rounds = [
         replace(one, output_tokens_per_s=speed, ttft_ms=Percentiles(first, 9.0))
@@ -81,7 +81,7 @@ def test_every_figure_has_a_median_of_its_own():
     assert middle.resources == RESOURCES
 
 
-def test_the_medians_keep_the_highest_peak_of_memory():
+def test_combined_rounds_have_the_highest_peak_of_memory():
     one = figures(Timeline(10, 2, 0, (100 * MS, 200 * MS)))
     resources = [Resources(load, peak, 2 * peak, 5 * load) for load, peak in ((1.0, 7), (2.0, 9), (9.0, 8))]
     middle = medians([replace(one, resources=each) for each in resources]).resources
@@ -89,7 +89,7 @@ def test_the_medians_keep_the_highest_peak_of_memory():
 
 
 @pytest.mark.smoke
-def test_the_line_has_what_was_measured_and_with_what():
+def test_the_line_has_figures_and_setup():
     line = json.loads(to_line("offline", figures(Timeline(10, 2, 0, (100 * MS, 200 * MS))), SETUP, round=3))
     assert (line["bench"], line["round"], line["output_tokens_per_s"]) == ("offline", 3, 10.0)
     assert line["ttft_ms"] == {"p50": 100.0, "p99": 100.0}

@@ -1,4 +1,4 @@
-"""Engines that are measured in turn."""
+"""Measuring engines in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeProbe:
 
 
 class FakeEngine:
-    """Takes so many milliseconds a run, and a byte of memory more each time."""
+    """Takes given milliseconds per run, and a byte of memory more each time."""
 
     def __init__(self, name: str, calls: list[tuple[str, int, int]], *runs_ms: int) -> None:
         self.name = name
@@ -43,21 +43,21 @@ class FakeEngine:
         return Resources(1.0, self._num_runs)
 
 
-def test_engines_take_turns_after_all_have_warmed_up():
+def test_engines_take_turns_after_the_warm_up():
     calls = []
     engines = [FakeEngine("a", calls, 5, 5), FakeEngine("b", calls, 5, 5)]
     run_rounds(engines, REQUESTS, replace(SETUP, rounds=2, concurrency=3), FakeProbe())
     assert calls == [("a", 3, 3), ("b", 3, 3)] * 3
 
 
-def test_requests_that_come_one_by_one_warm_up_with_one():
+def test_lone_requests_warm_up_with_one_request():
     calls = []
     run_rounds([FakeEngine("a", calls, 5)], REQUESTS, replace(SETUP, rounds=1, concurrency=1), FakeProbe())
     assert calls == [("a", 1, 1), ("a", 3, 1)]
 
 
 @pytest.mark.smoke
-def test_medians_are_of_the_rounds_without_the_warm_up_and_memory_is_the_highest(capsys):
+def test_medians_exclude_the_warm_up_and_memory_is_the_highest(capsys):
     engine = FakeEngine("a", [], 100, 400, 200)
     (figures,) = run_rounds([engine], REQUESTS, replace(SETUP, rounds=3, concurrency=3), FakeProbe())
     assert figures.output_tokens_per_s == 6 / 0.2
@@ -66,7 +66,7 @@ def test_medians_are_of_the_rounds_without_the_warm_up_and_memory_is_the_highest
     assert [(line["round"], line["output_tokens_per_s"]) for line in lines] == [(1, 60), (2, 15), (3, 30)]
 
 
-def test_memory_is_read_right_before_and_right_after_each_run(capsys):
+def test_memory_bandwidth_is_measured_right_before_and_after_each_run(capsys):
     run_rounds([FakeEngine("a", [], 5, 5)], REQUESTS, replace(SETUP, rounds=2, concurrency=3), FakeProbe())
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["memory_gb_per_s"] for line in lines] == [
@@ -75,6 +75,6 @@ def test_memory_is_read_right_before_and_right_after_each_run(capsys):
     ]
 
 
-def test_a_single_round_of_a_single_engine_prints_nothing_of_its_own(capsys):
+def test_a_single_round_of_a_single_engine_prints_nothing(capsys):
     run_rounds([FakeEngine("a", [], 5)], REQUESTS, replace(SETUP, rounds=1, concurrency=3), FakeProbe())
     assert not capsys.readouterr().out

@@ -21,7 +21,7 @@ I1121 23:52:48.707030 1 log.py:24] "KV cache: 10159 blocks of 32 tokens, 10159 M
 
 
 @pytest.mark.smoke
-def test_lines_of_the_log_are_events_in_order() -> None:
+def test_log_lines_become_events_in_order() -> None:
     log = startup._Log(time.monotonic())
     log.copy(io.StringIO(LOG))
     assert list(log.events_s) == [
@@ -36,7 +36,7 @@ def test_lines_of_the_log_are_events_in_order() -> None:
     assert log.ready.is_set() and log.ready_s is not None
 
 
-def test_processes_below_a_process_are_found_with_their_memory() -> None:
+def test_descendants_of_a_process_are_found_with_their_memory() -> None:
     program = (
         "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
     )
@@ -50,7 +50,7 @@ def test_processes_below_a_process_are_found_with_their_memory() -> None:
     assert all(0 < each.pss_bytes <= each.peak_rss_bytes for each in found)
 
 
-def test_a_stub_goes_by_its_models_name() -> None:
+def test_a_stub_has_its_models_name() -> None:
     assert (
         startup._name(["/x/triton_python_backend_stub", "/y/models/ensemble/1/model.py", "z"]) == "ensemble"
     )

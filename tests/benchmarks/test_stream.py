@@ -23,7 +23,7 @@ def prompt(slot: int, *token_ids: int) -> ContextChunk:
     return ContextChunk(slot, 0, token_ids, is_last=True)
 
 
-def test_every_token_has_the_time_of_the_iteration_that_chose_it() -> None:
+def test_every_token_has_the_time_of_the_iteration_that_sampled_it() -> None:
     times = TokenTimes()
     context = ScheduledBatch(0, context=(prompt(7, *FIRST), prompt(3, *SECOND)))
     requests = Request(10, FIRST, 4, True), Request(11, SECOND, 4, True)
@@ -38,7 +38,7 @@ def test_every_token_has_the_time_of_the_iteration_that_chose_it() -> None:
     assert times.of_prompt == {FIRST: [100, 200], SECOND: [100, 200, 200]}
 
 
-def test_a_slot_belongs_to_who_took_it_last() -> None:
+def test_a_slot_belongs_to_the_request_that_started_in_it_last() -> None:
     times = TokenTimes()
     for iteration, (request_id, token_ids) in enumerate([(10, FIRST), (11, SECOND)]):
         batch = ScheduledBatch(iteration, context=(prompt(0, *token_ids),))
@@ -48,22 +48,22 @@ def test_a_slot_belongs_to_who_took_it_last() -> None:
     assert times.of_prompt == {FIRST: [100], SECOND: [101]}
 
 
-def test_a_response_waits_since_its_oldest_token_was_chosen() -> None:
+def test_a_responses_wait_begins_with_its_oldest_token() -> None:
     chosen = [MS * time for time in (10, 20, 30, 40)]
     lag = lag_of([MS * time for time in (12, 35, 41)], [1, 2, 1], chosen)
     assert lag == Lag(waits_ms=(2.0, 15.0, 1.0), tokens=(1, 2, 1))
 
 
-def test_tokens_that_a_response_does_not_have_yet_count_as_behind() -> None:
+def test_sampled_tokens_missing_in_a_response_count_as_behind() -> None:
     assert lag_of([MS * 50], [1], [MS * time for time in (10, 20, 30)]).tokens == (3,)
 
 
-def test_a_response_without_tokens_is_late_for_none() -> None:
+def test_a_response_without_tokens_has_no_lag() -> None:
     assert lag_of([5, MS], [0, 1], [0]) == Lag((1.0,), (1,))
 
 
 @pytest.mark.smoke
-def test_rates_and_the_slowest_stream() -> None:
+def test_rates_and_the_slowest_streams_lag_are_summarized() -> None:
     answers = [
         Answer(BenchRequest(FIRST, 3), 0, (0, 500 * MS), (1, 2)),
         Answer(BenchRequest(SECOND, 3), 0, (100 * MS, 1000 * MS), (1, 2)),

@@ -1,4 +1,4 @@
-"""The requests that every system is asked are the same, for good."""
+"""The requests for every system never change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_requests_of_published_figures_do_not_change(name, vocab_size, count
     assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == digest
 
 
-def test_fewer_requests_are_the_first_of_more():
+def test_fewer_requests_are_a_prefix_of_more():
     assert draw("w", 512, 16) == draw("w", 512, 64)[:16]
 
 

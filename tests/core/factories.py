@@ -25,7 +25,7 @@ def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: in
 def make_adapter(
     handle: int = 1, rank: int = 8, task_id: int | None = None, version: int = 0
 ) -> StoredAdapter:
-    """A stored adapter without weights; its digest is another for every handle and version."""
+    """A stored adapter without weights; its digest differs for every handle and version."""
     digest = handle.to_bytes(8, "big") + version.to_bytes(8, "big")
     weights = LoraWeights(Matrix((0, 0), "float32", RawBuffer(b"")), ())
     return StoredAdapter(handle, digest, handle if task_id is None else task_id, rank, weights)
@@ -64,7 +64,7 @@ def make_limits(
 
 
 def make_prompt_table(num_rows: int = 3, hidden_size: int = 2, fill: int = 0) -> PromptTable:
-    """A prompt table whose numbers are all of bytes `fill`."""
+    """A prompt table whose bytes all are `fill`."""
     data = RawBuffer(bytes([fill]) * (4 * num_rows * hidden_size))
     return PromptTable.of(Matrix((num_rows, hidden_size), "float32", data))
 
@@ -97,12 +97,12 @@ def make_scheduler(
 
 
 def make_sequences(key: int = 0, **fields) -> list[LlmRequest]:
-    """The sequences of a request that no scheduler knows of, under keys from `key` on."""
+    """The sequences of a request without a scheduler, under consecutive keys from `key`."""
     return RequestGroup(make_request(**fields), key, CacheRules(None), now_ns=0).sequences
 
 
 def make_sequence(key: int = 0, **fields) -> LlmRequest:
-    """The first sequence of a request that no scheduler knows of, under `key`."""
+    """The first sequence of a request without a scheduler, under `key`."""
     return make_sequences(key, **fields)[0]
 
 

@@ -15,7 +15,7 @@ from tests.core.integrity import check_integrity
 
 
 def at_token(request: Request, number: int) -> int:
-    """The position from whose computation the `number`th generated token would come, counted from 1."""
+    """The position whose logits would choose the `number`th generated token, counted from 1."""
     return request.prompt_length + number - 2
 
 
@@ -24,9 +24,9 @@ class FaultyDevice:
 
     Args:
         limits: Of the engine.
-        faults: By request id, the position from which on an iteration with it fails.
-        applies: Whether a failing iteration changes what the device remembers, or does nothing at all.
-        error: What it raises.
+        faults: By request id, the first position whose computation fails the iteration.
+        applies: Whether a failing iteration still changes the device's state.
+        error: The exception to raise.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class FaultyDevice:
         self._faults = faults
         self._applies = applies
         self._error = error or StepFailed("boom")
-        self.once: set[int] = set()  # iterations that fail whoever is in them
+        self.once: set[int] = set()  # iterations that fail with any requests
         self.num_failures = 0
 
     def run(self, batch: ScheduledBatch) -> ModelOutput | InflightError:
@@ -56,7 +56,7 @@ class FaultyDevice:
         except InflightError as error:
             self.num_failures += 1
             return error
-        except Exception as error:  # it does not know what a batch before this one should have told it
+        except Exception as error:  # a failed batch was to give the device this slot's state
             return StepFailed(repr(error))
 
     def _is_at_fault(self, batch: ScheduledBatch) -> bool:
@@ -86,7 +86,7 @@ class Outcome:
     num_iterations: int = 0
 
     def tokens(self, request_id: int, sequence_index: int = 0) -> list[int]:
-        """All of a sequence, streamed or not, without the prompt."""
+        """All tokens of a sequence, streamed or not, without the prompt."""
         results = [r.result for r in self.responses[request_id] if r.result]
         return [
             token
@@ -96,7 +96,7 @@ class Outcome:
         ]
 
     def failed(self) -> dict[int, str]:
-        """Messages of those that ended with an error."""
+        """Messages of requests that ended with an error."""
         return {
             request_id: str(responses[-1].error)
             for request_id, responses in self.responses.items()
@@ -107,7 +107,10 @@ class Outcome:
 def run(
     scheduler: Scheduler, device: FaultyDevice, arrivals: dict[int, list[Request]], depth: int = 1
 ) -> Outcome:
-    """Run to the end, with up to `depth` batches in flight; every request has one final response, its last."""
+    """Run until idle, with up to `depth` batches in flight.
+
+    Check that each request's last response is final.
+    """
     outcome = Outcome()
     in_flight: deque[tuple[ScheduledBatch, ModelOutput | InflightError]] = deque()
     while outcome.num_iterations <= max(arrivals) or scheduler.num_active:

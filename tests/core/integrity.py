@@ -1,6 +1,6 @@
-"""Invariants of the core's bookkeeping: checks for tests, which read private state.
+"""Invariants of the core's records: checks for tests, which read private state.
 
-`check_integrity` raises AssertionError unless the books of a scheduler, or of one of its parts, agree.
+`check_integrity` raises AssertionError unless the records of a scheduler, or of one of its parts, agree.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from inflight.core.scheduler import Scheduler
 
 @singledispatch
 def check_integrity(part: Any) -> None:
-    """Raise AssertionError unless the books of this part of the core agree."""
+    """Raise AssertionError unless the records of this part of the core agree."""
     raise TypeError(f"there is nothing to check about a {type(part).__name__}")
 
 
 @check_integrity.register
 def _(heap: BlockHeap) -> None:
-    """Every block can come up, in order."""
+    """Check that the heap has an entry for every block, in heap order."""
     entries = heap._entries
     assert len(entries) <= heap._most_entries, f"{len(entries)} entries, at most {heap._most_entries}"
     missing = {(key, block_id) for block_id, key in heap._key_of.items()}.difference(entries)
@@ -40,7 +40,7 @@ def _(heap: BlockHeap) -> None:
 
 @check_integrity.register
 def _(pool: BlockPool) -> None:
-    """Every block is in one state, the index agrees with the blocks, and all cached ones can be evicted."""
+    """Check the states of blocks, the index, and that all cached blocks can be evicted."""
     held = {block_id for block_id, count in enumerate(pool._references) if count > 0}
     cached = {block_id for block_id in pool._contents if block_id not in held}
     empty = set(pool._empty)
@@ -74,7 +74,7 @@ def _check_queues(pool: BlockPool, cached: set[int]) -> None:
 
 
 def check_references(pool: BlockPool, block_ids: Iterable[int]) -> None:
-    """`block_ids`, the entries of all block tables, are the references counted."""
+    """Check that the reference counts agree with `block_ids`, the entries of all block tables."""
     counts = [0] * pool.num_blocks
     for block_id in block_ids:
         counts[block_id] += 1
@@ -83,7 +83,7 @@ def check_references(pool: BlockPool, block_ids: Iterable[int]) -> None:
 
 @check_integrity.register
 def _(cache: KvCacheManager) -> None:
-    """Every reference and promise is some table's, and reservations add up."""
+    """Check that references and promises agree with the block tables, and that reservations add up."""
     check_integrity(cache.pool)
     tables = [part for table in cache._tables.values() for part in (table.block_ids, *table.tails)]
     check_references(cache.pool, chain.from_iterable(tables))
@@ -96,7 +96,7 @@ def _(cache: KvCacheManager) -> None:
 
 @check_integrity.register
 def _(queue: WaitingQueue) -> None:
-    """Sizes and the clients' accounts add up."""
+    """Check that sizes and the clients' accounts add up."""
     waiting = list(queue.in_order())
     assert len(waiting) == queue._size == len({r.key for r in waiting})
     assert queue._priorities == sorted(-priority for priority in queue._levels)
@@ -113,14 +113,14 @@ def _(queue: WaitingQueue) -> None:
 
 @check_integrity.register
 def _(slots: Slots) -> None:
-    """Every slot is free or taken, and not both."""
+    """Check that every slot is either free or taken."""
     assert len(slots.owners) + len(slots._free) == slots.count
     assert not set(slots._free) & set(slots.owners)
 
 
 @check_integrity.register
 def _(pages: AdapterPages) -> None:
-    """Every page is free, or of one adapter; adapters that nobody uses are idle, or their pages are free."""
+    """Check that every page is free or has one adapter, and that unused adapters are idle or unloaded."""
     used = set(pages._used_by.values())
     residents = set(pages._residents.values())
     owned = [page for resident in used | residents for page in resident.pages]
@@ -133,7 +133,7 @@ def _(pages: AdapterPages) -> None:
 
 @check_integrity.register
 def _(running: Running) -> None:
-    """The sequences and the slots agree."""
+    """Check that the sequences and the slots agree."""
     check_integrity(running.slots)
     check_integrity(running.adapter_pages)
     users = {r.key: r.group.adapter.handle for r in running.sequences if r.group.adapter is not None}
@@ -144,7 +144,7 @@ def _(running: Running) -> None:
 
 @check_integrity.register
 def _(scheduler: Scheduler) -> None:
-    """Slots, queues and blocks agree with the requests' states."""
+    """Check that slots, queues and blocks agree with the requests' states."""
     check_integrity(scheduler.kv_cache)
     check_integrity(scheduler._waiting)
     sequences = [sequence for group in scheduler._groups.values() for sequence in group.sequences]

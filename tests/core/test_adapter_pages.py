@@ -1,4 +1,4 @@
-"""Allocation of the device's adapter pages: which requests hold them, and which get the next ones."""
+"""Allocation of the device's adapter pages: loads, evictions and claims."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.integrity import check_integrity
 
 
 def make_pages(count: int) -> AdapterPages:
-    """So many pages of 8 ranks."""
+    """Adapter memory of `num_pages` pages of 8 ranks."""
     return AdapterPages(make_limits(num_adapter_pages=count))
 
 
@@ -28,7 +28,7 @@ ONE, TWO, THREE = (make_adapter(handle) for handle in (1, 2, 3))
 WIDE = make_adapter(4, rank=17)
 
 
-def test_an_adapter_is_loaded_once_for_all_who_use_it():
+def test_an_adapter_is_loaded_once_for_all_its_requests():
     pages = make_pages(4)
     for key in (7, 8):
         pages.acquire(key, ONE)
@@ -45,7 +45,7 @@ def test_an_adapter_is_loaded_once_for_all_who_use_it():
     assert (stats.num_loads, stats.num_evictions) == (2, 0)
 
 
-def test_those_idle_for_longest_are_evicted_and_those_in_use_stay():
+def test_the_longest_idle_adapter_is_evicted_and_adapters_in_use_stay():
     pages = make_pages(3)
     for key, adapter in ((1, ONE), (2, TWO), (3, THREE)):
         pages.acquire(key, adapter)
@@ -71,7 +71,7 @@ def test_an_adapter_larger_than_all_pages_is_refused():
         make_pages(100).check_fits(make_adapter(rank=65))
 
 
-def test_a_claim_is_on_idle_ones_and_on_those_that_came_first():
+def test_a_claim_blocks_pages_idle_adapters_and_adapters_about_to_be_evicted():
     pages = make_pages(4)
     for key, adapter in ((1, ONE), (2, TWO), (3, THREE)):
         pages.acquire(key, adapter)
@@ -105,8 +105,8 @@ def test_a_forgotten_adapter_is_loaded_again_and_its_pages_stay_while_in_use():
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_no_page_in_use_is_ever_given_away(seed: int):
-    """Random users; what is in each page is written down as the device would have it."""
+def test_no_page_in_use_is_reassigned(seed: int):
+    """Use adapters at random, and record the content of each page as on the device."""
     rng, num_pages = random.Random(seed), 9
     pages = make_pages(num_pages)
     adapters = [make_adapter(handle, rank=rng.choice([1, 8, 9, 24, 40])) for handle in range(12)]

@@ -1,4 +1,4 @@
-"""Requests with adapters: held until these are stored, and started where these have room on the device."""
+"""Requests with adapters: held until the adapter is stored, started when it fits on the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def adapted(request_id: int, task_id: int = 1, **changes) -> Request:
 
 
 def ready(*pairs: tuple[int, StoredAdapter], dropped: tuple[int, ...] = ()) -> AdapterUpdate:
-    """An update by which each adapter is stored and each request of the pairs has its own."""
+    """An update that stores each adapter and gives it to the request of its pair."""
     stored = {adapter.handle: adapter for _, adapter in pairs}
     events = tuple(AdapterEvent(request_id, adapter.handle) for request_id, adapter in pairs)
     return AdapterUpdate(tuple(stored.values()), events, dropped)
@@ -75,7 +75,7 @@ def why(scheduler: Scheduler) -> dict[int, str]:
 # ---------------------------------------------------------------------- held
 
 
-def test_others_run_while_an_adapter_is_fetched_and_it_starts_when_that_is_stored():
+def test_other_requests_run_while_an_adapter_is_fetched():
     scheduler = make_scheduler(num_adapter_pages=4)
     accept(scheduler, adapted(1), make_request(2))
     assert not scheduler.only_holds
@@ -103,7 +103,7 @@ def test_a_request_may_wait_for_a_guide_and_an_adapter():
         assert started(scheduler.schedule()) == [1]
 
 
-def test_an_adapter_that_fails_or_fits_nowhere_ends_its_request_alone():
+def test_an_adapter_that_fails_or_does_not_fit_ends_only_its_request():
     scheduler = make_scheduler(num_adapter_pages=2)
     accept(scheduler, adapted(1), adapted(2, 9), adapted(3))
     missing = AdapterEvent(1, error_kind="INVALID_ARG", error="LoRA task 1 not found in cache")
@@ -120,7 +120,7 @@ def test_an_adapter_that_fails_or_fits_nowhere_ends_its_request_alone():
     assert started(scheduler.schedule()) == [3]
 
 
-def test_it_can_be_cancelled_and_can_time_out_meanwhile():
+def test_a_held_request_can_be_cancelled_and_can_time_out():
     scheduler = make_scheduler(num_adapter_pages=4)
     accept(scheduler, adapted(1), adapted(2, allotted_time_ms=5), now_ns=1)
     (cancelled,) = accept(scheduler, stops=[StopSignal(1, StopReason.CANCELLED)])
@@ -131,7 +131,7 @@ def test_it_can_be_cancelled_and_can_time_out_meanwhile():
     assert scheduler.num_active == 0 and not scheduler.only_holds
 
 
-def test_sequences_that_go_on_without_the_first_are_named_while_it_is_held():
+def test_a_held_request_lists_its_remaining_sequences():
     scheduler = make_scheduler(num_adapter_pages=4)
     sampling = replace(make_request(1).sampling, num_return_sequences=3, top_p=1.0)
     accept(scheduler, adapted(1, sampling=sampling))
@@ -144,7 +144,7 @@ def test_sequences_that_go_on_without_the_first_are_named_while_it_is_held():
     assert [start.sequence_index for start in scheduler.schedule().starts] == [1, 2]
 
 
-def test_a_scheduler_that_begins_anew_keeps_it_waiting_and_loads_adapters_again():
+def test_a_rebuilt_scheduler_holds_the_request_and_loads_adapters_again():
     scheduler = make_scheduler(num_adapter_pages=4)
     accept(
         scheduler,
@@ -164,11 +164,11 @@ def test_a_scheduler_that_begins_anew_keeps_it_waiting_and_loads_adapters_again(
     assert scheduler.stats(None).adapters.num_used_pages == 0
 
 
-# ---------------------------------------------------------------------- what blocks are found by
+# ---------------------------------------------------------------------- keys of blocks
 
 
 def kv_blocks_reused(first: StoredAdapter | None, second: StoredAdapter | None) -> int:
-    """Blocks that a request finds after an equal one with another adapter."""
+    """Number of blocks that a request reuses from an equal one with another adapter."""
     scheduler = make_scheduler(reuse=True, num_adapter_pages=8)
     for request_id, adapter in ((1, first), (2, second)):
         request = make_request(request_id, prompt=9, new=1)
@@ -187,7 +187,7 @@ def test_blocks_are_shared_by_content_and_never_by_task_id():
     assert kv_blocks_reused(one, None) == kv_blocks_reused(None, one) == 0
 
 
-def test_blocks_are_told_with_the_task_id_of_their_adapter():
+def test_kv_events_have_the_task_id_of_the_adapter():
     for task_id in (5, None):
         scheduler = Scheduler(SchedulingConfig(kv_event_buffer_size=9), make_limits(num_adapter_pages=8))
         adapter = replace(make_adapter(1), task_id=task_id)
@@ -215,8 +215,11 @@ def test_a_sequence_without_room_for_its_adapter_is_overtaken():
     assert scheduler.stats(batch).adapters.num_evictions == 1
 
 
-def test_requests_that_run_and_wait_are_counted_by_the_name_of_their_adapter():
-    """One page: the second adapter waits for it. Task ids, which clients make up, are not counted."""
+def test_running_and_waiting_requests_are_counted_by_adapter_name():
+    """There is one page, for which the second adapter waits.
+
+    Task ids, which clients choose, are not counted.
+    """
     scheduler = make_scheduler(num_adapter_pages=1)
     one, two = make_adapter(1), make_adapter(2)
     requests = [
@@ -239,8 +242,8 @@ def test_requests_that_run_and_wait_are_counted_by_the_name_of_their_adapter():
     assert (metrics.adapters.num_stored, metrics.adapters.num_evictions) == (2, 1)
 
 
-def test_a_stream_of_requests_of_one_adapter_starves_nobody_of_another():
-    """Each of the stream overlaps the next, so that their adapter would never be idle."""
+def test_a_stream_of_requests_of_one_adapter_does_not_starve_another():
+    """Requests of the stream overlap, so that their adapter would never be idle."""
     scheduler = make_scheduler(num_adapter_pages=2, num_blocks=100)
     stream, other = make_adapter(1), make_adapter(2, rank=16)
     accept(scheduler, adapted(1, new=3), adapters=ready((1, stream)))
@@ -255,7 +258,7 @@ def test_a_stream_of_requests_of_one_adapter_starves_nobody_of_another():
     assert request_id <= 5
 
 
-def test_a_request_that_waits_for_pages_does_not_stop_those_of_other_adapters():
+def test_a_request_that_waits_for_pages_does_not_block_other_adapters():
     scheduler = make_scheduler(num_adapter_pages=2, num_blocks=100)
     one, two, three = map(make_adapter, (1, 2, 3))
     accept(scheduler, adapted(1, new=9), adapted(2, new=9), adapters=ready((1, one), (2, two)))
@@ -265,7 +268,7 @@ def test_a_request_that_waits_for_pages_does_not_stop_those_of_other_adapters():
     assert started(scheduler.schedule()) == [5], "the first adapter's page is the next that is given away"
 
 
-def test_many_requests_that_wait_for_pages_are_not_examined_every_iteration():
+def test_not_all_requests_that_wait_for_pages_are_examined_each_iteration():
     scheduler = make_scheduler(num_adapter_pages=1, num_blocks=1000)
     accept(scheduler, adapted(1, new=9), adapters=ready((1, make_adapter(1))))
     update(scheduler, scheduler.schedule())
@@ -335,11 +338,11 @@ def test_requests_that_used_the_adapter_of_a_failed_load_begin_again():
     assert third.context[0].start == 0 and len(third.generation_slots) == 1, "the third has kept its token"
 
 
-# ---------------------------------------------------------------------- what comes in
+# ---------------------------------------------------------------------- the input of an iteration
 
 
 class Cache:
-    """Says what it was told to say."""
+    """A fake adapter cache that returns the given updates."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, LoraRequest]] = []
@@ -359,7 +362,7 @@ def make_inputs(scheduler: Scheduler, new: list[Request], cache: Cache | None) -
     return OwnInputs(scheduler, lambda room: tuple(new), None, lambda: 0, None, adapters=cache)
 
 
-def test_weights_go_to_the_cache_and_no_further():
+def test_weights_are_passed_to_the_adapter_cache_only():
     scheduler, cache = make_scheduler(num_adapter_pages=1), Cache()
     lora = LoraRequest(1, weights=WEIGHTS)
     new = [replace(make_request(1), lora=lora), make_request(2)]
@@ -381,8 +384,8 @@ def test_adapters_of_requests_that_have_ended_are_forgotten():
     assert [request_id for request_id, _ in cache.asked] == [1, 2, 1]
 
 
-def test_an_idle_loop_hears_of_adapters_and_tells_other_ranks():
-    """One may be unloaded while no request is active, and every rank has a copy of it."""
+def test_an_idle_loop_passes_adapter_updates_to_other_ranks():
+    """An adapter may be unloaded while no request is active, and every rank has a copy of it."""
     shared: list[tuple[IterationInput, bool]] = []
     ranks = Mock(share=lambda inputs, are_asleep: shared.append((inputs, are_asleep)))
     scheduler, cache = make_scheduler(num_adapter_pages=1), Mock(update=Mock(return_value=AdapterUpdate()))

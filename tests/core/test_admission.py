@@ -24,17 +24,17 @@ def starts(batch: ScheduledBatch | None) -> list[int]:
     return [start.request.request_id for start in batch.starts] if batch else []
 
 
-# ---------------------------------------------------------------- the bound
+# ---------------------------------------------------------------- the queue's limit
 
 
 def refused(responses: list[Response]) -> list[int]:
-    """Ids of those that the queue had no room for; there are no other responses."""
+    """Ids of requests refused by the full queue; there are no other responses."""
     for response in responses:
         assert response.is_final and isinstance(response.error, Unavailable)
     return [response.request_id for response in responses]
 
 
-def test_the_message_is_the_specifications():
+def test_the_queue_full_message_is_the_specifications():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
     assert type(response.error) is QueueFull and response.is_final
@@ -42,7 +42,7 @@ def test_the_message_is_the_specifications():
     assert str(response.error) == message
 
 
-def test_free_slots_are_no_queue():
+def test_free_slots_do_not_count_as_queue_places():
     """4 slots and 2 places behind them, at once or when the slots are taken."""
     driver = Driver(make_scheduler(max_queue_size=2))
     assert refused(driver.accept(*(make_request(number) for number in range(8)))) == [6, 7]
@@ -73,7 +73,7 @@ def test_a_continuation_of_a_request_is_admitted_behind_a_full_queue():
     assert refused(driver.accept(*later, make_request(5))) == [5]
 
 
-def test_a_higher_priority_does_not_see_the_lower_ones():
+def test_the_queue_limit_ignores_lower_priorities():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     driver.accept(*(make_request(number, priority=0.5) for number in range(3)))
     assert refused(driver.accept(make_request(3, priority=0.4), make_request(4, priority=0.5))) == [3, 4]
@@ -98,7 +98,7 @@ def test_a_paused_request_takes_no_place_in_the_queue():
     assert refused(driver.accept(make_request(3), make_request(4), make_request(5))) == [5]
 
 
-def test_a_request_at_fault_is_told_so_and_not_that_the_queue_is_full():
+def test_an_invalid_request_gets_its_own_error_when_the_queue_is_full():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
     driver.accept(make_request(1), make_request(2))
     wrong, again = driver.accept(make_request(3, new=0), make_request(1))
@@ -108,7 +108,7 @@ def test_a_request_at_fault_is_told_so_and_not_that_the_queue_is_full():
 # ---------------------------------------------------------------- slots and blocks
 
 
-def test_nobody_overtakes_the_first_that_does_not_fit():
+def test_no_request_overtakes_the_first_that_does_not_fit():
     driver = Driver(make_scheduler(num_blocks=4))
     driver.accept(
         make_request(1, prompt=4, new=5), make_request(2, prompt=12), make_request(3, prompt=1, new=1)
@@ -118,7 +118,7 @@ def test_nobody_overtakes_the_first_that_does_not_fit():
 
 
 def test_blocks_that_running_requests_are_about_to_take_are_not_given_away():
-    """Under MAX_UTILIZATION: two of three blocks are free when the running request needs its second one."""
+    """Under MAX_UTILIZATION two of three blocks are free when the running request needs its second one."""
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=3))
     driver.accept(make_request(1, prompt=3, new=3))
     driver.step()
@@ -129,7 +129,7 @@ def test_blocks_that_running_requests_are_about_to_take_are_not_given_away():
     assert starts(driver.step()[0]) == [2]
 
 
-def test_a_static_batch_takes_nobody_before_its_end_however_much_is_free():
+def test_a_static_batch_admits_no_request_before_its_end():
     driver = Driver(make_scheduler(STATIC_BATCH))
     driver.accept(make_request(1, new=3))
     driver.step()
@@ -153,12 +153,12 @@ def contexts(batch: ScheduledBatch | None) -> list[tuple[int, int]]:
 
 
 def blocks_of(response: Response) -> tuple[int, int, int]:
-    """Taken, reused, missed."""
+    """Return the numbers of taken, reused and missed blocks."""
     metrics = response.result.perf_metrics
     return metrics.num_new_blocks, metrics.num_reused_blocks, metrics.num_missed_blocks
 
 
-def test_equal_prompts_that_come_together_are_computed_once():
+def test_equal_prompts_that_arrive_together_are_computed_once():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
     driver.accept(*alike(1, 2, 3, new=3))
     batch, _ = driver.step()
@@ -173,7 +173,7 @@ def test_equal_prompts_that_come_together_are_computed_once():
     assert list(map(blocks_of, others)) == [(1, 2, 0), (1, 2, 0)]
 
 
-def test_of_a_prompt_in_chunks_all_blocks_are_waited_for():
+def test_all_blocks_of_a_chunked_prompt_are_waited_for():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64, max_num_tokens=8, chunked=True))
     driver.accept(*(make_request(number, prompt=21, new=9) for number in (1, 2)))
     assert [(starts(batch), contexts(batch)) for batch, _ in (driver.step() for _ in range(4))] == [
@@ -184,14 +184,14 @@ def test_of_a_prompt_in_chunks_all_blocks_are_waited_for():
     ]
 
 
-def test_without_reuse_nobody_waits_for_anybody():
+def test_without_reuse_no_request_waits_for_another():
     driver = Driver(make_scheduler(reuse=False, num_blocks=64))
     driver.accept(*alike(1, 2))
     assert starts(driver.step()[0]) == [1, 2]
 
 
-def test_the_beginning_that_two_prompts_share_is_waited_for_and_no_more():
-    """The second shares one block with the first; the third shares none of its full blocks."""
+def test_a_request_waits_only_for_the_shared_beginning_of_a_prompt():
+    """The second request shares one block with the first; the third shares no full block."""
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
     driver.accept(
         make_request(1, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
@@ -253,7 +253,7 @@ def test_blocks_that_a_cancelled_request_computed_are_reused():
     ]
 
 
-def test_a_prompt_whose_every_row_is_wanted_waits_for_nobody():
+def test_a_prompt_whose_every_row_is_requested_does_not_wait():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
     wants_context = make_request(2, PROMPT, output=OutputOptions(return_prompt_log_probs=True))
     driver.accept(*alike(1), wants_context)
@@ -262,20 +262,20 @@ def test_a_prompt_whose_every_row_is_wanted_waits_for_nobody():
 
 
 def test_equal_prompts_share_a_static_batch():
-    """The batch is not filled a second time: who waited for the prompt would wait for all of the batch."""
+    """The batch is filled only once: a request that waited for the prompt would wait for the whole batch."""
     driver = Driver(make_scheduler(STATIC_BATCH, reuse=True, num_blocks=64))
     driver.accept(*alike(1, 2, 3))
     assert starts(driver.step()[0]) == [1, 2, 3]
 
 
-# ---------------------------------------------------------------- what people are told
+# ---------------------------------------------------------------- reports
 
 
 def why(scheduler: Scheduler) -> dict[int, str]:
     return {one.request_id: one.why for one in scheduler.state().waiting}
 
 
-def test_the_state_says_why_requests_wait():
+def test_the_state_has_the_reason_why_requests_wait():
     scheduler = make_scheduler(num_blocks=5, max_num_sequences=3)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=4, new=9), make_request(2, prompt=4, new=9))
@@ -297,14 +297,14 @@ def test_the_state_says_why_requests_wait():
     assert why(scheduler)[7] == "needs 1 block, 0 free"
 
 
-def test_a_promised_prefix_is_told():
+def test_the_state_reports_waiting_for_a_promised_prefix():
     scheduler = make_scheduler(reuse=True, num_blocks=64)
     Driver(scheduler).accept(*alike(1, 2))
     scheduler.schedule()
     assert why(scheduler) == {2: "a running request is computing the next block of its prompt"}
 
 
-def test_a_static_batch_is_told():
+def test_the_state_reports_waiting_for_a_static_batch():
     scheduler = make_scheduler(STATIC_BATCH)
     driver = Driver(scheduler)
     driver.accept(make_request(1))
@@ -313,7 +313,7 @@ def test_a_static_batch_is_told():
     assert why(scheduler) == {2: "static batching: waits for the end of the batch that runs"}
 
 
-def test_the_state_shows_requests_that_are_retried_apart():
+def test_the_state_shows_requests_that_are_being_retried():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1), make_request(2))
     scheduler.fail(scheduler.schedule(), StepFailed("boom"))
@@ -324,8 +324,8 @@ def test_the_state_shows_requests_that_are_retried_apart():
     }
 
 
-def test_a_retry_looks_at_nobody_who_never_ran():
-    """However many wait: those being retried ran before."""
+def test_a_retry_does_not_examine_requests_that_never_ran():
+    """Requests that wait were never run, so they are not suspected."""
     driver = Driver(make_scheduler(num_blocks=64, max_num_sequences=2))
     driver.accept(*(make_request(number, (number,) * 4) for number in range(1, 1001)))
     waiting = driver.scheduler._waiting
@@ -339,7 +339,7 @@ def test_a_retry_looks_at_nobody_who_never_ran():
 
 
 def test_blocks_are_counted_as_upstreams_test_expects_them():
-    """Its prompt has 109 tokens and gets 50 more, in blocks of 32: new, reused, and then the same prompt again."""
+    """The prompt has 109 tokens and 50 are generated, in blocks of 32; then the same prompt comes again."""
     driver = Driver(make_scheduler(reuse=True, num_blocks=64, tokens_per_block=32, max_num_tokens=256))
     counts = []
     for number in (1, 2):
@@ -351,7 +351,7 @@ def test_blocks_are_counted_as_upstreams_test_expects_them():
     assert counts == [(4, 0), (1, 4)]
 
 
-def test_a_beginning_that_is_found_is_copied_and_not_computed():
+def test_a_cached_beginning_of_a_block_is_copied_and_not_computed():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
     driver.accept(make_request(1, tuple(range(10, 22)), 1))
     driver.step()

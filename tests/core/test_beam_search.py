@@ -1,4 +1,4 @@
-"""Decisions of a beam search, step by step, over candidates made by hand."""
+"""Decisions of a beam search, step by step, for given candidates."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_more_end_ids_need_more_candidates(end_ids, expected):
     assert make_search(3, end_ids=end_ids).num_candidates == expected
 
 
-def test_stop_words_need_no_more_candidates():
+def test_stop_words_do_not_need_more_candidates():
     assert make_search(3, stop_words=((1,), (2,), (3,))).num_candidates == 6
 
 
-def test_one_row_until_the_first_step_then_one_for_each_beam():
+def test_a_search_has_one_row_until_its_first_step_then_one_per_beam():
     search = make_search(2)
     assert (search.num_rows, search.scores, search.parents) == (1, (0.0,), ())
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
@@ -69,7 +69,7 @@ def test_before_the_first_step_every_beam_is_empty():
 
 
 def test_only_the_first_candidates_may_finish():
-    """A later one that hits an end id neither finishes nor runs on."""
+    """A later candidate with an end id neither finishes nor continues."""
     search = make_search(2, early_stopping=1)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, END, -3.0), (0, 8, -4.0)))
     search.advance(make_candidates((0, 5, -2.0), (1, END, -2.5), (0, END, -3.0), (1, 6, -4.0)))
@@ -88,7 +88,7 @@ def test_the_end_id_counts_in_the_score_and_is_not_returned():
     assert [hypothesis.score for hypothesis in search.hypotheses()] == [-1.5, -2.5]
 
 
-def test_at_the_length_limit_the_first_candidates_finish_for_whatever_reason_they_have():
+def test_at_the_length_limit_candidates_keep_their_finish_reasons():
     search = make_search(3, new=2, stop_words=((5, 7),))
     search.advance(make_candidates(*((0, token, -float(token)) for token in (5, 6, 7, 8, 9, 10))))
     search.advance(
@@ -125,7 +125,7 @@ def test_a_stop_word_finishes_a_beam_that_generated_all_of_it_and_is_returned():
     assert (best.token_ids, best.finish_reason) == ((5, 7), FinishReason.STOP_WORDS)
 
 
-def test_a_stop_word_ends_no_beam_before_it_counts():
+def test_a_stop_word_ends_no_beam_before_min_tokens():
     search = make_search(2, stop_words=((5,),), stop_words_after=1)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
     assert search.token_ids == (5, 6)
@@ -141,7 +141,7 @@ def test_a_stop_word_never_begins_in_the_prompt():
     assert search.token_ids == (5, 6)
 
 
-def test_when_stop_words_leave_too_few_beams_the_others_only_fill_their_rows():
+def test_beams_without_continuation_only_fill_their_rows():
     words = ((5,), (6,), (7,))
     search = make_search(2, stop_words=words, length_penalty=1.0, early_stopping=2)
     search.advance(make_candidates((0, 5, -1.0), (0, 8, -2.0), (0, 6, -3.0), (0, 7, -4.0)))
@@ -152,7 +152,7 @@ def test_when_stop_words_leave_too_few_beams_the_others_only_fill_their_rows():
     assert (search.parents, search.token_ids, search.scores) == ((0, 0), (1, 2), (-2.5, -2.6))
 
 
-def test_a_search_ends_when_nothing_can_run_on():
+def test_a_search_ends_when_no_beam_can_continue():
     search = make_search(2, stop_words=((5,), (6,), (7,), (8,)))
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -2.0), (0, 7, -3.0), (0, 8, -4.0)))
     assert search.done and search.parents == ()
@@ -163,7 +163,7 @@ def test_a_search_ends_when_nothing_can_run_on():
 
 
 def finished_twice(**fields) -> BeamSearch:
-    """Two beams finished with -2.0 and -3.0 in two steps, and one that runs with -3.2."""
+    """A search with two finished beams of -2.0 and -3.0 after two steps, and a running one of -3.2."""
     search = make_search(2, **fields)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -1.5), (0, 7, -3.0), (0, 8, -4.0)))
     search.advance(make_candidates((0, END, -2.0), (1, END, -3.0), (0, 7, -3.2), (0, 8, -4.0)))
@@ -178,26 +178,26 @@ def test_early_stopping_1_ends_with_enough_finished_beams():
     assert search.done
 
 
-def test_early_stopping_0_looks_at_the_present_length():
-    assert finished_twice().done  # -3.2 is no better than -3.0, and never will be
+def test_early_stopping_0_compares_with_the_current_length():
+    assert finished_twice().done  # -3.2 is no better than -3.0, and scores only fall
     assert finished_twice(length_penalty=1.0).done  # -1.6 against -1.5
 
 
-def test_another_early_stopping_looks_at_the_longest_length():
+def test_other_early_stopping_compares_with_the_longest_length():
     assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # -0.32 is possible
     assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # -1.07
     assert finished_twice(early_stopping=2).done, "without a length penalty no length helps"
 
 
 @pytest.mark.parametrize("length_penalty", [1e4, 3e38])
-def test_a_length_penalty_whose_power_no_float_holds_ends_no_search_with_an_error(length_penalty):
-    """All scores are 0 then: no finished beam can be displaced."""
+def test_an_overflowing_length_penalty_is_no_error(length_penalty):
+    """All scores are 0, so no finished beam is replaced."""
     search = finished_twice(length_penalty=length_penalty)
     assert search.done
     assert tokens_of(search.hypotheses()) == [(5,), (6,)]
 
 
-def test_an_equal_score_is_no_improvement():
+def test_an_equal_score_does_not_replace_a_finished_beam():
     search = make_search(2)
     search.advance(make_candidates((0, 5, -1.0), (0, 6, -1.5), (0, 7, -3.0), (0, 8, -4.0)))
     search.advance(make_candidates((0, END, -2.0), (1, END, -3.0), (0, 7, -3.0), (0, 8, -4.0)))
@@ -213,7 +213,7 @@ def test_a_better_beam_takes_the_place_of_the_worst_finished_one():
     assert search.done, "-1.3 is possible: worse than -1.1, if better than the -1.5 that was displaced"
 
 
-def test_of_equal_scores_the_one_that_finished_first_comes_first():
+def test_equal_scores_are_ordered_by_the_time_of_finishing():
     search = make_search(2)
     search.advance(make_candidates((0, END, -2.0), (0, 6, -2.0), (0, 7, -2.0), (0, 8, -4.0)))
     assert tokens_of(search.hypotheses()) == [(), (6,)]
@@ -222,10 +222,10 @@ def test_of_equal_scores_the_one_that_finished_first_comes_first():
     assert search.done
 
 
-# ---------------------------------------------------------------- what comes back
+# ---------------------------------------------------------------- results
 
 
-def test_hypotheses_are_as_many_as_asked_for_at_every_step():
+def test_the_requested_number_of_hypotheses_is_available_at_every_step():
     search = make_search(3, num_return_sequences=2)
     assert tokens_of(search.hypotheses()) == [(), ()]
     search.advance(make_candidates(*((0, token, -float(token)) for token in (5, 6, 7, 8, 9, 10))))
@@ -265,7 +265,7 @@ def test_details_follow_each_beam_and_leave_the_end_id_out():
     assert running.cum_log_prob == -3.0
 
 
-def test_without_details_there_are_none():
+def test_details_that_are_not_requested_are_empty():
     search = make_search(2, new=1)
     search.advance(make_candidates((0, 7, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
     assert search.hypotheses()[0] == Hypothesis((7,), -1.0, -1.0, FinishReason.LENGTH)
@@ -295,7 +295,7 @@ def test_banned_tokens_are_never_returned():
     assert tokens_of(search.hypotheses()) == [(5, 9), ()]
 
 
-def test_a_search_that_has_no_token_left_ends():
+def test_a_search_without_allowed_tokens_ends():
     impossible = -float("inf")
     search = make_search(2)
     search.advance(
@@ -306,7 +306,7 @@ def test_a_search_that_has_no_token_left_ends():
     assert reasons_of(search.hypotheses()) == [FinishReason.END_ID, FinishReason.LENGTH]
 
 
-def test_a_long_search_costs_what_its_steps_cost():
+def test_the_cost_of_a_search_is_linear_in_its_steps():
     """Beams are linked, not copied, and neither walking nor freeing them recurses."""
     length = 50_000
     search = make_search(2, new=length)

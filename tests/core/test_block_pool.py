@@ -1,4 +1,4 @@
-"""Exact block ids and orders of the pool, its heap, and what its check notices."""
+"""Exact block ids and eviction orders of the pool, its heap, and faults that its check detects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def release(pool: BlockPool, blocks: dict[str, int], names: str) -> None:
 
 
 def evicted(pool: BlockPool, blocks: dict[str, int], count: int) -> str:
-    """Take `count` blocks one by one; the names of what was in them."""
+    """Take `count` blocks one by one; return the names of their former contents."""
     names = {block_id: name for name, block_id in blocks.items()}
     taken = []
     for _ in range(count):
@@ -107,7 +107,7 @@ def test_misuse_of_the_block_pool_raises_assertion_errors(misuse):
 # ---------------------------------------------------------------------- the order of eviction
 
 
-def test_worthless_blocks_are_taken_before_cached_ones():
+def test_blocks_without_content_are_taken_before_cached_ones():
     pool = BlockPool(4)
     first, second = pool.take(2)
     pool.publish(first, b"a", b"")
@@ -139,7 +139,7 @@ def test_lower_priorities_are_evicted_first_and_within_one_the_least_recent():
 def test_leaves_are_evicted_before_their_parents_whatever_was_released_first():
     pool, blocks = make_tree(4, a="", b="a", c="b", x="")
     release(pool, blocks, "abxc")
-    # b and a are older than x, but of use until c is gone.
+    # b and a are older than x, but are parents of c until it is evicted.
     assert evicted(pool, blocks, 4) == "xcba"
 
 
@@ -166,7 +166,10 @@ def test_a_parent_is_a_leaf_when_its_last_child_is_gone():
 
 
 def make_duplicate_producer() -> tuple[BlockPool, dict[str, int]]:
-    """Somebody computed a again, as block A, and holds b, its child; a and p before it are released, in order."""
+    """A second sequence computed a again, as block A, and holds its child b.
+
+    A and its parent p are released.
+    """
     pool = BlockPool(6)
     blocks = dict(zip("paAbq", pool.take(5)))
     pool.publish(blocks["p"], b"p", b"")
@@ -178,10 +181,10 @@ def make_duplicate_producer() -> tuple[BlockPool, dict[str, int]]:
     return pool, blocks
 
 
-def test_without_a_leaf_the_block_released_first_goes():
+def test_without_a_leaf_the_block_released_first_is_evicted():
     pool, blocks = make_duplicate_producer()
-    pool.retain(blocks["p"], Retention(90))  # without a leaf there is no telling what is worth more
-    pool.take(1)  # the worthless one
+    pool.retain(blocks["p"], Retention(90))  # without a leaf the order of release decides
+    pool.take(1)  # the block without content
     assert pool.num_cached == pool.num_free == 2
     assert evicted(pool, blocks, 2) == "pa"
 
@@ -195,7 +198,7 @@ def test_a_leaf_goes_before_blocks_whose_children_are_held():
     assert evicted(pool, blocks, 1) == "q"
 
 
-def test_children_count_for_whichever_block_has_their_parents_content():
+def test_children_count_for_the_findable_block_of_their_parents_content():
     pool, blocks = make_duplicate_producer()
     pool.take(1)
     assert evicted(pool, blocks, 2) == "pa"
@@ -223,7 +226,7 @@ def test_a_cached_leaf_that_gets_a_child_waits_for_it():
 # ---------------------------------------------------------------------- durations
 
 
-def test_a_priority_for_a_time_falls_back_when_nobody_held_the_block_for_so_long():
+def test_a_timed_priority_expires_after_the_block_was_unreferenced_for_its_duration():
     pool, blocks = make_tree(3, a="", b="", c="")
     pool.expire(5 * MS)
     pool.retain(blocks["a"], Retention(90, duration_ms=10))
@@ -258,7 +261,7 @@ def test_a_duration_starts_again_with_the_next_release():
     assert evicted(pool, blocks, 2) == "ba"
 
 
-def test_a_priority_that_is_over_stays_over():
+def test_an_expired_priority_does_not_return():
     pool, blocks = make_tree(2, a="", b="")
     pool.retain(blocks["a"], Retention(90, duration_ms=10))
     release(pool, blocks, "ab")
@@ -280,7 +283,7 @@ def test_a_parent_that_expires_still_waits_for_its_child():
     assert evicted(pool, blocks, 3) == "xba"
 
 
-def test_an_evicted_blocks_duration_means_nothing_to_its_next_content():
+def test_an_evicted_blocks_duration_does_not_apply_to_its_next_content():
     pool, blocks = make_tree(2, a="", b="")
     pool.retain(blocks["a"], Retention(0, duration_ms=10))
     release(pool, blocks, "ab")
@@ -301,7 +304,7 @@ def test_a_second_producers_retention_applies_to_the_block_that_is_found():
     check_integrity(pool)
     pool.expire(15 * MS - 1)
     assert evicted(pool, blocks, 1) == "b"
-    pool.publish(again, b"c", b"")  # nothing said: nothing changes
+    pool.publish(again, b"c", b"")  # no retention: nothing changes
     pool.expire(15 * MS)
     assert evicted(pool, blocks, 2) == "ac"
 
@@ -327,7 +330,7 @@ def test_the_heap_agrees_with_sorting_and_never_grows_beyond_twice_its_blocks():
         check_integrity(heap)
 
 
-def test_blocks_that_are_shared_again_and_again_leave_no_trail():
+def test_blocks_that_are_shared_repeatedly_do_not_grow_the_heap():
     pool, blocks = make_tree(8, a="", b="a", c="b")
     for name in blocks:
         pool.retain(blocks[name], Retention(50, duration_ms=1000))
@@ -339,7 +342,7 @@ def test_blocks_that_are_shared_again_and_again_leave_no_trail():
     assert len(pool._cached._entries) <= 16 and len(pool._expiries._entries) <= 16
 
 
-# ---------------------------------------------------------------------- what is checked
+# ---------------------------------------------------------------------- the integrity check
 
 
 def _lose_a_block(pool: BlockPool) -> None:
@@ -402,7 +405,7 @@ def _expire_what_is_held(pool: BlockPool) -> None:
         _expire_what_is_held,
     ],
 )
-def test_a_planted_fault_is_noticed(plant: Callable[[BlockPool], None]):
+def test_a_planted_fault_is_detected(plant: Callable[[BlockPool], None]):
     pool, blocks = make_tree(6, a="", b="a", c="b")
     pool.retain(blocks["c"], Retention(50, duration_ms=5))
     release(pool, blocks, "c")

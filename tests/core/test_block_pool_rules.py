@@ -1,4 +1,4 @@
-"""The pool against a slow one that does word by word what the rules say, over random calls."""
+"""The pool compared with a slow model of its rules, over random calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Published:
 
 
 class SlowPool:
-    """The rules of the pool, word by word: lists and linear scans."""
+    """A model of the pool's rules with lists and linear scans."""
 
     def __init__(self, num_blocks: int) -> None:
         self.references = [0] * num_blocks
@@ -106,7 +106,7 @@ ANY = st.integers(0, 10_000)
 
 
 class PoolAgainstSlowPool(RuleBasedStateMachine):
-    """A digest's parent is all but its last letter, published or not, as with several producers."""
+    """A digest's parent is the digest without its last letter, whether published or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class PoolAgainstSlowPool(RuleBasedStateMachine):
     @precondition(lambda self: self.held())
     @rule(any_block=ANY, any_digest=ANY, retention=RETENTIONS)
     def publish_and_release_all(self, any_block: int, any_digest: int, retention: Retention | None) -> None:
-        """Publish and release every block, as at a sequence's end; without it few examples would ever evict."""
+        """Publish and release every block, as at a sequence's end; otherwise few examples would evict."""
         for block_id in self.held():
             if block_id in self.new():
                 self.publish_one(block_id, DIGESTS[(any_digest + block_id) % len(DIGESTS)], retention)
@@ -174,7 +174,7 @@ class PoolAgainstSlowPool(RuleBasedStateMachine):
         assert pool.num_shared == sum(count > 1 for count in slow.references)
 
     def teardown(self) -> None:
-        """All that is left is evicted in the same order."""
+        """Check that both evict all remaining blocks in the same order."""
         for block_id in self.held():
             while self.slow.references[block_id]:
                 self.release_one(block_id)

@@ -37,7 +37,7 @@ BLOCK = 4
         ({"prompt": 3, "new": 20}, 6, 1),
         ({"prompt": 8, "new": 20}, 7, 3),
         ({"prompt": 6, "new": 20, "draft": ExternalDraft((1, 2, 3))}, 7, 3),
-        ({"prompt": 6, "new": 8, "sampling": TWO_BEAMS}, 7, 7),  # a shared one, and 3 for each beam
+        ({"prompt": 6, "new": 8, "sampling": TWO_BEAMS}, 7, 7),  # a shared block, and 3 for each beam
     ],
 )
 def test_blocks_reserved_at_admission_by_policy(fields, to_the_end, now):
@@ -46,7 +46,7 @@ def test_blocks_reserved_at_admission_by_policy(fields, to_the_end, now):
     assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == now
 
 
-def test_a_resumed_sequence_gets_further_than_it_was():
+def test_a_resumed_sequence_reserves_a_further_block():
     sequence = make_sequence(prompt=4, new=8)
     sequence.tokens += [1, 2, 3]
     assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == 2
@@ -78,7 +78,7 @@ class Blocks:
         return MaxUtilization().plan_growth(self.running, self.cache)
 
 
-def test_as_long_as_there_are_blocks_nobody_is_paused_and_the_blocks_are_claimed():
+def test_no_sequence_is_paused_while_blocks_are_free():
     blocks = Blocks(6)
     for _ in range(3):
         blocks.run()
@@ -88,8 +88,11 @@ def test_as_long_as_there_are_blocks_nobody_is_paused_and_the_blocks_are_claimed
 @pytest.mark.parametrize(
     ("num_free", "paused", "claimed"), [(0, [3, 2], 2), (1, [3, 2], 2), (2, [3], 3), (3, [3], 3), (4, [], 4)]
 )
-def test_the_last_started_are_paused_for_the_older_ones(num_free, paused, claimed):
-    """Each of four needs a block and holds one. With an odd free one, the third has nobody behind but itself."""
+def test_the_sequences_that_started_last_are_paused(num_free, paused, claimed):
+    """Four sequences hold one block each and need another.
+
+    With an odd number of free ones the third pauses itself.
+    """
     blocks = Blocks(4 + num_free)
     for _ in range(4):
         blocks.run()
@@ -97,44 +100,44 @@ def test_the_last_started_are_paused_for_the_older_ones(num_free, paused, claime
     assert ([sequence.key for sequence in growth.paused], growth.num_blocks) == (paused, claimed)
 
 
-def test_no_more_are_paused_than_it_takes():
-    """The last one gives up three blocks at once, which is enough for everybody else."""
+def test_no_more_sequences_are_paused_than_necessary():
+    """The last sequence gives up three blocks at once, which is enough for all others."""
     blocks = Blocks(6)
     *_, last = (blocks.run(tokens=tokens) for tokens in (4, 4, 4, 12))
     assert blocks.plan() == Growth((last,), 3, is_short=True)
 
 
-def test_blocks_that_others_hold_too_are_no_gain():
-    """The last one holds nothing alone: it is paused, and the one before it as well."""
+def test_pausing_does_not_count_shared_blocks_as_freed():
+    """The last sequence holds only shared blocks, so the one before it is paused too."""
     blocks = Blocks(3)
     _, second, last = blocks.run(), blocks.run(), blocks.run()
     blocks.cache.pool.share(blocks.cache.block_table(last.key))
     assert blocks.plan() == Growth((last, second), 1, is_short=True)
 
 
-def test_the_last_request_is_paused_itself():
+def test_the_last_request_is_paused_if_no_other_can_be():
     blocks = Blocks(1)
     alone = blocks.run()
     assert blocks.plan() == Growth((alone,), 0, is_short=True)
 
 
 @pytest.mark.parametrize("num_free", [0, 1])
-def test_lower_priorities_are_paused_first_whenever_they_started(num_free):
-    """With an odd free block, the last one has nobody below but itself."""
+def test_lower_priorities_are_paused_first(num_free):
+    """With an odd number of free blocks the sequence of the lowest priority pauses itself."""
     blocks = Blocks(4 + num_free)
     low, _, _, late = (blocks.run(priority) for priority in (0.2, 0.9, 0.5, 0.5))
     assert blocks.plan() == Growth((low, late), 2, is_short=True)
 
 
-def test_within_a_priority_the_last_started_goes_first():
+def test_within_a_priority_the_last_started_is_paused_first():
     blocks = Blocks(3)
     early, late, _ = (blocks.run(priority) for priority in (0.2, 0.2, 0.9))
     assert blocks.plan() == Growth((late, early), 1, is_short=True)
 
 
 @pytest.mark.parametrize("priority", [0.1, 0.5, 0.9])
-def test_only_a_higher_priority_takes_from_an_older_one(priority):
-    """The older one is in the middle of its second block and needs none."""
+def test_only_a_higher_priority_pauses_an_older_sequence(priority):
+    """The older sequence is in the middle of its second block and needs none."""
     blocks = Blocks(3)
     older, younger = blocks.run(0.5, tokens=6), blocks.run(priority)
     paused, claimed = ((older,), 1) if priority > 0.5 else ((younger,), 0)
@@ -178,7 +181,10 @@ def test_the_policy_of_a_name():
 
 
 def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
-    """By iteration, from 1 on, which requests started in it; only those in which some did."""
+    """Return the requests that started in each iteration, counted from 1.
+
+    Iterations without starts are left out.
+    """
     starts = {}
     iteration = 0
     while (batch := driver.step()[0]) is not None:
@@ -188,7 +194,7 @@ def run_to_the_end(driver: Driver) -> dict[int, list[int]]:
     return starts
 
 
-def test_a_paused_request_comes_back_before_new_ones_that_would_fit():
+def test_a_paused_request_resumes_before_new_ones_that_would_fit():
     """Two requests hold 2 of the 4 blocks each when both need a third, for their ninth token; the third request
     needs one block, which is free as long as the second is paused."""
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
@@ -205,7 +211,7 @@ def test_a_paused_request_comes_back_before_new_ones_that_would_fit():
 
 
 def test_growth_and_pauses_go_by_priority():
-    """The older request has the lower priority: it gives way, and comes back when the other one has ended."""
+    """The older request has the lower priority: it is paused, and resumes when the other one has ended."""
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
     driver.accept(make_request(1, prompt=4, new=8, priority=0.2))
     driver.step()

@@ -1,4 +1,4 @@
-"""Requests that run out of time: wherever they are, with what they have, and nothing is held afterwards."""
+"""Requests that time out in any state: they return their tokens so far and free all resources."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def end(group: RequestGroup) -> None:
 # ---------------------------------------------------------------- the heap
 
 
-def test_expired_ones_come_once_the_earliest_first():
+def test_expired_requests_are_returned_once_earliest_deadline_first():
     deadlines = Deadlines()
     groups = {ms: make_group(ms, ms) for ms in (30, 10, 20, 40)}
     for group in groups.values():
@@ -57,8 +57,8 @@ def test_time_counts_from_the_arrival_at_the_front_end():
     assert make_group(1, 0, now_ms=9).deadline_ns == 0
 
 
-def test_ended_ones_do_not_pile_up():
-    """Long deadlines and short answers: nothing ever expires, and the heap stays as small as what is left."""
+def test_ended_requests_do_not_accumulate_in_the_heap():
+    """With long deadlines and short answers nothing expires, and the heap has only active requests."""
     deadlines = Deadlines()
     lasting = [make_group(key, 1000) for key in range(10)]
     for group in lasting:
@@ -94,8 +94,8 @@ def assert_nothing_is_held(driver: Driver) -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 2, 4])
-def test_in_context_and_in_generation(steps, streaming):
-    """A prompt of 12 tokens is computed in three chunks; the first token comes with the last of them."""
+def test_a_running_request_times_out_in_context_and_in_generation(steps, streaming):
+    """A prompt of 12 tokens is computed in three chunks; the last one gives the first token."""
     driver = Driver(make_scheduler(max_num_tokens=7, chunked=True))
     driver.accept(make_request(1, prompt=12, new=9, streaming=streaming, allotted_time_ms=5))
     for _ in range(steps):
@@ -132,7 +132,7 @@ def test_a_paused_request_times_out():
     assert_nothing_is_held(driver)
 
 
-def test_the_tokens_of_a_batch_in_flight_do_not_come_any_more():
+def test_tokens_of_a_batch_in_flight_are_dropped_after_a_timeout():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, streaming=True, allotted_time_ms=5))

@@ -1,4 +1,4 @@
-"""Log probabilities, logits and times beside the tokens: exact values for hand-made answers of the device."""
+"""Log probabilities, logits and times beside the tokens: exact values for given outputs of the device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_log_probs_are_deltas_and_the_sum_grows():
     assert sums == [-1.0, -3.0, -3.0]
 
 
-def test_of_a_stopped_prompt_nothing_is_kept_that_was_computed_behind_a_failure():
+def test_context_outputs_computed_after_a_failure_are_dropped():
     policy = ChunkingPolicy.EQUAL_PROGRESS
     scheduler = make_scheduler(max_num_tokens=8, chunked=True, chunking_policy=policy, num_micro_batches=2)
     driver = Driver(scheduler)
@@ -67,7 +67,7 @@ def test_of_a_stopped_prompt_nothing_is_kept_that_was_computed_behind_a_failure(
     assert final.request_id == 1 and final.error is None and not final.result.context_logits.data
 
 
-def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
+def test_context_outputs_of_chunks_are_concatenated_without_reuse():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True, reuse=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=10, new=1))
@@ -89,7 +89,7 @@ def test_context_outputs_of_chunks_add_up_and_nothing_is_reused_for_them():
     assert final.result.context_logits.shape == (10, 2)
 
 
-def test_perf_metrics_say_when_and_how_many_blocks():
+def test_perf_metrics_have_times_and_block_counts():
     scheduler = make_scheduler(reuse=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, prompt=10, new=1))
@@ -104,7 +104,7 @@ def test_perf_metrics_say_when_and_how_many_blocks():
 
 
 @pytest.mark.parametrize("ended_by", ["stop", "deadline"])
-def test_details_of_a_sequence_that_is_cut_short_go_up_to_its_end(ended_by):
+def test_details_end_with_the_tokens_of_a_stopped_sequence(ended_by):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     output = OutputOptions(
@@ -135,7 +135,7 @@ def test_details_of_a_sequence_that_is_cut_short_go_up_to_its_end(ended_by):
     assert result.perf_metrics.num_new_blocks == 1
 
 
-def test_details_of_a_prompt_that_is_cut_short_have_the_computed_rows():
+def test_details_of_a_stopped_prompt_have_the_computed_rows():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     driver = Driver(scheduler)
     output = OutputOptions(
@@ -222,8 +222,8 @@ def scheduler_that_offers(*offered: OfferedOutput) -> Scheduler:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_additional_outputs_are_cut_where_tokens_are_and_come_once(streaming):
-    """An end id gets no row, nor what comes behind it; the prompt's rows are in the first response alone."""
+def test_additional_outputs_end_with_the_tokens_and_are_returned_once(streaming):
+    """An end id and tokens after it have no rows; the prompt's rows are only in the first response."""
     scheduler = scheduler_that_offers(
         OfferedOutput("last_hidden_state", True, 2), OfferedOutput("top_1_logits", False, 1)
     )

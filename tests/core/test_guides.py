@@ -1,4 +1,4 @@
-"""Requests whose guides are not ready: they wait without holding anything, and no one waits for them."""
+"""Requests whose guides are not ready: they hold no resources, and no other request waits for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept(scheduler: Scheduler, *requests, guides=(), stops=(), now_ns=0):
     return scheduler.accept(IterationInput(0, now_ns, tuple(requests), tuple(stops), tuple(guides)))
 
 
-def test_others_run_while_a_guide_is_compiled():
+def test_other_requests_run_while_a_guide_is_compiled():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), make_request(2))
     assert not scheduler.only_holds
@@ -36,7 +36,7 @@ def test_others_run_while_a_guide_is_compiled():
     assert scheduler.stats(batch).num_waiting_requests == 1
 
 
-def test_it_starts_when_its_guide_is_ready():
+def test_a_held_request_starts_when_its_guide_is_ready():
     scheduler = make_scheduler()
     accept(scheduler, guided(1))
     assert scheduler.only_holds
@@ -46,13 +46,13 @@ def test_it_starts_when_its_guide_is_ready():
     assert start.token_ids == start.request.input_token_ids, "a guide is told what was generated before"
 
 
-def test_a_guide_that_is_known_is_ready_at_once():
+def test_a_known_guide_is_ready_at_once():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), guides=[GuideEvent(1)])
     assert len(scheduler.schedule().starts) == 1
 
 
-def test_a_guide_that_fails_ends_its_request_alone():
+def test_a_guide_that_fails_ends_only_its_request():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), guided(2))
     (response,) = accept(scheduler, guides=[GuideEvent(1, "INVALID_ARG", "guided_decoding_guide is wrong")])
@@ -65,7 +65,7 @@ def test_a_guide_that_fails_ends_its_request_alone():
     assert accept(scheduler, guides=[GuideEvent(1), GuideEvent(7)]) == [], "of requests that are not there"
 
 
-def test_it_can_be_cancelled_and_can_time_out_meanwhile():
+def test_a_held_request_can_be_cancelled_and_can_time_out():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), guided(2, allotted_time_ms=5), now_ns=1)
     (cancelled,) = accept(scheduler, stops=[StopSignal(1, StopReason.CANCELLED)])
@@ -77,7 +77,7 @@ def test_it_can_be_cancelled_and_can_time_out_meanwhile():
     assert accept(scheduler, guides=[GuideEvent(1), GuideEvent(2)]) == []
 
 
-def test_one_of_several_sequences_can_be_cancelled_meanwhile():
+def test_one_sequence_of_a_held_request_can_be_cancelled():
     scheduler = make_scheduler()
     sampling = replace(make_request(1).sampling, num_return_sequences=2, top_p=1.0)
     accept(scheduler, guided(1, sampling=sampling))
@@ -88,14 +88,14 @@ def test_one_of_several_sequences_can_be_cancelled_meanwhile():
     assert start.sequence_index == 1
 
 
-def test_those_that_wait_for_guides_fill_the_queue():
+def test_requests_that_wait_for_guides_count_as_queued():
     scheduler = make_scheduler(max_queue_size=1, max_num_sequences=1)
     accept(scheduler, guided(1), guided(2))
     (refused,) = accept(scheduler, guided(3))
     assert isinstance(refused.error, Unavailable)
 
 
-def test_a_scheduler_that_begins_anew_keeps_them_waiting():
+def test_a_rebuilt_scheduler_keeps_holding_requests():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), make_request(2), make_request(3))
     scheduler.schedule()
@@ -108,7 +108,7 @@ def test_a_scheduler_that_begins_anew_keeps_them_waiting():
 
 
 class Compiler:
-    """Says what it was told to say."""
+    """A fake compiler that returns the given events."""
 
     def __init__(self):
         self.asked = []
@@ -124,7 +124,7 @@ class Compiler:
         self.forgotten.append(request_id)
 
 
-def test_the_input_of_an_iteration_carries_what_became_of_guides():
+def test_the_input_of_an_iteration_has_the_results_of_guides():
     scheduler, compiler = make_scheduler(), Compiler()
     inputs = OwnInputs(scheduler, lambda room: (guided(1), make_request(2)), None, lambda: 0, None, compiler)
     assert inputs.next().guides == (GuideEvent(1),)
@@ -154,7 +154,7 @@ def test_without_a_tokenizer_a_guide_is_refused_by_name():
     ("guide", "message"),
     [(Guide(GuideKind.JSON, "{}"), "left out"), (Guide(GuideKind.REGEX), "is required"), (GUIDE, None)],
 )
-def test_a_guide_comes_with_a_text_or_without(guide, message):
+def test_guide_types_require_or_refuse_a_text(guide, message):
     request = replace(make_request(1), guide=guide)
     if message is None:
         request.validate(make_scheduler().limits)
@@ -163,7 +163,7 @@ def test_a_guide_comes_with_a_text_or_without(guide, message):
         request.validate(make_scheduler().limits)
 
 
-def test_how_long_guides_took_and_which_failed_is_counted():
+def test_wait_times_and_failures_of_guides_are_counted():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), guided(2), now_ns=1_000_000_000)
     events = [GuideEvent(1), GuideEvent(2, "INVALID_ARG", "guided_decoding_guide is wrong")]

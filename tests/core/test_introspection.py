@@ -1,4 +1,4 @@
-"""State reported of a scheduler at work: whole values, of small scenarios."""
+"""The reported state of a scheduler: complete values for small scenarios."""
 
 from __future__ import annotations
 
@@ -78,8 +78,11 @@ WAITS = WaitingState(
 )
 
 
-def test_one_generates_one_is_in_its_context_and_one_waits():
-    """Slots for two; chunks of 8 tokens. The first has ended its context, the second has two chunks of two."""
+def test_the_state_of_a_generating_a_context_and_a_waiting_request():
+    """There are two slots and chunks of 8 tokens.
+
+    The first request has computed its context, the second a part.
+    """
     scheduler = make_scheduler(max_num_sequences=2, max_num_tokens=9, chunked=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, SHORT, 8, allotted_time_ms=100), now_ns=10 * MS)
@@ -104,7 +107,7 @@ def test_one_generates_one_is_in_its_context_and_one_waits():
     )
 
 
-def test_tokens_of_those_that_have_ended_stay_counted():
+def test_the_state_counts_tokens_of_ended_sequences():
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, SHORT, 3), make_request(2, SHORT, 8))
     for _ in range(5):
@@ -124,7 +127,7 @@ def test_the_state_shows_the_tokens_of_paused_sequences():
     assert (paused.prompt_tokens, paused.generated_tokens, paused.waited_ms) == (4, 5, 1.0)
 
 
-def test_the_state_tells_sequences_in_flight_from_those_that_wait_for_their_end():
+def test_the_state_distinguishes_sequences_in_flight_and_pending_endings():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, SHORT), make_request(2, SHORT))
@@ -164,7 +167,7 @@ def test_siblings_wait_for_the_first_sequence_then_run_and_share():
 
 
 def test_a_search_has_slots_and_blocks_for_every_beam():
-    """6 prompt tokens are in 2 blocks; 2 beams of 13 tokens need a common one and 3 each at worst."""
+    """6 prompt tokens are in 2 blocks; 2 beams of 13 tokens need at most one shared block and 3 each."""
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1, prompt=6, new=8, sampling=SamplingConfig(beam_width=2)))
     scheduler.schedule()
@@ -172,7 +175,7 @@ def test_a_search_has_slots_and_blocks_for_every_beam():
     assert (search.slots, search.blocks, search.reserved_blocks) == ((0, 1), 2, 5)
 
 
-def test_suspects_are_told_in_the_order_in_which_they_are_tried():
+def test_the_state_lists_suspects_in_the_order_of_their_retries():
     scheduler = make_scheduler()
     Driver(scheduler).accept(*(make_request(number) for number in (1, 2, 3)))
     scheduler.fail(scheduler.schedule(), StepFailed("boom"))
@@ -182,7 +185,7 @@ def test_suspects_are_told_in_the_order_in_which_they_are_tried():
     assert scheduler.state().suspects == (2, 3)
 
 
-def test_cached_blocks_are_told_apart_from_empty_ones():
+def test_the_state_distinguishes_cached_and_empty_blocks():
     driver = Driver(make_scheduler(reuse=True))
     driver.accept(make_request(1, LONG, 1))
     driver.step()
@@ -190,12 +193,12 @@ def test_cached_blocks_are_told_apart_from_empty_ones():
 
 
 @pytest.mark.parametrize("policy", CapacityPolicy)
-def test_the_policy_is_told_by_the_name_that_configures_it(policy):
+def test_the_state_has_the_policys_name_in_the_configuration(policy):
     assert make_scheduler(policy).state().policy == policy.value
 
 
-def test_reading_the_state_changes_no_batch():
-    """A run that is looked at all the time makes the same batches as one that is not."""
+def test_reading_the_state_does_not_change_batches():
+    """A run whose state is read in every iteration makes the same batches."""
 
     def batches(looks: bool) -> list:
         driver = Driver(
@@ -231,7 +234,7 @@ def test_request_statistics():
     assert [one.is_scheduled for one in scheduler.request_stats(None)] == [False, False, False]
 
 
-def test_request_statistics_of_a_paused_one_keep_what_its_runs_took():
+def test_request_statistics_add_up_over_pauses():
     driver = Driver(make_scheduler(MAX_UTILIZATION, num_blocks=4))
     driver.accept(make_request(1, new=8), make_request(2, new=8))
     for _ in range(6):
@@ -253,8 +256,8 @@ def test_the_state_shows_ended_sequences_while_their_batch_is_in_flight():
     assert scheduler.request_stats(batch) == ()
 
 
-def test_of_a_long_queue_only_the_first_are_looked_up(monkeypatch):
-    """The loop waits for the answer, and every look takes digests of a prompt."""
+def test_only_the_first_requests_of_a_long_queue_are_examined(monkeypatch):
+    """The loop waits for the answer, and examining a request computes digests of its prompt."""
     scheduler = make_scheduler(reuse=True)
     looked_up = []
     match_prefix = scheduler.kv_cache.match_prefix

@@ -1,4 +1,4 @@
-"""Halves tried apart: exact sets, and that a faulty one is found in so many failures as the docstring says."""
+"""Retries of failed requests in halves: exact sets, and the number of failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inflight.core.recover.recovery import Isolation
 
 
-def test_nobody_is_under_suspicion_at_first():
+def test_no_request_is_suspected_at_first():
     isolation = Isolation()
     assert (isolation.is_active, isolation.retrying, isolation.suspects) == (False, (), ())
 
@@ -22,7 +22,7 @@ def test_a_failed_set_is_split_and_its_first_half_is_tried_first():
     assert (isolation.retrying, isolation.suspects) == ((1, 2), (1, 2, 3, 4, 5))
 
 
-def test_the_cleared_are_left_out_and_the_next_are_tried():
+def test_cleared_requests_are_left_out_and_the_next_half_is_tried():
     isolation = Isolation()
     isolation.failed((1, 2, 3, 4), was_alone=False)
     isolation.clear()
@@ -31,22 +31,22 @@ def test_the_cleared_are_left_out_and_the_next_are_tried():
     assert not isolation.is_active and isolation.retrying == ()
 
 
-def test_some_can_be_tried_again():
+def test_a_subset_can_be_retried():
     isolation = Isolation()
     isolation.failed((1, 2, 3, 4), was_alone=False)
     isolation.clear(but=(2,))
     assert isolation.suspects == (2, 3, 4) and isolation.retrying == (2,)
 
 
-def test_one_that_was_alone_is_faulty_and_nothing_more_is_held_against_it():
+def test_a_request_that_fails_alone_is_faulty_and_no_longer_suspected():
     isolation = Isolation()
     isolation.failed((1, 2), was_alone=False)
     assert isolation.failed((1,), was_alone=True) == 1
     assert isolation.suspects == (2,)
 
 
-def test_one_that_was_with_others_is_tried_alone():
-    """Beside it were rows that cannot be blamed: they had ended, or followed from an earlier failure."""
+def test_a_request_that_failed_beside_others_is_retried_alone():
+    """The other rows are not suspected: they had ended, or followed from an earlier failure."""
     isolation = Isolation()
     assert isolation.failed((1,), was_alone=False) is None
     assert isolation.retrying == (1,)
@@ -57,8 +57,8 @@ def test_one_that_was_with_others_is_tried_alone():
 @pytest.mark.parametrize(
     ("num_requests", "most"), [(1, 1), (2, 2), (3, 3), (4, 3), (8, 4), (64, 7), (100, 8)]
 )
-def test_the_faulty_one_is_found_by_halving(num_requests, most):
-    """As often as one fails with it: log2(n) rounded up, and the first time."""
+def test_the_faulty_request_is_found_by_halving(num_requests, most):
+    """The number of failures is log2(n) rounded up, plus the first one."""
     everybody = tuple(range(num_requests))
     failures = [find(everybody, {faulty})[0] for faulty in everybody]
     assert max(failures) == most
@@ -66,14 +66,17 @@ def test_the_faulty_one_is_found_by_halving(num_requests, most):
 
 @settings(deadline=None, derandomize=True)
 @given(num_requests=st.integers(1, 40), data=st.data())
-def test_any_number_of_faulty_ones_are_found_and_nobody_else(num_requests, data):
+def test_exactly_the_faulty_requests_are_found(num_requests, data):
     faulty = data.draw(st.sets(st.integers(0, num_requests - 1)))
     _, found = find(tuple(range(num_requests)), faulty)
     assert found == faulty
 
 
 def find(everybody: tuple[int, ...], faulty: set[int]) -> tuple[int, set[int]]:
-    """Run requests that fail whenever a faulty one is among them; how often that was, and who was found."""
+    """Run sets that fail if a faulty request is among them.
+
+    Return the number of failures and the found ones.
+    """
     isolation, found = Isolation(), set()
     num_failures = num_iterations = 0
     present = everybody

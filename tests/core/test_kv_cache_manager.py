@@ -40,7 +40,7 @@ def run_to_end(
     return table
 
 
-def test_a_reservation_is_spent_by_growth_and_given_back_by_release():
+def test_growth_uses_the_reservation_and_release_returns_it():
     cache = make_cache()
     admit(cache, 1, 3)
     assert (cache.num_reserved, cache.num_unreserved) == (3, 5)
@@ -88,7 +88,7 @@ def test_a_block_is_shared_while_its_producer_runs():
     assert match.num_held == len(match.block_ids) == 1
 
 
-def test_blocks_freed_counts_only_what_nobody_else_holds():
+def test_blocks_freed_counts_only_unshared_blocks():
     cache = make_cache()
     tokens = list(range(9))
     admit(cache, 1, 3, tokens)
@@ -99,7 +99,7 @@ def test_blocks_freed_counts_only_what_nobody_else_holds():
     assert cache.blocks_freed_by(2) == 1
 
 
-def test_without_a_scope_nothing_matches_and_nothing_is_found():
+def test_without_a_scope_no_block_is_reused_or_published():
     cache = make_cache()
     run_to_end(cache, 1, list(range(8)))
     assert found(cache, 2, list(range(9)), UNSHARED) == PrefixMatch()
@@ -107,7 +107,7 @@ def test_without_a_scope_nothing_matches_and_nothing_is_found():
     assert found(cache, 4, list(range(20, 29))) == PrefixMatch()
 
 
-def test_a_private_scope_is_shared_by_its_own_sequences_alone():
+def test_a_private_scope_is_shared_only_by_its_own_sequences():
     cache = make_cache()
     run_to_end(cache, 1, list(range(8)), CacheRules(private_scope(1)))
     assert len(found(cache, 2, list(range(9)), CacheRules(private_scope(1))).block_ids) == 2
@@ -123,13 +123,13 @@ def test_later_blocks_of_a_released_sequence_are_evicted_first():
     assert len(found(cache, 3, list(range(13))).block_ids) == 2
 
 
-def test_digests_tell_minus_one_from_minus_two():
+def test_digests_of_minus_one_and_minus_two_differ():
     assert hash(-1) == hash(-2)
     assert block_digest(ROOT_SCOPE, [-1]) != block_digest(ROOT_SCOPE, [-2])
 
 
 def test_a_running_child_is_found_again_when_its_parents_content_is():
-    """Two compute the same prompt, and the one whose blocks are found ends first and is evicted."""
+    """Two sequences compute the same prompt; the one whose blocks are found ends first and is evicted."""
     cache, tokens = make_cache(num_blocks=7), list(range(12))
     for key in (1, 2):
         admit(cache, key, 3, tokens[:9])
@@ -141,11 +141,15 @@ def test_a_running_child_is_found_again_when_its_parents_content_is():
     assert cache.block_table(2) == (3, 4, 5)
     assert (cache.pool.num_cached, cache.pool.num_empty) == (2, 2)
     admit(cache, 3, 3)
-    assert cache.extend(3, 12) == (2, 6, 1)  # worthless ones, then, without a leaf, what was released first
+    assert cache.extend(3, 12) == (
+        2,
+        6,
+        1,
+    )  # blocks without content, then, without a leaf, the block released first
     check_integrity(cache)
     assert found(cache, 4, [*tokens, 99]).block_ids == (0,)
     cache.release(3)
-    assert run_to_end(cache, 5, tokens[:8]) == (0, 2)  # what was in block 1: it has a child already
+    assert run_to_end(cache, 5, tokens[:8]) == (0, 2)  # the content of block 1, which has a child already
     assert found(cache, 6, [*tokens, 99]).block_ids == (0, 2, 5)
     check_integrity(cache)
 
@@ -173,7 +177,7 @@ def test_a_running_sequences_counts_are_its_own_admissions():
     assert cache.block_counts(2) == (2, 2, 1)
 
 
-def test_a_block_that_is_computed_in_any_case_is_not_missed():
+def test_a_block_that_must_be_computed_does_not_count_as_missed():
     cache = make_cache()
     admit(cache, 1, 2, list(range(8)))
     assert cache.block_counts(1) == (2, 0, 1)
@@ -204,7 +208,7 @@ def test_beams_take_blocks_too():
 # ---------------------------------------------------------------------- beginnings of blocks
 
 
-def test_of_a_block_that_begins_alike_the_beginning_is_found_and_copied():
+def test_a_block_with_a_common_beginning_is_copied():
     cache = make_cache()
     run_to_end(cache, 1, list(range(12)))
     tokens = [*range(6), 90, 91]
@@ -228,7 +232,7 @@ def test_the_last_known_token_is_computed_in_any_case(tokens, num_copied):
     assert (match.block_ids, match.num_copied_tokens) == ((), num_copied)
 
 
-def test_of_several_the_one_that_begins_with_the_most_is_copied():
+def test_the_block_with_the_longest_common_beginning_is_copied():
     cache = make_cache(num_blocks=16)
     for key, prompt in enumerate(([1, 2, 3, 9], [1, 2, 9, 9], [1, 9, 9, 9])):
         run_to_end(cache, key, [*prompt, 0])
@@ -236,7 +240,7 @@ def test_of_several_the_one_that_begins_with_the_most_is_copied():
     assert (match.source, match.num_copied_tokens) == (0, 3)
 
 
-def test_extra_ids_are_a_part_of_what_begins_alike():
+def test_common_beginnings_include_extra_ids():
     cache = make_cache()
     run_to_end(cache, 1, list(range(5)))
     pictures = CacheRules(ROOT_SCOPE, (0, 0, 7, 7))
@@ -244,7 +248,7 @@ def test_extra_ids_are_a_part_of_what_begins_alike():
 
 
 def test_the_block_for_the_copy_may_be_the_source():
-    """The only free block is the one that begins alike: its content stays where it is, and nobody finds it."""
+    """The only free block has the common beginning: it keeps its content and is no longer found."""
     cache = make_cache(num_blocks=2)
     run_to_end(cache, 1, list(range(8)))
     tokens = [0, 1, 2, 3, 4, 5, 90]
@@ -270,18 +274,18 @@ def test_blocks_that_a_sequence_is_computing_are_promised_until_published():
     check_integrity(cache)
 
 
-def test_only_the_first_block_that_is_not_found_counts():
+def test_only_the_first_missing_block_is_waited_for():
     cache = make_cache(num_blocks=16)
     admit(cache, 1, 4, list(range(9)))
     assert found(cache, 2, [*range(4), 50, 51, 52, 53, 54]).is_promised
     cache.extend(1, 9)
     cache.publish(1, list(range(9)), 4)
     assert not found(cache, 3, [*range(4), 50, 51, 52, 53, 54]).is_promised
-    assert not found(cache, 4, [*range(8)]).is_promised  # all that may be found of it is
+    assert not found(cache, 4, [*range(8)]).is_promised  # all blocks that may be reused are found
     assert found(cache, 5, [*range(9)]).is_promised
 
 
-def test_the_last_full_block_of_a_prompt_is_promised_though_it_is_never_looked_for():
+def test_the_last_full_block_of_a_prompt_is_promised():
     cache = make_cache(num_blocks=16)
     admit(cache, 1, 2, list(range(8)))
     cache.extend(1, 8)
@@ -300,7 +304,7 @@ def test_a_promise_ends_with_its_sequence():
     check_integrity(cache)
 
 
-def test_a_promise_of_two_lasts_until_both_have_ended():
+def test_a_promise_by_two_sequences_lasts_until_both_have_ended():
     cache = make_cache(num_blocks=16)
     for key in (1, 2):
         admit(cache, key, 3, list(range(9)))
@@ -325,7 +329,7 @@ def test_blocks_that_are_shared_are_not_promised():
 
 
 def test_generated_tokens_known_at_admission_are_promised_too():
-    """A resumed sequence computes what it had generated as context."""
+    """A resumed sequence computes its generated tokens as context."""
     cache = make_cache(num_blocks=16)
     tokens = list(range(10))
     admit(cache, 1, 4, tokens[:6])
@@ -338,7 +342,7 @@ def test_generated_tokens_known_at_admission_are_promised_too():
     check_integrity(cache)
 
 
-def test_other_scopes_promise_nothing():
+def test_promises_of_other_scopes_do_not_count():
     cache = make_cache(num_blocks=16)
     admit(cache, 1, 3, list(range(9)), CacheRules(private_scope(1)))
     admit(cache, 2, 3, list(range(9)), UNSHARED)
@@ -347,7 +351,10 @@ def test_other_scopes_promise_nothing():
 
 
 def test_blocks_of_a_prompt_that_was_not_matched_are_published():
-    """Its whole context is wanted, so nothing is matched; its blocks are as good as anyone's."""
+    """All rows of the context are requested, so no block is reused.
+
+    Its own blocks can be reused by others.
+    """
     cache, tokens = make_cache(), list(range(9))
     cache.admit(1, PrefixMatch(), 3, SHARED, len(tokens))
     cache.extend(1, 9)
@@ -357,7 +364,7 @@ def test_blocks_of_a_prompt_that_was_not_matched_are_published():
     check_integrity(cache)
 
 
-# ---------------------------------------------------------------------- what is checked
+# ---------------------------------------------------------------------- the integrity check
 
 
 def _promise_nobody_made(cache: KvCacheManager) -> None:
@@ -390,7 +397,7 @@ def _table_of_anothers_block(cache: KvCacheManager) -> None:
         _table_of_anothers_block,
     ],
 )
-def test_a_planted_fault_is_noticed(plant: Callable[[KvCacheManager], None]):
+def test_a_planted_fault_is_detected(plant: Callable[[KvCacheManager], None]):
     cache = make_cache()
     admit(cache, 1, 4, list(range(9)))
     cache.extend(1, 5)
@@ -432,7 +439,7 @@ def test_at_a_block_boundary_every_beam_gets_a_block_and_nothing_is_copied():
     assert [beam for beam, _ in growth.appended] == [0, 1, 2]
 
 
-def test_a_beam_that_nobody_goes_on_from_gives_its_block_back_to_the_reservation():
+def test_a_dropped_beam_returns_its_block_to_the_reservation():
     cache = make_beams()
     free, reserved = cache.num_unreserved, cache.num_reserved
     cache.grow_beams(1, 7)

@@ -1,4 +1,4 @@
-"""Events of the KV cache: what is told of blocks that are stored, evicted, and kept for longer or shorter."""
+"""Events of the KV cache: stored and evicted blocks, and changes of their retention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_cache(num_blocks: int = 4, max_events: int = 100) -> KvCacheManager:
 
 
 def run_to_end(cache: KvCacheManager, key: int, tokens: list[int], rules: CacheRules = SHARED) -> None:
-    """Compute a sequence of its own and release it."""
+    """Compute a new sequence and release it."""
     cache.admit(
         key, cache.match_prefix(key, tokens, rules), cache.blocks_for(len(tokens)), rules, len(tokens)
     )
@@ -103,7 +103,7 @@ def test_another_priority_is_an_event() -> None:
     assert taken(cache) == [KvEvent(3, updated=block, priorities=(80, 35))]
 
 
-def test_extra_ids_and_the_adapter_are_told() -> None:
+def test_events_have_extra_ids_and_the_adapter() -> None:
     cache = make_cache()
     rules = CacheRules(ROOT_SCOPE, extra_ids=(0, 7, 7, 0, 0), prompt_length=5, lora_task_id=9)
     run_to_end(cache, 1, list(range(5)), rules)
@@ -111,7 +111,7 @@ def test_extra_ids_and_the_adapter_are_told() -> None:
     assert (event.stored[0].extra_ids, event.stored[0].lora_task_id) == ((0, 7, 7, 0), 9)
 
 
-def test_of_too_many_events_the_oldest_are_dropped() -> None:
+def test_the_oldest_of_too_many_events_are_dropped() -> None:
     cache = make_cache(max_events=2)
     for key in range(4):
         run_to_end(cache, key, list(range(100 * key, 100 * key + 9)))
@@ -119,7 +119,7 @@ def test_of_too_many_events_the_oldest_are_dropped() -> None:
     assert taken(cache) == []
 
 
-def test_a_cache_that_begins_again_has_nothing() -> None:
+def test_clearing_a_cache_reports_its_blocks_as_removed() -> None:
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     taken(cache)
@@ -127,7 +127,7 @@ def test_a_cache_that_begins_again_has_nothing() -> None:
     assert [sorted(event.removed) for event in taken(cache)] == [sorted(hashes([0, 1, 2, 3], [4, 5, 6, 7]))]
 
 
-def test_a_scheduler_makes_events_only_where_they_are_kept() -> None:
+def test_a_scheduler_makes_events_only_if_a_buffer_is_configured() -> None:
     assert Scheduler(SchedulingConfig(), make_limits()).take_kv_events() == []
     kept = Scheduler(SchedulingConfig(kv_event_buffer_size=8), make_limits()).take_kv_events()
     assert [event.num_blocks for event in kept] == [make_limits().num_blocks]

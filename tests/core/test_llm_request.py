@@ -39,7 +39,7 @@ def test_nothing_leaves_finished():
     assert not any(state is RequestState.FINISHED for state, _ in TRANSITIONS)
 
 
-def test_a_paused_request_computes_everything_again():
+def test_a_paused_request_recomputes_all_tokens():
     llm_request = make_sequence(prompt=3)
     llm_request.start((2,), num_reused_tokens=0)
     llm_request.num_computed_tokens = 4
@@ -65,7 +65,7 @@ def test_a_request_has_a_sequence_for_each_answer_and_one_for_all_beams():
 
 
 def test_the_table_is_the_one_in_the_docstring():
-    """Row by row: event, and where it leads from WAITING, RUNNING, PAUSED and FINISHED."""
+    """Each row has the event and the next states from WAITING, RUNNING, PAUSED and FINISHED."""
     rows = {
         line.split()[0]: line.split()[1:]
         for line in (llm_request_module.__doc__ or "").splitlines()
@@ -79,7 +79,7 @@ def test_the_table_is_the_one_in_the_docstring():
     }
 
 
-def test_a_restart_keeps_tokens_and_gives_up_everything_else():
+def test_a_restart_keeps_only_the_tokens():
     llm_request = make_sequence(prompt=3)
     llm_request.start((2,), num_reused_tokens=0)
     llm_request.tokens += [7, 8]
@@ -100,7 +100,7 @@ def test_a_search_restarts_from_its_prompt():
     assert llm_request.num_streamed_tokens == 2, "what was said is not said again"
 
 
-def test_the_phase_is_what_is_left_to_compute_of_the_known_tokens():
+def test_the_phase_follows_from_the_known_tokens_left_to_compute():
     llm_request = make_sequence(prompt=6)
     llm_request.start((0,), num_reused_tokens=4)
     assert (llm_request.next_position, llm_request.in_context) == (4, True)
@@ -108,14 +108,14 @@ def test_the_phase_is_what_is_left_to_compute_of_the_known_tokens():
     assert (llm_request.next_position, llm_request.in_context) == (6, False)
 
 
-def test_a_draft_is_carried_once():
+def test_a_draft_is_scheduled_once():
     llm_request = make_sequence(draft=ExternalDraft((5, 6)))
     assert llm_request.draft_length == 2 and llm_request.needs_host
     llm_request.has_draft = False
     assert llm_request.draft_length == 0
 
 
-def test_an_end_keeps_the_slots_for_what_is_in_flight():
+def test_an_ended_request_keeps_its_slots_until_its_last_batch_is_back():
     llm_request = make_sequence()
     llm_request.start((3,), num_reused_tokens=0)
     llm_request.is_void = True
@@ -123,7 +123,7 @@ def test_an_end_keeps_the_slots_for_what_is_in_flight():
     assert (llm_request.slots, llm_request.is_void) == ((3,), False)
 
 
-def test_context_outputs_are_passed_on_to_who_has_not_started():
+def test_context_outputs_are_passed_on_to_a_waiting_sibling():
     first, second, third = make_sequences(
         output=OutputOptions(return_context_logits=True),
         sampling=SamplingConfig(top_k=2, num_return_sequences=3),

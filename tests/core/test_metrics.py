@@ -1,4 +1,4 @@
-"""Histograms count what they are told, and a snapshot stays what it was."""
+"""Histograms count observations, and snapshots do not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_value_belongs_to_the_bucket_whose_bound_it_is():
 
 
 @given(st.lists(st.tuples(st.floats(0, 200), st.integers(0, 50)), max_size=30))
-def test_many_at_once_are_as_many_one_by_one(observations):
+def test_observing_many_at_once_equals_observing_each(observations):
     at_once, one_by_one = Histogram(SECONDS), Histogram(SECONDS)
     for value, count in observations:
         at_once.observe(value, count)
@@ -48,7 +48,7 @@ def test_bounds_of_buckets_ascend():
     assert list(SECONDS) == sorted(set(SECONDS)) and list(TOKENS) == sorted(set(TOKENS))
 
 
-def test_a_snapshot_does_not_change_with_what_it_was_taken_from():
+def test_a_snapshot_does_not_change_with_its_source():
     metrics = ServiceMetrics()
     metrics.time_to_first_token.observe(0.1)
     metrics.finished[FinishReason.LENGTH] = 1
@@ -63,7 +63,7 @@ def test_a_snapshot_does_not_change_with_what_it_was_taken_from():
         before.num_preemptions = 2
 
 
-def test_a_snapshot_has_everything_there_is():
+def test_a_snapshot_has_every_metric():
     metrics = ServiceMetrics()
     counts = [f.name for f in fields(metrics) if isinstance(getattr(metrics, f.name), int)]
     for number, name in enumerate(counts, start=1):

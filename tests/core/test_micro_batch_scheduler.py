@@ -1,4 +1,4 @@
-"""Micro-batch scheduling row by row: which requests run with how many tokens under every policy; no starvation."""
+"""Micro-batch scheduling: which requests run with how many tokens under every policy, without starvation."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
 # ---------------------------------------------------------------- whole contexts
 
 
-def test_whole_contexts_come_first_then_as_many_streams_as_there_are_rows():
+def test_whole_contexts_go_first_then_streams_fill_the_rows():
     stream, other = generating(), generating()
     running = [stream, in_context(9), in_context(6), other]
     selected = unchunked().select(running)
@@ -90,7 +90,7 @@ def test_a_context_with_its_draft_is_whole_or_waits():
     assert sizes(unchunked(16).select(running), running) == [9, 0]
 
 
-def test_streams_that_got_no_row_go_first_the_next_time():
+def test_streams_without_a_row_go_first_in_the_next_iteration():
     scheduler = unchunked()
     streams, long = [generating(), generating()], in_context(16)
     first = scheduler.select([*streams, long])
@@ -101,7 +101,7 @@ def test_streams_that_got_no_row_go_first_the_next_time():
     assert (third.context, third.generation) == ([(long, 16)], [])
 
 
-def test_streams_that_go_first_leave_the_rest_to_contexts_that_fit():
+def test_contexts_that_fit_follow_streams_that_go_first():
     scheduler = unchunked()
     streams, long, short = [generating(), generating()], in_context(16), in_context(14)
     scheduler.select([*streams, long])
@@ -109,7 +109,7 @@ def test_streams_that_go_first_leave_the_rest_to_contexts_that_fit():
     assert (selected.context, selected.generation) == ([(short, 14)], streams)
 
 
-def test_prompts_that_fill_an_iteration_and_keep_coming_leave_a_stream_every_second_one():
+def test_streams_run_every_second_iteration_beside_a_flood_of_prompts():
     scheduler = make_scheduler(max_num_tokens=16, max_num_sequences=8, num_blocks=64)
     driver = Driver(scheduler)
     driver.accept(*(make_request(number, prompt=2, new=40) for number in range(4)))
@@ -136,7 +136,7 @@ def test_a_resumed_context_longer_than_an_iteration_is_computed_in_blocks():
 # ---------------------------------------------------------------- chunks, first come, first served
 
 
-def test_with_chunks_streams_come_first_and_the_oldest_context_gets_what_is_left():
+def test_with_chunks_streams_go_first_and_the_oldest_context_gets_the_rest():
     stream = generating()
     running = [in_context(20), stream, in_context(20)]
     selected = chunked().select(running)
@@ -177,13 +177,13 @@ def test_equal_progress_gives_a_block_to_each_in_turn():
     assert sizes(selected, running) == [8, 8, 4] and selected.num_free_rows == 0
 
 
-def test_equal_progress_gives_what_the_short_ones_leave_to_the_long_ones():
+def test_equal_progress_gives_unused_rows_to_longer_contexts():
     running = [in_context(40), in_context(3), in_context(5)]
     selected = equal_progress(24).select(running)
     assert sizes(selected, running) == [16, 3, 5] and selected.num_free_rows == 0
 
 
-def test_equal_progress_goes_on_from_where_each_is():
+def test_equal_progress_continues_each_context_at_its_position():
     running = [in_context(40, done=8), in_context(40, done=4)]
     assert sizes(equal_progress(12).select(running), running) == [8, 4]
 
@@ -211,13 +211,13 @@ def test_a_draft_behind_a_full_block_goes_with_that_block():
     assert sizes(equal_progress(6).select(running), running) == [0, 4]
 
 
-def test_a_context_alone_gets_everything_under_either_policy():
+def test_a_single_context_gets_all_rows_under_either_policy():
     running = [in_context(40)]
     assert sizes(equal_progress(15).select(running), running) == [12]
     assert sizes(chunked(15).select(running), running) == [12]
 
 
-def test_equal_progress_means_nothing_without_chunks():
+def test_equal_progress_has_no_effect_without_chunks():
     scheduler = make(16, enable_chunked_context=False, policy=EQUAL_PROGRESS)
     running = [in_context(9), in_context(9)]
     assert sizes(scheduler.select(running), running) == [9, 0]
@@ -231,9 +231,7 @@ def test_equal_progress_means_nothing_without_chunks():
     policy=st.sampled_from(ChunkingPolicy),
     max_num_tokens=st.integers(8, 40),
 )
-def test_chunks_fill_an_iteration_without_overdrawing_it_and_the_oldest_gets_on(
-    contexts, policy, max_num_tokens
-):
+def test_chunks_fill_the_budget_and_the_oldest_context_progresses(contexts, policy, max_num_tokens):
     running = [in_context(4 * done + rest, 4 * done, draft) for rest, done, draft in contexts]
     selected = make(max_num_tokens, policy=policy).select(running)
     given_rows = sizes(selected, running)
@@ -247,7 +245,7 @@ def test_chunks_fill_an_iteration_without_overdrawing_it_and_the_oldest_gets_on(
 # ---------------------------------------------------------------- generation
 
 
-def test_a_search_takes_a_row_for_each_beam_or_waits_with_all_behind_it():
+def test_a_search_takes_a_row_per_beam_or_blocks_the_requests_after_it():
     three = generating(3, sampling=SamplingConfig(beam_width=3))
     first, last = generating(), generating()
     assert unchunked(5).select([first, three, last]).generation == [first, three, last]
@@ -257,7 +255,7 @@ def test_a_search_takes_a_row_for_each_beam_or_waits_with_all_behind_it():
     assert selected.generation == [first] and selected.num_free_rows == 2
 
 
-def test_in_its_context_a_search_is_one_row_a_token():
+def test_a_search_in_context_has_one_row_per_token():
     search = in_context(6, sampling=SamplingConfig(beam_width=3))
     assert unchunked().select([search]).context == [(search, 6)]
 
@@ -270,12 +268,12 @@ def test_a_request_that_needs_the_host_waits_for_batches_in_flight():
     assert unchunked().select([search, plain, guessing]).generation == [plain]
 
 
-def test_nothing_is_computed_beyond_the_last_token_that_is_fed_back():
+def test_no_row_is_scheduled_for_the_last_token():
     last = make_sequence(prompt=4, new=2)
     last.start((0,), num_reused_tokens=4)
     last.tokens.append(7)
     assert unchunked().select([last]).generation == [last]
-    last.num_scheduled_tokens = 1  # the second and last token comes of it
+    last.num_scheduled_tokens = 1  # this row gives the second and last token
     assert unchunked().select([last]).generation == []
 
 
@@ -295,7 +293,7 @@ def pipelined(num_stages: int, max_num_tokens: int = 64) -> MicroBatchScheduler:
 
 
 def in_flight(sequence: LlmRequest) -> LlmRequest:
-    """The same, with its next token on its way."""
+    """A sequence in generation whose next token is in flight."""
     sequence.num_scheduled_tokens += 1
     return sequence
 
@@ -306,12 +304,12 @@ def test_sequences_in_generation_share_the_micro_batches_evenly():
         assert pipelined(num_stages).select(running).generation == running[:share]
 
 
-def test_the_last_free_micro_batch_takes_its_share_of_all_and_no_more():
+def test_the_last_free_micro_batch_takes_only_its_share():
     ready, busy = [generating() for _ in range(5)], [in_flight(generating())]
     assert pipelined(2).select([*busy, *ready], num_in_flight=1).generation == ready[:3]
 
 
-def test_something_is_left_for_every_free_micro_batch():
+def test_sequences_are_left_for_every_free_micro_batch():
     running = [generating() for _ in range(4)]
     scheduler = pipelined(3)
     parts = []
@@ -322,13 +320,13 @@ def test_something_is_left_for_every_free_micro_batch():
     assert parts == [running[:2], [running[2]], [running[3]]]
 
 
-def test_a_search_counts_as_one_sequence_however_many_beams_it_has():
+def test_a_search_counts_as_one_sequence_in_micro_batches():
     searches = [generating(slots=3, sampling=SamplingConfig(beam_width=3)) for _ in range(2)]
     running = [searches[0], generating(), searches[1], generating()]
     assert pipelined(2).select(running).generation == running[:2]
 
 
-def test_a_sequence_in_flight_waits_for_its_token_but_a_context_goes_on():
+def test_a_sequence_in_flight_waits_for_its_token_and_a_context_does_not():
     context, first_token = in_context(12), in_context(4)
     context.num_scheduled_tokens, first_token.num_scheduled_tokens = 4, 4
     busy, ready = in_flight(generating()), generating()
@@ -336,7 +334,7 @@ def test_a_sequence_in_flight_waits_for_its_token_but_a_context_goes_on():
     assert selected.generation == [ready] and selected.context == [(context, 8)]
 
 
-def test_a_sequence_whose_last_token_is_on_its_way_takes_no_share():
+def test_a_sequence_whose_last_token_is_in_flight_takes_no_share():
     ending = generating()
     ending.num_computed_tokens = ending.request.max_kv_tokens - 1
     ready = [generating() for _ in range(2)]
@@ -345,8 +343,8 @@ def test_a_sequence_whose_last_token_is_on_its_way_takes_no_share():
 
 @given(num_stages=st.integers(2, 4), count=st.integers(1, 9), alone=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_request_that_waited_comes_before_those_that_ran_since(num_stages, count, alone):
-    """Also where each batch comes back before the next is made, so that all are ready every time."""
+def test_a_request_that_waited_goes_before_requests_that_ran_since(num_stages, count, alone):
+    """The order holds even if each batch comes back before the next is made, so that all are ready."""
     running = [generating() for _ in range(count)]
     scheduler, since = pipelined(num_stages), [0] * count
     parts: list[list[LlmRequest]] = []
@@ -371,7 +369,7 @@ def test_micro_batches_are_numbered_in_turn():
     assert scheduler.stats(batches[-1]).micro_batch_id == 1
 
 
-def test_a_static_batch_is_filled_once_and_its_micro_batches_have_their_share_of_the_slots():
+def test_a_static_batch_divides_the_slots_over_micro_batches():
     scheduler = make_scheduler(CapacityPolicy.STATIC_BATCH, num_micro_batches=2)
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=2), *(make_request(i, new=9) for i in range(2, 5)))

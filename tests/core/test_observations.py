@@ -1,4 +1,4 @@
-"""Metrics and statistics: every counter of small scenarios, exactly."""
+"""Metrics and statistics: exact values of every counter in small scenarios."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT, LONG = (1, 2, 3, 4, 5), (11, 12, 13, 14, 15, 16, 17, 18, 19)
 
 
 class Observed:
-    """A driver with a clock, in milliseconds: requests come at one time, tokens at another."""
+    """A driver with a clock in milliseconds and separate times for requests and tokens."""
 
     def __init__(self, *arguments, **options) -> None:
         self.scheduler = make_scheduler(*arguments, **options)
@@ -43,7 +43,10 @@ class Observed:
 
 
 def three_requests() -> tuple[Observed, list[IterationCounts]]:
-    """Two requests at once; a third with the second one's prompt, which had been on its way for 8 ms."""
+    """Two requests at once.
+
+    A third with the second one's prompt, which arrived at the front end 8 ms before.
+    """
     observed = Observed(reuse=True)
     stats = [
         observed.iterate(10, 15, make_request(1, SHORT, 3), make_request(2, LONG, 2)),
@@ -120,7 +123,7 @@ def test_statistics_of_three_requests():
 
 
 def assert_observed(histogram: HistogramSnapshot, *values: float) -> None:
-    """The histogram holds these values; each bucket those at most its bound and above the one before."""
+    """Assert that the histogram has these values, each in the first bucket whose bound it does not exceed."""
     bounds = histogram.bounds
     wanted = [0] * (len(bounds) + 1)
     for value in values:
@@ -153,7 +156,7 @@ def test_a_snapshot_does_not_change_any_more():
     assert observed.metrics.finished == {FinishReason.LENGTH: 2}
 
 
-def test_an_end_id_is_chosen_but_no_output():
+def test_an_end_id_is_counted_as_generated_and_not_as_output():
     observed = Observed()
     stats = observed.iterate(0, 1, make_request(1, end_ids=(7,)), token=7)
     assert stats.num_generated_tokens == 1
@@ -171,8 +174,8 @@ def test_a_token_of_a_request_that_has_ended_is_not_counted():
     assert (stats.num_generated_tokens, stats.num_advanced_sequences) == (1, 1)
 
 
-def test_a_cancel_is_measured_from_the_front_ends_wish_to_the_free_slot():
-    """The first is stopped in between two iterations, the second while its batch is in flight."""
+def test_a_cancel_is_measured_from_the_front_ends_call_to_the_free_slot():
+    """The first request is stopped between two iterations, the second while its batch is in flight."""
     observed = Observed()
     observed.iterate(0, 1, make_request(1), make_request(2))
     batch = observed.scheduler.schedule()
@@ -204,7 +207,7 @@ def test_a_timeout_is_not_counted_as_a_cancellation():
     assert_observed(observed.metrics.cancel_to_free)
 
 
-def test_errors_are_counted_by_their_code_and_are_no_latencies():
+def test_errors_are_counted_by_code_and_not_in_latencies():
     observed = Observed(max_num_sequences=1, max_queue_size=1)
     observed.driver.accept(*(make_request(number) for number in (1, 2, 1, 3)), make_request(4, new=0))
     observed.scheduler.fail(observed.scheduler.schedule(), StepFailed("boom"))
@@ -215,7 +218,7 @@ def test_errors_are_counted_by_their_code_and_are_no_latencies():
     assert_observed(metrics.prompt_tokens)
 
 
-def test_sequences_end_apart_and_are_one_request():
+def test_sequences_of_a_request_end_separately_and_count_as_one_request():
     """Time to the first token and in the queue are those of the first sequence; its siblings wait for it."""
     observed = Observed()
     several = make_request(1, new=2, sampling=SamplingConfig(top_k=2, num_return_sequences=3))
@@ -234,7 +237,7 @@ def test_sequences_end_apart_and_are_one_request():
     assert metrics.finished == {FinishReason.LENGTH: 3}
 
 
-def test_pauses_are_counted_and_who_is_paused_waits():
+def test_pauses_are_counted_and_paused_sequences_wait():
     """Two requests hold 2 of the 4 blocks each when both need a third, in the sixth iteration."""
     observed = Observed(MAX_UTILIZATION, num_blocks=4)
     stats = [observed.iterate(0, 1, make_request(1, new=8), make_request(2, new=8))]
@@ -244,8 +247,8 @@ def test_pauses_are_counted_and_who_is_paused_waits():
     assert observed.metrics.num_preemptions == 1
 
 
-def test_drafts():
-    """Two of three draft tokens are right, beside a request without any."""
+def test_draft_tokens_are_counted():
+    """Two of three draft tokens are accepted, beside a request without a draft."""
     observed = Observed()
     scheduler = observed.scheduler
     drafted = make_request(1, new=9, draft=ExternalDraft((5, 6, 7)))
@@ -273,7 +276,7 @@ def test_an_iteration_without_a_batch():
 
 
 def test_a_static_batch_from_its_start_to_its_end_and_the_next_one():
-    """Three requests of 1, 4 and 2 tokens: at last two slots are empty, while the slowest ends."""
+    """Three requests of 1, 4 and 2 tokens: two slots are empty while the longest ends."""
     observed = Observed(STATIC_BATCH)
     arrived = [make_request(number, prompt, new) for number, prompt, new in ((1, 5, 1), (2, 3, 4), (3, 2, 2))]
     static = [observed.iterate(0, 1, *arrived).static_batch]

@@ -1,4 +1,4 @@
-"""Batches that sample on the device: which do, and what is scheduled behind them before they are back."""
+"""Batches that sample on the device: which do, and the batches scheduled before they are back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GOING_ON: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_a_batch_of_those_that_need_the_host_does_not_sample_on_the_device(name):
+def test_a_batch_of_requests_that_need_the_host_does_not_sample_on_the_device(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )
@@ -53,7 +53,7 @@ def test_a_batch_of_those_that_need_the_host_does_not_sample_on_the_device(name)
 
 
 @pytest.mark.parametrize("name", WAITING)
-def test_a_request_that_needs_the_host_waits_alone_and_others_go_on(name):
+def test_only_the_request_that_needs_the_host_waits(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )
@@ -66,7 +66,7 @@ def test_a_request_that_needs_the_host_waits_alone_and_others_go_on(name):
     assert make_limits(overlaps_iterations=True).num_due(2, second) == 1
 
 
-def test_beside_others_those_that_need_the_host_are_in_every_second_batch():
+def test_requests_that_need_the_host_are_in_every_second_batch():
     scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=6), make_request(2, new=3, **WAITING["penalty"]))
     ran = overlap_iterations(scheduler, [1, 2, 3, 4, 5, 6])
@@ -77,7 +77,7 @@ def test_beside_others_those_that_need_the_host_are_in_every_second_batch():
 
 
 @pytest.mark.parametrize("name", GOING_ON)
-def test_a_batch_of_others_does(name):
+def test_a_batch_of_other_requests_samples_on_the_device(name):
     scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1), make_request(2, **GOING_ON[name]))
     batch = scheduler.schedule()
@@ -88,7 +88,7 @@ def test_a_batch_of_others_does(name):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
-def test_on_other_devices_none_does(num_micro_batches):
+def test_no_batch_samples_on_devices_without_overlap(num_micro_batches):
     scheduler = make_scheduler(num_micro_batches=num_micro_batches)
     Driver(scheduler).accept(make_request(1))
     batch = scheduler.schedule()
@@ -97,7 +97,7 @@ def test_on_other_devices_none_does(num_micro_batches):
     assert [limits.num_due(num_micro_batches - more, batch) for more in (1, 0)] == [0, 1]
 
 
-def test_the_middle_of_a_context_needs_no_host_whosever_it_is():
+def test_a_chunk_before_the_contexts_end_never_needs_the_host():
     scheduler = make_scheduler(max_num_tokens=7, chunked=True, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, prompt=14, **WAITING["penalty"]))
     assert [scheduler.schedule().samples_on_device for _ in range(3)] == [True, True, False]
@@ -110,7 +110,7 @@ def answer(batch: ScheduledBatch, token: int = 7) -> ModelOutput:
 def overlap_iterations(
     scheduler: Scheduler, tokens: list[int]
 ) -> list[tuple[ScheduledBatch, list[Response]]]:
-    """Every batch gets the next token, when the one behind it is made, until nothing is left."""
+    """Run until idle; each batch's tokens arrive after the next batch is scheduled."""
     ran = []
     ahead = scheduler.schedule()
     while ahead is not None:
@@ -121,7 +121,7 @@ def overlap_iterations(
     return ran
 
 
-def test_nothing_is_computed_beyond_the_length_limit():
+def test_no_row_is_computed_beyond_the_length_limit():
     scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=4))
     ran = overlap_iterations(scheduler, [1, 2, 3, 4])
@@ -137,8 +137,8 @@ def test_nothing_is_computed_beyond_the_length_limit():
         ({"stop_words": ((2, 3),)}, (1, 2, 3), FinishReason.STOP_WORDS),
     ],
 )
-def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, kept, reason):
-    """Its blocks are held until that row is back, and the answer comes then."""
+def test_an_unforeseen_end_costs_a_row_whose_token_is_dropped(how, kept, reason):
+    """Its blocks are held until that row is back; then the final response is sent."""
     scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=9, **how))
     ran = overlap_iterations(scheduler, [1, 2, 3, 4])
@@ -148,8 +148,8 @@ def test_an_end_that_was_not_foreseen_costs_a_row_whose_token_is_dropped(how, ke
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
-def test_where_blocks_are_short_the_next_batch_waits_and_the_last_started_is_paused():
-    """Both need a third block; the older one's token is in flight, and so is that of the one to be paused."""
+def test_without_free_blocks_the_next_batch_waits_and_the_last_started_is_paused():
+    """Both sequences need a third block, and the next tokens of both are in flight."""
     scheduler = make_scheduler(CapacityPolicy.MAX_UTILIZATION, num_blocks=5, overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, prompt=7, new=9), make_request(2, prompt=7, new=9))
     first = scheduler.schedule()

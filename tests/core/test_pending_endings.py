@@ -1,4 +1,4 @@
-"""An iteration ends a bounded number of sequences because of what came from outside, and the rest later."""
+"""An iteration ends a bounded number of sequences for stops, deadlines and failures, and the rest later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scheduler_with(requests: list[Request], most: int = 4) -> Scheduler:
 
 
 def finals_by_iteration(scheduler: Scheduler, first: IterationInput) -> list[list[Response]]:
-    """The final responses of `first` and of the iterations behind it, to which nothing comes."""
+    """Return the final responses of `first` and of the following iterations without new input."""
     found = [scheduler.accept(first)]
     while scheduler.num_active:
         found.append(scheduler.accept(IterationInput(len(found) + 1, first.now_ns)))
@@ -41,20 +41,20 @@ def several(request_id: int, count: int) -> Request:
     return make_request(request_id, sampling=SamplingConfig(num_return_sequences=count, top_k=2))
 
 
-def test_stops_end_in_order_so_many_an_iteration():
+def test_a_bounded_number_of_stops_end_in_each_iteration_in_order():
     scheduler = scheduler_with([make_request(number) for number in range(1, 11)])
     found = finals_by_iteration(scheduler, IterationInput(1, 2 * MS, stops=stops_of(*range(1, 11))))
     assert ids(found) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
     assert {r.result.finish_reasons for each in found for r in each} == {(FinishReason.CANCELLED,)}
 
 
-def test_sequences_of_a_request_end_together_and_count_each():
+def test_sequences_of_a_request_end_together_and_count_individually():
     scheduler = scheduler_with([several(1, 3), several(2, 9), several(3, 2), several(4, 2)])
     found = finals_by_iteration(scheduler, IterationInput(1, 2 * MS, stops=stops_of(1, 2, 3, 4)))
     assert ids(found) == [[1], [2], [3, 4]]
 
 
-def test_deadlines_and_guides_that_failed_wait_for_their_turn_too():
+def test_expired_and_failed_requests_end_within_the_bound_too():
     guided = Guide(GuideKind.REGEX, "a")
     requests = [make_request(number, guide=guided) for number in range(1, 6)]
     requests += [make_request(number, allotted_time_ms=5) for number in range(6, 10)]
@@ -66,7 +66,7 @@ def test_deadlines_and_guides_that_failed_wait_for_their_turn_too():
     assert reasons == ["INVALID_ARG"] * 5 + [FinishReason.TIMED_OUT] * 4
 
 
-def test_a_loop_does_not_rest_while_somebody_is_to_end():
+def test_the_loop_does_not_wait_while_endings_are_pending():
     requests = [make_request(number, guide=Guide(GuideKind.REGEX, "a")) for number in range(1, 7)]
     scheduler = scheduler_with(requests)
     assert scheduler.only_holds

@@ -1,4 +1,4 @@
-"""Block keys: whatever keys and values depend on has to be in them, and nothing else may keep blocks apart."""
+"""Keys of blocks: they depend on everything that keys and values depend on, and on nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
 class Identity(NamedTuple):
-    """All that a prompt's keys and values depend on besides its tokens."""
+    """Everything beside tokens that a prompt's keys and values depend on."""
 
     own: PrefixIdentity = PrefixIdentity()
     adapter: bytes = b""
@@ -41,7 +41,7 @@ def rules(identity: Identity | PrefixIdentity) -> CacheRules:
 def shared_blocks(
     first: Identity | PrefixIdentity, second: Identity | PrefixIdentity, tokens: Sequence[int] = TOKENS
 ) -> int:
-    """Full blocks of `tokens` that a request of the second identity finds after one of the first."""
+    """Number of full blocks of `tokens` that a request of the second identity reuses from the first."""
     cache = KvCacheManager(8, SIZE)
     cache.admit(1, cache.match_prefix(1, tokens, rules(first)), 3, rules(first))
     cache.extend(1, len(tokens))
@@ -70,18 +70,18 @@ IDENTITIES = (
 )
 
 
-def test_equal_identities_share_and_different_ones_never_do():
+def test_only_equal_identities_share_blocks():
     for first, second in product(IDENTITIES, repeat=2):
         expected = 2 if first == second else 0
         assert shared_blocks(first, second) == expected, f"{first} and {second}"
 
 
-def test_a_request_that_is_nothing_special_starts_from_the_root():
+def test_a_plain_request_starts_from_the_root_scope():
     assert PrefixIdentity().scope(ROOT_SCOPE) == ROOT_SCOPE
     assert PrefixIdentity(extra_ids=(1, 2)).scope(ROOT_SCOPE) == ROOT_SCOPE
 
 
-def test_scopes_within_private_ones_stay_private():
+def test_scopes_derived_from_private_scopes_are_private():
     salted = PrefixIdentity(cache_salt_id=7)
     scopes = {
         identity.scope(root)
@@ -118,7 +118,7 @@ def test_no_two_identities_have_one_scope(identities: list[Identity]):
 # ---------------------------------------------------------------------- extra ids
 
 
-def test_extra_ids_that_are_all_zero_are_none():
+def test_extra_ids_of_zeros_count_as_none():
     assert shared_blocks(PrefixIdentity(), PrefixIdentity(extra_ids=(0,) * 8)) == 2
     assert block_digest(ROOT_SCOPE, TOKENS) == block_digest(ROOT_SCOPE, TOKENS, (0,) * 8)
 
@@ -132,7 +132,7 @@ def test_blocks_before_the_first_different_extra_id_are_shared():
 
 
 def test_generated_tokens_have_no_extra_ids():
-    """The block that the prompt ends in has them for its prompt tokens, however far the sequence has come."""
+    """The prompt's last block has extra ids for its prompt tokens only."""
     prompt_ids = PrefixIdentity(extra_ids=(0, 0, 0, 0, 9, 9))
     padded = PrefixIdentity(extra_ids=(0, 0, 0, 0, 9, 9, 0, 0))
     assert shared_blocks(prompt_ids, padded) == 2
@@ -184,7 +184,7 @@ BLOCKS = st.integers(1, 3).flatmap(
 @given(BLOCKS, BLOCKS)
 @example(((1, 2), (1, 2)), ((1, 2), ()))
 @settings(deadline=None, max_examples=examples(fast=100, all=300))
-def test_keys_are_equal_exactly_where_tokens_and_extra_ids_are(first, second):
+def test_keys_are_equal_exactly_if_tokens_and_extra_ids_are(first, second):
     equal = block_digest(ROOT_SCOPE, *first) == block_digest(ROOT_SCOPE, *second)
     assert equal == (_padded(first) == _padded(second))
 
@@ -227,13 +227,15 @@ def test_the_extremes_are_valid_and_make_keys():
 
 
 class WrongContent(Exception):
-    """A sequence was given a block that holds something else than its prefix."""
+    """A sequence was given a block with the content of another prefix."""
 
 
 def _play(seed: int) -> int:
-    """Random sequences over one cache, with what is really in each block written down; returns blocks reused.
+    """Run random sequences over one cache and record each block's content.
 
-    Raises WrongContent for a block that was found by another prefix than it was computed for.
+    Return the number of reused blocks.
+
+    Raises WrongContent for a block that is found by another prefix than the one it was computed for.
     """
     random, cache = Random(seed), KvCacheManager(12, SIZE)
     content: dict[int, tuple] = {}
@@ -262,7 +264,7 @@ def _play(seed: int) -> int:
 
 
 def _meaning(tokens: list[int], identity: Identity, index: int) -> tuple:
-    """All that the keys and values of a block follow from."""
+    """Return everything that the keys and values of a block depend on."""
     end = (index + 1) * SIZE
     return (
         identity.own.cache_salt_id,
@@ -286,7 +288,7 @@ def test_matched_blocks_hold_the_tokens_that_were_computed():
     ],
     ids=["8 bits", "without extra ids", "unchained", "unordered"],
 )
-def test_keys_that_collide_are_noticed(spoilt, monkeypatch):
+def test_colliding_keys_are_detected(spoilt, monkeypatch):
     monkeypatch.setattr(block_keys, "block_digest", spoilt)
     with pytest.raises(WrongContent):
         for seed in range(40):

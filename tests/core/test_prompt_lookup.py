@@ -8,7 +8,7 @@ from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
 
 
 def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:
-    """The definition, by looking at every position."""
+    """The definition of prompt lookup, by a search of every position."""
     for size in NGRAM_SIZES:
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:
@@ -16,28 +16,28 @@ def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:
     return ()
 
 
-def test_tokens_that_followed_the_last_ones_before_are_proposed():
+def test_tokens_that_followed_an_earlier_occurrence_are_proposed():
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 1, 2, 3])
     assert lookup.propose(2) == (4, 5)
     assert lookup.propose(100) == (4, 5, 6, 1, 2, 3)
 
 
-def test_the_most_recent_occurrence_counts():
+def test_the_most_recent_occurrence_is_used():
     assert PromptLookup([1, 2, 7, 1, 2, 8, 1, 2]).propose(1) == (8,)
 
 
-def test_a_longer_ngram_counts_more_than_a_recent_one():
+def test_a_longer_ngram_is_preferred_to_a_recent_one():
     assert PromptLookup([9, 1, 2, 7, 5, 1, 2, 8, 9, 1, 2]).propose(1) == (7,)
 
 
-def test_nothing_is_guessed_from_one_token_or_none():
+def test_no_draft_is_made_from_one_token_or_none():
     assert PromptLookup().propose(4) == ()
     assert PromptLookup([1]).propose(4) == ()
     assert PromptLookup([1, 5, 1]).propose(4) == ()
     assert PromptLookup([1, 2]).propose(4) == ()
 
 
-def test_a_run_of_one_token_goes_on_as_far_as_it_is_known():
+def test_a_run_of_one_token_is_proposed_up_to_its_known_length():
     assert PromptLookup([4, 4, 4]).propose(8) == (4,)
     assert PromptLookup([4] * 10).propose(8) == (4,)
 

@@ -1,4 +1,4 @@
-"""Failed iterations: who ends, who goes on with unchanged tokens, and how many iterations it takes to find out."""
+"""Failed iterations: which requests end, which keep their tokens, and the iterations of the search."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(
 
 
 def assert_unharmed(outcome: Outcome, *innocent: Request) -> None:
-    """Expect these requests to have ended once, with every token that they would have had alone."""
+    """Assert that these requests have ended once, with the same tokens as alone."""
     for request in innocent:
         assert request.request_id not in outcome.failed()
         for index in range(request.sampling.num_sequences):
@@ -67,13 +67,13 @@ def assert_unharmed(outcome: Outcome, *innocent: Request) -> None:
             assert outcome.tokens(request.request_id, index) == alone
 
 
-# ---------------------------------------------------------------- one is faulty
+# ---------------------------------------------------------------- one faulty request
 
 
 @pytest.mark.parametrize("applies", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 5, 9])
 @pytest.mark.parametrize("faulty", range(1, 9))
-def test_the_one_from_whose_token_on_it_fails_is_found_in_four_failures_of_eight(faulty, number, applies):
+def test_a_faulty_request_among_eight_is_found_in_four_failures(faulty, number, applies):
     arrived = requests(8)
     outcome, device = serve(arrived, {faulty: at_token(arrived[faulty - 1], number)}, applies)
     assert outcome.failed() == {faulty: "boom"}
@@ -83,7 +83,7 @@ def test_the_one_from_whose_token_on_it_fails_is_found_in_four_failures_of_eight
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_failures_are_as_many_as_halvings(count):
+def test_the_number_of_failures_is_the_number_of_halvings(count):
     failures = set()
     for request in (arrived := requests(count)):
         outcome, device = serve(arrived, {request.request_id: at_token(request, 3)})
@@ -99,16 +99,16 @@ def test_failures_are_as_many_as_halvings(count):
         (6, [(1, 2, 3, 4), (5, 6, 7, 8), (5, 6), (5,), (6,), (7, 8)]),
     ],
 )
-def test_halves_are_tried_in_order_and_the_innocent_once(faulty, trials):
+def test_halves_are_retried_in_order_and_cleared_requests_once(faulty, trials):
     arrived = requests(8)
     outcome, _ = serve(arrived, {faulty: at_token(arrived[faulty - 1], 3)})
     assert outcome.trials == trials
-    # 9 for the tokens; a failure and 6 trials; while the faulty one was alone nobody else got on, who then gets
-    # the token that came with his trial.
+    # 9 for the tokens, a failure and 6 trials, of which one also gives a token. While the faulty request is
+    # alone no other one progresses.
     assert outcome.num_iterations == 9 + 1 + 6 - 1
 
 
-def test_two_faulty_ones_are_both_found():
+def test_two_faulty_requests_are_both_found():
     arrived = requests(8)
     outcome, device = serve(arrived, {number: at_token(arrived[number - 1], 3) for number in (2, 7)})
     assert outcome.failed() == {2: "boom", 7: "boom"}
@@ -126,17 +126,17 @@ def test_a_request_that_arrives_during_a_retry_waits_and_is_not_suspected():
 
 
 @pytest.mark.parametrize("applies", [True, False])
-def test_with_a_second_batch_in_flight(applies):
+def test_a_faulty_request_is_found_with_a_second_batch_in_flight(applies):
     arrived = requests(8)
     outcome, _ = serve(arrived, {3: at_token(arrived[2], 3)}, applies, depth=2)
     assert outcome.failed() == {3: "boom"}
     assert_unharmed(outcome, *arrived[:2], *arrived[3:])
 
 
-# ---------------------------------------------------------------- nobody is faulty, or everybody
+# ---------------------------------------------------------------- no faulty request, or all
 
 
-def test_a_failure_that_does_not_come_again_ends_nobody():
+def test_a_failure_that_does_not_repeat_ends_no_request():
     arrived = requests(3)
     outcome, device = serve(arrived, {}, once=(2,))
     assert outcome.failed() == {} and device.num_failures == 1
@@ -145,7 +145,7 @@ def test_a_failure_that_does_not_come_again_ends_nobody():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_failures_at_every_turn_end_nobody_as_long_as_several_run(depth):
+def test_repeated_failures_end_no_request_while_several_run(depth):
     arrived = requests(4)
     outcome, _ = serve(arrived, {}, once=(1, 2, 5, 11), depth=depth)
     assert outcome.failed() == {}
@@ -158,7 +158,7 @@ def test_a_request_that_fails_alone_ends_at_once():
     assert outcome.failed() == {1: "boom"} and device.num_failures == 1
 
 
-def test_a_device_that_is_no_use_ends_all_of_the_batch_and_nobody_who_waits():
+def test_a_broken_device_ends_the_running_and_not_the_waiting_requests():
     scheduler = make_scheduler(max_num_sequences=2)
     driver = Driver(scheduler)
     driver.accept(*requests(3, new=1))
@@ -173,12 +173,11 @@ def test_a_device_that_is_no_use_ends_all_of_the_batch_and_nobody_who_waits():
     assert final.request_id == 3 and final.error is None
 
 
-# ---------------------------------------------------------------- what is in flight behind a failure
+# ---------------------------------------------------------------- batches in flight after a failure
 
 
 def fail_first_of_two(scheduler: Scheduler) -> list[int]:
-    """Two batches are in flight, the first fails, the second comes back with nonsense; the order of those that
-    begin again."""
+    """Fail the first of two batches in flight and garble the second; return the order of restarts."""
     first, second = scheduler.schedule(), scheduler.schedule()
     assert scheduler.fail(first, BOOM) == []
     assert scheduler.schedule() is None, "those that are tried apart wait for what is in flight"
@@ -188,7 +187,7 @@ def fail_first_of_two(scheduler: Scheduler) -> list[int]:
     return [one.request_id for one in scheduler.state().waiting]
 
 
-def test_a_batch_behind_a_failed_one_is_void_and_the_oldest_begin_again_first():
+def test_a_batch_after_a_failed_one_is_void_and_the_oldest_restart_first():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(*requests(3))
@@ -202,7 +201,7 @@ def test_a_batch_behind_a_failed_one_is_void_and_the_oldest_begin_again_first():
     ]
 
 
-def test_a_void_context_begins_again_too():
+def test_a_void_context_restarts_too():
     scheduler = make_scheduler(max_num_tokens=12, chunked=True)
     Driver(scheduler).accept(*requests(1, prompt=8), *requests(2)[1:])
     assert fail_first_of_two(scheduler) == [1, 2]
@@ -220,7 +219,7 @@ def test_a_request_that_ended_while_in_flight_is_answered_and_not_suspected():
     assert scheduler.state().suspects == (1, 3)
 
 
-def test_one_beside_others_that_cannot_be_blamed_is_tried_once_more():
+def test_a_request_beside_unsuspected_ones_is_retried_once_more():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(*requests(2))
@@ -234,7 +233,7 @@ def test_one_beside_others_that_cannot_be_blamed_is_tried_once_more():
 
 
 def test_a_slot_start_of_a_failed_batch_is_repeated_although_the_next_batch_has_its_row():
-    """Nobody knows whether the device knows of the second request, so what the next batch says of it is void."""
+    """The device may lack the second request's state, so its row of the next batch is void."""
     scheduler = make_scheduler(max_num_tokens=6)
     driver = Driver(scheduler)
     driver.accept(*requests(2, prompt=5))
@@ -252,13 +251,13 @@ def test_a_slot_start_of_a_failed_batch_is_repeated_although_the_next_batch_has_
     assert [chunk.token_ids for chunk in batch.context] == [(20, 21, 22, 23, 24)]
 
 
-# ---------------------------------------------------------------- what the faulty one leaves behind
+# ---------------------------------------------------------------- blocks of a faulty request
 
 SEVERAL = SamplingConfig(top_k=5, num_return_sequences=3, random_seed=1)
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SEVERAL, TWO_BEAMS])
-def test_nobody_finds_the_blocks_of_the_faulty_one(sampling):
+def test_blocks_of_a_faulty_request_are_not_reused(sampling):
     """Its blocks may contain the cause. Its own sequences and beams still share the blocks of the prompt."""
     scheduler = make_scheduler(reuse=True)
     engine = FaultyDevice(make_limits(), {1: at_token(make_request(1, prompt=10), 3)})
@@ -286,7 +285,7 @@ def test_blocks_that_others_hold_too_are_still_found():
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("failing", [(0,), (1,), (5,), (1, 5)])
-def test_a_search_begins_again_and_says_nothing_twice(failing, streaming):
+def test_a_restarted_search_repeats_no_response(failing, streaming):
     search = make_request(1, new=6, streaming=streaming, sampling=TWO_BEAMS)
     beside = make_request(2, (5, 6, 7), 12, streaming=True)
     outcome, _ = serve([search, beside], {}, once=failing)
@@ -309,7 +308,7 @@ def test_a_faulty_search_is_found():
 
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 4])
-def test_sequences_of_one_request_are_faulty_together_and_end_with_one_error(number, reuse):
+def test_sequences_of_a_faulty_request_end_together_with_one_error(number, reuse):
     faulty, innocent, plain = (make_request(n, tuple(range(n, n + 9)), 8, streaming=True, sampling=s)
                                for n, s in ((10, SEVERAL), (20, SEVERAL), (30, SamplingConfig())))  # fmt: skip
     outcome, _ = serve([faulty, innocent, plain], {10: at_token(faulty, number)}, reuse=reuse)
@@ -318,7 +317,7 @@ def test_sequences_of_one_request_are_faulty_together_and_end_with_one_error(num
     assert_unharmed(outcome, innocent, plain)
 
 
-def test_a_draft_is_verified_again_and_guesses_stay_right():
+def test_a_draft_is_verified_again_after_a_failure():
     tokens = expected_tokens(tuple(range(10, 16)), 9, VOCABULARY)
     drafted = make_request(1, 6, 9, streaming=True, draft=ExternalDraft((*tokens[:3], 999)))
     guessing = make_request(2, (1, 2, 3, 1, 2, 3, 1, 2), 9, streaming=True, prompt_lookup_num_tokens=3)
@@ -331,7 +330,7 @@ def test_a_draft_is_verified_again_and_guesses_stay_right():
 # ---------------------------------------------------------------- policies
 
 
-def test_a_static_batch_takes_nobody_new_before_those_that_begin_again():
+def test_a_static_batch_admits_restarted_requests_only():
     arrived = requests(3)
     device = FaultyDevice(make_limits(), {1: at_token(arrived[0], 2)})
     scheduler = make_scheduler(STATIC_BATCH)

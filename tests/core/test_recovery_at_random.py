@@ -1,4 +1,4 @@
-"""Failures of any kind in runs of any kind: nobody pays for another one's fault."""
+"""Random failures in random runs: no request is affected by another one's fault."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
 def test_only_faulty_requests_end_with_an_error(
     policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, faulty, once
 ):
-    """Nobody but the faulty ends with an error, unless it was alone in an iteration that failed for no reason."""
+    """Other requests end with an error only if alone in an iteration that failed without a faulty one."""
     limits = {"num_blocks": num_blocks, "max_num_sequences": num_slots}
     arrivals: dict[int, list[Request]] = {}
     kinds = {

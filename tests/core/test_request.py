@@ -1,4 +1,4 @@
-"""Validation: each refusal names the tensor, what came and what would fit."""
+"""Validation: each error names the tensor, the actual value and the allowed values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_request_that_fits_passes():
     ("length", "chunked", "helps"),
     [(17, False, True), (31, False, True), (32, False, False), (40, False, False), (32, True, False)],
 )
-def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chunked, helps):
+def test_the_error_for_a_prompt_too_long_for_an_iteration_names_the_remedy(length, chunked, helps):
     engine = EngineLimits(
         vocab_size=100, max_sequence_length=32, max_num_sequences=4, num_blocks=64, tokens_per_block=4
     )
@@ -120,7 +120,7 @@ def test_a_prompt_too_long_for_an_iteration_is_told_what_would_help(length, chun
         ),
     ],
 )
-def test_a_refusal_says_what_is_wrong(request_, words):
+def test_a_refusal_describes_the_fault(request_, words):
     with pytest.raises(InvalidArgument) as caught:
         request_.validate(LIMITS)
     for word in words:
@@ -149,7 +149,7 @@ def test_a_refusal_says_what_is_wrong(request_, words):
         ),
     ],
 )
-def test_a_post_processor_that_the_server_does_not_have(name, known, message):
+def test_an_unknown_post_processor_is_refused(name, known, message):
     limits = replace(LIMITS, logits_post_processors=known)
     with pytest.raises(InvalidArgument) as error:
         make_request(logits_post_processor_name=name).validate(limits)
@@ -157,7 +157,7 @@ def test_a_post_processor_that_the_server_does_not_have(name, known, message):
 
 
 @pytest.mark.parametrize("name", ["upper", "batched", ""])
-def test_a_post_processor_that_the_server_has(name):
+def test_a_known_post_processor_is_accepted(name):
     request = make_request(logits_post_processor_name=name)
     request.validate(LIMITS)
     assert request.needs_host is request.looks_back is bool(name)
@@ -166,7 +166,7 @@ def test_a_post_processor_that_the_server_has(name):
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 7, 8, 11])
-def test_the_length_that_a_refusal_calls_possible_is(prompt):
+def test_the_length_that_a_refusal_recommends_is_accepted(prompt):
     sampling = SamplingConfig(beam_width=2)
     with pytest.raises(InvalidArgument) as caught:
         make_request(prompt=prompt, new=32 - prompt, sampling=sampling).validate(LIMITS)
@@ -177,8 +177,8 @@ def test_the_length_that_a_refusal_calls_possible_is(prompt):
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_the_room_that_the_kv_cache_has_is_what_its_blocks_hold(width):
-    """`kv_room` turns `max_kv_blocks` round, prompts that are larger than the cache included."""
+def test_the_room_of_the_kv_cache_is_the_capacity_of_its_blocks(width):
+    """`kv_room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
     sampling = SamplingConfig(beam_width=width)
     for num_blocks in range(1, 7):
         for size in (1, 2, 4):
@@ -201,7 +201,7 @@ def test_errors_survive_a_process_boundary():
 TABLES = replace(LIMITS, hidden_size=2)
 
 
-def test_ids_beyond_the_vocabulary_are_rows_of_the_table_and_need_not_be_there():
+def test_virtual_tokens_stand_for_rows_of_the_table_and_are_optional():
     with_table(prompt=(102, 5, 100, 100, 101)).validate(TABLES)
     with_table(prompt=(1, 2, 3)).validate(TABLES)
     with_table(prompt=(1, 2), output=OutputOptions(return_prompt_log_probs=True)).validate(TABLES)
@@ -243,7 +243,7 @@ def test_an_engine_without_tables_refuses_them():
         with_table().validate(LIMITS)
 
 
-def test_a_tables_digest_is_of_its_numbers_type_and_shape():
+def test_a_tables_digest_depends_on_bytes_type_and_shape():
     tables = [
         make_prompt_table(),
         make_prompt_table(fill=1),

@@ -1,4 +1,4 @@
-"""Joining waiting responses of one sequence."""
+"""Merging of waiting responses of one sequence."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def make_logits(*rows: float) -> FloatTensor:
     return FloatTensor((len(rows), 2), array("f", [value for row in rows for value in (row, row)]).tobytes())
 
 
-def test_deltas_are_joined_and_the_later_one_decides():
+def test_deltas_are_merged_and_the_later_response_decides():
     merged = merge_responses([make_response(5, 6), make_response(7, reason=FinishReason.LENGTH)])
     assert merged == make_response(5, 6, 7, reason=FinishReason.LENGTH)
 
 
-def test_details_of_tokens_are_joined_and_sums_are_the_last():
+def test_details_are_concatenated_and_the_last_sum_is_kept():
     first, second = TopLogProbs((5,), (-1.0,)), TopLogProbs((6,), (-2.0,))
     merged = merge_responses(
         [
@@ -57,7 +57,7 @@ def test_details_of_tokens_are_joined_and_sums_are_the_last():
     assert merged.prompt_log_probs == (0.0, -3.0) and merged.context_logits == make_logits(8.0, 9.0)
 
 
-def test_the_models_own_log_probs_beside_normalized_ones_are_joined_too():
+def test_the_models_own_log_probs_are_merged_too():
     merged = merge_responses(
         [
             make_response(5, log_probs=((-0.1,),), model_log_probs=((-1.0,),), cum_log_probs=(-1.0,)),
@@ -69,7 +69,7 @@ def test_the_models_own_log_probs_beside_normalized_ones_are_joined_too():
     assert merged.cum_log_probs == (-3.0,)
 
 
-def test_streamed_beams_say_everything_each_time():
+def test_each_response_of_streamed_beams_is_complete():
     earlier = make_response(5, is_cumulative=True, prompt_log_probs=(0.0,))
     later = make_response(5, 6, is_cumulative=True)
     assert merge_responses([earlier, later]) == make_response(
@@ -77,18 +77,18 @@ def test_streamed_beams_say_everything_each_time():
     )
 
 
-def test_an_error_is_the_last_word():
+def test_an_error_replaces_waiting_responses():
     failed = Response(1, error=StepFailed("boom"), is_final=True)
     assert merge_responses([make_response(5), failed]) is failed
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_tokens_that_waited_when_the_sequence_was_cut_short_are_its_own_all_the_same(reason):
+def test_waiting_tokens_of_a_stopped_sequence_are_kept(reason):
     merged = merge_responses([make_response(5, 6), make_response(reason=reason)])
     assert merged == make_response(5, 6, reason=reason)
 
 
-def test_logits_of_a_response_without_tokens_join_what_came_before():
+def test_logits_of_a_response_without_tokens_are_merged():
     nothing = FloatTensor((0, 0), b"")
     merged = merge_responses(
         [

@@ -25,7 +25,7 @@ def rules(config: RetentionConfig, prompt_length: int = 8) -> CacheRules:
 
 
 def prompt(first: int, count: int = 8) -> list[int]:
-    """Tokens that no other prompt here begins with."""
+    """A prompt that no other prompt of this test begins with."""
     return list(range(first * 100, first * 100 + count))
 
 
@@ -39,7 +39,7 @@ def run_to_end(cache: KvCacheManager, key: int, tokens: list[int], say: CacheRul
 
 
 def num_kept(cache: KvCacheManager, tokens: list[int]) -> int:
-    """Blocks of these tokens that are still found."""
+    """Number of blocks of these tokens that are still found."""
     match = cache.match_prefix(999, [*tokens, 1], PLAIN)
     cache.release(999)
     return len(match.block_ids)
@@ -72,8 +72,8 @@ def test_ranges_may_come_in_any_order():
     assert said == [None, Retention(10), Retention(50), None, Retention(70, 20), Retention(70, 20)]
 
 
-def test_many_ranges_cost_little_more_than_one():
-    """A prompt may have a range for every token: a block looks at a few of them."""
+def test_the_cost_of_a_block_does_not_grow_with_the_number_of_ranges():
+    """A prompt may have a range for every token; a block compares only a few of them."""
 
     class Counted(int):
         compared = 0
@@ -121,7 +121,7 @@ def test_an_invalid_retention_is_refused_with_its_field(config: RetentionConfig,
         config.validate()
 
 
-def test_ranges_that_touch_and_extreme_priorities_are_fine():
+def test_adjacent_ranges_and_extreme_priorities_are_accepted():
     RetentionConfig(
         ranges((4, 8, 0, 1), (0, 4, 100, None), (8, None, 35, None)).ranges, Retention(100, 1)
     ).validate()
@@ -130,7 +130,7 @@ def test_ranges_that_touch_and_extreme_priorities_are_fine():
 # ---------------------------------------------------------------------- what is kept
 
 
-def test_blocks_are_evicted_by_what_their_producer_said():
+def test_blocks_are_evicted_by_their_producers_retention():
     cache = KvCacheManager(6, SIZE)
     run_to_end(cache, 1, prompt(1), rules(ranges((0, None, 80, None))))
     run_to_end(cache, 2, prompt(2))
@@ -144,8 +144,8 @@ def test_blocks_are_evicted_by_what_their_producer_said():
     assert kept == [[2, 2, 0], [2, 0, 0], [0, 0, 0]]
 
 
-def test_a_system_prompt_outlives_the_prompts_behind_it():
-    """A range of its own for what all have in common."""
+def test_a_system_prompt_outlives_the_prompts_after_it():
+    """The common beginning has a range of its own."""
     cache = KvCacheManager(8, SIZE)
     system = prompt(1)
     say = rules(ranges((0, 8, 90, None)), prompt_length=16)
@@ -156,7 +156,7 @@ def test_a_system_prompt_outlives_the_prompts_behind_it():
     assert num_kept(cache, system + prompt(2)) == 2
 
 
-def test_generated_blocks_may_be_worth_less():
+def test_generated_blocks_may_have_a_lower_priority():
     cache = KvCacheManager(6, SIZE)
     config = RetentionConfig(decode=Retention(0))
     run_to_end(cache, 1, prompt(1, 16), rules(config, prompt_length=8))
@@ -175,8 +175,8 @@ def test_a_block_in_which_a_range_begins_is_not_in_it():
     assert (num_kept(cache, prompt(1, 4)), num_kept(cache, prompt(2, 4))) == (1, 0)
 
 
-def test_a_prompt_published_again_after_a_pause_is_told_from_what_was_generated():
-    """A resumed sequence computes generated tokens as context; they are no part of the prompt for all that."""
+def test_retention_after_a_pause_distinguishes_prompt_and_generated_tokens():
+    """A resumed sequence computes generated tokens as context, but they do not belong to the prompt."""
     cache = KvCacheManager(4, SIZE)
     config = RetentionConfig((TokenRangeRetention(0, None, Retention(90)),), decode=Retention(0))
     say = rules(config, prompt_length=4)
@@ -188,11 +188,11 @@ def test_a_prompt_published_again_after_a_pause_is_told_from_what_was_generated(
     assert (num_kept(cache, prompt(1, 12)), num_kept(cache, prompt(2, 4))) == (1, 1)
 
 
-def test_reuse_with_something_to_say_changes_the_blocks_and_without_it_does_not():
+def test_reuse_changes_the_retention_of_blocks_only_with_a_range():
     cache = KvCacheManager(6, SIZE)
     run_to_end(cache, 1, prompt(1, 9))
     run_to_end(cache, 2, prompt(2, 9), rules(ranges((0, None, 80, None)), prompt_length=9))
-    run_to_end(cache, 2, prompt(2, 9))  # nothing said: it keeps 80
+    run_to_end(cache, 2, prompt(2, 9))  # no retention: it keeps 80
     run_to_end(cache, 1, prompt(1, 9), rules(ranges((0, 4, 90, None)), prompt_length=9))  # the first of two
     cache.admit(3, cache.match_prefix(3, prompt(3, 20), PLAIN), 5, PLAIN)
     cache.extend(3, 12)
@@ -214,7 +214,7 @@ def test_reuse_may_lower_a_priority():
 # ---------------------------------------------------------------------- for how long
 
 
-def test_a_duration_runs_from_the_moment_when_nobody_holds_the_block():
+def test_a_duration_begins_when_no_sequence_holds_the_block():
     cache = KvCacheManager(4, SIZE)
     say = rules(ranges((0, None, 80, 10)))
     cache.pool.expire(100 * MS)
@@ -235,7 +235,7 @@ def test_a_duration_runs_from_the_moment_when_nobody_holds_the_block():
     check_integrity(cache)
 
 
-def test_a_block_that_two_hold_expires_after_the_second():
+def test_a_shared_block_expires_after_its_last_release():
     cache = KvCacheManager(4, SIZE)
     say = rules(ranges((0, None, 80, 10)), prompt_length=4)
     cache.admit(1, cache.match_prefix(1, prompt(1, 4), say), 1, say)
@@ -248,6 +248,6 @@ def test_a_block_that_two_hold_expires_after_the_second():
     run_to_end(cache, 3, prompt(3, 4))
     cache.pool.expire(59 * MS)
     cache.admit(4, cache.match_prefix(4, prompt(4, 12), PLAIN), 3, PLAIN)
-    cache.extend(4, 12)  # two worthless ones, and then the plain one
+    cache.extend(4, 12)  # two blocks without content, and then the one of default priority
     assert (num_kept(cache, prompt(1, 4)), num_kept(cache, prompt(3, 4))) == (1, 0)
     check_integrity(cache)

@@ -67,7 +67,7 @@ def test_streaming_sends_deltas_and_the_end_id_is_not_returned():
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_stop_frees_everything_and_loses_no_token(steps, streaming):
+def test_a_stop_frees_all_resources_and_loses_no_token(steps, streaming):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     output = OutputOptions(exclude_input_from_output=True)
@@ -213,7 +213,7 @@ def test_an_ended_request_is_not_scheduled_again_while_its_last_batch_is_in_flig
     assert final.is_final and scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
-def test_fail_all_answers_everyone_once():
+def test_fail_all_answers_every_request_once():
     scheduler = make_scheduler(max_num_sequences=1)
     driver = Driver(scheduler)
     driver.accept(make_request(1), make_request(2))
@@ -223,7 +223,7 @@ def test_fail_all_answers_everyone_once():
     check_integrity(scheduler)
 
 
-def test_room_is_what_is_left_of_max_num_requests():
+def test_room_is_the_rest_of_max_num_requests():
     assert make_scheduler().room == -1
     driver = Driver(make_scheduler(max_num_requests=3))
     driver.accept(make_request(1), make_request(2))

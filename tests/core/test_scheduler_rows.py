@@ -27,7 +27,7 @@ MESSAGE = "the request could not be processed: ValueError: no such token"
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch):
-    """Makes a function that a module calls raise for some request's sequences."""
+    """A context that makes a module's function raise for some request's sequences."""
 
     def apply(
         module: ModuleType,
@@ -63,7 +63,7 @@ def run_to_the_end(driver: Driver) -> list[Response]:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_row_in_context_or_in_generation_whose_tokens_cannot_be_taken(poison, steps):
+def test_a_row_with_invalid_tokens_ends_its_request(poison, steps):
     driver = Driver(make_scheduler())
     driver.accept(*(make_request(number, new=4) for number in (1, 2, 3)))
     for _ in range(steps):
@@ -84,7 +84,7 @@ def test_an_error_of_the_requests_own_keeps_its_kind(poison):
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
 
 
-def test_a_context_output_that_cannot_be_taken(poison):
+def test_an_invalid_context_output_ends_its_request(poison):
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, output=OutputOptions(return_prompt_log_probs=True)), make_request(2, new=1))
@@ -95,8 +95,8 @@ def test_a_context_output_that_cannot_be_taken(poison):
     check_integrity(scheduler)
 
 
-def test_a_search_whose_candidates_make_no_sense():
-    """Row 5 of a search whose context has one."""
+def test_invalid_candidates_end_their_search():
+    """The candidates name row 5 of a search that has one row."""
     scheduler = make_scheduler(max_num_sequences=8)
     Driver(scheduler).accept(
         make_request(1, sampling=TWO_BEAMS),
@@ -113,7 +113,7 @@ def test_a_search_whose_candidates_make_no_sense():
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
-def test_one_of_several_sequences_ends_all_with_one_error(poison):
+def test_a_failed_sequence_ends_its_request_with_one_error(poison):
     driver = Driver(make_scheduler(max_num_sequences=8))
     driver.accept(
         make_request(1, sampling=SamplingConfig(top_k=2, num_return_sequences=3)), make_request(2, new=6)
@@ -126,7 +126,7 @@ def test_one_of_several_sequences_ends_all_with_one_error(poison):
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
 
 
-def test_a_row_with_another_batch_in_flight_is_answered_when_that_is_back(poison):
+def test_a_failed_request_is_answered_when_its_last_batch_is_back(poison):
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1), make_request(2))
     first, second = scheduler.schedule(), scheduler.schedule()
@@ -139,7 +139,7 @@ def test_a_row_with_another_batch_in_flight_is_answered_when_that_is_back(poison
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_response_that_cannot_be_made_is_an_error_and_not_silence(poison, streaming):
+def test_a_response_that_cannot_be_made_becomes_an_error(poison, streaming):
     driver = Driver(make_scheduler())
     driver.accept(make_request(1, new=2, streaming=streaming), make_request(2, new=2))
     driver.step()
@@ -149,7 +149,7 @@ def test_a_response_that_cannot_be_made_is_an_error_and_not_silence(poison, stre
     assert driver.scheduler.num_active == driver.scheduler.kv_cache.pool.num_held == 0
 
 
-def test_a_stop_whose_response_cannot_be_made_is_an_error_too(poison):
+def test_a_stop_whose_response_cannot_be_made_becomes_an_error(poison):
     driver = Driver(make_scheduler())
     driver.accept(make_request(1), make_request(2))
     poison(results, "make_result", 1)
@@ -157,7 +157,7 @@ def test_a_stop_whose_response_cannot_be_made_is_an_error_too(poison):
     assert errors(responses) == {1: MESSAGE} and [response.is_final for response in responses] == [True, True]
 
 
-def test_a_request_that_cannot_even_be_looked_at_is_refused_alone(monkeypatch):
+def test_a_request_whose_validation_raises_is_refused_alone(monkeypatch):
     driver = Driver(make_scheduler())
     original = Scheduler._rules
 
@@ -182,8 +182,8 @@ def test_normalized_log_probs_come_and_the_models_are_summed():
     assert response.result.cum_log_probs == (-1.0,)
 
 
-def test_details_that_are_missing_are_no_other_requests_business():
-    """The device forgot the details of one row, and gave too few of another: both get what there is."""
+def test_missing_details_do_not_affect_other_requests():
+    """The device returns no details for one row and too few for another; requests get the existing ones."""
     scheduler = make_scheduler()
     Driver(scheduler).accept(
         *(make_request(number, new=1, output=OutputOptions(return_log_probs=True)) for number in (1, 2, 3))
@@ -203,7 +203,7 @@ BANNING = {
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_row_that_has_every_token_banned(steps):
+def test_a_row_with_every_token_banned_ends_its_request(steps):
     """In its context, and after two tokens."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
@@ -223,8 +223,8 @@ def test_a_row_that_has_every_token_banned(steps):
 
 
 @pytest.mark.parametrize("accepted", [0, 2])
-def test_drafts_that_come_to_where_every_token_is_banned(accepted):
-    """Accepted tokens count, and the row after them reports that no token is left."""
+def test_drafts_before_a_row_with_every_token_banned_are_accepted(accepted):
+    """Accepted tokens count, and the row after them reports that every token is banned."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     draft = ExternalDraft((20, 21, 22))
@@ -241,8 +241,8 @@ def test_drafts_that_come_to_where_every_token_is_banned(accepted):
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
 
 
-def test_a_row_in_flight_behind_one_that_has_every_token_banned():
-    """A device that overlaps iterations goes on from some token by then, and what follows it is dropped."""
+def test_a_row_in_flight_after_one_with_every_token_banned_is_dropped():
+    """A device that overlaps iterations has continued from an arbitrary token, and its tokens are dropped."""
     scheduler = make_scheduler(overlaps_iterations=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, bad_words=((5,),)), make_request(2, new=3))
@@ -254,7 +254,7 @@ def test_a_row_in_flight_behind_one_that_has_every_token_banned():
 
 
 @pytest.mark.parametrize("has_ended_beam", [False, True])
-def test_a_search_that_bans_leave_no_beam_is_an_error_unless_it_has_found_one(has_ended_beam):
+def test_a_search_without_allowed_beams_fails_unless_one_has_finished(has_ended_beam):
     scheduler = make_scheduler(max_num_sequences=8)
     Driver(scheduler).accept(make_request(1, sampling=TWO_BEAMS, end_ids=(9,), bad_words=((5,),)))
     batch = scheduler.schedule()
@@ -270,14 +270,14 @@ def test_a_search_that_bans_leave_no_beam_is_an_error_unless_it_has_found_one(ha
     assert scheduler.num_active == scheduler.kv_cache.pool.num_held == 0
 
 
-# ---------------------------------------------------------------------- rows that the device says have failed
+# ---------------------------------------------------------------------- failed rows
 
 
 BROKEN = StepFailed("its code raised")
 
 
 def fail_slot(scheduler: Scheduler, batch, slot: int, token: int = 7, **output) -> list[Response]:
-    """The device's answer to a batch in which one row has failed; the others get a token."""
+    """The device's output for a batch in which one row has failed; the others get a token."""
     tokens = [() if each == slot else (token,) for each in batch.sampled_slots()]
     responses = scheduler.update(batch, ModelOutput(0, tokens, failures={slot: BROKEN}, **output))
     check_integrity(scheduler)
@@ -300,7 +300,7 @@ def test_a_row_that_has_failed_ends_its_request_and_no_other(steps, streaming):
     assert scheduler.kv_cache.pool.num_held == scheduler.kv_cache.num_reserved == 0
 
 
-def test_a_row_of_drafts_that_has_failed():
+def test_a_failed_row_of_drafts_ends_its_request():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=6, draft=ExternalDraft((20, 21, 22))), make_request(2))
@@ -309,8 +309,8 @@ def test_a_row_of_drafts_that_has_failed():
     assert [final.request_id for final in run_to_the_end(driver)] == [2]
 
 
-def test_one_of_several_sequences_has_failed():
-    """The request ends as a whole, once what else of it is in flight is back."""
+def test_a_failed_row_of_one_sequence_ends_the_request():
+    """The whole request ends when its other rows in flight are back."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(
@@ -325,8 +325,8 @@ def test_one_of_several_sequences_has_failed():
 
 
 @pytest.mark.parametrize("beam", [None, 0, 1])
-def test_a_row_of_a_search_has_failed(beam):
-    """In its context, where it has one row, and in either of two."""
+def test_a_failed_row_of_a_search_ends_the_search(beam):
+    """The row fails in its context, where the search has one row, or is either of two beams."""
     scheduler = make_scheduler(max_num_sequences=8)
     driver = Driver(scheduler)
     driver.accept(make_request(1, sampling=TWO_BEAMS), make_request(2))
@@ -347,7 +347,7 @@ def test_a_row_of_a_search_has_failed(beam):
 
 
 def test_a_row_that_has_failed_after_its_sequence_ended_is_no_error():
-    """One sequence of two was stopped while it was in flight: the other goes on to the end."""
+    """One sequence of two was stopped while it was in flight: the other runs to its end."""
     scheduler = make_scheduler(num_micro_batches=2)
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=3, sampling=SamplingConfig(num_return_sequences=2)))

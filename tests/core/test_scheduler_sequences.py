@@ -1,4 +1,4 @@
-"""Beams, several sequences and drafts: exact batches for hand-made answers of the device."""
+"""Beams, several sequences and drafts: exact batches for given outputs of the device."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_beams_go_on_from_the_context_with_a_block_copied_for_all_but_one():
     assert batch.beam_groups == (BeamGroup((0, 1), (-1.0, -2.0), 4),)
 
 
-def test_a_beam_that_is_left_gives_way_to_the_other_one():
+def test_a_dropped_beam_is_replaced_by_the_other():
     scheduler, _ = start_beams(prompt=8)
     batch = scheduler.schedule()
     assert batch.new_blocks == ((0, (2,)), (1, (3,))) and batch.block_copies == ()
@@ -68,7 +68,7 @@ def test_a_beam_that_is_left_gives_way_to_the_other_one():
     assert [source for source, _ in batch.block_copies] == [3]
 
 
-def test_the_best_beams_come_back_in_order_with_the_prompt():
+def test_the_best_beams_are_returned_in_order_with_the_prompt():
     scheduler, _ = start_beams(prompt=3, new=2)
     best = make_candidates((1, 4, -2.5), (0, 5, -2.6), (0, 6, -2.7), (0, 7, -2.8))
     (final,) = update(scheduler, scheduler.schedule(), (), (), beams=[best])
@@ -79,7 +79,7 @@ def test_the_best_beams_come_back_in_order_with_the_prompt():
     assert scheduler.kv_cache.pool.num_held == 0 and scheduler.kv_cache.num_reserved == 0
 
 
-def test_streamed_beams_say_everything_so_far():
+def test_each_response_of_streamed_beams_has_all_tokens_so_far():
     scheduler, (first,) = start_beams(prompt=3, new=2, streaming=True)
     assert first.result.is_cumulative and first.result.output_token_ids == ((7,), (8,))
     best = make_candidates((1, 4, -2.5), (0, 5, -2.6), (0, 6, -2.7), (0, 7, -2.8))
@@ -156,13 +156,13 @@ def test_a_search_reserves_for_its_worst_case_under_either_policy():
         assert scheduler.kv_cache.num_unreserved == 16 - 7
 
 
-def test_rows_of_a_search_wait_for_what_came_of_the_rows_in_flight():
+def test_rows_of_a_search_wait_for_the_outcome_of_rows_in_flight():
     scheduler, _ = start_beams()
     assert scheduler.schedule() is not None
     assert scheduler.schedule() is None
 
 
-def test_a_cancelled_search_returns_its_beams_as_far_as_they_are():
+def test_a_cancelled_search_returns_its_unfinished_beams():
     scheduler, _ = start_beams()
     (final,) = Driver(scheduler).accept(stop=(1,))
     assert final.is_final and final.result.num_output_tokens == (1, 1)
@@ -268,7 +268,7 @@ def make_drafted(*draft: int, **fields):
     return make_request(draft=ExternalDraft(draft), **fields)
 
 
-def test_a_draft_stands_behind_the_context_and_what_was_accepted_counts():
+def test_a_draft_follows_the_context_and_accepted_tokens_count():
     scheduler = make_scheduler()
     output = OutputOptions(return_perf_metrics=True, exclude_input_from_output=True)
     Driver(scheduler).accept(make_drafted(5, 6, 7, prompt=3, new=6, output=output))
@@ -299,7 +299,7 @@ def test_a_draft_may_end_its_sequence_once_it_is_verified(accepted):
     check_integrity(scheduler)
 
 
-def test_an_end_id_in_such_a_draft_ends_it_as_any_other():
+def test_an_end_id_in_a_draft_that_ends_its_sequence_is_an_end():
     scheduler = make_scheduler()
     draft = ExternalDraft((5, 6, 7), ends_sequence=True)
     Driver(scheduler).accept(make_request(prompt=3, new=9, end_ids=(6,), draft=draft))
@@ -308,7 +308,7 @@ def test_an_end_id_in_such_a_draft_ends_it_as_any_other():
     assert final.result.output_token_ids[0][3:] == (5,)
 
 
-def test_nothing_of_a_sequence_is_scheduled_behind_a_draft_in_flight():
+def test_a_sequence_with_a_draft_in_flight_is_not_scheduled():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_drafted(5, 6, new=6))
     assert scheduler.schedule() is not None and scheduler.schedule() is None
@@ -331,7 +331,7 @@ def test_accepted_tokens_stop_at_an_end_id_and_at_the_length_limit():
     assert counts == [1, 2], "what is behind an end does not count"
 
 
-def test_chunked_contexts_leave_a_last_token_for_the_draft_to_stand_behind():
+def test_a_chunked_context_leaves_its_last_token_for_the_draft():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     Driver(scheduler).accept(make_drafted(5, prompt=8, new=6))
     batch = scheduler.schedule()
@@ -341,7 +341,7 @@ def test_chunked_contexts_leave_a_last_token_for_the_draft_to_stand_behind():
     assert (len(chunk.token_ids), chunk.num_draft_tokens) == (5, 1)
 
 
-def test_prompt_lookup_drafts_what_followed_before():
+def test_prompt_lookup_drafts_tokens_that_followed_earlier():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(prompt=(1, 2, 3, 4, 5, 1, 2), new=9, prompt_lookup_num_tokens=3))
     update(scheduler, scheduler.schedule(), (3,))

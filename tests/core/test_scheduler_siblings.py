@@ -1,4 +1,4 @@
-"""The first of several sequences is stopped before the prompt that it computes for all is there."""
+"""Stops of the first of several sequences before it has computed their common prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...]
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_a_stop_of_the_first_sequence_while_it_waits_lets_its_siblings_compute_the_prompt(reuse):
-    """One of them computes it, the other one finds it; they would have waited for the first one for ever."""
+    """One sibling computes the prompt, the other reuses it.
+
+    Both would have waited for the first sequence for ever.
+    """
     driver = Driver(make_scheduler(reuse=reuse))
     driver.accept(make_sequences(3, prompt=10, new=2))
     (stopped,) = driver.accept(stop=(STOP_FIRST,))
@@ -47,7 +50,7 @@ def test_a_stop_of_the_first_sequence_while_it_waits_lets_its_siblings_compute_t
     assert driver.scheduler.num_active == driver.scheduler.kv_cache.pool.num_held == 0
 
 
-def test_a_stop_of_the_first_sequence_in_its_context_leaves_what_it_computed():
+def test_a_stop_of_the_first_sequence_keeps_its_computed_blocks():
     driver = Driver(make_scheduler(max_num_tokens=8, chunked=True))
     driver.accept(make_sequences(2, prompt=21, new=2))
     driver.step()
@@ -72,8 +75,8 @@ def test_a_stop_of_the_first_sequence_while_its_context_is_in_flight():
 
 
 @pytest.mark.parametrize("stopped", [(0,), (0, 1)])
-def test_context_outputs_come_from_another_sequence_if_the_first_has_ended_too_soon(stopped):
-    """All of the prompt's rows, although one sequence after the other ended before it gave any."""
+def test_context_outputs_come_from_another_sequence_if_the_first_was_stopped(stopped):
+    """All of the prompt's rows are returned, although the first sequences ended before they returned any."""
     scheduler = make_scheduler(max_num_sequences=2)
     driver = Driver(scheduler)
     output = OutputOptions(return_prompt_log_probs=True)
@@ -95,8 +98,8 @@ def test_context_outputs_come_from_another_sequence_if_the_first_has_ended_too_s
     assert {response.result.prompt_log_probs for response in responses} == {(0.0, *log_probs)}
 
 
-def test_nobody_answers_before_the_context_outputs_are_there():
-    """With a prompt that is cached already the third sequence computes only its end, the second all rows."""
+def test_no_sequence_responds_before_the_context_outputs_are_computed():
+    """The prompt is cached: the third sequence computes only its end, the second all rows."""
     scheduler = make_scheduler(max_num_tokens=9, chunked=True, reuse=True)
     driver = Driver(scheduler)
     driver.accept(make_request(9, prompt=10, new=1))

@@ -1,4 +1,4 @@
-"""Slots: the lowest first, given back ones told once."""
+"""Slots: the lowest is taken first, released ones are reported once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_lowest_free_slots_are_taken_and_have_an_owner():
     check_integrity(slots)
 
 
-def test_slots_given_back_are_told_once():
+def test_released_slots_are_reported_once():
     slots = Slots(3)
     slots.release(slots.take(make_sequence(), 2))
     assert slots.collect_released() == (0, 1)
@@ -28,7 +28,7 @@ def test_slots_given_back_are_told_once():
 
 
 def test_slot_changes_of_a_failed_batch_are_repeated():
-    """Slots that were told, but not those that have an owner again or are to be told anyway."""
+    """Reported slots are reported again, unless they have an owner or a pending report."""
     slots = Slots(4)
     slots.release(slots.take(make_sequence(), 3))
     told = slots.collect_released()
@@ -38,7 +38,7 @@ def test_slot_changes_of_a_failed_batch_are_repeated():
     assert told == (0, 1, 2) and slots.collect_released() == (1, 2)
 
 
-def test_more_owners_than_slots_are_noticed():
+def test_more_owners_than_slots_are_detected():
     slots = Slots(2)
     slots.take(make_sequence(), 1)
     slots.owners[1] = make_sequence()

@@ -1,4 +1,4 @@
-"""Statistics as the texts that the specification has for them."""
+"""Statistics in the specification's JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_in_flight_batching_has_the_documented_keys():
     assert said(text) == ["05-20-2024 12:30:05", 17, 9, 8, 300, 200, 100, 16, 6, 2, 4, 70, 1]
 
 
-def test_static_batching_has_its_own_and_tells_of_the_batch_so_far():
+def test_static_batching_has_its_own_keys_with_sums_over_the_batch():
     text = STATIC.to_json(NOON)
     assert list(json.loads(text)) == STATIC_KEYS
     assert said(text) == ["05-20-2024 12:30:05", 17, 9, 8, 300, 200, 100, 16, 7, 2, 60, 500, 11]
@@ -60,7 +60,7 @@ def test_nothing_is_scheduled_between_two_static_batches():
     assert fields["Total Generation Tokens"] == 60, "what the last batch was"
 
 
-def test_the_log_line_adds_what_came_later():
+def test_the_log_line_adds_later_keys():
     fields = json.loads(json.dumps(STATS.log_fields(NOON, MEMORY)))
     documented = json.loads(STATS.to_json(NOON))
     assert {key: fields[key] for key in INFLIGHT_KEYS[1:]} == {k: documented[k] for k in INFLIGHT_KEYS[1:]}
@@ -78,7 +78,7 @@ def test_the_log_line_adds_what_came_later():
     assert fields["Timestamp"] == "05-20-2024 12:30:05.250000"
 
 
-def test_the_log_line_of_static_batching_knows_no_pauses():
+def test_the_log_line_of_static_batching_has_no_pauses():
     fields = STATIC.log_fields(NOON, MEMORY)
     assert set(fields) - set(STATIC_KEYS) == {
         "Waiting Requests", "Reused KV cache blocks", "Fraction used KV cache blocks", "Runtime CPU Memory Usage",

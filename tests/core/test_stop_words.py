@@ -1,4 +1,4 @@
-"""Stop words: the token that completes one."""
+"""Stop words: detection of the token that completes a word."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_prompts_tokens_are_no_part_of_a_word():
     assert not StopWords([(1,)]).matches([1], 0)
 
 
-def test_a_word_longer_than_what_there_is_does_not_match():
+def test_a_word_longer_than_the_text_does_not_match():
     assert not StopWords([(3, 1, 2)]).matches([1, 2], 2)
 
 
@@ -45,7 +45,7 @@ def test_may_end_with_and_longest():
     assert StopWords(()).longest == 0 and not StopWords(())
 
 
-def test_a_word_that_is_complete_too_early_ends_nothing():
+def test_a_word_completed_before_min_length_does_not_end_the_sequence():
     words = StopWords([(1, 2), (2,)], after=3)
     assert not words.matches([7, 1, 2], 3) and not words.may_end_with(2, 3)
     assert words.matches([7, 7, 1, 2], 4) and words.may_end_with(2, 4)
@@ -66,8 +66,8 @@ def test_matches_equal_a_comparison_with_every_word():
     assert seen == {True, False}
 
 
-def test_many_words_cost_no_more_than_the_longest():
-    """However many end alike: a token looks at no more tokens than a word has."""
+def test_the_cost_depends_on_the_longest_word_only():
+    """Even if many words have the same end, a token compares no more tokens than the longest word has."""
 
     class Counted(list):
         reads = 0

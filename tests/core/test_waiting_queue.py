@@ -1,4 +1,4 @@
-"""Waiting queue order: exact orders, and random call sequences against a model that sorts everything each time."""
+"""The waiting queue: exact orders, and random calls compared with a model that sorts everything each time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
 
 
 class Turns:
-    """A queue and who comes out of it, as text: one letter for each client that starts, A for client 1."""
+    """A queue and the order of its starts as text: one letter for each client, A for client 1."""
 
     def __init__(self) -> None:
         self.queue = WaitingQueue()
@@ -112,7 +112,7 @@ def test_skipped_requests_return_to_their_places():
     assert drain(turns.queue) == named(waiting, "dabc")
 
 
-def test_num_new_counts_siblings_to_come_and_not_the_front():
+def test_num_new_counts_future_siblings_and_not_the_front():
     turns = Turns()
     turns.add(priority=0.5, sampling=THREE_SEQUENCES)
     turns.add(priority=0.7, sampling=TWO_BEAMS)
@@ -143,8 +143,8 @@ def test_clients_take_turns_and_their_own_requests_go_in_order():
     ]  # fmt: skip
 
 
-def test_shares_are_of_tokens_and_not_of_requests():
-    """A's requests cost 30 tokens, those of B 10 each."""
+def test_shares_are_measured_in_tokens_and_not_in_requests():
+    """A's requests cost 30 tokens each, B's 10."""
     turns = Turns()
     for _ in range(4):
         turns.add(1, prompt=10, new=20)
@@ -153,7 +153,7 @@ def test_shares_are_of_tokens_and_not_of_requests():
     assert turns.starts(16) == "ABBBABBBABBBABBB"
 
 
-def test_beams_cost_what_all_of_them_may_generate():
+def test_a_search_is_charged_for_all_its_beams():
     """A's search costs 4 + 2 * 8 tokens, as much as two requests of B."""
     turns = Turns()
     turns.add(1, prompt=4, new=8, sampling=TWO_BEAMS)
@@ -197,7 +197,7 @@ def test_tokens_that_were_not_generated_are_credited_back():
     assert turns.starts(4) == "ABAB"
 
 
-def test_a_client_that_was_away_saves_up_nothing():
+def test_an_absent_client_accumulates_no_credit():
     turns = Turns()
     for _ in range(8):
         turns.add(1)
@@ -207,8 +207,8 @@ def test_a_client_that_was_away_saves_up_nothing():
     assert turns.starts(12) == "BBBBABABABAB"  # B has as much running as A, and then they take turns
 
 
-def test_a_client_with_little_to_do_saves_up_nothing():
-    """A has a stream running all the time and nobody waiting, while B's requests come and go."""
+def test_a_client_with_few_requests_accumulates_no_credit():
+    """A always has one running and no waiting request, while B's requests come and go."""
     turns = Turns()
     for _ in range(20):
         turns.add(2)
@@ -224,8 +224,11 @@ def test_a_client_with_little_to_do_saves_up_nothing():
     assert turns.starts(8) == "BABABABA"
 
 
-def test_a_newcomer_does_not_wait_for_what_others_may_generate_and_will_not():
-    """Everybody may generate 999 tokens and generates 3. Each slot that becomes free is B's, until it has half."""
+def test_a_new_client_does_not_wait_for_unused_charges_of_others():
+    """Each request may generate 999 tokens and generates 3.
+
+    B gets each free slot until it has half of them.
+    """
     turns = Turns()
     for _ in range(40):
         turns.add(1, new=999)
@@ -241,8 +244,11 @@ def test_a_newcomer_does_not_wait_for_what_others_may_generate_and_will_not():
     assert sorted(each.request.client_id for each in running) == [1] * 4 + [2] * 4
 
 
-def test_one_request_at_a_time_sheds_nothing():
-    """A sends its next request, of 30 tokens, when the one before has ended; B's wait all the time."""
+def test_a_client_with_one_request_at_a_time_keeps_its_charge():
+    """A sends its next request, of 30 tokens, when the previous one has ended.
+
+    B always has waiting requests.
+    """
     turns = Turns()
     turns.add(1, new=29)
     for _ in range(12):
@@ -257,7 +263,7 @@ def test_one_request_at_a_time_sheds_nothing():
     assert order == "ABBBBABBBABBB"
 
 
-def test_when_nobody_is_left_all_begin_anew():
+def test_shares_are_reset_when_the_queue_is_empty():
     turns = Turns()
     turns.add(1, new=99)
     turns.end(turns.start())
@@ -266,7 +272,7 @@ def test_when_nobody_is_left_all_begin_anew():
     assert turns.starts(4) == "ABAB"
 
 
-def test_of_those_who_left_only_the_latest_are_remembered():
+def test_only_the_latest_clients_that_left_are_remembered():
     turns = Turns()
     resident = turns.add(0)
     for client in range(1, 1102):
@@ -302,7 +308,7 @@ def test_a_start_costs_the_same_with_a_priority_for_every_request():
 
 
 class Model:
-    """The same queue, slow and obvious."""
+    """A slow model of the queue."""
 
     def __init__(self) -> None:
         self.front: list[LlmRequest] = []
@@ -365,7 +371,7 @@ CALLS = st.lists(
 @pytest.mark.parametrize("most_followed", [1, 8])
 @settings(deadline=None, derandomize=True)
 @given(calls=CALLS)
-def test_any_calls_against_the_model(most_followed, calls):
+def test_random_calls_agree_with_the_model(most_followed, calls):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(waiting_queue, "_MOST_FOLLOWED", most_followed)
         check_calls(calls)
@@ -414,7 +420,7 @@ def start_first(queue: WaitingQueue, model: Model) -> LlmRequest:
 
 
 def pass_over(queue: WaitingQueue, count: int) -> None:
-    """Changes nothing, so the model does not hear of it."""
+    """Pass over the first request, which does not change the order of the queue or the model."""
     passed = []
     for _ in range(count):
         first = queue.first()
@@ -430,10 +436,10 @@ def end(queue: WaitingQueue, model: Model, sequence: LlmRequest) -> None:
     model.leave(sequence)
 
 
-# ---------------------------------------------------------------- made anew after a failure
+# ---------------------------------------------------------------- rebuilt after a failure
 
 
-def test_a_queue_that_is_made_anew_has_the_same_shares_and_order():
+def test_a_rebuilt_queue_has_the_same_shares_and_order():
     turns = Turns()
     for client, priority in ((1, 0.5), (2, 0.5), (1, 0.9), (2, 0.5), (1, 0.5), (3, 0.1), (1, 0.5)):
         turns.add(client, new=5 + client, priority=priority)
@@ -443,13 +449,13 @@ def test_a_queue_that_is_made_anew_has_the_same_shares_and_order():
     waiting = list(turns.queue.in_order())
     for sequence in ran[1:]:
         sequence.pause()
-    # What `schedule` may have left: nobody is in his place, and somebody was charged who never started.
+    # A failed `schedule` may leave an empty queue and a charge for a sequence that never started.
     turns.queue.charge(waiting[0])
     turns.queue._levels.clear()
     turns.queue.rebuild([*ran[1:], *waiting], in_front=[waiting[0]])
     check_integrity(turns.queue)
     first_client = waiting[0].request.client_id
-    accounts[first_client].num_queued -= 1  # who is in front is not queued as new
+    accounts[first_client].num_queued -= 1  # requests at the front are not queued as new
     assert turns.queue._clients == accounts
     expected = [waiting[0], *sorted(ran[1:], key=lambda sequence: sequence.key), *waiting[1:]]
     expected.sort(key=lambda sequence: -sequence.request.priority)

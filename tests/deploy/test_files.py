@@ -1,4 +1,4 @@
-"""The files in deploy/ are valid by their own schemas, and agree with each other and with the server.
+"""The files in deploy/ are valid by their schemas, and agree with each other and with the server.
 
 The schema of compose files is that of the Compose Specification, from the PyPI package check-jsonschema 0.39.0
 (licence and notice beside it); Kubernetes' schemas come with kubernetes-validate.
@@ -50,7 +50,7 @@ def test_compose_files_are_valid(compose_schema, name):
     compose_schema.validate(load(name))
 
 
-def test_the_schema_notices_what_is_wrong(compose_schema):
+def test_the_compose_schema_rejects_errors(compose_schema):
     wrong = load("compose.yaml")
     wrong["services"]["inflight"]["ports"] = "8000"
     with pytest.raises(jsonschema.ValidationError):
@@ -67,7 +67,7 @@ def test_paths_that_compose_mounts_exist():
     assert named == set(load("compose.yaml")["volumes"])
 
 
-def test_compose_opens_ports_to_this_host_alone_and_prometheus_asks_those_of_the_server():
+def test_compose_opens_ports_to_this_host_only_and_prometheus_scrapes_the_servers():
     services = load("compose.yaml")["services"]
     ports = {
         name: [ADDRESS.fullmatch(port) for port in service["ports"]] for name, service in services.items()
@@ -87,7 +87,7 @@ def test_compose_opens_ports_to_this_host_alone_and_prometheus_asks_those_of_the
     assert exposed == [port["target"] for port in ports["inflight"]]
 
 
-def test_grafana_finds_the_dashboard_where_it_is_mounted():
+def test_the_dashboard_is_mounted_where_grafana_looks():
     mounts = dict(mount.split(":")[:2] for mount in load("compose.yaml")["services"]["grafana"]["volumes"])
     folder = load("grafana/provisioning/dashboards/inflight.yaml")["providers"][0]["options"]["path"]
     assert mounts["./grafana/dashboards"] == folder
@@ -106,14 +106,14 @@ def test_manifests_are_valid(variant, version):
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_the_schema_of_kubernetes_notices_what_is_wrong():
+def test_the_schema_of_kubernetes_rejects_errors():
     wrong = manifests("cpu")["Deployment"]
     wrong["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, OLDEST_KUBERNETES, strict=True)
 
 
-def test_only_the_variant_for_gpus_asks_for_one():
+def test_only_the_gpu_variant_requests_a_gpu():
     assert "nvidia.com/gpu" not in container("cpu")["resources"]["limits"]
     assert container("gpu")["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert manifests("gpu")["Deployment"]["spec"]["template"]["spec"]["tolerations"]
@@ -129,7 +129,7 @@ def test_probes_and_the_service_name_ports_of_the_container():
     } == names
 
 
-def test_shared_memory_has_room_and_counts_as_memory():
+def test_the_shared_memory_volume_fits_into_the_memory_limit():
     (shm,) = (
         v for v in manifests("cpu")["Deployment"]["spec"]["template"]["spec"]["volumes"] if v["name"] == "shm"
     )
@@ -137,7 +137,7 @@ def test_shared_memory_has_room_and_counts_as_memory():
     assert {"name": "shm", "mountPath": "/dev/shm"} in container("cpu")["volumeMounts"]
 
 
-def test_the_autoscaler_asks_for_the_metric_that_the_adapter_makes():
+def test_the_autoscaler_uses_the_adapters_metric():
     spec = manifests("cpu")["HorizontalPodAutoscaler"]["spec"]
     (rule,) = load("kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
     assert [metric["pods"]["metric"]["name"] for metric in spec["metrics"]] == [rule["name"]["as"]]
@@ -147,7 +147,7 @@ def test_the_autoscaler_asks_for_the_metric_that_the_adapter_makes():
     }  # fmt: skip
 
 
-def test_a_pod_is_killed_only_after_the_server_has_given_up():
+def test_a_pod_is_killed_only_after_the_servers_exit_timeout():
     spec = manifests("cpu")["Deployment"]["spec"]["template"]["spec"]
     arguments = container("cpu")["args"]
     exit_timeout = int(arguments[arguments.index("--exit-timeout") + 1])
@@ -160,7 +160,7 @@ def test_a_pod_is_killed_only_after_the_server_has_given_up():
 @pytest.mark.parametrize(
     "arguments", [container("cpu")["args"], load("compose.yaml")["services"]["inflight"]["command"]]
 )
-def test_the_server_takes_the_flags(arguments):
+def test_the_server_accepts_the_flags(arguments):
     checkpoint = ROOT / "model_repository/tensorrt_llm/1/demo_model"
     options = cli.parse([str(checkpoint) if argument == "/model" else argument for argument in arguments])
     assert options.wanted.model == checkpoint

@@ -1,4 +1,4 @@
-"""The check of docstrings refuses relative clauses and accepts noun phrases and imperatives."""
+"""The check of docstrings refuses relative clauses, and accepts noun phrases and imperatives."""
 
 from __future__ import annotations
 

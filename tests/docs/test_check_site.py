@@ -1,4 +1,4 @@
-"""The check of a built site finds what a browser would fetch elsewhere, and lets links alone."""
+"""The check of a built site finds what a browser would fetch from other hosts, and ignores links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check(site: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_links_that_readers_follow_and_comments_are_no_requests(tmp_path):
+def test_links_for_readers_and_comments_are_not_requests(tmp_path):
     scripts = "/*! https://license.example/ */ fetch('search.json')"
     done = check(tmp_path, {"index.html": GOOD, "a.css": "a{background:url(b.png)}", "a.js": scripts})
     assert done.returncode == 0, done.stderr
@@ -45,6 +45,6 @@ def test_requests_to_other_hosts_are_found(tmp_path, name, text):
     assert done.returncode == 1 and "example" in done.stderr and name in done.stderr
 
 
-def test_a_site_that_is_not_there_is_no_good_site(tmp_path):
+def test_a_missing_site_is_an_error(tmp_path):
     done = check(tmp_path, {})
     assert done.returncode == 2 and "there is no site" in done.stderr

@@ -1,4 +1,4 @@
-"""Commands in the pages for newcomers have flags that exist, and name scripts and files that do."""
+"""Commands in the pages for newcomers use existing flags, scripts and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SERVERS = [line for page in PAGES for line in lines(page) if "scripts/serve" in 
 
 
 @pytest.mark.parametrize("line", SERVERS)
-def test_a_server_takes_its_flags(line, tmp_path):
+def test_flags_of_server_commands_exist(line, tmp_path):
     (tmp_path / "keys.txt").write_text("a-key")
     certificate, key = make_certificate(tmp_path)
     files = {"keys.txt": tmp_path / "keys.txt", "chain.pem": certificate, "key.pem": key}
@@ -42,7 +42,7 @@ def test_a_server_takes_its_flags(line, tmp_path):
     cli.parse(shlex.split(arguments))
 
 
-def test_the_launcher_takes_its_flags():
+def test_flags_of_launcher_commands_exist():
     (line,) = [line for line in lines("from-tensorrtllm-backend") if "launch_triton_server" in line]
     repository = ROOT / "model_repository"
     arguments = shlex.split(line.replace("/path/to/triton_model_repo", shlex.quote(str(repository))))[1:]
@@ -62,14 +62,14 @@ def test_flags_in_the_tables_exist(capsys):
     assert len(named) > 12 and named <= known, named - known
 
 
-def test_parameters_that_are_set_exist():
+def test_set_parameters_exist():
     config = (ROOT / "model_repository" / "tensorrt_llm" / "config.pbtxt").read_text()
     known = set(re.findall(r'key: "(\w+)"', config)) | {"max_batch_size", "decoupled_mode"}
     named = {name for text in TEXTS.values() for name in re.findall(r"--set ([a-z]\w+)=", text)}
     assert len(named) > 10 and named <= known, named - known
 
 
-def test_scripts_and_files_exist():
+def test_named_scripts_and_files_exist():
     text = "\n".join(TEXTS.values())
     named = set(re.findall(r"(?<![\w/])((?:scripts|deploy|all_models|model_repository)/[\w./-]*\w)", text))
     assert len(named) > 8

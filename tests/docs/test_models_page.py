@@ -1,6 +1,6 @@
-"""The families that load: in the code, in the table of docs/models.md, and in README's list, which is made of it.
+"""The code, the table of docs/models.md, and README's list made from it have the same families.
 
-`UPDATE_TABLES=1` writes the list anew. What else the table says, tests/engine/test_every_family.py finds out.
+`UPDATE_TABLES=1` rewrites the list. tests/engine/test_every_family.py checks the rest of the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BEGIN, _END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
 
 
 def _architectures() -> list[str]:
-    """The table's second column."""
+    """Return the table's second column."""
     table = (
         (_ROOT / "docs" / "models.md")
         .read_text()
@@ -33,7 +33,7 @@ def test_the_table_has_every_family() -> None:
     assert _architectures() == [family.architecture for family in FAMILIES]
 
 
-def test_readme_lists_what_the_table_has() -> None:
+def test_readme_lists_the_families_of_the_table() -> None:
     path = _ROOT / "README.md"
     head, rest = path.read_text().split(_BEGIN.rstrip("\n"))
     found, tail = rest.split(_END.lstrip("\n"))
@@ -45,7 +45,7 @@ def test_readme_lists_what_the_table_has() -> None:
     assert found.strip() == expected
 
 
-def test_the_family_that_is_shown_is_the_code() -> None:
+def test_the_shown_family_equals_the_code() -> None:
     page = (_ROOT / "docs" / "models.md").read_text()
     source = inspect.getsource(llama)
     shown = re.search(r"```python\n(.*?)```", page, re.DOTALL)

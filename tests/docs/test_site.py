@@ -1,4 +1,4 @@
-"""Every link of the documentation leads somewhere, and the site has every page; without mkdocs."""
+"""Every link of the documentation has a target, and the site has every page; without mkdocs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name_of(page: Path) -> str:
 
 
 def links(page: Path) -> list[str]:
-    """Targets of links, those of other hosts left out."""
+    """Return the targets of links, except those on other hosts."""
     text = CODE.sub("", page.read_text(encoding="utf-8"))
     return [target for target in LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
@@ -52,7 +52,7 @@ def test_links_lead_to_files_and_headings(page):
                 assert anchor in called, f"{target}: no heading is called so"
 
 
-def test_links_are_found_at_all():
+def test_the_documentation_has_links():
     assert sum(len(links(page)) for page in PAGES) > 90
     assert "coming-from-tensorrtllm_backend" in links_with_anchors(ROOT / "README.md")
 
@@ -75,13 +75,13 @@ def test_the_sites_navigation_has_every_page_once():
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in DOCS], "list it in mkdocs.yml"
 
 
-def test_the_site_asks_no_other_host_for_its_theme():
+def test_the_sites_theme_makes_no_request_to_another_host():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     assert site["theme"]["font"] is False
     assert not {"extra_css", "extra_javascript", "repo_url"} & set(site)
 
 
-def test_pages_show_no_pictures_of_other_hosts():
+def test_pages_have_no_pictures_from_other_hosts():
     for page in PAGES:
         text = CODE.sub("", page.read_text(encoding="utf-8"))
         assert not re.search(r"!\[[^\]]*\]\([a-z]+:|<(?:img|script|iframe|link)\b[^>]*//", text), page

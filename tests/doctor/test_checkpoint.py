@@ -1,4 +1,4 @@
-"""Findings on checkpoints: the one that comes with the server, and copies of it with faults."""
+"""Findings about checkpoints: the demo model, and copies of it with faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def change(folder: Path, **values: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def test_the_demo_model_is_described_as_it_is():
+def test_the_demo_model_is_described():
     found = check(DEMO, "float32")
     weights = sum(tensor.numel() * 4 for tensor in load_file(DEMO / "model.safetensors").values())
     assert found["checkpoint"].level is GREEN
@@ -52,7 +52,7 @@ def test_the_demo_model_is_described_as_it_is():
     assert found["tokenizer"].says == "3072 tokens"
 
 
-def test_plans_need_a_gpu_and_what_they_were_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_plans_need_a_gpu_and_their_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from tests.engine.tensorrt import engines
 
     folder = engines.build(DEMO, tmp_path / "plans")
@@ -70,8 +70,8 @@ def test_plans_need_a_gpu_and_what_they_were_built_for(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "olmoe", "gpt-oss"])
-def test_parameters_of_a_mixture_are_counted_twice(tmp_path: Path, case: str):
-    """All of them, and those without the experts that a token does not go to."""
+def test_all_and_active_parameters_of_a_mixture_are_reported(tmp_path: Path, case: str):
+    """The finding has the number of all parameters, and of those that are active for a token."""
     model = make_model(tmp_path / "model", case)
     config = model.oracle.config
     sizes = {name: parameter.numel() for name, parameter in model.oracle.named_parameters()}
@@ -85,7 +85,7 @@ def test_parameters_of_a_mixture_are_counted_twice(tmp_path: Path, case: str):
     )
 
 
-def test_a_checkpoint_whose_experts_are_packed(tmp_path: Path):
+def test_packed_experts_are_described(tmp_path: Path):
     folder = make_model(tmp_path / "model", "gpt-oss").folder
     plain = check(folder, "bfloat16")["checkpoint"].says
     pack(folder)
@@ -94,12 +94,12 @@ def test_a_checkpoint_whose_experts_are_packed(tmp_path: Path):
     assert packed.says == plain.replace("not quantized", "mxfp4 unpacked when it is loaded")
 
 
-def test_settings_count_as_for_a_start():
+def test_settings_apply_as_for_a_start():
     room = check(DEMO, max_batch_size="4", max_sequence_length="64")["room"]
     assert f"{2 * 4 * 64} tokens" in room.says
 
 
-def test_a_cache_of_8_bits_has_room_for_more():
+def test_an_8_bit_kv_cache_has_room_for_more_tokens():
     rooms = [
         check(DEMO, max_batch_size="16", kv_cache_free_cpu_mem_fraction="0.001", **more)["room"]
         for more in ({}, {"kv_cache_dtype": "int8"})
@@ -135,7 +135,9 @@ def test_a_cache_of_8_bits_has_room_for_more():
         (lambda folder: (folder / "config.json").unlink(), "no config.json", "name its folder"),
     ],
 )
-def test_a_checkpoint_that_is_refused(copy: Path, plant: Callable[[Path], object], says: str, mend: str):
+def test_a_faulty_checkpoint_is_reported_with_a_fix(
+    copy: Path, plant: Callable[[Path], object], says: str, mend: str
+):
     plant(copy)
     found = check(copy)["checkpoint"]
     assert found.level is RED and says in found.says and mend in found.mend
@@ -154,7 +156,7 @@ def test_checkpoints_that_transformers_would_run_are_reported(copy: Path, monkey
     assert missing.level is RED and "is not installed" in missing.says and "[transformers]" in missing.mend
 
 
-def test_a_file_that_cannot_be_mapped(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_cannot_be_mapped_is_reported(copy: Path, monkeypatch: pytest.MonkeyPatch):
     def too_large(*_: object, **__: object) -> None:
         raise RuntimeError(
             "unable to mmap 136913201200 bytes from file <model.safetensors>: Cannot allocate memory"
@@ -172,17 +174,17 @@ def test_a_file_that_cannot_be_mapped(copy: Path, monkeypatch: pytest.MonkeyPatc
         ({"kv_cache_free_cpu_mem_fraction": "3"}, "expected a number > 0 and <= 1"),
     ],
 )
-def test_settings_that_a_start_refuses(settings: dict[str, str], says: str):
+def test_settings_that_a_start_refuses_are_reported(settings: dict[str, str], says: str):
     found = check(DEMO, **settings)["checkpoint"]
     assert found.level is RED and says in found.says and "--help" in found.mend
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
+def test_a_missing_folder_is_reported(tmp_path: Path):
     found = check(tmp_path / "nothing")["checkpoint"]
     assert found.level is RED and "not a folder" in found.says and "name its folder" in found.mend
 
 
-def test_weights_or_cache_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):
+def test_weights_or_kv_cache_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch):
     weights = sum(tensor.numel() * 2 for tensor in load_file(DEMO / "model.safetensors").values())
     for free, level, says in (
         (1 << 20, RED, "do not fit"),
@@ -198,8 +200,10 @@ def test_weights_or_cache_that_do_not_fit(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_int8_takes_what_the_packed_weights_take(copy: Path, tied: bool, monkeypatch: pytest.MonkeyPatch):
-    """One byte for each number of a matrix that is multiplied with; the embedding and the norms stay bfloat16."""
+def test_int8_weights_take_the_size_of_packed_weights(
+    copy: Path, tied: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Each number of a multiplied matrix takes one byte; the embedding and the norms stay bfloat16."""
     path = copy / "model.safetensors"
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]

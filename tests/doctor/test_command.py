@@ -31,7 +31,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, *levels: Level) -> None:
     ("levels", "status"),
     [([Level.GREEN], 0), ([Level.GREEN, Level.YELLOW], 0), ([Level.RED, Level.GREEN], 1)],
 )
-def test_the_status_is_0_without_red(
+def test_the_exit_status_is_0_without_red_findings(
     levels: list[Level], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     plant(monkeypatch, *levels)
@@ -52,7 +52,7 @@ def test_findings_of_several_lines_are_indented():
     assert lines[1:4] == [f"{margin}one", f"{margin}other", f"{margin}mend: do it"]
 
 
-def test_on_a_terminal_there_are_colours(monkeypatch: pytest.MonkeyPatch):
+def test_findings_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, Level.YELLOW)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -66,7 +66,7 @@ def test_on_a_terminal_there_are_colours(monkeypatch: pytest.MonkeyPatch):
     assert "\x1b[33m● yellow" in text and "is [so]" in text and "→ do it" in text
 
 
-def test_where_nothing_is_installed_it_says_what_is_missing():
+def test_missing_packages_are_reported():
     program = (
         "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); "
         "runpy.run_module('inflight.doctor', run_name='__main__')"
@@ -82,7 +82,7 @@ def test_where_nothing_is_installed_it_says_what_is_missing():
     )
     assert (done.returncode, done.stderr) == (1, "")
     found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
-    # Installed in place, the package is there wherever its folder is, and what it depends on is missing.
+    # Installed in place, the package can be imported from its folder, but its dependencies are missing.
     for name in ("torch", "packages", "checkpoint"):
         assert found[name]["level"] == "red" and "not installed" in found[name]["says"], found[name]
         assert "scripts/serve" in found[name]["mend"]
@@ -92,7 +92,7 @@ def test_where_nothing_is_installed_it_says_what_is_missing():
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The doctor of a checkout that has no .venv."""
+    """Return the doctor of a checkout without .venv."""
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     for name in ("doctor", "lib.sh"):
@@ -104,7 +104,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_script_runs_without_an_environment(script: Path, tmp_path: Path):
-    """With whatever Python there is; it installs nothing."""
+    """It runs with any Python, and installs nothing."""
     done = subprocess.run([script], capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1) and not done.stderr
     assert "Python  " in done.stdout and not (tmp_path / ".venv").exists()
@@ -113,7 +113,7 @@ def test_the_script_runs_without_an_environment(script: Path, tmp_path: Path):
 def test_no_venv_examines_the_active_environment(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its `python` is the first one on PATH, whatever other versions are there too."""
+    """The environment's `python` is the first one on PATH, whatever other versions are there."""
     active = tmp_path / "active"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", active], check=True, timeout=60)
     monkeypatch.setenv("PATH", str(active / "bin"), prepend=os.pathsep)

@@ -1,4 +1,4 @@
-"""Findings on a machine, with faults planted in a made-up /proc, /sys and /dev, or in Python's own answers."""
+"""Findings about a machine, with faults planted in a fake /proc, /sys and /dev, or in Python's functions."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def write(root: Path, **files: str) -> Path:
 @pytest.mark.parametrize(
     ("version", "level"), [((3, 9, 2), RED), ((3, 10, 0), GREEN), ((3, 12, 9), GREEN), ((3, 13, 0), RED)]
 )
-def test_python(version: tuple[int, int, int], level: Level):
+def test_the_python_version_is_checked(version: tuple[int, int, int], level: Level):
     found = only(machine.check_python(version))
     assert found.level is level
     assert ("python3.11" in found.mend) is (level is RED)
 
 
-def test_packages(monkeypatch: pytest.MonkeyPatch):
+def test_installed_packages_are_checked(monkeypatch: pytest.MonkeyPatch):
     needed = ["numpy>=1.26,<2", "no-such-package>=1", 'pytest>=8; extra == "test"']
     monkeypatch.setattr(metadata, "requires", lambda name: needed)
     found = only(machine.check_packages())
@@ -76,7 +76,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch):
     ],
     ids=["quota", "no limit", "quota of version 1", "one", "two"],
 )
-def test_processors(
+def test_usable_processors_are_reported(
     files: dict[str, str], cores: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
@@ -87,13 +87,13 @@ def test_processors(
 
 
 @pytest.mark.parametrize(("gib", "level"), [(0.5, RED), (2, YELLOW), (16, GREEN)])
-def test_memory(gib: float, level: Level, tmp_path: Path):
+def test_available_memory_is_reported(gib: float, level: Level, tmp_path: Path):
     root = write(tmp_path, proc__meminfo=f"MemTotal: 99999999 kB\nMemAvailable: {int(gib * 2**20)} kB\n")
     found = only(machine.check_memory(root))
     assert found.level is level and found.says.startswith(f"{gib:.1f} GiB available")
 
 
-def test_memory_of_a_control_group_counts(tmp_path: Path):
+def test_a_control_groups_memory_limit_counts(tmp_path: Path):
     write(tmp_path, proc__meminfo="MemAvailable: 99999999 kB\n", proc__self__cgroup="0::/\n")
     files = {"memory.max": str(2**30), "memory.current": str(2**29), "memory.stat": "inactive_file 0\n"}
     for name, text in files.items():
@@ -104,7 +104,7 @@ def test_memory_of_a_control_group_counts(tmp_path: Path):
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for one, on a processor that can do everything, with nothing compiled so far."""
+    """A stand-in for a compiler, on a processor with all instructions, and with nothing compiled so far."""
     program = tmp_path / "bin" / "c++"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho compiler 1\n")
@@ -117,14 +117,14 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_layers_that_will_be_compiled(compiler: Path):
+def test_layers_to_be_compiled_are_reported(compiler: Path):
     found = list(machine.check_layers(has_gpu=False))
     assert [each.level for each in found] == [GREEN, GREEN, GREEN]
     assert f"{compiler} compiles them at the first start" in found[0].says
     assert all("(avx512)" in each.says for each in found)
 
 
-def test_compiled_layers_that_are_kept_or_prebuilt_are_found(compiler: Path, tmp_path: Path):
+def test_kept_and_prebuilt_compiled_layers_are_found(compiler: Path, tmp_path: Path):
     content = b"code"
     kept = tmp_path / "cache/inflight"
     key = library._key(
@@ -140,7 +140,7 @@ def test_compiled_layers_that_are_kept_or_prebuilt_are_found(compiler: Path, tmp
     assert float32.says.endswith("kept from an earlier start")
 
 
-def test_layers_without_a_compiler(compiler: Path):
+def test_layers_without_a_compiler_are_yellow(compiler: Path):
     compiler.unlink()
     found = list(machine.check_layers(has_gpu=False))
     assert {each.level for each in found} == {YELLOW}
@@ -148,7 +148,7 @@ def test_layers_without_a_compiler(compiler: Path):
     assert "no C++ compiler" in found[0].says
 
 
-def test_a_local_build_that_is_asked_for_is_said(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_requested_local_build_is_reported(compiler: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("INFLIGHT_CPU_BUILD", "local")
     found = list(machine.check_layers(has_gpu=False))
     assert [each.level for each in found] == [GREEN, GREEN, GREEN]
@@ -159,14 +159,18 @@ def test_a_local_build_that_is_asked_for_is_said(compiler: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("target", ["avx2", "neon"])
-def test_layers_for_a_target_that_cannot_be_had(compiler: Path, monkeypatch: pytest.MonkeyPatch, target: str):
+def test_an_impossible_target_of_layers_is_reported(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch, target: str
+):
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
     found = list(machine.check_layers(has_gpu=False))
     assert {(each.level, each.mend) for each in found} == {(YELLOW, "unset INFLIGHT_CPU_TARGET")}
     assert all(target in each.says for each in found)
 
 
-def test_layers_on_a_processor_that_lacks_a_part_of_avx512(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_reported_on_a_processor_with_a_part_of_avx512(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+):
     flags = AVX512 - {"avx512_bf16"} | {"avx2", "fma", "f16c"}
     monkeypatch.setattr(library, "_processor_flags", lambda: flags)
     bfloat16, float32, int8 = machine.check_layers(has_gpu=False)
@@ -176,7 +180,9 @@ def test_layers_on_a_processor_that_lacks_a_part_of_avx512(compiler: Path, monke
         assert "(avx2: the processor lacks avx512_bf16)" in each.says
 
 
-def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_reported_on_a_processor_without_needed_instructions(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(library, "_processor_flags", lambda: frozenset({"avx2", "fma"}))
     found = list(machine.check_layers(has_gpu=False))
     assert {each.level for each in found} == {YELLOW}
@@ -184,19 +190,23 @@ def test_layers_on_a_processor_that_lacks_instructions(compiler: Path, monkeypat
     assert all("AVX2" in each.mend for each in found)
 
 
-def test_layers_on_a_machine_that_has_no_faster_target(compiler: Path, monkeypatch: pytest.MonkeyPatch):
+def test_layers_are_green_on_a_machine_with_only_the_generic_target(
+    compiler: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(library, "TARGETS", library.TARGETS[-1:])
     found = list(machine.check_layers(has_gpu=False))
     assert {each.level for each in found} == {GREEN}
     assert all("(generic)" in each.says for each in found)
 
 
-def test_layers_are_not_for_gpus():
+def test_cpu_layers_are_not_used_with_a_gpu():
     assert only(machine.check_layers(has_gpu=True)).level is GREEN
 
 
 @pytest.mark.parametrize(("free_mib", "level"), [(10, RED), (60, YELLOW), (1000, GREEN)])
-def test_shared_memory(free_mib: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_free_shared_memory_is_checked(
+    free_mib: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     usage = SimpleNamespace(free=free_mib << 20, total=1024 << 20)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage)
     found = only(machine.check_shared_memory(tmp_path))
@@ -213,12 +223,12 @@ def test_every_model_of_the_repository_needs_shared_memory(tmp_path: Path, monke
         assert only(machine.check_shared_memory(tmp_path)).level is level
 
 
-def test_shared_memory_that_is_not_there(tmp_path: Path):
+def test_missing_shared_memory_is_red(tmp_path: Path):
     found = only(machine.check_shared_memory(tmp_path / "shm"))
     assert found.level is RED and "mount" in found.mend
 
 
-def test_a_busy_port_is_said_with_who_has_it():
+def test_a_busy_port_is_reported_with_its_process():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -234,12 +244,12 @@ def test_a_busy_port_is_said_with_who_has_it():
     assert len(list(machine.check_ports("127.0.0.1", {"http": 0, "metrics": 0}))) == 2
 
 
-def test_a_host_that_is_none():
+def test_an_unknown_host_is_red():
     found = only(machine.check_ports("no.such.host.invalid", {"http": 8000}))
     assert found.level is RED and found.says.startswith("--host no.such.host.invalid")
 
 
-def test_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_driver_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert only(machine.check_driver(tmp_path)).level is GREEN
     monkeypatch.setattr(machine.shutil, "which", lambda name: f"bin/{name}")

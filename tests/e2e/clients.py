@@ -1,4 +1,4 @@
-"""The least a user needs to talk to the server with tritonclient: tensors in, answers out."""
+"""A small tritonclient wrapper: tensors in, responses out."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.reader import NUMPY_TYPES
 from inflight.tensors.spec import Vocabulary
 
-# Every name of every vocabulary; a name is of one type wherever it occurs.
+# All names of all vocabularies; a name has the same type everywhere.
 DTYPES = {
     name: NUMPY_TYPES[spec.dtype] for vocabulary in Vocabulary for name, spec in INPUTS.declared(vocabulary)
 }
 TIMEOUT_S = 60
 CONTROLLED = ClientApis(key="key-of-the-tests")
-"""For a server whose models are loaded and unloaded by requests, over gRPC with the metadata of `CONTROL`."""
+"""For a server whose models are loaded and unloaded by request, over gRPC with the metadata of `CONTROL`."""
 CONTROL = {f"triton-grpc-protocol-{CONTROL_KEY_HEADER}": "key-of-the-tests"}
 
 
@@ -43,7 +43,7 @@ class Answer:
 
     @property
     def beams(self) -> list[list[int]]:
-        """The ids of every beam, without what fills it up."""
+        """Return the ids of every beam, without padding."""
         lengths = self.outputs["sequence_length"][0]
         return [ids[:n].tolist() for ids, n in zip(self.outputs["output_ids"][0], lengths, strict=True)]
 
@@ -57,7 +57,7 @@ class Answer:
 
 
 class Traffic:
-    """Names of the tensors that went to servers and came back, since the last `clear`."""
+    """Names of the tensors sent to servers and received from them since the last `clear`."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -70,7 +70,7 @@ TRAFFIC = Traffic()
 
 
 def as_array(name: str, value) -> np.ndarray:
-    """[1,1] for a scalar, [1,n] for a list, as is for anything deeper."""
+    """Return an array [1, 1] for a scalar, [1, n] for a list; anything deeper keeps its shape."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, str):
@@ -82,7 +82,7 @@ def as_array(name: str, value) -> np.ndarray:
 
 
 def word_list(*words: list[int]) -> np.ndarray:
-    """[1, 2, n], as stop_words_list and bad_words_list want it."""
+    """Return an array [1, 2, n] for stop_words_list and bad_words_list."""
     ids = [token_id for word in words for token_id in word]
     ends = np.cumsum([len(word) for word in words]).tolist()
     return np.array([[ids, ends + [-1] * (len(ids) - len(ends))]], np.int32)
@@ -101,12 +101,12 @@ def make_inputs(library, **tensors) -> list:
 
 
 class Stream:
-    """A gRPC stream on which any number of requests can be open."""
+    """A gRPC stream with any number of open requests."""
 
     def __init__(self, url: str) -> None:
         self._answers: queue.Queue = queue.Queue()
         self.num_open = 0
-        """Requests sent whose final answer has not been received."""
+        """Number of requests without a final response."""
         self.client = grpc.InferenceServerClient(url)
         self.client.start_stream(lambda result, error: self._answers.put((result, error)))
 
@@ -128,7 +128,7 @@ class Stream:
         beside: dict | None = None,
         **tensors,
     ) -> None:
-        """`beside` has what tritonclient takes beside tensors: `timeout`, `priority`, `parameters`."""
+        """Send a request; `beside` is for tritonclient's other arguments (timeout, priority, parameters)."""
         wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
         self.num_open += 1
         self.client.async_stream_infer(
@@ -141,7 +141,7 @@ class Stream:
         )
 
     def receive(self, timeout: float = TIMEOUT_S) -> tuple[str, Answer]:
-        """The next answer, with the id of its request ("" where an error does not say)."""
+        """Return the next response with the id of its request ("" if an error lacks it)."""
         result, error = self._answers.get(timeout=timeout)
         if error is not None:
             self.num_open -= 1
@@ -154,16 +154,16 @@ class Stream:
         return response.id, Answer(outputs, None, is_final)
 
     def until_final(self) -> Iterator[Answer]:
-        """Answers of the one open request."""
+        """Yield the responses to the one open request."""
         assert self.num_open == 1, f"{self.num_open} requests are open"
         for _, answer in self.until_all_final():
             yield answer
 
     def until_all_final(self) -> Iterator[tuple[str, Answer]]:
-        """Answers until every request has its final one.
+        """Yield responses until every request has its final one.
 
-        Tokens are sent together when a client reads slowly, so a request may end in any number of
-        answers: those received before count here too.
+        Tokens are merged when a client reads slowly, so a request may have any number of responses. Final
+        responses that were received before count too.
         """
         while self.num_open:
             yield self.receive()
@@ -176,14 +176,14 @@ def ask(
     beside: dict | None = None,
     **tensors,
 ) -> list[Answer]:
-    """All answers to one request on a stream of its own."""
+    """Return all responses to one request on a stream of its own."""
     with Stream(url) as stream:
         stream.send(model, outputs=outputs, beside=beside, **tensors)
         return list(stream.until_final())
 
 
 def completion(url: str, **tensors) -> Answer:
-    """The one answer to a request that is not streamed, without the prompt; it must not be an error."""
+    """Return the only response to a request without streaming or prompt; it must not be an error."""
     (answer,) = ask(url, exclude_input_in_output=True, **tensors)
     assert answer.error is None, answer.error
     return answer
@@ -197,7 +197,7 @@ def infer(
     beside: dict | None = None,
     **tensors,
 ) -> http.InferResult:
-    """One HTTP /infer."""
+    """Send one HTTP /infer."""
     client = http.InferenceServerClient(url, network_timeout=TIMEOUT_S, connection_timeout=TIMEOUT_S)
     wanted = [http.InferRequestedOutput(name) for name in outputs] if outputs else None
     try:
@@ -218,7 +218,7 @@ def unary(
     beside: dict | None = None,
     **tensors,
 ) -> grpc.InferResult:
-    """One unary gRPC call."""
+    """Send one unary gRPC call."""
     client = grpc.InferenceServerClient(url)
     wanted = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
     try:
@@ -237,14 +237,14 @@ def unary(
 
 
 def generate(url: str, model: str = "ensemble", **body) -> dict:
-    """One HTTP /generate: keys that are no input of the model become request parameters."""
+    """Send one HTTP /generate; keys that are not inputs of the model become request parameters."""
     request = urllib.request.Request(f"http://{url}/v2/models/{model}/generate", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
         return json.load(response)
 
 
 def wait_until(condition, timeout: float = 60.0) -> None:
-    """Wait for a state of the server's log, files or processes, by polling."""
+    """Poll until the condition holds, for example on the server's log, files or processes."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check that tests marked as covering a tensor have sent it."""
+    """Check that tests marked as covering a tensor have sent or received it."""
     TRAFFIC.clear()
     yield
     claimed = {name for mark in request.node.iter_markers("covers") for name in mark.args}
@@ -53,7 +53,7 @@ def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Itera
 
 @pytest.fixture(scope="session")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Another current directory: nothing may depend on this one."""
+    """Change the current directory, on which nothing may depend."""
     before = os.getcwd()
     folder = tmp_path_factory.mktemp("some where else")
     os.chdir(folder)
@@ -63,7 +63,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model for sequences of 32,768 tokens: its requests are in flight however busy the machine is."""
+    """The demo model for sequences of 32,768 tokens, whose requests stay in flight on a busy machine too."""
     folder = tmp_path_factory.mktemp("long") / "demo_model"
     shutil.copytree(DEMO_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -73,7 +73,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """The server that `scripts/serve` starts, /v1 included."""
+    """The server that `scripts/serve` starts, with /v1."""
     with serve(
         options=ServerOptions(ports=Ports(openai=0), client_apis=ClientApis(model_config=True))
     ) as server:
@@ -82,9 +82,9 @@ def demo_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """The demo model in float32, in which its tokens can be compared with those of transformers.
+    """The demo model in float32, so that its tokens can be compared with those of transformers.
 
-    Requests may name the logits post-processors of `post_processors.py`.
+    Requests may use the logits post-processors of `post_processors.py`.
     """
     settings = {
         "max_tokens_in_paged_kv_cache": "16384",
@@ -98,7 +98,7 @@ def exact_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def oracle() -> ZooModel:
-    """The demo model as transformers runs it."""
+    """The demo model run by transformers."""
     torch.set_num_threads(1)  # the servers compute too
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     return ZooModel(DEMO_MODEL, model.eval())
@@ -106,7 +106,7 @@ def oracle() -> ZooModel:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """The demo model's."""
+    """The demo model's tokenizer."""
     return Tokenizer.from_dir(DEMO_MODEL)
 
 
@@ -154,7 +154,7 @@ def pair_server(elsewhere: Path, pair_repository: Path) -> Iterator[TritonServer
 
 @pytest.fixture(scope="session")
 def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A fake engine that runs one request at a time, 5 ms a step, lets four wait, and says what it is doing."""
+    """A fake engine with one slot, 5 ms per step, a queue of four, and state requests."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us={NARROW_STEP_MS * 1000}",
         "max_batch_size": "1",
@@ -170,7 +170,7 @@ def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def fake_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A fake engine, 2 ms a step, with a KV cache that four long requests fill; the demo model's tokenizer."""
+    """A fake engine, 2 ms per step, with the demo model's tokenizer; four long requests fill its KV cache."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=2000",
         "max_sequence_length": "2048",

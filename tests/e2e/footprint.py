@@ -1,4 +1,4 @@
-"""Resources of a running tritonserver as the kernel counts them: processes, files, shared memory, sockets."""
+"""Resources of a running tritonserver, read from the kernel: processes, files, shared memory, sockets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Footprint:
     """Footprint of one server at one moment.
 
     Attributes:
-        stubs: Processes beside the server's own.
-        files: Open file descriptors of it.
+        stubs: Number of processes besides the server's own.
+        files: Number of its open file descriptors.
         shared_memory: Bytes of each file in /dev/shm, smallest first.
         endpoints: Engines' sockets.
     """
@@ -39,7 +39,7 @@ class Footprint:
         )
 
     def fits(self, earlier: Footprint) -> bool:
-        """Whether nothing has been added; a client that has just gone may have counted then, and not now."""
+        """Return whether nothing was added since `earlier`; a client may have disconnected since."""
         return replace(self, files=earlier.files) == earlier and self.files <= earlier.files
 
 
@@ -49,7 +49,7 @@ def folder_of(server: TritonServer) -> Path:
 
 
 def left_of(folder: Path) -> list[object]:
-    """List the remains of a server: processes, shared memory, the private folder itself."""
+    """List the leftovers of a server: processes, shared memory, its private folder."""
     shared_memory = runtime_directory.shared_memory_files(folder)
     return [*runtime_directory.find_processes(folder), *shared_memory, *folder.parent.glob(folder.name)]
 

@@ -1,4 +1,4 @@
-"""Adapters of the demo model as PEFT saves them, as tensors, and what PEFT says with them."""
+"""Adapters of the demo model as PEFT saves them, as tensors, and PEFT's tokens with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from .conftest import DEMO_MODEL
 
 MODULES = {"q_proj": 1, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "down_proj": 6, "up_proj": 7}
-"""The ids of those that these adapters change."""
+"""Module ids of the layers that these adapters change."""
 
 
 @functools.cache
@@ -25,12 +25,12 @@ def _loaded() -> transformers.PreTrainedModel:
 
 
 def demo_model() -> transformers.PreTrainedModel:
-    """A copy of its own, in float32: PEFT changes it."""
+    """Return a new copy in float32, because PEFT changes it."""
     return copy.deepcopy(_loaded())
 
 
 def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
-    """A PEFT folder whose adapter changes what the demo model says."""
+    """Write a PEFT folder whose adapter changes the demo model's output."""
     torch.manual_seed(seed)
     config = peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, target_modules=list(MODULES), init_lora_weights=False
@@ -39,7 +39,7 @@ def make_adapter(folder: Path, seed: int, rank: int = 4) -> None:
 
 
 def as_tensors(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """lora_weights and lora_config of a PEFT folder, made here and not by what is tested."""
+    """Return lora_weights and lora_config of a PEFT folder, converted here and not by the tested code."""
     config = peft.LoraConfig.from_pretrained(folder)
     stored = load_file(folder / "adapter_model.safetensors")
     rows, config_rows = [], []
@@ -53,7 +53,7 @@ def as_tensors(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def greedy(prompt: list[int], num_tokens: int, folder: Path | None = None) -> list[int]:
-    """The tokens of the demo model, with the adapter of a PEFT folder or without one."""
+    """Return the demo model's greedy tokens, with the adapter of a PEFT folder or without one."""
     model = demo_model() if folder is None else peft.PeftModel.from_pretrained(demo_model(), folder).eval()
     model.generation_config.eos_token_id = None
     ids = model.generate(

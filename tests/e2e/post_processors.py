@@ -1,6 +1,6 @@
-"""The logits post-processors of the servers here: those of docs/logits-post-processors.md, as written, and others.
+"""The logits post-processors of the servers here: those of docs/logits-post-processors.md, and others.
 
-A server loads this file by its path. It is told which file by the parameter `logits_post_processor_module`.
+A server loads this file by its path, from the parameter `logits_post_processor_module`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The processes of a server with several ranks, by what they do; only their ids are used to end them."""
+"""The processes of a server with several ranks, by role; only their ids are used to end them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GUIDES = "inflight.guided.child"
 
 @dataclass(frozen=True)
 class Processes:
-    """Process ids; a name is of one rank, "mpirun", "stub", which is the engine's model's, or "guides"."""
+    """Process ids by name: of each rank, "mpirun", "stub" (of the engine's model), or "guides"."""
 
     by_name: dict[str, int]
     all: frozenset[int]
@@ -29,7 +29,7 @@ class Processes:
 
     @property
     def always_there(self) -> frozenset[int]:
-        """All but the process that compiles guides, which is started for the first of them."""
+        """Return all except the process that compiles guides, which starts with the first guide."""
         return self.all - {self.by_name.get("guides")}
 
     def signal(self, name: str, number: int) -> None:
@@ -39,14 +39,14 @@ class Processes:
         return not any(_runs(pid) for pid in self.all)
 
     def wake(self) -> None:
-        """Let those that were stopped and survived go on, so that they can end."""
+        """Continue stopped processes that survived, so that they can end."""
         for pid in self.all:
             if _runs(pid):
                 os.kill(pid, signal.SIGCONT)
 
 
 def shared_memory(server: TritonServer) -> set[str]:
-    """Everything of it that the server and its ranks have or have left, but for the ranks' folder."""
+    """Return all shared memory of the server and its ranks, except the ranks' folder."""
     name = server.repository.path.parent.name
     found = [path for top in Path("/dev/shm").glob(f"{name}*") for path in (top, *top.rglob("*"))]
     return {str(path) for path in found if not path.name.endswith("-ranks")}

@@ -1,4 +1,4 @@
-"""LoRA tensors on the wire, before any adapter is looked for: types, shapes, what goes together, commands."""
+"""LoRA tensors of requests, before any adapter is looked up: types, shapes, combinations, commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_conflicting_tensors_are_refused(fake_server, model, tensors, message):
     request = REQUEST if model == "tensorrt_llm" else TEXT_REQUEST
     (refused,) = ask(fake_server.grpc, model, **request, **tensors)
     assert message in str(refused.error)
-    # All inputs of the test's marks are sent, in whichever of its cases.
+    # All inputs of the test's marks are sent, in one or another of its cases.
     ask(
         fake_server.grpc,
         model,
@@ -53,13 +53,13 @@ def test_conflicting_tensors_are_refused(fake_server, model, tensors, message):
 
 
 @pytest.mark.covers("lora_path", "lora_ckpt_source")
-def test_the_folder_has_to_be_pefts(fake_server):
+def test_an_adapter_folder_must_be_a_peft_folder(fake_server):
     asked = {**TEXT_REQUEST, "lora_path": "sql", "lora_ckpt_source": "nemo"}
     (refused,) = ask(fake_server.grpc, "ensemble", **asked)
     assert "lora_ckpt_source is 'nemo', expected 'hf'" in str(refused.error)
 
 
-def test_triton_takes_weights_in_the_declared_type_alone(fake_server):
+def test_triton_accepts_weights_in_the_declared_type_only(fake_server):
     with pytest.raises(InferenceServerException, match=r"lora_weights.*FP32.*expects 'FP16'"):
         unary(
             fake_server.grpc,
@@ -72,7 +72,7 @@ def test_triton_takes_weights_in_the_declared_type_alone(fake_server):
 
 @pytest.fixture(scope="module")
 def bfloat16_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """One that takes weights in bfloat16, and commands; its adapters there are none."""
+    """A server that takes bfloat16 weights and adapter commands, and has no adapters."""
     settings = {
         "fake_engine": "vocab=1000,step_us=0",
         "tokenizer_dir": str(DEMO_MODEL),
@@ -84,7 +84,7 @@ def bfloat16_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer", "ensemble"])
-def test_every_model_declares_what_the_parameter_says(bfloat16_server, model):
+def test_every_model_declares_weights_in_the_parameters_type(bfloat16_server, model):
     client = grpc.InferenceServerClient(bfloat16_server.grpc)
     config = client.get_model_config(model, as_json=True)["config"]
     client.close()
@@ -92,8 +92,8 @@ def test_every_model_declares_what_the_parameter_says(bfloat16_server, model):
     assert (found["data_type"], found["dims"]) == ("TYPE_BF16", ["-1", "-1"])
 
 
-def test_weights_of_bfloat16_are_read(bfloat16_server):
-    """numpy has no such type: what is said of their shape shows that they came."""
+def test_bfloat16_weights_are_read(bfloat16_server):
+    """numpy has no such type; the error about their shape shows that they were read."""
     weights = grpc.InferInput("lora_weights", WEIGHTS.shape, "BF16")
     weights.set_data_from_numpy(WEIGHTS.astype(np.float32))
     others = make_inputs(grpc, **REQUEST, lora_task_id=1, lora_config=ROWS[:, :1])
@@ -104,7 +104,7 @@ def test_weights_of_bfloat16_are_read(bfloat16_server):
     client.close()
 
 
-def test_commands_are_refused_unless_the_server_was_told_to_take_them(fake_server):
+def test_adapter_commands_are_refused_unless_the_server_allows_them(fake_server):
     command = {"lora_command": '{"command": "list"}'}
     for model in ("tensorrt_llm", "ensemble"):
         (refused,) = ask(fake_server.grpc, model, **command)
@@ -115,6 +115,6 @@ def test_commands_are_refused_unless_the_server_was_told_to_take_them(fake_serve
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_bad_command_says_what_is_expected(bfloat16_server, model):
+def test_a_bad_adapter_command_is_refused_with_the_expected_form(bfloat16_server, model):
     (refused,) = ask(bfloat16_server.grpc, model, lora_command=json.dumps({"command": "drop"}))
     assert 'lora_command has no command that there is, expected {"command": "list"}' in str(refused.error)

@@ -1,4 +1,4 @@
-"""LoRA adapters through a real server: its tokens are those of PEFT, however the adapter gets there."""
+"""LoRA adapters through a real server: its tokens equal PEFT's, whichever way the adapter is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .test_metrics import page_of
 PROMPT = [10, 11, 12, 13, 14]
 NUM_TOKENS = 12
 ADAPTERS = {"sql": 1, "chat": 2, "found": 3, "prefetched": 4}
-"""Names of PEFT folders, and the seeds that they are made with."""
+"""Names of PEFT folders, and the seeds of their adapters."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(folders: dict[str, Path]) -> dict[str, list[int]]:
-    """The greedy tokens of each adapter, and of none, by transformers and PEFT."""
+    """Return the greedy tokens of each adapter, and without one, by transformers and PEFT."""
     found = {"": greedy(PROMPT, NUM_TOKENS)}
     found |= {name: greedy(PROMPT, NUM_TOKENS, folder) for name, folder in folders.items()}
     assert len({tuple(each) for each in found.values()}) == len(found), (
@@ -81,7 +81,7 @@ def tokens_of(server: TritonServer, model: str = "tensorrt_llm", **tensors: obje
     return answer.ids
 
 
-def test_weights_come_once_and_then_the_id_is_enough(server, folders, expected):
+def test_after_the_first_request_with_weights_the_id_suffices(server, folders, expected):
     weights, config = as_tensors(folders["sql"])
     sent = {"lora_task_id": 5, "lora_weights": weights, "lora_config": config}
     assert tokens_of(server, **sent) == expected["sql"]
@@ -91,8 +91,8 @@ def test_weights_come_once_and_then_the_id_is_enough(server, folders, expected):
     assert tokens_of(server, lora_task_id=5, **others) == expected["sql"], "those of a known id are ignored"
 
 
-def test_an_adapter_is_a_model_to_an_openai_endpoint_elsewhere(server, expected):
-    """In front of the tritonserver, which tells it the names of its adapters."""
+def test_an_adapter_is_a_model_of_a_remote_openai_endpoint(server, expected):
+    """The endpoint is in front of the tritonserver, which returns the names of its adapters."""
     remote = KServeEngineClient(server.grpc, str(DEMO_MODEL))
     asked = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     with served(remote) as url, httpx.Client(base_url=url, timeout=60) as client:
@@ -117,7 +117,7 @@ def test_the_metrics_page_names_the_adapters_of_requests(server):
             )  # fmt: skip
         family = "inflight_adapter_running_requests"
         wait_until(lambda: {"sql", "chat"} <= set(page_of(server).series(family, "lora_name")))
-        # The page is written metric by metric: what else it says of this iteration may come a moment later.
+        # The page is written metric by metric: other values of this iteration may appear a moment later.
         wait_until(lambda: page_of(server).series("inflight_adapters", "place")["on_device"] >= 2)
         wait_until(lambda: page_of(server).value("inflight_adapter_loads_total") >= 2)
         stream.cancel()
@@ -129,7 +129,7 @@ def test_an_unknown_id_is_refused(server):
     assert "LoRA task 6 not found in cache" in str(refused.error)
 
 
-def test_a_wrong_adapter_fails_alone(server, folders, expected):
+def test_an_invalid_adapter_fails_only_its_request(server, folders, expected):
     weights, config = as_tensors(folders["sql"])
     config[0, 0, 1] = 4  # a layer that the model does not have
     (refused,) = ask(
@@ -141,8 +141,8 @@ def test_a_wrong_adapter_fails_alone(server, folders, expected):
 
 
 @pytest.mark.parametrize("name", ["sql", "chat", "found"])
-def test_by_name(server, expected, name):
-    """Adapters named by --lora, and one that lies in lora_dir."""
+def test_adapters_can_be_requested_by_name(server, expected, name):
+    """There are adapters named by --lora, and one in lora_dir."""
     assert tokens_of(server, lora_name=name) == expected[name]
     result = infer(
         server.http, "tensorrt_llm_infer", input_ids=PROMPT, request_output_len=NUM_TOKENS, end_id=-1,
@@ -157,7 +157,7 @@ def test_an_unknown_name_is_refused(server):
     assert refused.value.status() == "StatusCode.NOT_FOUND" and "nobody" in refused.value.message()
 
 
-def test_text_by_name_and_by_path(server):
+def test_text_requests_may_give_an_adapters_name_or_path(server):
     client = Client(server.grpc)
     bare = client.generate("def f(", 12, end_id=-1).text
     adapted = client.generate("def f(", 12, end_id=-1, lora="found").text
@@ -173,7 +173,7 @@ def test_prefetched_adapters_need_no_weights(server, expected):
     assert tokens_of(server, lora_task_id=77) == expected["prefetched"]
 
 
-def test_a_folder_that_comes_later_is_found(server, folders):
+def test_an_adapter_folder_added_later_is_found(server, folders):
     asked = {"input_ids": PROMPT, "request_output_len": 4, "lora_name": "later"}
     (refused,) = ask(server.grpc, "tensorrt_llm", **asked)
     assert "later" in str(refused.error)
@@ -204,9 +204,10 @@ def test_every_model_lists_adapters(server, model):
     assert answer.error is None and b'"sql"' in answer.outputs["adapters"].item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("split", with_all(["tp", "pp"], ["tp"]))
-def test_ranks_have_their_parts(elsewhere, folders, expected, split):
-    """Weights reach every rank once, beside what is broadcast; each rank has its part of the adapter."""
+def test_ranks_have_their_parts_of_an_adapter(elsewhere, folders, expected, split):
+    """Weights are sent to every rank once, outside of the broadcast; each rank keeps its part of them."""
     settings = {"max_tokens_in_paged_kv_cache": "16384", "lora_weights_data_type": "TYPE_FP32"}
     wanted = Wanted(adapters=(("chat", folders["chat"]),))
     options = ServerOptions(mode="orchestrator", wanted=wanted, **{split: 2})

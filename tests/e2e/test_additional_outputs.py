@@ -1,4 +1,4 @@
-"""Hidden states and top logits over the real server, against transformers; and the page that explains them."""
+"""Hidden states and top logits of the real server against transformers, and the page that explains them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def expected(oracle, tokens: list[int]) -> dict[str, np.ndarray]:
 
 
 def assert_rows(found: dict[str, np.ndarray], oracle, tokens: tuple[int, ...]) -> None:
-    """Expect all rows of the prompt, and for each token the row of the position it was chosen from."""
+    """Check all rows of the prompt, and for each token the row of the position that it was sampled from."""
     wanted = expected(oracle, [*PROMPT, *tokens])
     for name, rows in found.items():
         part, _, plain = name.partition("_")
@@ -54,7 +54,7 @@ def assert_rows(found: dict[str, np.ndarray], oracle, tokens: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_outputs_are_those_of_transformers(client, oracle, streaming):
+def test_additional_outputs_equal_those_of_transformers(client, oracle, streaming):
     options = {"end_id": -1, "additional_outputs": CONTEXT + GENERATION}
     if streaming:
         deltas = list(client.stream(PROMPT, NUM_TOKENS, **options))
@@ -75,7 +75,7 @@ def test_outputs_are_those_of_transformers(client, oracle, streaming):
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
-def test_every_sequence_has_its_rows_from_either_model(exact_server, oracle, model):
+def test_every_sequence_has_its_rows_of_additional_outputs(exact_server, oracle, model):
     client = Client(exact_server.grpc, model=model)
     options = {"num_return_sequences": 2, "top_k": 30, "temperature": 1.5, "seed": 5, "end_id": -1}
     answer = client.generate(PROMPT, NUM_TOKENS, additional_outputs=[CONTEXT[0], *GENERATION], **options)
@@ -85,14 +85,14 @@ def test_every_sequence_has_its_rows_from_either_model(exact_server, oracle, mod
         assert_rows(rows, oracle, sequence.token_ids)
 
 
-def test_a_text_has_them_too(client):
+def test_text_requests_have_additional_outputs_too(client):
     answer = client.generate("def f(", 4, end_id=-1, additional_outputs=GENERATION[:1])
     assert answer.text and answer.additional_outputs[GENERATION[0]].shape[0] == 4
 
 
 @pytest.mark.covers("additional_outputs")
-def test_a_client_that_cannot_name_outputs_sends_their_names(exact_server, oracle):
-    """HTTP generate, whose answer is flat; and gRPC without a list of outputs."""
+def test_additional_outputs_are_requested_by_a_tensor_without_an_output_list(exact_server, oracle):
+    """This is tested with HTTP generate, whose response is flat, and gRPC without a list of outputs."""
     names = [CONTEXT[0], GENERATION[3]]
     answer = completion(
         exact_server.grpc,
@@ -112,7 +112,7 @@ def test_a_client_that_cannot_name_outputs_sends_their_names(exact_server, oracl
     assert len(ids) == 3 * 3 and all(value == int(value) for value in ids)
 
 
-def test_unasked_they_do_not_come(exact_server):
+def test_additional_outputs_are_not_sent_unless_requested(exact_server):
     answer = completion(exact_server.grpc, input_ids=PROMPT, request_output_len=2)
     assert not [name for name in answer.outputs if name.startswith(("context_", "generation_"))]
 
@@ -132,7 +132,7 @@ def test_unavailable_outputs_are_refused_and_others_are_served(exact_server):
     assert result.as_numpy("output_ids").shape == (1, 1, len(PROMPT) + 2)
 
 
-def test_the_example_of_the_page_prints_what_it_is_about(exact_server):
+def test_the_pages_example_prints_additional_outputs(exact_server):
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
     program = program.replace("localhost:8001", exact_server.grpc)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Several prompts in one Triton request, several sequences of one prompt: apart where they can, else in one."""
+"""Several prompts of one Triton request, or sequences of one prompt, in separate responses or in one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.testing.fake_model import expected_tokens
 from .clients import TIMEOUT_S, Answer, Stream, ask, infer, unary
 from .conftest import FAKE_VOCABULARY
 
-# Ragged: what input_lengths leaves out is anything.
+# Ragged: values beyond input_lengths do not matter.
 PROMPTS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 LENGTHS = [4, 2, 3]
 
@@ -38,7 +38,7 @@ def batch(**tensors: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def by_prompt(answers: list[Answer]) -> dict[int, list[int]]:
-    """All ids of each prompt, by its batch_index."""
+    """Return all ids of each prompt, by its batch_index."""
     found: dict[int, list[int]] = {}
     for answer in answers:
         found.setdefault(answer.outputs["batch_index"].item(), []).extend(answer.ids)
@@ -50,7 +50,7 @@ EXPECTED = {row: alone(row, count) for row, count in enumerate([6, 3, 5])}
 
 @pytest.mark.covers("batch_index", "input_lengths")
 @pytest.mark.parametrize("streaming", [True, False])
-def test_every_prompt_of_a_batch_is_answered_by_itself(fake_server, streaming):
+def test_every_prompt_of_a_batch_gets_its_own_answer(fake_server, streaming):
     answers = ask(fake_server.grpc, **batch(streaming=column([streaming] * 3, np.bool_)))
     assert by_prompt(answers) == EXPECTED
     assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
@@ -59,7 +59,7 @@ def test_every_prompt_of_a_batch_is_answered_by_itself(fake_server, streaming):
 
 
 @pytest.mark.covers("batch_index", "pad_id")
-def test_a_batch_is_one_response_of_the_model_that_gives_one(fake_server):
+def test_a_batch_has_one_response_from_a_model_that_is_not_decoupled(fake_server):
     tensors = batch(pad_id=column([7, -1, 7]), return_log_probs=column([False, True, False], np.bool_))
     for result in (infer(fake_server.http, **tensors), unary(fake_server.grpc, **tensors)):
         ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
@@ -72,7 +72,7 @@ def test_a_batch_is_one_response_of_the_model_that_gives_one(fake_server):
 
 
 @pytest.mark.covers("num_return_sequences")
-def test_sequences_are_rows_of_the_model_that_gives_one_response(fake_server):
+def test_sequences_are_rows_of_the_response_if_not_decoupled(fake_server):
     result = infer(
         fake_server.http,
         input_ids=PROMPTS[0],
@@ -98,7 +98,7 @@ def test_sequences_are_rows_of_the_model_that_gives_one_response(fake_server):
     assert result.as_numpy("text_output").shape == (3,)
 
 
-def test_sequences_and_prompts_are_told_apart(fake_server):
+def test_responses_have_sequence_and_batch_indices(fake_server):
     answers = ask(
         fake_server.grpc,
         **batch(num_return_sequences=column([1, 2, 3]), runtime_top_k=column([10] * 3)),
@@ -111,12 +111,12 @@ def test_sequences_and_prompts_are_told_apart(fake_server):
     assert [answer.final for answer in answers] == [False] * 5 + [True]
 
 
-def test_a_wrong_row_refuses_the_whole_batch(fake_server):
+def test_an_invalid_row_refuses_the_whole_batch_of_a_request(fake_server):
     (refused,) = ask(fake_server.grpc, **batch(request_output_len=column([6, 0, 5])))
     assert "row 1 of the batch: request_output_len must be at least 1, got 0" in str(refused.error)
 
 
-def test_texts_in_a_batch(fake_server):
+def test_a_batch_may_have_text_prompts(fake_server):
     texts = column([b"def f(x):", b"import os"], np.object_)
     answers = ask(
         fake_server.grpc,
@@ -153,7 +153,7 @@ def test_a_stop_ends_the_whole_batch(fake_server):
 
 
 def test_a_cancel_frees_every_prompt_of_a_batch(fake_server):
-    """The KV cache holds four such requests: the next ones run only when all rows are gone."""
+    """The KV cache holds four such requests: the next ones run only after all rows are freed."""
     with Stream(fake_server.grpc) as stream:
         long = batch(request_output_len=column([1900] * 3), streaming=column([True] * 3, np.bool_))
         stream.send("tensorrt_llm", "batch", **long)
@@ -178,7 +178,7 @@ def generate(server, path: str, body: dict) -> str:
         return response.read().decode()
 
 
-def test_http_generate_makes_a_batch_of_lists(fake_server):
+def test_http_generate_accepts_a_batch_as_lists(fake_server):
     texts = ["def f(x):", "import os"]
     in_one = json.loads(
         generate(
@@ -199,7 +199,7 @@ def test_http_generate_makes_a_batch_of_lists(fake_server):
         assert event["text_output"].startswith(texts[event["batch_index"]])
 
 
-def test_http_generate_takes_a_word_list_as_one_flat_list(fake_server):
+def test_http_generate_accepts_a_word_list_as_one_flat_list(fake_server):
     tokens = alone(0, 6)
     body = {"input_ids": PROMPTS[0], "request_output_len": 6, "exclude_input_in_output": True}
     words = [tokens[2], tokens[3], 999, 2, 3, -1]

@@ -1,4 +1,4 @@
-"""Beam search over the real server: what transformers finds, in every shape in which it can be asked for."""
+"""Beam search on the real server finds transformers' beams, in every form of request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module")
 def end_id(oracle, prompt) -> int:
-    """A token that some beams end with, early, and others do not."""
+    """Return a token with which some beams end early, and others do not."""
     found = oracle.beams(prompt, NUM_TOKENS, num_beams=4, num_return_sequences=4)
     holders = [set(tokens[2:8]) - set(tokens[:2]) for tokens, _ in found]
     counts = {token: sum(token in held for held in holders) for token in set().union(*holders)}
@@ -37,7 +37,7 @@ def end_id(oracle, prompt) -> int:
 
 
 def scored_by_transformers(oracle, prompt, end_id: int, **options) -> list[tuple[list[int], float]]:
-    """Tokens before the end id, and final score, of each beam."""
+    """Return the tokens before the end id and the final score of each beam."""
     found = oracle.beams(prompt, NUM_TOKENS, end_id=end_id, pad_token_id=end_id, **options)
     return [(list(itertools.takewhile(lambda token: token != end_id, ids)), score) for ids, score in found]
 
@@ -48,7 +48,7 @@ def of_transformers(oracle, prompt, end_id: int, **options) -> list[list[int]]:
 
 @pytest.mark.covers("beam_width", "len_penalty", "early_stopping", "cum_log_probs", "output_log_probs")
 @pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), GRID)
-def test_beams_are_those_of_transformers(
+def test_beams_equal_those_of_transformers(
     exact_server, oracle, prompt, end_id, width, length_penalty, early_stopping
 ):
     expected = scored_by_transformers(
@@ -77,13 +77,13 @@ def test_beams_are_those_of_transformers(
     for row, ((tokens, score), reason) in enumerate(zip(expected, reasons, strict=True)):
         length, ended = len(tokens), reason == b"END_ID"
         assert sums[0, row] / (length + ended) ** length_penalty == pytest.approx(score, abs=1e-4)
-        if not ended:  # else the end id's is in the sum and not among the others
+        if not ended:  # otherwise the sum includes the end id's log prob, which is not returned
             assert sums[0, row] == pytest.approx(log_probs[0, row, :length].sum(), abs=1e-4)
         assert not log_probs[0, row, length:].any()
 
 
 @pytest.mark.covers("length_penalty")
-def test_ensemble_calls_it_length_penalty(exact_server, oracle, tokenizer, prompt, end_id):
+def test_length_penalty_of_ensemble_reaches_the_search(exact_server, oracle, tokenizer, prompt, end_id):
     options = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": 2.0}
     expected = of_transformers(oracle, prompt, end_id, **options)
     (answer,) = ask(
@@ -102,7 +102,7 @@ def test_ensemble_calls_it_length_penalty(exact_server, oracle, tokenizer, promp
 
 @pytest.mark.covers("num_return_sequences", "pad_id", "finish_reason")
 @pytest.mark.parametrize("pad_id", [-1, 77])
-def test_the_best_come_back_and_ragged_ones_are_filled_up(exact_server, oracle, prompt, end_id, pad_id):
+def test_the_best_beams_are_returned_with_padding(exact_server, oracle, prompt, end_id, pad_id):
     expected = of_transformers(oracle, prompt, end_id, num_beams=4, num_return_sequences=3)
     assert len({len(tokens) for tokens in expected}) > 1
     answer = completion(
@@ -155,8 +155,8 @@ def test_the_diversity_rate_reaches_the_search(fake_server, rate):
 
 
 @pytest.mark.covers("streaming")
-def test_streamed_beams_say_everything_each_time(fake_server):
-    """The beams as they would come back if the search ended now."""
+def test_each_response_of_streamed_beams_has_all_tokens(fake_server):
+    """Each response has the beams of a search that would end then."""
     request = Request(1, PLAIN, 8, sampling=SamplingConfig(beam_width=3))
     steps = expected_beam_steps(request, FAKE_VOCABULARY, attend_to_all=False)
     answers = ask(fake_server.grpc, input_ids=list(PLAIN), request_output_len=8, beam_width=3, streaming=True)
@@ -167,8 +167,8 @@ def test_streamed_beams_say_everything_each_time(fake_server):
     assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
 
 
-def test_beams_beside_streams_change_neither(fake_server, oracle):
-    """Different widths and samplers share the iterations; nobody waits for them to drain."""
+def test_beams_and_streams_do_not_affect_each_other(fake_server, oracle):
+    """Different widths and samplers share iterations, and none waits for the others to end."""
     alone = [
         completion(fake_server.grpc, input_ids=list(PLAIN), request_output_len=12, beam_width=width).beams
         for width in (1, 2, 5)
@@ -192,7 +192,7 @@ def test_beams_beside_streams_change_neither(fake_server, oracle):
         assert rows == alone
 
 
-def test_a_stop_string_cuts_the_text_of_beams(exact_server, tokenizer, prompt):
+def test_a_stop_string_ends_the_text_of_beams(exact_server, tokenizer, prompt):
     request = {"text_input": PROMPT, "request_output_len": NUM_TOKENS, "beam_width": 3, "end_id": -1}
     plain = completion(exact_server.grpc, **request)
     texts = [text.decode() for text in plain.outputs["text_output"]]

@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 
-def test_perf_analyzer_sends_every_request_once_so_many_at_a_time(fake_server):
+def test_perf_analyzer_sends_every_request_once_within_the_concurrency(fake_server):
     timelines = [answer.timeline for answer in analyze(fake_server, REQUESTS, 4)]
     assert sorted(timeline.num_output_tokens for timeline in timelines) == [*range(4, 16)]
     for timeline in timelines:
@@ -30,17 +30,17 @@ def test_perf_analyzer_sends_every_request_once_so_many_at_a_time(fake_server):
         assert len(others) < 4
 
 
-def test_fewer_requests_than_may_be_in_flight_are_all_in_flight(fake_server):
+def test_fewer_requests_than_the_concurrency_are_sent_at_once(fake_server):
     assert len(analyze(fake_server, REQUESTS[:2], 16)) == 2
 
 
-def test_a_request_that_the_server_refuses_is_said(fake_server):
+def test_a_request_that_the_server_refuses_is_reported(fake_server):
     with pytest.raises(ServeError, match="request_output_len"):
         analyze(fake_server, [BenchRequest((1, 2), 1_000_000)], 1)
 
 
 @pytest.mark.exhaustive
-def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp_path):
+def test_memory_of_the_engines_and_all_server_processes_is_measured(elsewhere, tmp_path):
     models = make_fake_repository(tmp_path / "models")
     with ServedEngine(SETTINGS | {"max_batch_size": "4"}, models) as engine:
         engine.run(REQUESTS[:4], 4)
@@ -51,11 +51,11 @@ def test_the_engine_s_process_and_all_of_the_server_s_are_weighed(elsewhere, tmp
 
 
 @pytest.mark.exhaustive
-def test_lags_are_between_the_choice_of_a_token_and_its_arrival(elsewhere, tmp_path):
+def test_lags_are_between_the_sampling_of_a_token_and_its_arrival(elsewhere, tmp_path):
     trace = tmp_path / "trace"
     with serve_fake(settings=stream.settings(2000, 1, trace)) as server:
         row = stream.Bench(server, trace).measure(num_streams=4, num_tokens=300)
     assert 0 < row["lag_ms_median_of_quickest_stream"] <= row["lag_ms_max"] < 10_000
     assert 1 <= row["tokens_behind_max"] <= 300
-    # Processor time is counted in hundredths of a second, of which each process has to take one at least.
+    # Processor time is counted in hundredths of a second; each process must take at least one.
     assert min(row["cpu_us_per_response"].values()) > 0

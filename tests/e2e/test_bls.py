@@ -1,4 +1,4 @@
-"""`tensorrt_llm_bls` on a real server: a draft model changes what a text costs, and nothing of the text."""
+"""`tensorrt_llm_bls` on a real server: a draft model changes the time of a text, but not the text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accepted(answer: Answer) -> float:
 
 @pytest.mark.covers("num_draft_tokens", "use_draft_logits")
 @pytest.mark.parametrize("weighs", [False, True])
-def test_greedy_text_is_that_of_the_target(pair_server, oracle, tokenizer, weighs):
+def test_greedy_drafted_text_equals_the_targets(pair_server, oracle, tokenizer, weighs):
     """The text equals that of transformers; a draft model in bfloat16 is right nearly always."""
     ids = oracle.greedy((0, *tokenizer.encode(PROMPT)), NUM_TOKENS)
     answer = drafted(pair_server, use_draft_logits=weighs)
@@ -40,14 +40,14 @@ def test_greedy_text_is_that_of_the_target(pair_server, oracle, tokenizer, weigh
     assert answer.finish_reason == "LENGTH" and accepted(answer) > 0.5
 
 
-def test_drawn_text_is_that_of_the_target_by_the_same_seed(pair_server):
+def test_sampled_drafted_text_equals_the_targets_with_the_same_seed(pair_server):
     (plain,) = ask(pair_server.grpc, "ensemble", **REQUEST, **SAMPLED)
     answer = drafted(pair_server, **SAMPLED)
     assert answer.text == plain.text and accepted(answer) > 0.5
 
 
-def test_by_logits_a_draft_of_nearly_the_same_distribution_is_nearly_always_accepted(pair_server):
-    """Drafts drawn by another temperature than that of their logits would be refused more often."""
+def test_drafts_with_logits_of_nearly_the_same_model_are_nearly_always_accepted(pair_server):
+    """Drafts sampled with another temperature than that of their logits would be rejected more often."""
     answers = [
         drafted(pair_server, use_draft_logits=True, top_p=1.0, temperature=0.5, seed=seed)
         for seed in range(3)
@@ -56,7 +56,7 @@ def test_by_logits_a_draft_of_nearly_the_same_distribution_is_nearly_always_acce
     assert len({answer.text for answer in answers}) == 3
 
 
-def test_streamed_texts_accumulate_to_the_whole(pair_server):
+def test_streamed_drafted_texts_add_up_to_the_whole(pair_server):
     whole = drafted(pair_server).text
     for tensors in ({"num_draft_tokens": 4}, {}):
         answers = ask(pair_server.grpc, "tensorrt_llm_bls", **REQUEST, stream=True, **tensors)
@@ -70,7 +70,7 @@ def test_http_generate(pair_server):
     assert generate(pair_server.http, "tensorrt_llm_bls", **body)["text_output"] == drafted(pair_server).text
 
 
-def test_many_at_once(pair_server):
+def test_many_drafted_requests_run_at_once(pair_server):
     alone = drafted(pair_server).text
     with Stream(pair_server.grpc) as stream:
         for number in range(8):
@@ -80,7 +80,7 @@ def test_many_at_once(pair_server):
 
 
 @pytest.mark.parametrize("by", ["stop", "cancel"])
-def test_an_end_from_outside(pair_server, by):
+def test_a_stop_or_cancellation_ends_a_drafted_request(pair_server, by):
     asked = {**REQUEST, "max_tokens": 900, "num_draft_tokens": 2, "stream": True}
     with Stream(pair_server.grpc) as stream:
         stream.send("tensorrt_llm_bls", "long", **asked)
@@ -95,7 +95,7 @@ def test_an_end_from_outside(pair_server, by):
             stream.cancel()
 
     def is_free() -> bool:
-        """Tell whether a request's id can be used again."""
+        """Return whether a request's id can be used again."""
         with Stream(pair_server.grpc) as again:
             again.send("tensorrt_llm_bls", "long", **{**REQUEST, "max_tokens": 1})
             return again.receive()[1].error is None
@@ -103,6 +103,6 @@ def test_an_end_from_outside(pair_server, by):
     wait_until(is_free)
 
 
-def test_the_ensemble_has_no_draft_model(pair_server):
+def test_ensemble_refuses_drafting(pair_server):
     (refused,) = ask(pair_server.grpc, "ensemble", **REQUEST, num_draft_tokens=4)
     assert "tensorrt_llm_draft_model_name" in str(refused.error)

@@ -1,4 +1,4 @@
-"""The client library against the real server: what options mean arrives, and what they ask for comes back."""
+"""The client library on the real server: options have their effect, and requested outputs are returned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def client(demo_server) -> Client:
     return Client(demo_server.grpc)
 
 
-def test_log_probs_add_up_and_follow_from_the_logits(client):
+def test_log_probs_are_consistent_with_their_sum_and_the_logits(client):
     done = client.generate(
         IDS, 12, end_id=-1, return_log_probs=True, num_top_log_probs=3, return_generation_logits=True
     )
@@ -28,7 +28,7 @@ def test_log_probs_add_up_and_follow_from_the_logits(client):
         assert len(top) == 3 and top[0] == (token, pytest.approx(log_prob, abs=1e-5))
 
 
-def test_a_stream_adds_up_to_the_answer(client):
+def test_a_clients_stream_adds_up_to_the_completion(client):
     options = {"return_log_probs": True, "return_prompt_log_probs": True, "top_k": 20, "seed": 3}
     whole = client.generate(IDS, 20, **options)
     deltas = list(client.stream(IDS, 20, **options))
@@ -41,7 +41,7 @@ def test_a_stream_adds_up_to_the_answer(client):
 
 
 @pytest.mark.parametrize("prompt", [TEXT, IDS], ids=["text", "ids"])
-def test_beams_come_best_first_and_streamed_ones_end_as_they_do(client, prompt):
+def test_beams_are_sorted_and_streamed_ones_end_the_same(client, prompt):
     options = {"beam_width": 3, "return_log_probs": True, "end_id": -1}
     whole = client.generate(prompt, 10, **options)
     sums = [beam.cum_log_prob for beam in whole.sequences]
@@ -60,7 +60,7 @@ def test_sequences_are_the_same_from_either_model(client, demo_server):
     assert len(set(ids_of(apart))) > 1
 
 
-def test_words_as_ids_and_as_arrays(client):
+def test_words_may_be_ids_or_arrays(client):
     plain = client.generate(IDS, 16, end_id=-1).token_ids
     word = list(plain[6:8])
     stopped = client.generate(IDS, 16, end_id=-1, stop_words=[word])
@@ -72,7 +72,7 @@ def test_words_as_ids_and_as_arrays(client):
     assert plain[0] not in banned.token_ids
 
 
-def test_drafts_change_nothing_but_the_time(client):
+def test_drafts_do_not_change_the_completion(client):
     plain = client.generate(IDS, 24, end_id=-1)
     looked_up = client.generate(IDS, 24, end_id=-1, prompt_lookup_num_tokens=5)
     guess = [*plain.token_ids[:3], 1]
@@ -83,7 +83,7 @@ def test_drafts_change_nothing_but_the_time(client):
     assert metrics.arrival_time_ns <= metrics.first_token_time_ns <= metrics.last_token_time_ns
 
 
-def test_a_bias_by_ids_and_by_words(client):
+def test_a_bias_may_be_given_by_ids_or_words(client):
     bias = np.zeros(3072, np.float32)
     bias[77] = 100.0
     assert client.generate(IDS, 4, end_id=-1, embedding_bias=bias).token_ids == (77,) * 4

@@ -1,4 +1,4 @@
-"""Every control of how tokens are chosen, over the real server, with transformers to say what is right."""
+"""Every sampling control on the real server, compared with transformers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 class SeenTokens(transformers.LogitsProcessor):
-    """Presence and frequency penalties, which transformers does not have; written out."""
+    """Presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, presence: float = 0.0, frequency: float = 0.0) -> None:
         self.presence, self.frequency = presence, frequency
@@ -52,7 +52,7 @@ def bias_of(values: dict[int, float]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Control:
-    """One control: what we are sent, what transformers is told."""
+    """A control: the tensors sent to the server, and the arguments for transformers."""
 
     name: str
     tensors: dict[str, Any]
@@ -70,7 +70,7 @@ GREEDY_CONTROLS = [
 @pytest.mark.parametrize(
     "control", [pytest.param(one, id=one.name, marks=pytest.mark.covers(one.name)) for one in GREEDY_CONTROLS]
 )
-def test_greedy_tokens_are_those_of_transformers(exact_server, oracle, prompt, control):
+def test_greedy_tokens_equal_those_of_transformers(exact_server, oracle, prompt, control):
     expected = oracle.generate(tuple(prompt), NUM_TOKENS, **control.options)
     assert expected != oracle.greedy(tuple(prompt), NUM_TOKENS), "the control has to change something"
     answer = completion(exact_server.grpc, input_ids=prompt, request_output_len=NUM_TOKENS, **control.tensors)
@@ -81,8 +81,8 @@ def test_greedy_tokens_are_those_of_transformers(exact_server, oracle, prompt, c
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.covers(name)) for name in ("min_length", "min_tokens")]
 )
-def test_no_end_id_before_min_length(exact_server, oracle, prompt, name):
-    """A stop word is no end id: min_length does not keep it from ending."""
+def test_an_end_id_is_not_sampled_before_min_length(exact_server, oracle, prompt, name):
+    """A stop word is not an end id: min_length does not keep it from ending the sequence."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     end_id = plain[4]
     expected = oracle.generate(tuple(prompt), NUM_TOKENS, end_id=end_id, min_new_tokens=12)
@@ -98,7 +98,7 @@ def test_no_end_id_before_min_length(exact_server, oracle, prompt, name):
 
 @pytest.mark.covers("bad_words_list")
 def test_bad_words_are_never_generated(exact_server, oracle, prompt):
-    """Alone, and as the last token of a sequence; token 0 like any other."""
+    """A word is banned alone, and as the last token of a sequence; token 0 is no exception."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     words = [[plain[3]], [plain[0], plain[1]], [0]]
     expected = oracle.generate(tuple(prompt), NUM_TOKENS, bad_words_ids=words)
@@ -111,7 +111,7 @@ def test_bad_words_are_never_generated(exact_server, oracle, prompt):
 
 @pytest.mark.covers("bad_words_list")
 def test_token_zero_can_be_banned(exact_server, oracle, tokenizer):
-    """Upstream cannot; here it is the end of a text, which the demo model comes to soon."""
+    """In tensorrtllm_backend it cannot; here it is the end of a text, which the demo model reaches soon."""
     prompt = tokenizer.encode("def f():\n    return 1\n")
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     assert 0 in plain
@@ -135,8 +135,8 @@ def test_a_bias_is_added_to_the_logits(exact_server, oracle, prompt):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"runtime_top_p": 0.9}, {"beam_width": 2}])
-def test_bans_that_leave_no_token_are_an_error(exact_server, oracle, prompt, sampling):
-    """And the same without the last two bans is answered, from the same server."""
+def test_bans_of_all_tokens_are_an_error(exact_server, oracle, prompt, sampling):
+    """Without the last two bans, the same server answers the request."""
     arguments = {"input_ids": prompt, "request_output_len": 4, **sampling}
     bias = bias_of(dict.fromkeys(range(2, VOCABULARY), -np.inf))
     (refused,) = ask(exact_server.grpc, **arguments, embedding_bias=bias, bad_words_list=word_list([0], [1]))
@@ -155,7 +155,7 @@ LOGIT_BIAS = ("logit_bias_ids", "logit_bias_values")
 @pytest.mark.covers(*LOGIT_BIAS)
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, tokenizer, prompt, model):
-    """The biases of a token that is named twice add up."""
+    """The biases of a token that is named twice are added."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     values = {plain[2]: -4.0, plain[5]: 2.5, 77: 3.0}
     expected = oracle.generate(
@@ -170,8 +170,8 @@ def test_a_bias_of_a_few_tokens_is_added_to_their_logits(exact_server, oracle, t
 
 @pytest.mark.covers("allowed_token_ids")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_nothing_but_allowed_tokens_comes(exact_server, oracle, tokenizer, prompt, model):
-    """transformers is told to suppress all others."""
+def test_only_allowed_tokens_are_sampled(exact_server, oracle, tokenizer, prompt, model):
+    """transformers suppresses all other tokens."""
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     allowed = sorted({*plain[::2], *range(100, 400)})
     others = sorted(set(range(VOCABULARY)) - set(allowed))
@@ -200,7 +200,7 @@ def _check_answer(server, tokenizer, prompt, model, expected, tensors):
 
 
 @pytest.mark.covers("allowed_token_ids")
-def test_an_end_id_that_is_not_allowed_does_not_come(exact_server, oracle, tokenizer):
+def test_an_end_id_that_is_not_allowed_is_not_sampled(exact_server, oracle, tokenizer):
     prompt = tokenizer.encode("def f():\n    return 1\n")
     assert 0 in oracle.greedy(tuple(prompt), NUM_TOKENS), "the end of a text, which the model comes to soon"
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": 0}
@@ -214,8 +214,8 @@ def test_an_end_id_that_is_not_allowed_does_not_come(exact_server, oracle, token
 @pytest.mark.parametrize(
     "more", [{}, {"beam_width": 3}, {"runtime_top_p": 0.9}, {"prompt_lookup_num_tokens": 3}]
 )
-def test_allowed_tokens_and_biases_with_everything_else(exact_server, prompt, more):
-    """A token that is not allowed gets no bias that brings it back; one that is banned by its bias never comes."""
+def test_allowed_tokens_and_biases_combine_with_other_controls(exact_server, prompt, more):
+    """A bias does not bring back a token that is not allowed; a token banned by its bias is never sampled."""
     answer = completion(
         exact_server.grpc,
         input_ids=prompt,
@@ -259,7 +259,7 @@ def test_controls_out_of_range_are_refused(exact_server, prompt, tensors, messag
 
 @pytest.mark.covers("embedding_bias_words", "embedding_bias_weights")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_words_are_biased_by_every_token_of_theirs(exact_server, oracle, tokenizer, prompt, model):
+def test_a_bias_of_a_word_applies_to_each_of_its_tokens(exact_server, oracle, tokenizer, prompt, model):
     words, weights = [" self", "lines"], [8.0, -3.0]
     values: dict[int, float] = {}
     for word, weight in zip(words, weights):
@@ -284,8 +284,8 @@ def test_words_are_biased_by_every_token_of_theirs(exact_server, oracle, tokeniz
 
 @pytest.mark.covers("bad_words")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_bad_words_as_text(exact_server, oracle, tokenizer, prompt, model):
-    """With and without a space before them: the demo model's vocabulary has other tokens for the two."""
+def test_bad_words_may_be_texts(exact_server, oracle, tokenizer, prompt, model):
+    """The demo model's vocabulary has different tokens for a word with and without a space before it."""
     plain = tokenizer.decode(oracle.greedy(tuple(prompt), NUM_TOKENS))
     word = next(word for word in plain.split() if word.isalpha() and len(word) > 2)
     length = "max_tokens" if model == "ensemble" else "request_output_len"
@@ -303,11 +303,11 @@ def test_bad_words_as_text(exact_server, oracle, tokenizer, prompt, model):
     assert word in plain and word not in answer.text.split()
 
 
-# ---------------------------------------------------------------- sampling: what may be drawn
+# ---------------------------------------------------------------- sampling: tokens that may be drawn
 
 
 def kept(oracle: ZooModel, prompt: list[int], tokens: list[int], *warpers: Any) -> list[bool]:
-    """Whether each of `tokens` is among those that transformers' warpers leave to be drawn."""
+    """Return whether each of `tokens` is among those that transformers' warpers keep."""
     logits = oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1]
     for warper in warpers:
         logits = warper(None, logits.clone())
@@ -320,7 +320,7 @@ def sampled(server, prompt: list[int], count: int = NUM_TOKENS, **tensors: Any) 
 
 
 class TopNSigmaWarper:
-    """llama.cpp's sampler of this name, which transformers has none of."""
+    """llama.cpp's sampler of this name, which transformers lacks."""
 
     def __init__(self, n: float) -> None:
         self._n = n
@@ -342,7 +342,7 @@ WARPED = [
     "control",
     [pytest.param(one, id=one.name, marks=pytest.mark.covers(one.name, "temperature")) for one in WARPED],
 )
-def test_sampled_tokens_are_among_those_that_the_control_keeps(exact_server, oracle, prompt, control):
+def test_sampled_tokens_are_among_the_tokens_kept_by_the_control(exact_server, oracle, prompt, control):
     warpers = (transformers.TemperatureLogitsWarper(1.8), control.options["warper"])
     free = sampled(exact_server, prompt, runtime_top_p=1.0)
     assert not all(kept(oracle, prompt, free, *warpers)), "without the control others are drawn"
@@ -352,14 +352,14 @@ def test_sampled_tokens_are_among_those_that_the_control_keeps(exact_server, ora
 
 
 @pytest.mark.covers("temperature")
-def test_temperature_zero_is_greedy_and_a_low_one_nearly(exact_server, oracle, prompt):
+def test_temperature_zero_is_greedy_and_a_low_one_nearly_greedy(exact_server, oracle, prompt):
     greedy = oracle.greedy(tuple(prompt), NUM_TOKENS)
     assert sampled(exact_server, prompt, runtime_top_k=50, temperature=0.0) == greedy
     assert sampled(exact_server, prompt, runtime_top_k=50, temperature=0.001) == greedy
 
 
 @pytest.mark.covers("random_seed", "seed")
-def test_the_seed_decides(exact_server, prompt):
+def test_the_seed_decides_the_sampled_tokens(exact_server, prompt):
     default = sampled(exact_server, prompt, runtime_top_p=1.0, random_seed=0)
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "temperature": 1.8}
     assert completion(exact_server.grpc, runtime_top_p=1.0, **request).ids == default
@@ -369,7 +369,7 @@ def test_the_seed_decides(exact_server, prompt):
 
 
 @pytest.mark.covers("runtime_top_p_decay", "runtime_top_p_min")
-def test_a_top_p_that_has_decayed_to_nothing_is_greedy_and_a_floor_holds_it(exact_server, oracle, prompt):
+def test_a_top_p_decayed_to_zero_is_greedy_and_a_floor_holds_it(exact_server, oracle, prompt):
     nucleus = {"runtime_top_p": 0.95, "temperature": 1.0}
     plain = sampled(exact_server, prompt, **nucleus)
     decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
@@ -380,8 +380,8 @@ def test_a_top_p_that_has_decayed_to_nothing_is_greedy_and_a_floor_holds_it(exac
 
 
 @pytest.mark.covers("runtime_top_p_reset_ids")
-def test_a_reset_id_sets_top_p_back(exact_server, oracle, prompt):
-    """The token after it is the one that is drawn there with the first top_p; then all is greedy again."""
+def test_a_reset_id_resets_top_p(exact_server, oracle, prompt):
+    """The token after it is sampled with the first top_p; afterwards all tokens are greedy again."""
     nucleus = {"runtime_top_p": 0.95, "temperature": 2.5}
     decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
     reset_at = 3
@@ -401,7 +401,7 @@ def test_a_reset_id_sets_top_p_back(exact_server, oracle, prompt):
 
 @pytest.mark.covers("num_return_sequences", "sequence_index", "streaming")
 @pytest.mark.parametrize("streaming", [True, False])
-def test_several_sequences_are_drawn_apart(exact_server, prompt, streaming):
+def test_several_sequences_are_sampled_independently(exact_server, prompt, streaming):
     request = {"input_ids": prompt, "request_output_len": 8, "runtime_top_p": 1.0, "temperature": 1.5}
     answers = ask(
         exact_server.grpc,
@@ -419,11 +419,11 @@ def test_several_sequences_are_drawn_apart(exact_server, prompt, streaming):
     assert sequences[0] == completion(exact_server.grpc, **request).ids
 
 
-# ---------------------------------------------------------------- where the prompt ends, and the output
+# ---------------------------------------------------------------- the end of the prompt and of the output
 
 
 @pytest.mark.covers("input_ids", "input_lengths", "text_input", "request_output_len", "max_tokens", "stop")
-def test_a_prompt_by_ids_by_length_and_by_text_is_one_prompt(exact_server, oracle, tokenizer, prompt):
+def test_ids_ids_with_a_length_and_text_give_the_same_prompt(exact_server, oracle, tokenizer, prompt):
     expected = oracle.greedy(tuple(prompt), 8)
     by_length = completion(
         exact_server.grpc,
@@ -446,7 +446,7 @@ def test_a_prompt_by_ids_by_length_and_by_text_is_one_prompt(exact_server, oracl
 
 
 @pytest.mark.covers("stop_words_list")
-def test_a_stop_word_ends_and_is_returned_and_not_found_in_the_prompt(exact_server, oracle, prompt):
+def test_a_stop_word_ends_the_output_is_returned_and_not_searched_in_the_prompt(exact_server, oracle, prompt):
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     words = word_list([plain[4], plain[5], plain[6]], prompt[-2:], [prompt[-1], plain[0]])
     answer = completion(

@@ -1,4 +1,4 @@
-"""Every tensor that works has a test here that sends it or gets it back."""
+"""Every built tensor is sent or received by a test here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inflight.tensors.spec import TensorTable, Vocabulary
 
 
 def marks_of(function: FunctionType) -> Iterator[Mark]:
-    """The function's own, and those of its parameters."""
+    """Yield the function's own marks, and those of its parameters."""
     for mark in getattr(function, "pytestmark", ()):
         yield mark
         for values in mark.args[1] if mark.name == "parametrize" else ():
@@ -36,14 +36,14 @@ def covered_names() -> set[str]:
 
 
 def rows_of(table: TensorTable, names: set[str]) -> set[str]:
-    """The main names of what goes by these names."""
+    """Return the main names of tensors, given any of their names."""
     found = [table.sent_as(name, vocabulary) for name in names for vocabulary in Vocabulary]
     return {spec.name for spec in found if spec is not None}
 
 
 @pytest.mark.parametrize("table", [INPUTS, OUTPUTS], ids=["inputs", "outputs"])
-def test_every_built_row_of_the_table_is_covered(table: TensorTable) -> None:
-    """A fixture makes sure that the marked tests really send them, or get them back."""
+def test_every_built_tensor_is_covered(table: TensorTable) -> None:
+    """A fixture checks that the marked tests really send or receive them."""
     built = {spec.name for spec in table.specs if spec.built}
     assert built - rows_of(table, covered_names()) == set()
 

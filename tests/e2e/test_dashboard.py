@@ -1,4 +1,4 @@
-"""Every metric and label that deploy/ asks Prometheus for is on the page of a server that has answered."""
+"""Every metric and label that deploy/ queries is on the page of a server that has answered requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(=~|!=|!~|=)"([^"]*)"')
 OF_PROMETHEUS = {"instance", "namespace", "pod"}
-"""Labels that Prometheus adds to what it reads."""
+"""Labels that Prometheus adds to scraped metrics."""
 BY_NAME = {family.name: family.label for family in LEVELS if not family.values}
-"""Metrics that have no series before a request names an adapter: test_adapters.py looks for those."""
+"""Metrics that have no series before a request names an adapter; test_adapters.py tests those."""
 NUM_TOKENS = 4 + 3 + 9
 LANGUAGE = {
     "sum",
@@ -63,7 +63,7 @@ def matchers(text: str) -> list[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def page(fake_server) -> Page:
-    """The metrics page of a server that has answered requests of several kinds."""
+    """Return the metrics page of a server that has answered requests of several kinds."""
 
     def text() -> str:
         with urllib.request.urlopen(f"http://{fake_server.metrics}/metrics", timeout=30) as response:
@@ -105,7 +105,7 @@ def test_queried_series_are_on_the_metrics_page(page, expression):
     assert not bare or bare == {"nv_trt_llm_request_metrics"}, "a metric without the dashboard's variables"
 
 
-def test_every_panel_has_a_meaning_a_unit_and_a_place_of_its_own():
+def test_every_panel_has_a_description_a_unit_and_its_own_place():
     taken: set[tuple[int, int]] = set()
     for panel in dashboard()["panels"]:
         at = panel["gridPos"]
@@ -118,7 +118,7 @@ def test_every_panel_has_a_meaning_a_unit_and_a_place_of_its_own():
     assert len(ids) == len(set(ids)) > 30
 
 
-def test_legends_show_the_labels_that_are_grouped_by():
+def test_legends_show_the_grouping_labels():
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
@@ -126,7 +126,7 @@ def test_legends_show_the_labels_that_are_grouped_by():
             assert shown == ({grouped[1]} - {"le"} if grouped else set()), target
 
 
-def test_vllms_names_say_what_the_page_says(page):
+def test_metrics_under_vllms_names_equal_the_page(page):
     for theirs, ours in {
         "vllm:generation_tokens_total": "inflight_generated_tokens_total",
         "vllm:prompt_tokens_total": "inflight_processed_prompt_tokens_total",

@@ -1,4 +1,4 @@
-"""`decoupled_mode` false: `tensorrt_llm` and `ensemble` give one response to a request, by any way Triton has."""
+"""With `decoupled_mode` false, `tensorrt_llm` and `ensemble` give one response, over every protocol."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_text_is_answered_by_unary_grpc_and_http_infer(unary_server, call):
     assert result.as_numpy("text_output")[0].decode().startswith("def f")
 
 
-def test_http_generate_answers_too(unary_server):
+def test_http_generate_is_answered_by_a_model_that_is_not_decoupled(unary_server):
     assert generate(unary_server.http, text_input="def f", max_tokens=8)["text_output"].startswith("def f")
 
 
@@ -74,7 +74,7 @@ def test_sequences_and_batches_come_in_one_response(unary_server):
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_infer"])
 @pytest.mark.parametrize("call", [unary, infer])
-def test_streaming_is_refused_with_what_to_do(unary_server, call, model):
+def test_streaming_is_refused_with_advice(unary_server, call, model):
     url = unary_server.grpc if call is unary else unary_server.http
     if model == "ensemble":
         request, name = {"text_input": "a", "max_tokens": 4, "stream": True}, "stream"
@@ -93,7 +93,7 @@ def test_requests_on_a_grpc_stream_get_one_response_each(unary_server):
     assert [answer.ids for answer in answers] == [PROMPT + alone(4)] * 2
 
 
-def test_a_stop_by_unary_grpc_returns_what_there_is(unary_server):
+def test_a_stop_by_unary_grpc_returns_the_tokens_so_far(unary_server):
     results = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Drafts over the real server: accepted where they are right, and never another token than without them."""
+"""Drafts on the real server: they are accepted if they are right, and never change a token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def counts(answer) -> tuple[int, int]:
-    """Draft tokens accepted, and verified."""
+    """Return the numbers of accepted and of verified draft tokens."""
     names = ("total_accepted_draft_tokens", "total_draft_tokens")
     accepted, verified = (answer.outputs[name].item() for name in names)
     rate = answer.outputs["acceptance_rate"].item()
@@ -32,7 +32,7 @@ def counts(answer) -> tuple[int, int]:
 @pytest.mark.covers("draft_input_ids", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_right", [0, 3, 6])
-def test_a_draft_changes_no_token(exact_server, prompt, controls, num_right):
+def test_a_draft_does_not_change_tokens(exact_server, prompt, controls, num_right):
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "return_perf_metrics": True, **controls}
     plain = completion(exact_server.grpc, **request)
     assert counts(plain) == (0, 0)
@@ -42,7 +42,7 @@ def test_a_draft_changes_no_token(exact_server, prompt, controls, num_right):
     assert counts(drafted) == (num_right, 6)
 
 
-def test_a_draft_that_is_right_comes_at_once(exact_server, prompt):
+def test_a_right_draft_is_in_the_first_response(exact_server, prompt):
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS}
     plain = completion(exact_server.grpc, **request)
     answers = ask(exact_server.grpc, streaming=True, draft_input_ids=plain.ids[:6], **request)
@@ -56,8 +56,8 @@ def logits_of(oracle, prompt: list[int], draft: list[int]) -> np.ndarray:
 
 
 @pytest.mark.covers("draft_logits")
-def test_drafts_from_the_targets_own_distribution_are_accepted(exact_server, oracle, prompt):
-    """p_target / p_draft is 1 everywhere: whatever was drafted."""
+def test_drafts_sampled_from_the_targets_distribution_are_accepted(exact_server, oracle, prompt):
+    """p_target / p_draft is 1 everywhere, so any drafted token is accepted."""
     draft = [100, 200, 300, 400]
     answer = completion(
         exact_server.grpc,
@@ -73,7 +73,9 @@ def test_drafts_from_the_targets_own_distribution_are_accepted(exact_server, ora
 
 @pytest.mark.covers("draft_acceptance_threshold")
 @pytest.mark.parametrize(("threshold", "accepted"), [(0.0, 3), (1e30, 0)])
-def test_a_threshold_replaces_chance(exact_server, oracle, prompt, threshold, accepted):
+def test_an_acceptance_threshold_replaces_random_acceptance(
+    exact_server, oracle, prompt, threshold, accepted
+):
     draft = [100, 200, 300]
     sure = np.full((1, 3, VOCABULARY), -50.0, np.float32)
     sure[0, range(3), draft] = 0.0
@@ -94,9 +96,7 @@ def test_a_threshold_replaces_chance(exact_server, oracle, prompt, threshold, ac
 
 @pytest.mark.covers("prompt_lookup_num_tokens")
 @pytest.mark.parametrize("controls", [{}, {**SAMPLED, "temperature": 0.3}], ids=["greedy", "sampled"])
-def test_prompt_lookup_changes_no_token_and_is_right_where_text_repeats_itself(
-    exact_server, tokenizer, controls
-):
+def test_prompt_lookup_changes_no_token_and_is_accepted_in_repetitive_text(exact_server, tokenizer, controls):
     prompt = tokenizer.encode("x = [1, 2, 3]\n" * 8)
     request = {"input_ids": prompt, "request_output_len": 40, "return_perf_metrics": True, **controls}
     plain = completion(exact_server.grpc, **request)
@@ -106,7 +106,7 @@ def test_prompt_lookup_changes_no_token_and_is_right_where_text_repeats_itself(
     assert verified > 0 and accepted > 10
 
 
-def test_ensemble_guesses_too(exact_server):
+def test_ensemble_supports_prompt_lookup(exact_server):
     request = {"text_input": "x = [1, 2, 3]\n" * 8, "max_tokens": 40, "return_perf_metrics": True}
     (plain,) = ask(exact_server.grpc, "ensemble", **request)
     (guessed,) = ask(exact_server.grpc, "ensemble", prompt_lookup_num_tokens=6, **request)

@@ -1,4 +1,4 @@
-"""How requests end: stop, gRPC cancel, disconnect; freed at once, everyone answered once."""
+"""Endings of requests by stop, gRPC cancel and disconnect: freed at once, and each answered once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def active_requests(server) -> int:
 
 
 def assert_all_blocks_are_free(server) -> None:
-    """Requests that need the whole cache run at once only if nothing else holds any of it."""
+    """Check that the cache is free: requests that need all of it run at once only then."""
     (answer,) = ask(server.grpc, input_ids=[1] * 40, request_output_len=LONG, end_id=-1, pad_id=0)
     assert answer.finish_reason == "LENGTH"
 
@@ -38,8 +38,8 @@ DETAILS = {"return_log_probs": True, "num_top_log_probs": 2, "return_num_output_
 
 @pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"runtime_top_k": 3, "num_return_sequences": 2}])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_stop_ends_the_request_of_the_same_id_and_loses_nothing(fake_server, streaming, sampling):
-    """Beside it runs a stream that says when there are tokens."""
+def test_a_stop_ends_the_request_of_the_same_id_without_losing_tokens(fake_server, streaming, sampling):
+    """A stream beside it shows when tokens are generated."""
     request = {"input_ids": PROMPT, "request_output_len": LONG}
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "to be stopped", **request, **DETAILS, **sampling, streaming=streaming)
@@ -57,7 +57,7 @@ def test_a_stop_ends_the_request_of_the_same_id_and_loses_nothing(fake_server, s
         while not (name == "beside" and answer.final):
             name, answer = stream.receive()
     assert all(answer.error is None for answer in answers)
-    (_,) = [answer for answer in answers if not answer.outputs]  # what the stop request itself gets
+    (_,) = [answer for answer in answers if not answer.outputs]  # the response to the stop request itself
     told = [answer for answer in answers if answer.outputs]
     for index in range(sampling.get("num_return_sequences", 1)):
         mine = [one for one in told if one.outputs.get("sequence_index", np.zeros(1)).item() == index]
@@ -83,14 +83,14 @@ def check_details(answers: list, streaming: bool, sampling: dict) -> None:
         np.testing.assert_allclose(log_probs.sum(), answers[-1].outputs["cum_log_probs"].item(), rtol=1e-4)
 
 
-def test_a_stop_for_an_unknown_id_gets_one_empty_answer(fake_server):
+def test_a_stop_for_an_unknown_id_gets_one_empty_response(fake_server):
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "nobody", stop=True)
         (answer,) = stream.until_final()
     assert answer.error is None and answer.ids == []
 
 
-def test_a_stop_reaches_a_request_that_waits(fake_server):
+def test_a_stop_ends_a_waiting_request(fake_server):
     """Four long requests fill the KV cache; the fifth waits in the queue."""
     with Stream(fake_server.grpc) as stream:
         for number in range(4):
@@ -138,7 +138,7 @@ def test_an_http_disconnect_frees_the_request(fake_server):
 
 
 @pytest.mark.parametrize("round_", range(3))
-def test_ids_can_be_used_right_after_a_closed_stream(fake_server, round_):
+def test_ids_can_be_reused_right_after_a_stream_is_closed(fake_server, round_):
     """Load generators reuse ids "0".."9" after closing a stream without reading it."""
     for _ in range(3):
         stream = Stream(fake_server.grpc)

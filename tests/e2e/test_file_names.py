@@ -1,4 +1,4 @@
-"""A server whose files all lie in folders with letters outside ASCII, started without a locale."""
+"""A server whose files are all in folders with letters outside ASCII, started without a locale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiers import with_all
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the layers are compiled to, once for all servers with ranks."""
+    """Return the folder of compiled layers, which all servers with ranks share."""
     return tmp_path_factory.mktemp("Zwischenlager für alles")
 
 
@@ -35,14 +35,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [[]],
     ),
 )
-def test_letters_outside_ascii_in_every_path(tmp_path: Path, cache: Path, options: list[str]) -> None:
+def test_a_server_works_with_letters_outside_ascii_in_every_path(
+    tmp_path: Path, cache: Path, options: list[str]
+) -> None:
     folder = tmp_path / "Käfig 模型"
     home, model, environment = folder / "Hüme", folder / "Modèle 模型", folder / "environmënt"
     home.mkdir(parents=True)
     shutil.copytree(DEMO_MODEL, model)
     environment.symlink_to(sys.prefix)
     python = environment / Path(sys.executable).relative_to(sys.prefix)
-    if not options:  # another server has compiled the layers, which takes as long as all else here
+    if not options:  # another server has compiled the layers, which takes as long as the rest of this test
         compiled = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inflight"
         cache = folder / "Zwischenlager für alles"
         (cache / "inflight").mkdir(mode=0o700, parents=True)

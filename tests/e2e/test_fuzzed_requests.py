@@ -1,7 +1,6 @@
-"""Requests at random, over HTTP and gRPC, the same every time: each is answered, and the server lives on. Bounded.
+"""Random requests over HTTP and gRPC, the same in every run: each is answered, and the server survives.
 
-Values, shapes and data are drawn from those that programs trip over. Whether an answer is an error does not matter
-here, only that there is one.
+Values, shapes and data are drawn from those that often cause defects. A response may be an error here.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ WHOLE = {
     "preprocessing": ("QUERY", "REQUEST_OUTPUT_LEN"),
     "postprocessing": ("TOKENS_BATCH",),
 }
-"""What makes a request of a model's complete: half of the requests have it, beside what is drawn."""
+"""Inputs that make a request to a model complete; half of the requests have them, besides the random ones."""
 INTEGERS = (0, 1, 1, 2, 3, -1, 7, 64, 65, 2**31 - 1, -(2**31), 2**31, 2**32, 2**63 - 1, 2**64)
 DIMENSIONS = (0, 1, 1, 1, 2, 3, 5, 64, 65, 2**16, 2**31, 2**32, 2**61, 2**62, 2**63 - 1)
 VALUES = (
@@ -83,13 +82,13 @@ def server(elsewhere: Path) -> Iterator[TritonServer]:
 
 
 class Fuzzer:
-    """Requests that follow from a seed."""
+    """Requests drawn from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
 
     def http(self) -> tuple[str, bytes, dict[str, str]]:
-        """A path, a body and its headers."""
+        """Draw a path, a body and its headers."""
         chance = self._chance
         model = chance.choice(list(TENSORS))
         kind = chance.choice(["generate", "generate_stream", "infer", "infer"])
@@ -105,7 +104,7 @@ class Fuzzer:
         return f"/v2/models/{model}/{kind}", body, headers
 
     def grpc(self) -> service_pb2.ModelInferRequest:
-        """A request for a call or a stream."""
+        """Draw a request for a unary call or a stream."""
         chance = self._chance
         model = chance.choice(list(TENSORS))
         request = service_pb2.ModelInferRequest(model_name=model, id=chance.choice(["", "a", "é" * 300]))
@@ -145,7 +144,7 @@ class Fuzzer:
         return {"inputs": inputs, "outputs": self._outputs()}
 
     def _whole(self, model: str, given: list[str]) -> list[tuple[str, str, list[int]]]:
-        """Names, data types and shapes of what makes the request complete; half of the time nothing."""
+        """Return names, data types and shapes of the missing required inputs; half of the time none."""
         if self._chance.random() < 0.5:
             return []
         types = {name: spec.dtype for name, spec in TENSORS[model]}
@@ -214,7 +213,7 @@ def ask_grpc(server: TritonServer, request: service_pb2.ModelInferRequest, is_st
 
 
 @pytest.mark.parametrize("seeds", with_all([range(300), range(300, 1500)], [range(300)]), ids=str)
-def test_every_request_is_answered_and_the_server_lives_on(server, seeds):
+def test_every_random_request_is_answered_and_the_server_survives(server, seeds):
     request = {"input_ids": PROMPT, "request_output_len": 3}
     before, seen = completion(server.grpc, **request).ids, set()
     for seed in seeds:

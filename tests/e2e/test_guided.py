@@ -1,4 +1,4 @@
-"""Guides over the real server, from every kind of client; docs/guided-decoding.md as it is written."""
+"""Guides on the real server, from every kind of client, and the examples of docs/guided-decoding.md."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(kind: str, text: str) -> None:
 
 
 @pytest.mark.covers("guided_decoding_guide_type", "guided_decoding_guide")
-def test_the_tensors_of_a_guide(demo_server, tokenizer):
+def test_a_guide_can_be_given_by_tensors(demo_server, tokenizer):
     answer = completion(
         demo_server.grpc,
         input_ids=PROMPT,
@@ -77,12 +77,12 @@ def test_finished_texts_match_their_guide(client, kind, prompt):
         assert [token for delta in streamed for token in delta.token_ids] == list(done.token_ids)
 
 
-def test_json_without_a_schema(client):
+def test_a_json_guide_needs_no_schema(client):
     done = client.generate("x = ", 40, guide=Guide("json"))
     assert done.text.lstrip()[0] in "[{"
 
 
-def test_beams_and_drafts(client):
+def test_guides_work_with_beams_and_drafts(client):
     guide = Guide("regex", GUIDES["regex"][0])
     beams = client.generate("x", 40, guide=guide, beam_width=3, num_return_sequences=3)
     for sequence in beams.sequences:
@@ -107,7 +107,7 @@ def test_beams_and_drafts(client):
     ],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_guides_that_cannot_be_followed_are_refused(demo_server, model, kind, text, message):
+def test_invalid_guides_are_refused(demo_server, model, kind, text, message):
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
@@ -124,7 +124,7 @@ def test_guides_that_cannot_be_followed_are_refused(demo_server, model, kind, te
         ("json_schema", '{"type": "string", "pattern": "^(a+)+$", "maxLength": 3}', '"a{1,3}"'),
     ],
 )
-def test_guides_by_http(demo_server, kind, text, expected):
+def test_guides_can_be_given_over_http(demo_server, kind, text, expected):
     done = generate(demo_server, guided_decoding_guide_type=kind, guided_decoding_guide=text)
     assert re.fullmatch("x = " + expected, done["text_output"]), done
 
@@ -148,7 +148,7 @@ def test_wrong_guides_over_http_are_refused(demo_server, kind, text, message):
 
 
 def generate(server, **parameters) -> dict:
-    """Return the answer of the generate endpoint, errors too."""
+    """Return the response of the generate endpoint, also if it is an error."""
     body = {"text_input": "x = ", "max_tokens": 30, **parameters}
     request = urllib.request.Request(
         f"http://{server.http}/v2/models/ensemble/generate", json.dumps(body).encode()
@@ -165,7 +165,7 @@ def test_a_guide_without_a_type_is_refused(demo_server):
     assert "guided_decoding_guide came without guided_decoding_guide_type" in str(answer.error)
 
 
-def test_others_are_answered_while_a_guide_compiles_in_vain(demo_server, client):
+def test_other_requests_are_answered_while_a_guide_compiles_in_vain(demo_server, client):
     bomb = make_bomb()
     slow = client.stream("x", 10, guide=Guide(bomb.type.value, bomb.text), request_id="slow")
     errors: list[Exception] = []
@@ -191,7 +191,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.S | re.M)
 
 
-def test_the_pages_example_runs(demo_server):
+def test_the_guide_pages_example_runs(demo_server):
     (program,) = blocks("python")
     done = subprocess.run(
         [sys.executable, "-c", program.replace("localhost:8001", demo_server.grpc)],
@@ -203,7 +203,7 @@ def test_the_pages_example_runs(demo_server):
     assert re.fullmatch("(19|20)[0-9]{2}", year) and re.fullmatch(r"[0-9]+(\.[0-9]{2})?", number)
 
 
-def test_the_pages_command_runs(demo_server):
+def test_the_guide_pages_command_runs(demo_server):
     (command,) = blocks("bash")
     command = command.strip().replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(

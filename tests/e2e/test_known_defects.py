@@ -1,36 +1,38 @@
-"""Verified defects of the servers that this one replaces, each with the test that it does not have it.
+"""Verified defects of the servers that this one replaces, and the tests that show that it does not have them.
 
-Defects of the Python model                       shown not to be here by
+"here" means this file. Names of tests are given without `test_`, and may be shortened.
+
+Defects of the Python model                       tested by
   1  one id used twice at once hangs the server     here; test_tensors: an_id_in_flight_cannot_be_used_twice
-  2  batch_index on requests that are no batch      here; triton/test_front_end_batches:
-                                                    two_requests_of_one_call_are_no_batch
+  2  batch_index on requests that are not a batch   here; triton/test_front_end_batches:
+                                                    two_requests_of_one_call_are_not_a_batch
   3  `stop` in a batch fails the whole call         here; test_batches: a_stop_ends_the_whole_batch
   4  token counts of a batch: never answered        here
-  5  one bad request fails those beside it          here; test_tensors: a_refusal_names_the_tensor
+  5  a bad request fails the others of its call     here; test_tensors: a_refusal_names_the_tensor
   6  every error is INTERNAL                        test_tensors: a_refusal_names_the_tensor,
-                                                    http_carries_the_status; triton/test_front_end:
-                                                    a_client_that_goes_away_is_noticed
-  7  cancellation asked for every 100 ms, again     triton/test_cancellation; how long it takes:
-     and again                                      test_metrics: a_stop_is_counted_and_timed
-  8  metrics: padding counted as output, seconds    here; test_metrics: the_page_is_the_log_line,
-     for microseconds, no `reused`; a log line a    lengths_are_in_the_buckets, every_metric_family
-     request
+                                                    http_returns_the_status; triton/test_front_end:
+                                                    a_clients_disconnection_is_detected
+  7  cancellation is polled every 100 ms            triton/test_cancellation; the time it takes:
+                                                    test_metrics: a_stop_is_counted_and_timed
+  8  metrics: padding counted as output, seconds    here; test_metrics: the_page_equals_the_log_line,
+     for microseconds, no `reused`; a log line a    lengths_are_counted_in_their_buckets,
+     request                                        every_metric_family_is_on_the_page
   9  lora_prefetch_dir ignored                      test_adapters: prefetched_adapters_need_no_weights
      unknown kinds of guides ignored                here
- 10  what is not supported is ignored               here; no_repeat_ngram_size: test_controls; priority, client_id,
-                                                    allotted_time_ms: test_queueing; parameters:
-                                                    triton/test_parameters
+ 10  unsupported options ignored                    here; no_repeat_ngram_size: test_controls; priority,
+                                                    client_id, allotted_time_ms: test_queueing;
+                                                    parameters: tensors/test_request_parameters
 
 Defects of the C++ backend
      runtime_top_p_min under another name           test_controls: a_floor_holds_it
-     early_stopping declared BOOL, read as INT32    test_beams: beams_are_those_of_transformers
+     early_stopping declared BOOL, read as INT32    test_beams: beams_equal_those_of_transformers
      an output of `ensemble` listed twice           here
-     `ensemble` fills what nobody asked for         here
+     `ensemble` fills outputs without a request     here
      one exception fails all active requests        here; core/test_recovery
-     a queued request is cancelled when it starts   test_endings: a_stop_reaches_a_request_that_waits
+     a queued request is cancelled when it starts   test_endings: a_stop_ends_a_waiting_request
      ids of cancelled unknown requests are kept     here
      token 0 cannot be banned                       test_controls: token_zero_can_be_banned
-     another beam width blocks the queue            here; test_beams: beams_beside_streams_change_neither
+     another beam width blocks the queue            here; test_beams: beams_and_streams_do_not_affect_each_other
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def column(*values: object, dtype: type = np.int32) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def together_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A fake engine behind Triton's dynamic batcher: what comes within 0.5 s is handed over in one call."""
+    """A fake engine behind Triton's dynamic batcher, which passes requests of 0.5 s on in one call."""
     repository = tmp_path_factory.mktemp("together") / "model_repository"
     make_fake_repository(repository)
     with (repository / "tensorrt_llm" / "config.pbtxt").open("a") as config:
@@ -90,10 +92,10 @@ def together_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @contextmanager
 def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[None]:
-    """So many requests are sent inside, and come to the model in fewer calls."""
+    """Check that the requests sent in the `with` block reach the model in fewer calls."""
 
     def counts() -> tuple[float, float]:
-        """Requests that a decoupled model has let go, refused ones too, and calls of it."""
+        """Return the numbers of a decoupled model's released or refused requests, and of its calls."""
         page = page_of(server)
         names = ("nv_inference_request_success", "nv_inference_exec_count")
         return tuple(page.value(name, model="tensorrt_llm") for name in names)
@@ -107,8 +109,8 @@ def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[No
 # ---------------------------------------------------------------- the Python model
 
 
-def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_server):
-    """Elsewhere the second use replaces the first, whose end then kills the thread that answers everybody."""
+def test_later_requests_are_answered_after_one_id_is_used_many_times_at_once(fake_server):
+    """In the other server the second use replaces the first, whose end then kills the thread that answers."""
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         for stream in (first, second):
             for _ in range(4):
@@ -125,8 +127,8 @@ def test_one_id_used_many_times_at_once_leaves_later_requests_answered(fake_serv
         assert result.as_numpy("output_ids").ravel().tolist() == PROMPT + alone(PROMPT, 5)
 
 
-def test_requests_that_arrive_together_are_no_batch(together_server):
-    """Elsewhere all requests that Triton hands over in one call count as one batch, and get a batch_index."""
+def test_requests_that_arrive_together_are_not_a_batch(together_server):
+    """In the other server all requests of one call count as one batch, and get a batch_index."""
     with handed_over_together(together_server, 32), Stream(together_server.grpc) as stream:
         for number in range(32):
             stream.send("tensorrt_llm", str(number), input_ids=[number + 1, 2], request_output_len=3)
@@ -137,8 +139,8 @@ def test_requests_that_arrive_together_are_no_batch(together_server):
     assert not any("batch_index" in answer.outputs for answer in answers.values())
 
 
-def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
-    """Elsewhere `stop` has to be a scalar, or all requests of the call fail."""
+def test_a_batch_may_have_stop_false_in_every_row(together_server):
+    """In the other server `stop` must be a scalar, or all requests of the call fail."""
     prompts = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
     with handed_over_together(together_server, 2), Stream(together_server.grpc) as stream:
         stream.send("tensorrt_llm", "beside", input_ids=PROMPT[:3], request_output_len=6, stop=False)
@@ -157,8 +159,8 @@ def test_a_batch_may_say_for_every_row_that_it_is_no_stop(together_server):
 
 
 @pytest.mark.covers("num_input_tokens", "num_output_tokens")
-def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
-    """Elsewhere the flags have to be scalars, which is found out when the requests run: no answer ever comes."""
+def test_a_batch_gets_its_token_counts(fake_server):
+    """In the other server the flags must be scalars; otherwise the requests run, and are never answered."""
     flags = column(True, True, dtype=np.bool_)
     answers = ask(
         fake_server.grpc,
@@ -173,8 +175,8 @@ def test_a_batch_is_told_its_numbers_of_tokens(fake_server):
     assert sorted(found) == [(0, 3, 4), (1, 2, 6)]
 
 
-def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
-    """Elsewhere requests that come in one call are queued in one call: one that is refused takes all with it."""
+def test_only_bad_requests_of_a_burst_are_refused(together_server):
+    """In the other server requests of one call are queued together: a refused one fails all of them."""
     with handed_over_together(together_server, 30), Stream(together_server.grpc) as stream:
         for number in range(30):
             token = FAKE_VOCABULARY if number % 3 == 1 else number + 1
@@ -186,8 +188,8 @@ def test_bad_requests_in_a_burst_are_refused_and_nobody_else(together_server):
     assert found == {n: [n + 1, *alone([n + 1], 4)] for n in range(30) if n % 3 != 1}
 
 
-def test_padding_is_no_output_in_the_metrics(fake_server):
-    """Elsewhere every place of a ragged answer's array counts, those filled with -1 too."""
+def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
+    """In the other server every element of a ragged output's array counts, with its padding of -1."""
     options = {"runtime_top_k": 50, "random_seed": 7}
     sampled = {"top_k": 50, "random_seed": 7}
     whole = [alone(PROMPT, 30, index, **sampled) for index in range(2)]
@@ -210,8 +212,8 @@ def test_padding_is_no_output_in_the_metrics(fake_server):
     assert grown(before, after, "nv_llm_output_token_len_sum") == sum(lengths)
 
 
-def test_requests_leave_nothing_in_the_log(narrow_server):
-    """Elsewhere each one writes a line when it is deleted."""
+def test_requests_log_nothing(narrow_server):
+    """In the other server each one logs a line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
     before = len(narrow_server.log_text())
     for number in range(5):
@@ -225,8 +227,8 @@ def test_requests_leave_nothing_in_the_log(narrow_server):
     [("json_schema", "UNIMPLEMENTED"), ("regex", "UNIMPLEMENTED"), ("no such kind", "INVALID_ARGUMENT")],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
-    """Elsewhere an unknown kind gives an answer that was not guided, and nobody is told. Here is no tokenizer."""
+def test_an_unsupported_guide_is_refused_and_not_ignored(fake_server, model, kind, status):
+    """In the other server an unknown kind gives an unguided response. This server has no tokenizer."""
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
@@ -246,7 +248,7 @@ def test_a_guide_is_refused_and_not_left_out(fake_server, model, kind, status):
         ["encoder_model_path"],
     ),
 )
-def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
+def test_a_parameter_of_an_unsupported_feature_fails_the_load(elsewhere, key, value):
     with (
         pytest.raises(ServeError, match=f"{key}: got '{value}', which is not available"),
         serve_fake(settings={"fake_engine": "vocab=100,step_us=0", key: value}),
@@ -263,8 +265,8 @@ def test_a_parameter_of_what_is_not_built_fails_the_load(elsewhere, key, value):
         "logits_post_processor_name",
     ],
 )
-def test_inputs_of_what_is_not_here_are_refused(fake_server, name):
-    """Encoder and decoder, disaggregated serving, code of others in the loop: nothing could use them."""
+def test_inputs_of_unsupported_features_are_refused(fake_server, name):
+    """Encoder and decoder, disaggregated serving, custom code in the loop: nothing here could use them."""
     unknown = grpc.InferInput(name, [1, 2], "INT32")
     unknown.set_data_from_numpy(np.zeros((1, 2), np.int32))
     client = grpc.InferenceServerClient(fake_server.grpc)
@@ -276,7 +278,7 @@ def test_inputs_of_what_is_not_here_are_refused(fake_server, name):
 
 @pytest.mark.parametrize("name", ["context_hidden_states", "generation_hidden_states", "encoder_output"])
 def test_additional_outputs_are_refused(fake_server, name):
-    """Elsewhere they come back empty."""
+    """In the other server they are returned empty."""
     with pytest.raises(InferenceServerException, match=name):
         unary(fake_server.grpc, outputs=["output_ids", name], input_ids=PROMPT, request_output_len=2)
 
@@ -284,8 +286,8 @@ def test_additional_outputs_are_refused(fake_server, name):
 # ---------------------------------------------------------------- the C++ backend
 
 
-def test_no_output_of_ensemble_comes_twice(fake_server):
-    """Elsewhere kv_cache_alloc_total_blocks is in the list twice."""
+def test_ensemble_lists_no_output_twice(fake_server):
+    """In the other server kv_cache_alloc_total_blocks is in the list twice."""
     with Stream(fake_server.grpc) as stream:
         outputs = stream.client.get_model_metadata("ensemble", as_json=True)["outputs"]
         stream.send("ensemble", text_input="def f", max_tokens=3, return_perf_metrics=True)
@@ -297,8 +299,8 @@ def test_no_output_of_ensemble_comes_twice(fake_server):
     assert "kv_cache_alloc_total_blocks" in returned and returned.keys() <= declared.keys()
 
 
-def test_ensemble_returns_nothing_that_was_not_asked_for(fake_server):
-    """Elsewhere every output of the engine comes back, filled with zeros unless it was computed."""
+def test_ensemble_returns_only_requested_outputs(fake_server):
+    """In the other server all outputs of the engine are returned, and are zeros unless computed."""
     request = {"text_input": "def f", "max_tokens": 3}
     (plain,) = ask(fake_server.grpc, "ensemble", **request)
     assert set(plain.outputs) == {"text_output", "finish_reason"}
@@ -308,7 +310,7 @@ def test_ensemble_returns_nothing_that_was_not_asked_for(fake_server):
 
 
 def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
-    """Elsewhere the id is kept for ever, for a request that may come."""
+    """In the other server the id is kept forever, and stops a later request."""
     with Stream(fake_server.grpc) as stream:
         for _ in range(3):
             stream.send("tensorrt_llm", "later", stop=True)
@@ -318,8 +320,8 @@ def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
     assert (answer.ids, answer.finish_reason) == (PROMPT + alone(PROMPT, 5), "LENGTH")
 
 
-def test_another_beam_width_waits_for_nobody(fake_server):
-    """Elsewhere a width waits until all requests of another one have ended, and everybody behind it with it."""
+def test_a_request_with_another_beam_width_does_not_wait_for_others(fake_server):
+    """In the other server a width waits until all requests of other widths end, and blocks the queue."""
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "long", input_ids=PROMPT, request_output_len=LONG, streaming=True)
         stream.receive()
@@ -335,12 +337,12 @@ def test_another_beam_width_waits_for_nobody(fake_server):
 
 
 POISON = 3071
-"""A token whose embedding is NaN, in the checkpoint of `poisoned_server`."""
+"""A token whose embedding is NaN in the checkpoint of `poisoned_server`."""
 
 
 @pytest.fixture(scope="module")
 def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """The demo model, but one token makes everything that follows it nan."""
+    """The demo model with a token that makes all following values NaN."""
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(DEMO_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -354,8 +356,8 @@ def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
         yield server
 
 
-def test_an_iteration_that_raises_ends_the_faulty_request_alone(poisoned_server, oracle, tokenizer):
-    """Elsewhere an exception in a forward pass ends all active requests."""
+def test_an_iteration_that_raises_ends_only_the_faulty_request(poisoned_server, oracle, tokenizer):
+    """In the other server an exception in a forward pass ends all active requests."""
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n", "class A:\n", "for i in ")]
     with Stream(poisoned_server.grpc) as stream:
         for number, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""The engine client over KServe's protocol: requests as over the engine's socket, and the same responses."""
+"""The engine client over KServe's protocol gives the same responses as over the engine's socket."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def local(exact_server) -> Iterator[SocketEngineClient]:
 
 
 def local_client(server: TritonServer) -> SocketEngineClient:
-    """On the engine's socket."""
+    """Make a client on the engine's socket."""
     folder = server.repository.path.parent
     return SocketEngineClient(endpoint_path(server.pid, "tensorrt_llm", str(folder)))
 
 
 @pytest.fixture(scope="module")
 def slow_server(elsewhere) -> Iterator[TritonServer]:
-    """A fake engine on which `LONG` tokens take a minute at least: so long is a request in flight."""
+    """A fake engine that takes at least a minute for `LONG` tokens, so that requests stay in flight."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
         "max_sequence_length": "32768",
@@ -93,7 +93,7 @@ def slow_server(elsewhere) -> Iterator[TritonServer]:
 
 
 class Asked:
-    """A request in flight, and its responses as they come."""
+    """A request in flight, and its responses as they arrive."""
 
     def __init__(self, client: EngineClient, request: Request) -> None:
         self._responses: queue.Queue[Response] = queue.Queue()
@@ -116,9 +116,10 @@ def make_request(new: int = 8, **fields) -> Request:
 
 
 def comparable(results: list[SequenceResult]) -> dict[int, list]:
-    """By sequence all that its results say, numbers rounded; joined, as timing decides how deltas are cut.
+    """Return the merged contents of results by sequence, rounded, as timing decides where deltas are cut.
 
-    Left out is what has no tensor: how many iterations it took. Times are not the same twice.
+    The number of iterations is left out because it has no tensor. Times are left out because they differ in
+    every run.
     """
     found: dict[int, list] = {}
     for result in results:
@@ -141,7 +142,7 @@ def comparable(results: list[SequenceResult]) -> dict[int, list]:
 
 
 def as_numbers(found: dict[int, list]) -> dict[int, list]:
-    """The same without tolerance, for the side that is compared with the other's."""
+    """Return the same without tolerance, for the side that is compared with the other."""
 
     def plain(value):
         if hasattr(value, "expected"):
@@ -254,7 +255,7 @@ def test_both_clients_get_the_same_errors(remote, local, name):
     assert str(errors[1]) == str(errors[0])
 
 
-def test_metrics_cross_the_wire(remote):
+def test_per_request_metrics_are_returned_over_kserve(remote):
     (response,) = Asked(remote, make_request(output=OutputOptions(return_perf_metrics=True))).all()
     metrics = response.result.perf_metrics
     assert 0 < metrics.arrival_time_ns <= metrics.first_token_time_ns < metrics.last_token_time_ns
@@ -262,7 +263,7 @@ def test_metrics_cross_the_wire(remote):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_logits_of_a_prompt_cross_the_wire_once(remote, local, streaming):
+def test_logits_of_a_prompt_are_sent_once(remote, local, streaming):
     wanted = OutputOptions(exclude_input_from_output=True, return_context_logits=True)
     told = []
     for client in (remote, local):
@@ -273,7 +274,7 @@ def test_logits_of_a_prompt_cross_the_wire_once(remote, local, streaming):
     np.testing.assert_allclose(told[0], told[1], atol=1e-4)
 
 
-def test_a_stopped_request_and_a_stopped_sequence_end_once_and_at_once(slow_server):
+def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
@@ -294,7 +295,7 @@ def test_a_stopped_request_and_a_stopped_sequence_end_once_and_at_once(slow_serv
     assert len([r for r in responses if r.result.is_sequence_final]) == 2 and responses[-1].is_final
 
 
-def test_the_description_is_what_the_engine_says_as_far_as_a_server_tells_it(remote, local):
+def test_the_description_equals_the_engines_as_far_as_the_server_has_it(remote, local):
     far, near = remote.describe(), local.describe()
     assert far.eos_token_ids == near.eos_token_ids and far.model_path == near.model_path
     assert far.tokenizer_dir == str(DEMO_MODEL)
@@ -311,7 +312,7 @@ def test_client_apis_that_the_server_refuses_are_unsupported(remote):
         remote.submit(make_request(output=OutputOptions(return_generation_logits=True)), print)
 
 
-def test_a_server_that_is_away_is_unavailable_and_so_is_a_model(exact_server):
+def test_a_missing_server_or_model_is_unavailable(exact_server):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     nowhere = KServeEngineClient(f"127.0.0.1:{port}", str(DEMO_MODEL))
@@ -332,7 +333,7 @@ def test_a_server_that_is_away_is_unavailable_and_so_is_a_model(exact_server):
 
 
 def test_streams_serve_one_request_after_another(slow_server, monkeypatch):
-    """Refused ones too; a request that is stopped ends its stream."""
+    """Refused requests are served too; a stopped request ends its stream."""
     opened = []
     stream_infer = triton.InferenceServerClient.stream_infer
 
@@ -356,7 +357,7 @@ def test_streams_serve_one_request_after_another(slow_server, monkeypatch):
     client.close()
 
 
-def test_a_client_that_is_closed_answers_what_is_in_flight(slow_server):
+def test_closing_the_client_answers_requests_in_flight(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
@@ -365,8 +366,8 @@ def test_a_client_that_is_closed_answers_what_is_in_flight(slow_server):
     assert isinstance(last.error, Unavailable) and last.is_final
 
 
-def test_the_endpoint_in_front_of_a_server_elsewhere(exact_server):
-    """The same answer as beside the server, by a process of its own that ends when it is told to."""
+def test_the_endpoint_serves_in_front_of_a_remote_server(exact_server):
+    """It gives the same response as beside the server, in a process of its own that ends when told to."""
     command = [sys.executable, "-m", "inflight.openai", "--triton", exact_server.grpc]
     command += ["--tokenizer", str(DEMO_MODEL), "--port", "0", "--served-model-name", "code"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as process:
@@ -400,7 +401,7 @@ def template(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def urls(remote, local, template) -> Iterator[tuple[str, str]]:
-    """The endpoint in front of the tritonserver, and the same on the engine's socket."""
+    """URLs of the endpoint in front of the tritonserver, and of one on the engine's socket."""
     with ExitStack() as stack:
         yield tuple(stack.enter_context(served(client, chat_template=template)) for client in (remote, local))
 
@@ -453,7 +454,7 @@ NOT_THE_SAME_TWICE = {"id", "created", "prompt_tokens_details", "system_fingerpr
 
 
 def plain(value: Any) -> Any:
-    """JSON without what differs by nature, numbers rounded."""
+    """Return JSON without values that necessarily differ, and with rounded numbers."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items() if key not in NOT_THE_SAME_TWICE}
     if isinstance(value, list):
@@ -468,7 +469,7 @@ def ask_http(url: str, route: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_http(url: str, route: str, body: dict[str, Any]) -> tuple[dict[int, list], dict[str, Any]]:
-    """By choice what a stream has said of it, joined, and its usage."""
+    """Return a stream's merged contents by choice, and its usage."""
     asked = {"model": "demo", **body, "stream": True, "stream_options": {"include_usage": True}}
     said: dict[int, list] = {}
     usage: dict[str, Any] = {}
@@ -490,7 +491,7 @@ def stream_http(url: str, route: str, body: dict[str, Any]) -> tuple[dict[int, l
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_both_endpoints_answer_the_same(urls, name):
+def test_both_endpoints_give_the_same_responses(urls, name):
     route, body = BODIES[name]
     far, near = (ask_http(url, route, body) for url in urls)
     assert plain(far) == plain(near)
@@ -504,7 +505,7 @@ def test_both_endpoints_answer_the_same(urls, name):
 @pytest.mark.parametrize(
     "name", [name for name, (_, body) in BODIES.items() if "prompt_logprobs" not in body]
 )
-def test_both_endpoints_stream_the_same_and_count_it(urls, name):
+def test_both_endpoints_stream_the_same_with_the_same_usage(urls, name):
     route, body = BODIES[name]
     far, near = (stream_http(url, route, body) for url in urls)
     assert far[0] == near[0] and plain(far[1]) == plain(near[1])
@@ -514,16 +515,16 @@ def test_both_endpoints_stream_the_same_and_count_it(urls, name):
     assert far[1]["completion_tokens"] > 0 or body["max_tokens"] == 0
 
 
-def test_a_prompt_that_is_cached_over_there_is_counted(urls):
-    """In whole blocks of the server's size."""
+def test_cached_prompt_tokens_of_a_remote_server_are_counted(urls):
+    """They are counted in whole blocks of the server's size."""
     asked = {**TEXT, "prompt": list(range(500, 600)), "max_tokens": 2}
     ask_http(urls[0], "completions", asked)
     told = [ask_http(url, "completions", asked)["usage"]["prompt_tokens_details"] for url in urls]
     assert told == [{"cached_tokens": 96}] * 2
 
 
-def test_a_chat_without_a_bound_asks_for_what_fits(urls):
-    """Here that is what is left of the model's length."""
+def test_a_chat_without_max_tokens_may_fill_the_models_length(urls):
+    """Here it is the rest of the model's length."""
     unbound = {key: value for key, value in CHAT.items() if key != "max_tokens"}
     far, near = (ask_http(url, "chat/completions", {**unbound, "stop": ["\n"]}) for url in urls)
     assert plain(far) == plain(near)
@@ -556,12 +557,12 @@ def test_a_client_that_disconnects_ends_its_request_on_the_server(slow_server, t
 
 
 def config_of(**parameters: str) -> dict[str, Any]:
-    """A model's configuration as KServe tells it."""
+    """Return a model's configuration as KServe returns it."""
     given = {key: {"string_value": value} for key, value in parameters.items()}
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
 
-def test_defaults_of_a_configuration_are_those_of_the_engine():
+def test_defaults_of_a_configuration_equal_the_engines():
     of_model = describe(str(DEMO_MODEL))
     plain_one = of_model(config_of(tokens_per_block="${tokens_per_block}", of_a_newer_server="1"), None)
     limits = plain_one.limits
@@ -576,8 +577,8 @@ def test_defaults_of_a_configuration_are_those_of_the_engine():
     assert packed.max_input_length == 64 < split.max_input_length == limits.max_sequence_length - 1
 
 
-def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path, tmp_path: Path):
-    """Also its description: what its configuration leaves open, the size of its KV cache, its state tells."""
+def test_a_restarted_server_is_used_again(elsewhere: Path, tmp_path: Path):
+    """Its description is read again too, with the KV cache's size, which only the server's state has."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
         "max_sequence_length": "32768",
@@ -610,8 +611,8 @@ def test_a_server_that_goes_away_and_comes_back_is_served_again(elsewhere: Path,
         client.close()
 
 
-def test_a_host_that_does_not_answer_is_unavailable_and_waited_for_once(monkeypatch):
-    """It takes connections, and no packet comes back."""
+def test_a_host_that_does_not_answer_is_unavailable_after_one_wait(monkeypatch):
+    """It accepts connections, and never answers."""
     monkeypatch.setattr(kserve_client, "_CONFIG_S", 0.5)
     now_s, waits, describe = 0.0, [], KServeEngineClient.describe
 
@@ -642,7 +643,7 @@ def test_a_host_that_does_not_answer_is_unavailable_and_waited_for_once(monkeypa
         ([], "one of the arguments --triton --engine-endpoint is required"),
     ],
 )
-def test_a_command_line_that_cannot_be_followed_is_said_at_once(arguments, said, capsys):
+def test_an_impossible_command_line_is_refused_at_once(arguments, said, capsys):
     try:
         status = main(arguments)
     except SystemExit as ended:

@@ -1,4 +1,4 @@
-"""Leader mode with a real engine: rank 0 is Triton's process of the model, under one mpirun with the workers."""
+"""Leader mode with a real engine: rank 0 is Triton's process of the model, under mpirun with the workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS = ([3, 1, 4, 1, 5], list(range(40, 90)))
 
 
 def workers(folder: Path) -> list[int]:
-    """Process ids of the other ranks of a server, by its private folder."""
+    """Return process ids of the other ranks of a server, by its private folder."""
     found = []
     for process in runtime_directory.find_processes(folder):
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
@@ -32,7 +32,7 @@ def workers(folder: Path) -> list[int]:
     return found
 
 
-def test_ranks_under_one_mpirun_answer_as_one_rank_and_end_in_order(elsewhere, exact_server):
+def test_ranks_under_one_mpirun_answer_like_one_rank_and_end_in_order(elsewhere, exact_server):
     with serve(dtype="float32", settings=SETTINGS, options=LEADER) as leader:
         assert len(workers(folder_of(leader))) == 1
         assert_equal_answers(leader, exact_server)
@@ -56,8 +56,9 @@ def assert_equal_answers(leader: TritonServer, exact_server: TritonServer) -> No
     assert answers[0].text == answers[1].text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", with_all([signal.SIGKILL, signal.SIGSTOP], [signal.SIGKILL]))
-def test_a_worker_that_is_lost_ends_the_server_once_everybody_is_answered(elsewhere, long_model, number):
+def test_a_lost_worker_ends_the_server_after_all_requests_are_answered(elsewhere, long_model, number):
     settings = ("--set", "max_tokens_in_paged_kv_cache=65536", "--set", "rank_timeout_ms=4000")
     ranks = ("--model", str(long_model), "--tp", "2", "--mode", "leader", "--restarts", "0")
     with command(REPOSITORY, *ranks, *settings) as serving:

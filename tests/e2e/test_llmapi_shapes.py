@@ -1,4 +1,4 @@
-"""all_models/llmapi: tensors without a dimension for a batch, as TensorRT-LLM's llmapi_client.py sends them."""
+"""all_models/llmapi: tensors without a batch dimension, as TensorRT-LLM's llmapi_client.py sends them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def llmapi_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 
 def ask(server: TritonServer, outputs: list[str] | None = None, **tensors: np.ndarray) -> grpc.InferResult:
-    """One unary call with arrays as they are."""
+    """Send one unary request with arrays as they are."""
     client = grpc.InferenceServerClient(server.grpc)
     inputs = []
     for name, array in tensors.items():
@@ -39,7 +39,7 @@ def ask(server: TritonServer, outputs: list[str] | None = None, **tensors: np.nd
         client.close()
 
 
-def test_a_text_and_a_number_of_one_dimension(llmapi_server: TritonServer) -> None:
+def test_a_text_and_a_number_may_have_one_dimension(llmapi_server: TritonServer) -> None:
     answer = ask(
         llmapi_server,
         text_input=np.array([TEXT.encode()], np.object_),
@@ -50,7 +50,7 @@ def test_a_text_and_a_number_of_one_dimension(llmapi_server: TritonServer) -> No
     assert answer.as_numpy("finish_reason").shape == answer.as_numpy("arrival_time_ns").shape == (1,)
 
 
-def test_ids_and_rows_have_the_declared_shapes(llmapi_server: TritonServer) -> None:
+def test_ids_and_logits_have_the_declared_shapes(llmapi_server: TritonServer) -> None:
     tensors = {"input_ids": np.array([10, 11, 12], np.int32), "max_tokens": np.array([4], np.int32)}
     answer = ask(llmapi_server, ["output_ids", "sequence_length", "context_logits"], **tensors)
     assert answer.as_numpy("output_ids").shape == (1, 7)

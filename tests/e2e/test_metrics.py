@@ -1,4 +1,4 @@
-"""The metrics page of the real server: what is there, that it adds up, and that it is what the log says."""
+"""The metrics page of the real server: it is complete and consistent, and equals the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page_of(server: TritonServer) -> Page:
 
 
 def log_lines(server: TritonServer) -> list[dict]:
-    """Every statistics line; the log escapes their quotes."""
+    """Return every statistics line; the log escapes their quotes."""
     text = server.log_text().replace('\\"', '"')
     return [json.loads(line) for line in re.findall(r"\{\"Timestamp\".*?\}", text)]
 
@@ -39,15 +39,16 @@ def active(page: Page) -> float:
 
 
 def ended(page: Page) -> float:
-    """Sequences that have ended, and requests that have failed."""
+    """Return the number of ended sequences and failed requests."""
     counts = page.series("inflight_finished_sequences_total", "finish_reason")
     return sum(counts.values()) + sum(page.series("inflight_failed_requests_total", "code").values())
 
 
 def wait_idle(server: TritonServer, before: Page | None = None, sequences: int = 0) -> Page:
-    """The page once nothing is active, so many have ended since, and it is that of the last log line.
+    """Wait until nothing is active, `sequences` have ended since `before`, and page and log agree.
 
-    Without `before` everything that has ended until now is on it: a request is made that it has to be newer than.
+    Without `before`, everything ended so far is on the page: a further request is sent, and the page must
+    include it.
     """
     oldest_us = time.time() * 1e6
     if before is None:
@@ -65,7 +66,7 @@ def wait_idle(server: TritonServer, before: Page | None = None, sequences: int =
 
 
 def complete(server: TritonServer, count: int = 1, tokens: int = 8, **tensors) -> None:
-    """Requests one after another, each answered in full."""
+    """Send requests one after another, and wait until each is answered."""
     tensors = {"input_ids": PROMPT, "end_id": -1, "pad_id": 0} | tensors
     for _ in range(count):
         answers = ask(server.grpc, request_output_len=tokens, **tensors)
@@ -94,7 +95,7 @@ def test_every_metric_family_is_on_the_page(fake_server):
     assert page.value("inflight_preemptions_total", model="tensorrt_llm", version="1") >= 0
 
 
-def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
+def test_the_page_equals_the_log_line_and_gauges_fall_when_idle(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, 3)
     page = shown(wait_idle(fake_server, before, 3))
@@ -110,8 +111,8 @@ def test_the_page_is_the_log_line_and_falls_back_when_idle(fake_server):
     assert page["Runtime CPU Memory Usage"] > 10_000_000
 
 
-def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
-    """At once, with nothing else in flight: the page waits for the engine's publication."""
+def test_the_page_counts_answered_requests_at_once(fake_server):
+    """Nothing else is in flight, so the page waits for the engine's publication."""
     for _ in range(3):
         before = wait_idle(fake_server)
         threads = [threading.Thread(target=complete, args=(fake_server,)) for _ in range(13)]
@@ -122,7 +123,7 @@ def test_answered_requests_are_counted_on_the_page_at_once(fake_server):
         assert ended(page_of(fake_server)) - ended(before) == 13
 
 
-def test_gauges_show_what_runs_and_what_waits(fake_server):
+def test_gauges_show_running_and_waiting_requests(fake_server):
     """Four long requests fill the KV cache; the fifth waits in the queue."""
     with Stream(fake_server.grpc) as stream:
         for number in range(5):
@@ -142,7 +143,7 @@ def test_gauges_show_what_runs_and_what_waits(fake_server):
     assert (page["Active Request Count"], page["Used KV cache blocks"]) == (0, 0)
 
 
-def test_histograms_add_up_to_the_requests(fake_server):
+def test_histograms_count_every_request(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, 3, tokens=8)
     complete(fake_server, 2, tokens=60, input_ids=[7] * 20)
@@ -163,7 +164,7 @@ def test_histograms_add_up_to_the_requests(fake_server):
         assert buckets == sorted(buckets) and buckets[-1] == after.value(f"{histogram.name}_count")
 
 
-def test_lengths_are_in_the_buckets_that_they_belong_to(fake_server):
+def test_lengths_are_counted_in_their_buckets(fake_server):
     before = wait_idle(fake_server)
     complete(fake_server, tokens=10, input_ids=[2] * 50)
     complete(fake_server, tokens=101, input_ids=[2] * 51)
@@ -182,7 +183,7 @@ def test_lengths_are_in_the_buckets_that_they_belong_to(fake_server):
     )
 
 
-def test_a_prompt_that_comes_back_is_found(fake_server):
+def test_a_repeated_prompt_is_counted_as_reused(fake_server):
     prompt = [(17 * i * i + 5) % FAKE_VOCABULARY for i in range(4 * 64 + 1)]
     first = wait_idle(fake_server)
     complete(fake_server, input_ids=prompt)
@@ -208,7 +209,7 @@ def test_a_stop_is_counted_and_timed(fake_server):
 
 @pytest.fixture(scope="module")
 def static_server(elsewhere):
-    """V1 batching over a fake engine."""
+    """V1 batching on a fake engine."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=0",
         "gpt_model_type": "V1",
@@ -220,6 +221,7 @@ def static_server(elsewhere):
         yield server
 
 
+@pytest.mark.exhaustive
 def test_static_batching_has_a_family_of_its_own(static_server):
     before = wait_idle(static_server)
     complete(static_server, tokens=8)
@@ -237,7 +239,7 @@ def test_static_batching_has_a_family_of_its_own(static_server):
     }
 
 
-def test_triton_counts_a_request_for_the_model_it_was_sent_to_and_the_engine_counts_all(fake_server):
+def test_triton_counts_requests_per_model_and_the_engine_counts_all(fake_server):
     def counts() -> dict[str, float]:
         page = page_of(fake_server)
         models = ("ensemble", "tensorrt_llm", "preprocessing", "postprocessing")
@@ -253,7 +255,7 @@ def test_triton_counts_a_request_for_the_model_it_was_sent_to_and_the_engine_cou
     assert [after[model] - before[model] for model in unchanged] == [0, 0, 0]
 
 
-def test_tritons_compute_time_of_a_decoupled_model_is_no_answers_time(fake_server):
+def test_tritons_compute_time_of_a_decoupled_model_excludes_generation(fake_server):
     name = "nv_inference_compute_infer_duration_us"
     before = page_of(fake_server).value(name, model="tensorrt_llm")
     ask(fake_server.grpc, input_ids=[3, 1, 4], request_output_len=200)

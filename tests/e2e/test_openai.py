@@ -35,7 +35,7 @@ CONTROL_KEY = "key-of-the-operator"
 
 @pytest.fixture
 def serving(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """The repository's models over a fake engine, which can be unloaded, and /v1 under a name with a key."""
+    """The repository's models on a fake engine that can be unloaded, and /v1 with a model name and a key."""
     settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     flags = ["--served-model-name", "code", "--model-control", "explicit"]
     monkeypatch.setenv(API_KEYS_VARIABLE, KEY)
@@ -45,12 +45,12 @@ def serving(elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def endpoint_of(serving: Command) -> int:
-    """The process id of the OpenAI endpoint; 0 for none."""
+    """Return the process id of the OpenAI endpoint; 0 if there is none."""
     return next((child.pid for child in children_running("inflight.openai", serving.process.pid)), 0)
 
 
 def curl(*arguments: str) -> tuple[int, dict]:
-    """The status and the JSON that curl gets."""
+    """Return the status and the JSON that curl gets."""
     command = ["curl", "-s", "-w", "\n%{http_code}", "-H", f"Authorization: Bearer {KEY}", *arguments]
     body, _, status = subprocess.run(command, capture_output=True, text=True, check=True).stdout.rpartition(
         "\n"
@@ -64,7 +64,8 @@ def repository(http: str, what: str) -> None:
     urllib.request.urlopen(asked, timeout=60).read()
 
 
-def test_v1_lives_with_its_server(serving: Command) -> None:
+@pytest.mark.exhaustive
+def test_v1_starts_restarts_and_ends_with_its_server(serving: Command) -> None:
     ready = serving.ready_line()
     base = f"{ready['openai']}/v1"
     assert httpx.get(f"{base}/models").status_code == 401
@@ -74,12 +75,12 @@ def test_v1_lives_with_its_server(serving: Command) -> None:
     answer = client.completions.create(model="code", prompt=[1, 2, 3], max_tokens=5)
     assert answer.usage is not None and answer.usage.completion_tokens == 5
 
-    # The key has come to the endpoint, and nobody sees it on the way, nor does tritonserver or its models.
+    # The endpoint has the key, but no process's command line or environment shows it.
     processes = [psutil.Process(process.pid) for process in find_processes(serving.folder())]
     assert len(processes) > 2 and endpoint_of(serving) in {process.pid for process in processes}
     assert not any(KEY in f"{process.cmdline()} {process.environ()}" for process in processes)
 
-    # Its model goes and comes back.
+    # The engine's model is unloaded and loaded again.
     repository(ready["http"], "unload")
     assert eventually(lambda: curl(f"{base}/models")[0] == 503)
     with pytest.raises(openai.APIStatusError) as refused:
@@ -88,13 +89,13 @@ def test_v1_lives_with_its_server(serving: Command) -> None:
     repository(ready["http"], "load")
     assert client.completions.create(model="code", prompt=[1, 2, 3], max_tokens=5) is not None
 
-    # Its process is killed.
+    # The endpoint's process is killed.
     first = endpoint_of(serving)
     os.kill(first, signal.SIGKILL)
     assert eventually(lambda: endpoint_of(serving) not in (0, first))
     assert eventually(lambda: is_answering(base), 60)
 
-    # Its tritonserver is.
+    # tritonserver is killed.
     os.kill(serving.server(), signal.SIGKILL)
     assert serving.ready_line() == ready and is_answering(base)
 

@@ -1,6 +1,7 @@
-"""Behind a real tritonserver: experts over ranks, transformers' own code, and a quantized checkpoint.
+"""Other checkpoints on a real tritonserver: experts over ranks, transformers' own code, quantized ones.
 
-The engine of each is tested in tests/engine; a server that is told which engine to take is what runs by default.
+tests/engine tests the engine of each. By default, only a server with an explicitly chosen engine is tested
+here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NUM_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def engine_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository without the models that need a tokenizer."""
+    """Make a model repository without the models that need a tokenizer."""
     folder = tmp_path_factory.mktemp("engine alone")
     ignored = shutil.ignore_patterns("demo_model", "__pycache__")
     shutil.copytree(REPOSITORY / ENGINE, folder / ENGINE, ignore=ignored)
@@ -38,7 +39,7 @@ def engine_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
+def test_expert_parallel_ranks_give_the_same_tokens(elsewhere, engine_alone, tmp_path, mode):
     model = make_model(tmp_path / "mixtral", "mixtral-even")
     options = ServerOptions(tp=2, ep=2, mode=mode)
     prompts = {str(length): model.prompt(length) for length in (3, 40)}
@@ -54,8 +55,8 @@ def test_ranks_that_have_whole_experts(elsewhere, engine_alone, tmp_path, mode):
 
 
 @pytest.mark.exhaustive
-def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
-    """Asked for by nothing; streamed, and as a beam search."""
+def test_an_unknown_family_is_served_by_transformers(elsewhere, engine_alone, tmp_path):
+    """No option selects transformers; requests are streamed, and a beam search."""
     model = make_model(tmp_path / "stablelm", "stablelm")
     prompt = model.prompt(40)
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": -1}
@@ -68,7 +69,8 @@ def test_a_family_without_a_map(elsewhere, engine_alone, tmp_path):
     assert beams == [tokens for tokens, _ in expected]
 
 
-def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, tokenizer):
+@pytest.mark.exhaustive
+def test_a_known_family_can_be_served_by_transformers(elsewhere, oracle, tokenizer):
     text = "def area(self):\n    return"
     prompt = tuple(tokenizer.encode(text))
     options = ServerOptions(wanted=Wanted(DEMO_MODEL, "float32", SETTINGS, engine="transformers"))
@@ -82,8 +84,8 @@ def test_a_family_of_the_table_by_transformers_own_code(elsewhere, oracle, token
 
 
 @pytest.mark.exhaustive
-def test_a_checkpoint_of_4_bits_over_a_kv_cache_of_8(elsewhere, engine_alone, tmp_path, tokenizer):
-    """The tokens are those of the same engine in this process, which other tests compare with transformers."""
+def test_a_4_bit_checkpoint_is_served_with_an_8_bit_kv_cache(elsewhere, engine_alone, tmp_path, tokenizer):
+    """The tokens equal those of the engine in this process, which other tests compare with transformers."""
     folder = quantize_checkpoint(DEMO_MODEL, tmp_path / "gptq", "gptq")
     prompt = tuple(tokenizer.encode("def area(self):\n    return"))
     config = EngineConfig(str(folder), kv_cache_dtype="int8", max_tokens_in_paged_kv_cache=2048)

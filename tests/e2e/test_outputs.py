@@ -1,4 +1,4 @@
-"""Every output over the real server: exactly what was asked for, and of the demo model what transformers says."""
+"""Outputs of the real server: exactly the requested ones, with transformers' values for the demo model."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def joined(answers: list[Answer], name: str) -> np.ndarray:
-    """The deltas of a stream, one after another."""
+    """Return the deltas of a stream, concatenated."""
     return np.concatenate([answer.outputs[name] for answer in answers], axis=2)
 
 
 def model_log_probs(oracle, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """[tokens, vocab_size]: what each of `tokens` was chosen from."""
+    """Return log probs [tokens, vocab_size] at the position of each of `tokens`."""
     return oracle.logits([*prompt, *tokens])[len(prompt) - 1 : -1].log_softmax(-1)
 
 
@@ -52,8 +52,8 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.covers("return_log_probs", "num_top_log_probs", *LOG_PROBS, *TOP_LOG_PROBS)
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, controls, streaming):
-    """Before temperature, penalties and what top_p keeps; in a stream, of all tokens so far."""
+def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, controls, streaming):
+    """They precede temperature, penalties and top_p; in a stream the sum is over all tokens so far."""
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,
@@ -90,7 +90,7 @@ def test_log_probs_are_the_models_own_and_add_up(exact_server, oracle, prompt, c
     "generation_logits",
 )
 @pytest.mark.parametrize("streaming", [True, False])
-def test_logits_are_the_models_own(exact_server, oracle, prompt, streaming):
+def test_logits_equal_the_models(exact_server, oracle, prompt, streaming):
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,
@@ -135,8 +135,8 @@ def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_resp
 
 
 @pytest.mark.covers(*METRICS[:4], "return_kv_cache_reuse_stats")
-def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
-    """128 tokens of prompt fill four blocks; of the second run's last one, one token has to be computed again."""
+def test_blocks_of_a_repeated_prompt_are_reused(exact_server):
+    """128 prompt tokens fill four blocks; in the second run, one token of the last is computed again."""
     request = {
         "input_ids": list(range(200, 329)),
         "request_output_len": 4,
@@ -153,8 +153,8 @@ def test_blocks_of_a_prompt_that_comes_again_are_found(exact_server):
     assert counts == [(5, 0, 4, 5), (1, 4, 0, 1)]
 
 
-def test_block_counts_are_those_of_upstreams_test_and_tokens_those_of_transformers(exact_server, oracle):
-    """Its prompt has 109 tokens: three blocks of 32, and the beginning of one that the first answer has filled."""
+def test_block_counts_equal_upstreams_test_and_tokens_those_of_transformers(exact_server, oracle):
+    """Upstream's prompt has 109 tokens: three blocks of 32, and a part of one that the response filled."""
     prompt = [*range(400, 509)]
     other = [*prompt[:105], 77, 78, 79]
     counts, answers = [], []
@@ -176,7 +176,7 @@ def test_block_counts_are_those_of_upstreams_test_and_tokens_those_of_transforme
 
 
 @pytest.mark.covers("return_perf_metrics", *METRICS)
-def test_times_come_in_the_order_of_what_happened(fake_server):
+def test_times_are_in_the_order_of_events(fake_server):
     answers = ask(
         fake_server.grpc, input_ids=PLAIN, request_output_len=5, streaming=True, return_perf_metrics=True
     )
@@ -206,7 +206,7 @@ def test_counts_of_a_stream_add_up(fake_server):
 
 
 @pytest.mark.covers(*UNASKED)
-def test_four_outputs_come_by_default(fake_server):
+def test_four_outputs_are_sent_by_default(fake_server):
     answer = completion(fake_server.grpc, input_ids=PLAIN, request_output_len=3)
     assert set(answer.outputs) == UNASKED
 
@@ -220,7 +220,7 @@ def test_four_outputs_come_by_default(fake_server):
     ],
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_infer"])
-def test_a_named_output_comes_alone_and_its_flag_decides_whether_it_is_empty(fake_server, model, name):
+def test_a_named_output_is_sent_alone_and_is_empty_without_its_flag(fake_server, model, name):
     spec = OUTPUTS[name]
     for flag in {bool(spec.asked_by), False}:
         asked = {spec.asked_by: int(flag) if spec.asked_by == "num_top_log_probs" else flag} if flag else {}
@@ -243,12 +243,12 @@ def _named(fake_server, model, name, asked):
 
 
 @pytest.mark.parametrize("name", [name for name in OF_GENERATION if OUTPUTS.sent_as(name, Vocabulary.TEXT)])
-def test_ensemble_has_them_too(fake_server, name):
+def test_ensemble_has_every_output(fake_server, name):
     (answer,) = ask(fake_server.grpc, "ensemble", outputs=[name], text_input="def f", max_tokens=3)
     assert answer.error is None and set(answer.outputs) == {name}
 
 
-def test_a_flag_without_its_output_does_nothing(fake_server):
+def test_a_flag_without_its_output_has_no_effect(fake_server):
     (answer,) = ask(
         fake_server.grpc,
         outputs=["output_ids"],

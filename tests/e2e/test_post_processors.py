@@ -1,4 +1,4 @@
-"""Logits post-processors over the real server: the page's example as written, refusals, and failures alone."""
+"""Logits post-processors on the real server: the page's example as written, refusals, single failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_even_ids_post_processor_allows_only_even_ids(exact_server, controls
 
 
 @pytest.mark.parametrize("name", ["no_echo", "batched"])
-def test_tokens_are_those_of_transformers_with_the_same_rule(exact_server, oracle, name):
+def test_tokens_equal_transformers_with_the_same_post_processor(exact_server, oracle, name):
     answer = completion(
         exact_server.grpc,
         input_ids=PROMPT,
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_transformers_with_the_same_rule(exact_server, oracl
     assert answer.ids == tokens[len(PROMPT) :]
 
 
-def test_text_goes_through_it_too(exact_server, tokenizer):
+def test_post_processors_apply_to_text_requests(exact_server, tokenizer):
     prompt = "def area(width, height):\n"
     request = {"request_output_len": 24, "logits_post_processor_name": "even_ids"}
     by_ids = completion(exact_server.grpc, input_ids=tokenizer.encode(prompt), end_id=-1, **request)
@@ -66,14 +66,14 @@ def test_text_goes_through_it_too(exact_server, tokenizer):
     assert answer.text == tokenizer.decode([*tokenizer.encode(prompt), *by_ids.ids])[len(prompt) :]
 
 
-def test_a_name_that_is_not_there_is_refused(client):
+def test_an_unknown_post_processor_is_refused(client):
     with pytest.raises(
         ServerError, match="LogitsPostProcessor odd not found: logits_post_processor_name is 'odd', expe"
     ):
         client.generate(PROMPT, 4, logits_post_processor_name="odd")
 
 
-def test_a_post_processor_that_raises_ends_its_request_alone(client):
+def test_a_post_processor_that_raises_ends_only_its_request(client):
     expected = client.generate(PROMPT, 30)
     stream = client.stream(PROMPT, 30)
     begun = next(stream)
@@ -84,7 +84,7 @@ def test_a_post_processor_that_raises_ends_its_request_alone(client):
     assert [*begun.token_ids, *rest] == list(expected.token_ids)
 
 
-def test_every_token_banned_is_said_to_be_so(client):
+def test_a_post_processor_that_bans_every_token_is_reported(client):
     with pytest.raises(ServerError, match="logits_post_processor_name must leave a token that may come next"):
         client.generate(PROMPT, 4, logits_post_processor_name="ban_all")
 
@@ -92,7 +92,7 @@ def test_every_token_banned_is_said_to_be_so(client):
 @pytest.mark.parametrize(
     "command", [text for kind, text in BLOCKS if kind == "bash" and "scripts/" not in text]
 )
-def test_a_command_of_the_page_answers(exact_server, command):
+def test_a_command_of_the_post_processors_page_works(exact_server, command):
     done = subprocess.run(
         ["bash", "-c", here(command, exact_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -100,7 +100,7 @@ def test_a_command_of_the_page_answers(exact_server, command):
     assert done.stdout.strip() and '"error"' not in done.stdout  # the word may be in a sampled text
 
 
-def test_the_programs_of_the_page_run(exact_server):
+def test_the_programs_of_the_post_processors_page_run(exact_server):
     programs = [text for kind, text in BLOCKS if kind == "python" and not text.startswith("# rules.py")]
     assert len(programs) == 2
     for program in programs:

@@ -1,4 +1,4 @@
-"""Prompt tables through real servers, in every declared type, against transformers' inputs_embeds."""
+"""Prompt tables on real servers, in every declared type, against transformers' inputs_embeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_rows(seed: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def greedy(oracle):
-    """Tokens by transformers."""
+    """Return a function that generates tokens by transformers."""
 
     def generate(ids: list[int], rows: torch.Tensor) -> list[int]:
         tokens = torch.tensor(ids)
@@ -49,7 +49,7 @@ def greedy(oracle):
 
 
 @pytest.mark.covers("prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_ids")
-def test_ids_with_rows_in_between(exact_server, greedy) -> None:
+def test_virtual_tokens_may_be_between_ids(exact_server, greedy) -> None:
     rows = make_rows(1)
     (answer,) = ask(
         exact_server.grpc,
@@ -64,7 +64,7 @@ def test_ids_with_rows_in_between(exact_server, greedy) -> None:
 
 
 @pytest.mark.covers("prompt_embedding_table")
-def test_rows_in_front_of_a_text(exact_server, greedy, tokenizer) -> None:
+def test_a_prompt_table_may_precede_a_text(exact_server, greedy, tokenizer) -> None:
     rows, text = make_rows(2), "import os\n"
     ids = [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2, *tokenizer.encode(text)]
     asked = {"text_input": text, "prompt_embedding_table": rows[None].numpy(), "end_id": -1}
@@ -74,7 +74,7 @@ def test_rows_in_front_of_a_text(exact_server, greedy, tokenizer) -> None:
 
 
 @pytest.mark.covers("prompt_embedding_table", "prompt_table_extra_id")
-def test_the_ensemble(exact_server, greedy, tokenizer) -> None:
+def test_ensemble_accepts_prompt_tables(exact_server, greedy, tokenizer) -> None:
     rows, text = make_rows(2), "import os\n"
     ids = [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 2, *tokenizer.encode(text)]
     answer = completion(
@@ -89,12 +89,12 @@ def test_the_ensemble(exact_server, greedy, tokenizer) -> None:
     assert answer.text == tokenizer.decode(greedy(ids, rows))
 
 
-def test_the_client(exact_server, greedy) -> None:
+def test_the_client_sends_prompt_tables(exact_server, greedy) -> None:
     client, tables = Client(exact_server.grpc), [make_rows(seed) for seed in range(3, 6)]
     for rows in (*tables, *tables):
         answer = client.generate(IDS, NUM_TOKENS, prompt_table=rows, end_id=-1)
         assert list(answer.token_ids) == greedy(IDS, rows)
-    # A refused request disturbs no other.
+    # A refused request does not affect others.
     with pytest.raises(ServerError, match=r"input_ids must be in \[0, 3074\], got 3075 at position 0"):
         client.generate([VOCAB_SIZE + 3], 5, prompt_table=tables[0])
     with pytest.raises(ServerError, match=r"must have shape \[1, rows, 256\]"):
@@ -103,7 +103,7 @@ def test_the_client(exact_server, greedy) -> None:
         client.generate(IDS, 5, prompt_table=tables[0].float())
 
 
-def test_the_example(exact_server) -> None:
+def test_the_prompt_table_example_runs(exact_server) -> None:
     command = [sys.executable, "examples/multimodal_rows.py", "--checkpoint", str(DEMO_MODEL)]
     done = subprocess.run(
         [*command, "--url", exact_server.grpc, "--rows", "64"],
@@ -118,7 +118,7 @@ def test_the_example(exact_server) -> None:
     assert " 0 blocks" in first and " 0 blocks" not in again
 
 
-# ---------------------------------------------------------------------- declared in other types
+# ---------------------------------------------------------------------- other declared types
 
 
 @pytest.fixture(scope="module", params=with_all(["TYPE_BF16", "TYPE_FP32"], ["TYPE_BF16"]))
@@ -129,7 +129,8 @@ def typed_server(request: pytest.FixtureRequest, elsewhere: Path) -> Iterator[Tr
         yield server
 
 
-def test_a_server_that_declares_another_type(typed_server, greedy, tokenizer) -> None:
+@pytest.mark.exhaustive
+def test_prompt_tables_work_in_another_declared_type(typed_server, greedy, tokenizer) -> None:
     rows = make_rows(7, torch.bfloat16 if typed_server.data_type == "TYPE_BF16" else torch.float32)
     client = Client(typed_server.grpc, "tensorrt_llm")
     assert list(client.generate(IDS, NUM_TOKENS, prompt_table=rows, end_id=-1).token_ids) == greedy(IDS, rows)

@@ -33,7 +33,7 @@ def wait_until_idle(server) -> None:
 
 @contextmanager
 def occupied(server) -> Iterator[Stream]:
-    """A stream whose request "occupant" has the only slot; `release` it, or it is cancelled in the end."""
+    """A stream whose request "occupant" has the only slot until `release`, or is cancelled at the end."""
     wait_until_idle(server)
     with Stream(server.grpc) as stream:
         stream.send(
@@ -56,7 +56,7 @@ def release(stream: Stream) -> None:
 
 
 def finals(stream: Stream, count: int) -> list[tuple[str, Answer]]:
-    """(id, final answer) of the next `count` requests but the occupant's."""
+    """Return (id, final response) of the next `count` requests except the occupant's."""
     found: list[tuple[str, Answer]] = []
     while len(found) < count:
         name, answer = stream.receive()
@@ -89,7 +89,7 @@ def test_higher_priorities_start_first(narrow_server, said):
         assert [name for name, _ in finals(stream, 4)] == ["high", "default", "low", "low too"]
 
 
-def test_ensemble_has_priorities_too(narrow_server):
+def test_ensemble_supports_priorities(narrow_server):
     text = {"text_input": "def f", "max_tokens": 3}
     with occupied(narrow_server) as stream:
         stream.send("ensemble", "low", **text, priority=0.25)
@@ -119,9 +119,9 @@ def test_clients_of_one_priority_take_turns(narrow_server, largest):
 
 # -------------------------------------------------------------------- deadlines
 
-ALLOTTED_MS = 500  # in which a busy machine takes a first step too
+ALLOTTED_MS = 500  # enough for a first step on a busy machine too
 MOST_TOKENS = ALLOTTED_MS // NARROW_STEP_MS + 2
-"""Steps take at least as long as they say: so many begin before the deadline, and one is under way."""
+"""Most tokens before the deadline: steps take at least their time, and one more is under way."""
 
 WAYS = {
     "tensor": {"allotted_time_ms": ALLOTTED_MS},
@@ -157,7 +157,7 @@ def test_a_deadline_ends_a_request_of_one_response(narrow_server, call, way):
 
 
 @pytest.mark.parametrize("key", ["timeout", "allotted_time_ms"])
-def test_a_deadline_over_http_generate(narrow_server, key):
+def test_a_deadline_can_be_given_over_http_generate(narrow_server, key):
     wait_until_idle(narrow_server)
     value = ALLOTTED_MS * 1000 if key == "timeout" else ALLOTTED_MS
     answer = generate(narrow_server.http, text_input="def f", max_tokens=LONG, **{key: value})
@@ -165,7 +165,7 @@ def test_a_deadline_over_http_generate(narrow_server, key):
     assert answer["text_output"].startswith("def f") and len(answer["text_output"]) > len("def f")
 
 
-def test_a_deadline_passes_in_the_queue(narrow_server):
+def test_a_deadline_can_pass_in_the_queue(narrow_server):
     """The occupant would keep the slot for ten seconds."""
     with occupied(narrow_server) as stream:
         stream.send("tensorrt_llm", "late", **SHORT, allotted_time_ms=ALLOTTED_MS)
@@ -175,13 +175,13 @@ def test_a_deadline_passes_in_the_queue(narrow_server):
         assert not still_running.final
 
 
-def test_a_tensor_of_no_deadline_says_more_than_a_timeout(narrow_server):
+def test_a_deadline_tensor_overrides_the_timeout(narrow_server):
     answer = completion(narrow_server.grpc, **SHORT, allotted_time_ms=0, beside={"timeout": 1})
     assert answer.finish_reason == "LENGTH"
 
 
-def test_tritons_own_priority_changes_nothing(narrow_server):
-    """The server keeps it to itself, on either protocol."""
+def test_tritons_own_priority_has_no_effect(narrow_server):
+    """The server does not pass it on, on either protocol."""
     for call, url in ((unary, narrow_server.grpc), (infer, narrow_server.http)):
         assert call(url, **SHORT, beside={"priority": 1}).as_numpy("finish_reason").item() == b"LENGTH"
 
@@ -195,7 +195,7 @@ def test_tritons_own_priority_changes_nothing(narrow_server):
     ],
 )
 @pytest.mark.parametrize("call", [unary, infer])
-def test_a_bad_parameter_is_named(narrow_server, call, beside, words):
+def test_an_invalid_parameter_is_refused_by_name_on_the_server(narrow_server, call, beside, words):
     url = narrow_server.grpc if call is unary else narrow_server.http
     with pytest.raises(InferenceServerException) as caught:
         call(url, **SHORT, beside=beside)
@@ -203,7 +203,7 @@ def test_a_bad_parameter_is_named(narrow_server, call, beside, words):
     assert all(word in caught.value.message() for word in words), caught.value
 
 
-def test_a_negative_timeout_is_named(narrow_server):
+def test_a_negative_timeout_is_refused_by_name(narrow_server):
     with pytest.raises(InferenceServerException, match=r"timeout must be an integer .*, got -5"):
         unary(narrow_server.grpc, **SHORT, beside={"timeout": -5})
 
@@ -226,7 +226,7 @@ def full(server) -> Iterator[Stream]:
 
 
 @pytest.mark.parametrize("call", [unary, infer])
-def test_a_full_queue_refuses(narrow_server, call):
+def test_a_full_queue_refuses_requests(narrow_server, call):
     url = narrow_server.grpc if call is unary else narrow_server.http
     with full(narrow_server) as stream:
         with pytest.raises(InferenceServerException, match=FULL) as caught:
@@ -238,25 +238,25 @@ def test_a_full_queue_refuses(narrow_server, call):
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_full_queue_refuses_a_stream(narrow_server, model):
+def test_a_full_queue_refuses_streamed_requests(narrow_server, model):
     text = {"text_input": "def f", "max_tokens": 3}
     with full(narrow_server):
         (refused,) = ask(narrow_server.grpc, model, **(SHORT if model == "tensorrt_llm" else text))
     assert FULL in str(refused.error)
 
 
-def test_a_higher_priority_is_let_in(narrow_server):
+def test_a_full_queue_accepts_a_higher_priority(narrow_server):
     with full(narrow_server) as stream:
         stream.send("tensorrt_llm", "urgent", **SHORT, priority=0.75)
         release(stream)
         assert finals(stream, NARROW_QUEUE + 1)[0][0] == "urgent"
 
 
-# -------------------------------------------------------------------- whose KV blocks
+# -------------------------------------------------------------------- sharing of KV blocks
 
 
 def reused_and_missed(server, first: int, **tensors) -> tuple[int, int]:
-    """KV blocks of a prompt of 129 tokens, of which 4 are full, that were found and that were not."""
+    """Return how many KV blocks of a prompt of 129 tokens, with 4 full blocks, were found and not found."""
     answer = completion(
         server.grpc,
         input_ids=list(range(first, first + 129)),
@@ -268,7 +268,7 @@ def reused_and_missed(server, first: int, **tensors) -> tuple[int, int]:
 
 
 @pytest.mark.covers("cache_salt_id", "kv_cache_missed_blocks", "kv_cache_reused_blocks")
-def test_a_salt_shares_with_nobody_else(fake_server):
+def test_requests_share_blocks_only_with_the_same_salt(fake_server):
     salts = [2**64 - 1, 7, 0, 2**64 - 1, 7, 0]
     counts = [reused_and_missed(fake_server, 300, cache_salt_id=salt) for salt in salts]
     assert counts == [(0, 4)] * 3 + [(4, 0)] * 3
@@ -286,7 +286,7 @@ RETENTION = {
 
 
 @pytest.mark.covers(*RETENTION)
-def test_retention_is_accepted_and_blocks_are_found_as_ever(fake_server):
+def test_retention_is_accepted_and_blocks_are_still_reused(fake_server):
     assert [reused_and_missed(fake_server, 600, **RETENTION) for _ in range(2)] == [(0, 4), (4, 0)]
     (answer,) = ask(fake_server.grpc, "ensemble", text_input="def f", max_tokens=3, **RETENTION)
     assert answer.error is None

@@ -1,6 +1,6 @@
-"""Several ranks behind a real tritonserver: the answers of one, and what clients see when a process is lost.
+"""Several ranks of a real tritonserver answer like one, and clients get errors when a process is lost.
 
-In orchestrator mode the model is unready until its engine is there again; in leader mode the server ends.
+In orchestrator mode the model is unready until its engine is back; in leader mode the server ends.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def server(elsewhere, long_model) -> Iterator[TritonServer]:
 
 @pytest.fixture
 def rested(server) -> None:
-    """The next engine comes back soon: the pause before a start grows with every loss in a row.
+    """Make the next engine come back soon: the pause before a start grows with every loss in a row.
 
-    If the last one has not come back, that is the last test's failure, and not this one's too.
+    If the last engine has not come back, the last test has failed; that is no failure of this test.
     """
     if server.log_text().count("the engine is lost") % 3 == 2 or not Readiness(server).is_ready():
         reload(server)
 
 
 class Readiness:
-    """Asks all the time whether the model is ready."""
+    """Polls whether the model is ready."""
 
     def __init__(self, server: TritonServer) -> None:
         self.was_unready = threading.Event()
@@ -85,12 +85,12 @@ class Readiness:
 
 
 class Clients:
-    """Streams in flight, directly and over a front end."""
+    """Streams in flight, one to the engine's model and one through a front end."""
 
     def __init__(self, server: TritonServer) -> None:
         self._streams = [Stream(server.grpc), Stream(server.grpc)]
         direct, by_front_end = self._streams
-        # The front end first: it may be slow to answer its first request, while the engine is never.
+        # The front end is first: its first response may be slow, while the engine's never is.
         by_front_end.send("ensemble", text_input="def f", max_tokens=30000, end_id=-1, stream=True)
         by_front_end.receive()
         direct.send(ENGINE, input_ids=PROMPT, request_output_len=30000, end_id=-1, streaming=True)
@@ -105,7 +105,7 @@ class Clients:
             stream.client.close()
 
     def finals(self) -> list[Answer]:
-        """The last answer of each."""
+        """Return the final response of each stream."""
         return [self._final(stream) for stream in self._streams]
 
     @staticmethod
@@ -145,8 +145,8 @@ def test_two_ranks_answer_like_one(server, exact_server):
     assert by_http[0] == by_http[1]
 
 
-def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
-    """Both ranks call them; and what raises on both ends its request alone."""
+def test_two_ranks_apply_post_processors_like_one(server, exact_server):
+    """Both ranks call them; an error on both ends only its request."""
     request = {"input_ids": PROMPT, "request_output_len": 12}
     for name in ("no_echo", "even_ids", "batched"):
         by_ranks, by_one = (
@@ -159,7 +159,7 @@ def test_two_ranks_have_the_post_processors_of_one(server, exact_server):
 
 
 def test_two_ranks_follow_guides_and_wait_for_them_together(server, exact_server):
-    """A guide that fails ends its request on both, and one that was held starts on both."""
+    """A failing guide ends its request on both ranks, and a held request starts on both."""
     request = {"input_ids": PROMPT, "request_output_len": 30, "runtime_top_p": 1.0, "random_seed": 3}
     guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "([a-f]{2,4} ){3}end"}
     by_ranks, by_one = (completion(one.grpc, **guide, **request) for one in (server, exact_server))
@@ -196,7 +196,7 @@ def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
         [("rank 1", KILL, True)],
     ),
 )
-def test_an_orchestrated_engine_comes_back(server, victim, number, is_busy):
+def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number, is_busy):
     before, tokens_before = Processes.of(server), tokens(server)
     num_before, memory_before = len(before.always_there), len(shared_memory(server))
     lost = [before.by_name[name] for name in ("rank 0", "rank 1", "mpirun", "stub")]
@@ -235,14 +235,14 @@ def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
     wait_until(lambda: not set(before.by_name.values()) & Processes.of(server).all)
 
 
-# ---------------------------------------------------------------- with servers of their own
+# ---------------------------------------------------------------- tests with their own servers
 
 
 @pytest.mark.parametrize(
     ("mode", "number"),
     with_all([("orchestrator", KILL), ("leader", KILL), ("leader", STOP)], [("leader", KILL)]),
 )
-def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
+def test_a_lost_stub_ends_the_server(elsewhere, mode, number):
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode=mode)) as server:
         processes = Processes.of(server)
         with Clients(server) as clients:
@@ -255,8 +255,8 @@ def test_a_lost_stub_takes_the_server_with_it(elsewhere, mode, number):
 
 
 @pytest.mark.exhaustive
-def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere):
-    """With something to do: `test_leader`."""
+def test_an_idle_leader_that_loses_a_rank_ends(elsewhere):
+    """`test_leader` tests the same with requests in flight."""
     with serve(dtype="float32", settings=SETTINGS, options=ServerOptions(tp=2, mode="leader")) as server:
         processes = Processes.of(server)
         processes.signal("rank 1", KILL)
@@ -265,7 +265,8 @@ def test_a_leader_that_loses_a_rank_ends_although_it_has_nothing_to_do(elsewhere
     assert not shared_memory(server)
 
 
-def test_a_leaders_model_is_not_loaded_twice(elsewhere):
+@pytest.mark.exhaustive
+def test_a_leaders_model_cannot_be_loaded_twice(elsewhere):
     options = ServerOptions(tp=2, mode="leader", model_control="explicit", client_apis=CONTROLLED)
     with (
         serve(dtype="float32", settings=SETTINGS, options=options) as server,
@@ -277,6 +278,7 @@ def test_a_leaders_model_is_not_loaded_twice(elsewhere):
             client.load_model(ENGINE, headers=CONTROL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", with_all(["orchestrator", "leader"], ["orchestrator"]))
 def test_a_failed_load_of_ranks_is_reported_and_leaves_no_process(elsewhere, mode):
     settings = Wanted(settings={"max_tokens_in_paged_kv_cache": "1"})

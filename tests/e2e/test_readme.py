@@ -1,4 +1,4 @@
-"""The commands of README and of pages for newcomers, as written, against a server on its ports."""
+"""The commands of README and of pages for newcomers, as written, on a running server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 FOR_NEWCOMERS = (
     "index.md", "first-model.md", "triton.md", "from-vllm.md", "from-tensorrtllm-backend.md", "production.md",
 )  # fmt: skip
-"""Other pages with commands; those that ask /v1 are tried in tests/openai_endpoint, flags in tests/docs."""
+"""Other pages with commands. tests/openai_endpoint tests requests to /v1, and tests/docs tests flags."""
 IN_PAGES = [
     line
     for page in FOR_NEWCOMERS
@@ -35,7 +35,7 @@ def commands(language: str, page: str = "README.md") -> list[str]:
 
 
 def here(text: str, server) -> str:
-    """The same command for a server on other ports, in an environment that need not be .venv."""
+    """Return the same command for a server on other ports, in an environment that need not be .venv."""
     text = text.replace(".venv/bin/python", shlex.quote(sys.executable))
     text = text.replace("localhost:8000", server.http).replace("localhost:8001", server.grpc)
     text = text.replace("localhost:8002", server.metrics)
@@ -44,7 +44,7 @@ def here(text: str, server) -> str:
     return re.sub(r"-m inflight_client (\w+)", rf"-m inflight_client \1 --url {server.grpc}", text)
 
 
-def test_the_first_answer_stands_before_line_forty():
+def test_readme_has_the_first_response_before_line_forty():
     lines = README.splitlines()
     assert next(number for number, line in enumerate(lines, 1) if line.startswith("curl")) < 40
 
@@ -52,7 +52,7 @@ def test_the_first_answer_stands_before_line_forty():
 @pytest.mark.parametrize(
     "command", [*(text for text in commands("bash") if text.startswith(("curl", ".venv"))), *IN_PAGES]
 )
-def test_a_command_answers(demo_server, command):
+def test_a_command_of_the_pages_works(demo_server, command):
     done = subprocess.run(
         ["bash", "-c", here(command, demo_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
@@ -77,10 +77,10 @@ def test_perf_analyzer_runs(demo_server):
 @pytest.mark.parametrize(
     ("number", "first_line"), [(0, r"\[\[\[10, 11, 12, 13, "), (1, r".+ \w+ \(TopLogProb\(")]
 )
-def test_a_python_example_prints_what_it_is_about(demo_server, number, first_line):
+def test_a_python_example_prints_its_result(demo_server, number, first_line):
     programs = commands("python", "docs/triton.md")
     assert len(programs) == 2
-    assert "tritonclient.http" not in programs[number]  # scripts/serve does not install what that needs
+    assert "tritonclient.http" not in programs[number]  # scripts/serve does not install its dependencies
     program = here(programs[number], demo_server)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -88,7 +88,7 @@ def test_a_python_example_prints_what_it_is_about(demo_server, number, first_lin
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/ranks.md"])
-def test_every_server_it_starts_has_options_that_exist(page, monkeypatch):
+def test_every_server_command_has_existing_options(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     started = [line for block in blocks for line in re.findall(r"scripts/serve (-.*)", block)]
@@ -98,6 +98,6 @@ def test_every_server_it_starts_has_options_that_exist(page, monkeypatch):
         cli.parse(shlex.split(line.replace("--no-venv", ""), comments=True))
 
 
-def test_every_script_it_names_exists():
+def test_every_script_named_in_readme_exists():
     named = set(re.findall(r"scripts/(\w+(?:\.py)?)", README))
     assert named and all((ROOT / "scripts" / name).is_file() for name in named)

@@ -1,6 +1,6 @@
-"""Requests that end tritonserver 2.51 where nothing refuses them first: each gets an error, and nobody notices.
+"""Requests that end an unchecked tritonserver 2.51: each gets an error, and no other request is affected.
 
-Which bounds there are is in `tests/server/test_request_checks.py`; here are the front ends of a real server.
+`tests/server/test_request_checks.py` tests the bounds; these tests use the front ends of a real server.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MOD
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A server of this file's own: if it ended, other tests would fail without a reason."""
+    """A server of this file's own, so that its end would not fail other tests."""
     with serve_fake(settings=SETTINGS) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def others_are_served(server: TritonServer) -> Iterator[None]:
-    """By the same process."""
+    """Check afterwards that the same process serves other requests."""
     request = {"input_ids": PROMPT, "request_output_len": 3}
     pid, before = server.pid, completion(server.grpc, **request).ids
     yield
@@ -51,7 +51,7 @@ def others_are_served(server: TritonServer) -> Iterator[None]:
 
 
 def post(server: TritonServer, path: str, body: Any, **headers: str) -> tuple[int, str]:
-    """The status and what the error says."""
+    """Return the status and the error's text."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(server.http, timeout=TIMEOUT_S)
     try:
@@ -69,7 +69,7 @@ def tensor(name: str, shape: list[int], data: list[Any], kind: str = "INT32") ->
 def call(
     server: TritonServer, model: str, shapes: dict[str, list[int]], data: list[bytes], classes: str = ""
 ) -> str:
-    """Return the error text of a gRPC request, by a call or on a stream."""
+    """Return the error text of a gRPC request, unary or on a stream."""
     request = service_pb2.ModelInferRequest(model_name=model, raw_input_contents=data)
     for name, shape in shapes.items():
         request.inputs.add(name=name, datatype="INT32", shape=shape)
@@ -94,7 +94,7 @@ def call(
     ],
 )
 @pytest.mark.parametrize("path", [GENERATE, f"{GENERATE}_stream"])
-def test_an_empty_list(server, path, body):
+def test_an_empty_batch_is_refused(server, path, body):
     status, says = post(server, path, body)
     assert status == 400 and "got the shape [0,1], expected at least one element" in says
 
@@ -111,7 +111,7 @@ def test_an_empty_list(server, path, body):
         ([1, 2**30], [1], "at most 256 MiB"),
     ],
 )
-def test_shapes_by_http(server, shape, data, says):
+def test_invalid_shapes_are_refused_over_http(server, shape, data, says):
     status, error = post(server, INFER, {"inputs": [tensor("input_ids", shape, data)]})
     assert status == 400 and error.startswith("input_ids: got the shape") and says in error
 
@@ -127,18 +127,18 @@ def test_shapes_by_http(server, shape, data, says):
         ([-1, 1], "expected no negative dimension"),
     ],
 )
-def test_shapes_by_grpc(server, model, shape, says):
+def test_invalid_shapes_are_refused_over_grpc(server, model, shape, says):
     error = call(server, model, {"input_ids": shape}, [b""])
     assert "input_ids: got the shape" in error and says in error
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm_infer", "tensorrt_llm"])
-def test_classes_of_texts_by_grpc(server, model):
+def test_classification_of_texts_is_refused_over_grpc(server, model):
     shapes, data = {"input_ids": [1, 1], "request_output_len": [1, 1]}, [bytes([1, 0, 0, 0])] * 2
     assert "class result not available" in call(server, model, shapes, data, classes="text_output")
 
 
-def test_classes_of_texts_by_http(server):
+def test_classification_of_texts_is_refused_over_http(server):
     body = {
         "inputs": [tensor("input_ids", [1, 2], [1, 2]), tensor("request_output_len", [1, 1], [2])],
         "outputs": [{"name": "text_output", "parameters": {"classification": 1}}],
@@ -150,7 +150,7 @@ def test_classes_of_texts_by_http(server):
 
 
 @pytest.mark.parametrize("unpacked", [b" " * (100 << 20), b"[" * 3_000_000], ids=["endless", "nested"])
-def test_a_body_that_unpacks_to_too_much(server, unpacked):
+def test_a_body_that_decompresses_to_too_much_is_refused(server, unpacked):
     status, says = post(server, INFER, gzip.compress(unpacked, 1), Content_Encoding="gzip")
     assert status == 500 and "decompression" in says
 
@@ -161,12 +161,12 @@ def test_a_compressed_body_is_read(server):
 
 
 @pytest.mark.parametrize("body", [b"[" * 3_000_000, b'{"a":' * 3_000_000], ids=["arrays", "objects"])
-def test_nested_json_ends_its_connection(server, body):
+def test_deeply_nested_json_closes_its_connection(server, body):
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         post(server, GENERATE, body)
 
 
-def test_the_last_requests_are_told_when_the_server_is_lost(elsewhere, tmp_path):
+def test_the_last_requests_are_logged_when_the_server_is_lost(elsewhere, tmp_path):
     settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     with command(make_fake_repository(tmp_path / "models"), *settings) as serving:
         ready = serving.ready_line()

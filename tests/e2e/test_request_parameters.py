@@ -53,7 +53,7 @@ def test_unknown_parameters_are_refused_by_name(demo_server, model, body, name, 
         {"image_url_input": "", "decoder_text_input": "", "num_draft_tokens": 0},
     ],
 )
-def test_parameters_that_clients_are_known_to_send_pass(demo_server, body) -> None:
+def test_known_parameters_of_clients_are_accepted(demo_server, body) -> None:
     try:
         answer = generate(demo_server.http, **TEXT, **body)
     except urllib.error.HTTPError as error:
@@ -61,7 +61,7 @@ def test_parameters_that_clients_are_known_to_send_pass(demo_server, body) -> No
     assert answer["text_output"].startswith("import os\n")
 
 
-def test_infer_with_tritons_own_parameters_passes(demo_server) -> None:
+def test_infer_with_tritons_own_parameters_is_accepted(demo_server) -> None:
     for call, url in ((infer, demo_server.http), (unary, demo_server.grpc)):
         beside = {"priority": 1, "timeout": 60_000_000, "sequence_id": 5, "sequence_start": True}
         result = call(url, beside={**beside, "parameters": {"Streaming": False}}, **IDS)
@@ -90,7 +90,7 @@ def test_upstreams_inputs_of_other_models_are_declared_and_refused(demo_server, 
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "tensorrt_llm_infer"])
-def test_the_names_of_llmapi_reach_the_same_controls(demo_server, model) -> None:
+def test_llmapis_names_set_the_same_controls(demo_server, model) -> None:
     usual = generate(demo_server.http, **TEXT, temperature=0.7, top_k=9, seed=3, exclude_input_in_output=True)
     named = {"temperature": 0.7, "top_k": 9, "seed": 3, "exclude_input_from_output": True, "max_tokens": 4}
     body = {f"sampling_param_{name}": value for name, value in named.items()}
@@ -103,7 +103,7 @@ def test_the_names_of_llmapi_reach_the_same_controls(demo_server, model) -> None
 @pytest.mark.covers(
     "return_cumulative_logprob", "cumulative_logprob", "return_finish_reason", "finish_reason"
 )
-def test_llmapis_flags_ask_for_outputs(demo_server) -> None:
+def test_llmapis_flags_request_outputs(demo_server) -> None:
     flags = {"return_cumulative_logprob": True, "return_log_probs": True}
     (answer,) = ask(demo_server.grpc, "ensemble", **TEXT, **flags)
     assert answer.outputs["cumulative_logprob"] == answer.outputs["cum_log_probs"] < 0
@@ -112,8 +112,8 @@ def test_llmapis_flags_ask_for_outputs(demo_server) -> None:
     assert "finish_reason" not in answer.outputs
 
 
-def test_the_bias_of_preprocessing_is_that_of_the_serving_models(demo_server) -> None:
-    """The steps of upstream's ensemble one after another, for words that change what comes."""
+def test_the_bias_of_preprocessing_equals_that_of_the_serving_models(demo_server) -> None:
+    """The steps of upstream's ensemble run one after another, with words that change the output."""
     words = np.array([[b"print", b" return"]], np.object_)
     weights = np.array([[9.0, -9.0]], np.float32)
     steps = infer(

@@ -1,6 +1,6 @@
-"""A server whose /dev/shm is small: what would not fit is refused, what fits is answered, nobody else notices.
+"""A server with a small /dev/shm: responses that do not fit are refused without effect on others.
 
-The server runs in a mount namespace of its own, where /dev/shm is a tmpfs of a container's size.
+The server runs in a mount namespace of its own, where /dev/shm is a tmpfs of a container's default size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 
 from .clients import TIMEOUT_S, Answer, Stream, ask, unary, wait_until
 
-SIZE_MIB = 48  # of which six models take 4 MiB each from the start
+SIZE_MIB = 48  # six models use 4 MiB each from the start
 NEW_TOKENS = 900  # 10.5 MiB of logits
 MOUNT = f'mount -t tmpfs -o size={SIZE_MIB}m tmpfs /dev/shm && exec "$0" "$@"'
 
@@ -69,7 +69,7 @@ def ready(lines: list[str]) -> re.Match[str] | None:
 
 
 def request(new_tokens: int = NEW_TOKENS, prompt_tokens: int = 100, **tensors) -> dict[str, np.ndarray]:
-    """Tensors of a request that runs to its length limit. Prompt and answer together: at most 1,024 tokens."""
+    """Return a request that runs to its length limit; prompt and output have at most 1,024 tokens."""
     integers = {"request_output_len": new_tokens, "end_id": -1}
     made = {name: np.array([[value]], np.int32) for name, value in integers.items()}
     made["input_ids"] = np.arange(10, 10 + prompt_tokens, dtype=np.int32)[None]
@@ -83,7 +83,7 @@ def fitting_request() -> dict[str, np.ndarray]:
     return request(300, prompt_tokens=600, **wanted)
 
 
-def test_an_answer_that_fits_comes_in_full(server) -> None:
+def test_a_response_that_fits_is_sent_completely(server) -> None:
     answer = unary(server.grpc, **fitting_request())
     assert answer.as_numpy("context_logits").shape == (1, 600, 3072)
     assert answer.as_numpy("generation_logits").shape == (1, 1, 300, 3072)
@@ -96,12 +96,12 @@ def test_an_answer_that_fits_comes_in_full(server) -> None:
     )
 
 
-def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_alone(server) -> None:
+def test_a_lack_of_shared_memory_at_sending_is_an_error_for_that_client_only(server) -> None:
     with ThreadPoolExecutor(1) as pool, Stream(server.grpc) as stream:
         answer = pool.submit(unary, server.grpc, **request(return_generation_logits=True))
         stream.send("tensorrt_llm", **request(streaming=True))
         num_tokens = 0
-        while num_tokens < 20:  # by then the other has been admitted, and it takes as long as this one
+        while num_tokens < 20:  # by then the other request has been admitted, and takes as long as this one
             num_tokens += len(stream.receive()[1].ids)
         filler = server.shared_memory / "filler"
         try:
@@ -117,7 +117,7 @@ def test_room_that_is_gone_when_the_answer_is_there_is_an_error_for_its_client_a
         assert [answer.error for _, answer in stream.until_all_final() if answer.error] == []
 
 
-def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
+def test_a_response_larger_than_shared_memory_is_refused_with_the_option_to_set(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=8, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
@@ -125,20 +125,20 @@ def test_an_answer_larger_than_shared_memory_is_refused_with_the_option_to_set(s
         assert word in str(caught.value)
 
 
-def test_an_answer_larger_than_free_shared_memory_is_unavailable(server) -> None:
+def test_a_response_larger_than_free_shared_memory_is_unavailable(server) -> None:
     with pytest.raises(InferenceServerException) as caught:
         unary(server.grpc, **request(num_return_sequences=3, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.UNAVAILABLE"
     assert "free" in str(caught.value) and "--shm-size" in str(caught.value)
 
 
-def test_more_than_grpc_takes_is_refused_wherever_it_would_be_sent(server) -> None:
+def test_a_response_larger_than_a_grpc_message_is_refused(server) -> None:
     with pytest.raises(InferenceServerException, match="2 GiB") as caught:
         unary(server.grpc, **request(num_return_sequences=256, return_generation_logits=True))
     assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
 
 
-def test_logits_can_be_streamed_where_they_would_not_fit_at_once(server) -> None:
+def test_logits_that_do_not_fit_at_once_can_be_streamed(server) -> None:
     answers = ask(
         server.grpc, streaming=True, **request(num_return_sequences=4, return_generation_logits=True)
     )
@@ -147,8 +147,8 @@ def test_logits_can_be_streamed_where_they_would_not_fit_at_once(server) -> None
     assert rows == 4 * NEW_TOKENS
 
 
-def test_requests_of_one_size_share_the_room(server) -> None:
-    """Together they are larger than /dev/shm; they cross one after another."""
+def test_requests_of_one_size_share_the_shared_memory(server) -> None:
+    """Together they are larger than /dev/shm; they are sent one after another."""
     with Stream(server.grpc) as stream:
         for _ in range(6):
             stream.send("tensorrt_llm", **request(return_generation_logits=True))
@@ -161,7 +161,7 @@ def test_requests_of_one_size_share_the_room(server) -> None:
     assert shapes == [(1, 1, NEW_TOKENS, 3072)] * 6
 
 
-def test_streams_in_flight_go_on_while_others_are_refused_and_answered(server) -> None:
+def test_streams_in_flight_continue_while_others_are_refused_and_answered(server) -> None:
     alone = tokens_of(ask(server.grpc, streaming=True, **request(400)))
     with Stream(server.grpc) as stream:
         stream.send("tensorrt_llm", **request(400, streaming=True))
@@ -169,7 +169,7 @@ def test_streams_in_flight_go_on_while_others_are_refused_and_answered(server) -
         for sequences in (8, 3):
             with pytest.raises(InferenceServerException, match="--shm-size"):
                 unary(server.grpc, **request(num_return_sequences=sequences, return_generation_logits=True))
-        again = unary(server.grpc, **fitting_request())  # what has been sent once fits again
+        again = unary(server.grpc, **fitting_request())  # a response that fitted once fits again
         assert again.as_numpy("context_logits").shape == (1, 600, 3072)
         answers += [answer for _, answer in stream.until_all_final()]
     assert tokens_of(answers) == alone
@@ -183,8 +183,8 @@ def tokens_of(answers: list[Answer]) -> list[int]:
     return [token for answer in answers for token in answer.ids]
 
 
-def test_an_input_that_does_not_fit_is_an_error_that_names_no_region(server) -> None:
-    """tritonserver's own error, which is told before a model sees the request."""
+def test_an_input_that_does_not_fit_is_an_error_without_the_regions_name(server) -> None:
+    """It is tritonserver's own error, before a model gets the request."""
     tensors = request(new_tokens=1)
     tensors["draft_logits"] = np.zeros((1, 2, 16 << 20 >> 1), np.float32)
     with pytest.raises(InferenceServerException, match=r"shared memory pool size for key '…'"):

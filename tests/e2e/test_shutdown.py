@@ -31,7 +31,7 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
 
 
 @pytest.mark.parametrize("model", with_all(["tensorrt_llm", "ensemble"], ["ensemble"]))
-def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
+def test_an_idle_stream_does_not_delay_the_shutdown(elsewhere, model):
     with (
         serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
         Stream(server.grpc) as stream,
@@ -44,7 +44,7 @@ def test_a_stream_that_is_held_without_requests_keeps_nobody(elsewhere, model):
         assert server.shut_down() is True, "in order, and not because the exit timeout was over"
 
 
-def test_nothing_is_left_of_a_server_that_was_used(elsewhere):
+def test_a_used_server_leaves_nothing_behind(elsewhere):
     with serve_fake(settings=SLOW) as server, Stream(server.grpc) as stream:
         folder = server.repository.path.parent
         stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=3)

@@ -1,4 +1,4 @@
-"""Special tokens that tokenizer.json does not know, on a real server: shown where wanted, and stopping."""
+"""Special tokens that tokenizer.json lacks, on a real server: shown on request, and able to stop a text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIVEN = {"exclude_input_in_output": True, "end_id": -1}
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's tokenizer with its special token in tokenizer_config.json alone."""
+    """Return the demo model's tokenizer with its special token in tokenizer_config.json only."""
     folder = tmp_path_factory.mktemp("tokenizer")
     pipeline = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     (added,) = pipeline["added_tokens"]
@@ -40,7 +40,8 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def showing_server(elsewhere: Path, tokenizer_folder: Path) -> Iterator[TritonServer]:
     """`exact_server` with that tokenizer; special tokens are shown.
 
-    In float32, as two servers are compared: in bfloat16 the two best tokens may be as near as 0.02.
+    It is in float32, because two servers are compared: in bfloat16 the two best logits may differ by only
+    0.02.
     """
     settings = {"tokenizer_dir": str(tokenizer_folder), "skip_special_tokens": "false"}
     with serve(dtype="float32", settings=settings) as server:
@@ -65,7 +66,7 @@ def stream(server: TritonServer, **changes: object) -> list[dict]:
 
 
 def test_a_special_token_stops_through_every_model_streamed_or_not(server):
-    """The model ends its function with the token, and goes on behind it where nothing stops it."""
+    """The model ends its function with the token, and continues after it if nothing stops it."""
     ended = generate(server, end_id=None)
     assert ended["finish_reason"] == "END_ID"
     assert generate(server)["finish_reason"] == "LENGTH"
@@ -84,7 +85,7 @@ def test_a_special_token_stops_through_every_model_streamed_or_not(server):
     assert streamed[-1].finish_reason == "STOP_WORDS"
 
 
-def test_a_special_token_behind_other_text_stops_too(server):
+def test_a_special_token_after_other_text_stops_too(server):
     ended = generate(server, end_id=None)["text_output"]
     stop = ended[-5:] + END
     assert generate(server, stop_words=[stop])["text_output"] == ended[:-5]
@@ -98,13 +99,13 @@ def test_beams_stop_at_a_special_token(server):
     assert (END not in text, reason) == (True, "STOP_WORDS")
 
 
-def test_a_special_token_as_a_bad_word_never_comes(server):
+def test_a_special_token_as_a_bad_word_is_never_generated(server):
     given = {"text_input": PROMPT, "request_output_len": 80, **GIVEN}
     assert 0 in infer(server.http, **given).as_numpy("output_ids")
     assert 0 not in infer(server.http, bad_words=[END], **given).as_numpy("output_ids")
 
 
-def test_special_tokens_are_shown_by_every_model_that_is_told_so(showing_server, exact_server):
+def test_every_model_shows_special_tokens_if_configured(showing_server, exact_server):
     shown, skipped = generate(showing_server)["text_output"], generate(exact_server)["text_output"]
     assert END in shown and shown.replace(END, "") == skipped
     assert "".join(delta["text_output"] for delta in stream(showing_server)) == shown
@@ -150,7 +151,7 @@ def postprocessed(server: TritonServer, ids: object, lengths: np.ndarray | None 
         return client.infer("postprocessing", inputs).as_numpy("OUTPUT")
 
 
-def test_a_text_that_cannot_fit_is_refused_and_one_that_may_is_read(exact_server):
+def test_a_text_that_cannot_fit_is_refused_and_one_that_may_fit_is_read(exact_server):
     error = json.loads(
         curl(exact_server, "ensemble/generate", {"text_input": "x" * 100_000, "max_tokens": 1})
     )["error"]
@@ -162,8 +163,8 @@ def test_a_text_that_cannot_fit_is_refused_and_one_that_may_is_read(exact_server
     assert "text_input has" in error and "tokens; this server takes prompts of at most" in error
 
 
-def test_a_text_of_many_megabytes_ends_nobody(exact_server, tmp_path):
-    """tritonserver itself overflows its stacks by a long text in the body of HTTP generate, if they are small."""
+def test_a_text_of_many_megabytes_does_not_end_the_server(exact_server, tmp_path):
+    """With small stacks, a long text in a body of HTTP generate overflows tritonserver's own stacks."""
     (tmp_path / "body").write_text(json.dumps({"text_input": "x" * 10_000_000, "max_tokens": 1}))
     url = f"{exact_server.http}/v2/models/ensemble/generate"
     answer = subprocess.run(

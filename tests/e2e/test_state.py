@@ -1,4 +1,4 @@
-"""`state`: what the batcher is doing, from every model, where the server was told to tell."""
+"""`state` requests: every model returns what the batcher does, if the server allows it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def state_of(server, model: str) -> dict:
 
 @pytest.mark.covers("state")
 @pytest.mark.parametrize("model", DECOUPLED)
-def test_every_decoupled_model_tells(narrow_server, model):
+def test_every_decoupled_model_returns_the_state(narrow_server, model):
     state = state_of(narrow_server, model)
     assert (state["queued_requests"], state["unanswered_requests"]) == (0, 0)
     scheduler = state["batcher"]["state"]
@@ -35,18 +35,18 @@ def test_every_decoupled_model_tells(narrow_server, model):
 
 
 @pytest.mark.parametrize("call", [unary, infer])
-def test_so_does_the_model_of_one_response(narrow_server, call):
+def test_a_model_that_is_not_decoupled_returns_the_state(narrow_server, call):
     result = call(narrow_server.grpc if call is unary else narrow_server.http, state=True)
     assert "batcher" in json.loads(result.as_numpy("state").item())
 
 
 @pytest.mark.parametrize("model", [*DECOUPLED, "tensorrt_llm_infer"])
-def test_and_all_of_them_over_http_generate(narrow_server, model):
+def test_every_model_returns_the_state_over_http_generate(narrow_server, model):
     answer = generate(narrow_server.http, model, state=True)
     assert "batcher" in json.loads(answer["state"])
 
 
-def test_it_says_who_runs_and_who_waits_and_disturbs_nobody(narrow_server):
+def test_the_state_lists_running_and_waiting_requests_without_affecting_them(narrow_server):
     with Stream(narrow_server.grpc) as stream:
         stream.send("tensorrt_llm", "runs", input_ids=PROMPT, request_output_len=400, streaming=True)
         stream.receive()
@@ -65,7 +65,7 @@ def test_it_says_who_runs_and_who_waits_and_disturbs_nobody(narrow_server):
 
 
 @pytest.mark.parametrize("model", [*DECOUPLED, "tensorrt_llm_infer"])
-def test_it_is_refused_unless_the_server_was_told_to_tell(fake_server, model):
+def test_state_requests_are_refused_unless_the_server_allows_them(fake_server, model):
     if model == "tensorrt_llm_infer":
         with pytest.raises(InferenceServerException) as caught:
             unary(fake_server.grpc, state=True)
@@ -79,7 +79,7 @@ def test_it_is_refused_unless_the_server_was_told_to_tell(fake_server, model):
     assert refusal.value.status == "UNIMPLEMENTED"
 
 
-def test_the_client_prints_it(narrow_server, capsys):
+def test_the_client_prints_the_state(narrow_server, capsys):
     assert main(["state", "--url", narrow_server.grpc]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("{\n  ") and "batcher" in json.loads(printed)

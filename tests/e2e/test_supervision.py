@@ -1,6 +1,6 @@
-"""`scripts/serve` after a defect of tritonserver's or the loss of a model's process.
+"""`scripts/serve` after a crash of tritonserver or the loss of a model's process.
 
-Requests in flight end with an error, and everybody is served again under the same addresses.
+Requests in flight end with an error, and clients are served again at the same addresses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .conftest import DEMO_MODEL, REPOSITORY
 PATIENCE_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 8000
-"""Tokens of the requests in flight, which take 40 s at least."""
+"""Tokens of the requests in flight, which take at least 40 s."""
 SETTINGS = {
     "fake_engine": "vocab=3072,step_us=5000",
     "max_sequence_length": "8192",
@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture
 def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
-    """The repository's models over a fake engine."""
+    """The repository's models on a fake engine."""
     settings = [
         f"--set={key}={value}" for key, value in (SETTINGS | {"tokenizer_dir": str(DEMO_MODEL)}).items()
     ]
@@ -50,7 +50,7 @@ def folder_of(serving: Command) -> Path:
 
 
 def stubs(serving: Command) -> dict[str, int]:
-    """Process ids of the models' processes, by model."""
+    """Return the process ids of the models' processes, by model."""
     found = {}
     for process in runtime_directory.find_processes(folder_of(serving)):
         arguments = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
@@ -60,7 +60,7 @@ def stubs(serving: Command) -> dict[str, int]:
 
 
 class Bystander:
-    """A client that asks again and again, and counts its answers and its refusals."""
+    """A client that sends requests all the time, and counts its responses and its errors."""
 
     def __init__(self, url: str) -> None:
         self.num_answers = self.num_refusals = 0
@@ -93,7 +93,7 @@ class Bystander:
 
 
 class InFlight:
-    """A request of each kind, long enough to be there when something happens."""
+    """A request of each kind, long enough to be in flight during an event."""
 
     def __init__(self, ready: dict[str, str]) -> None:
         self.ends: dict[str, str] = {}
@@ -145,7 +145,7 @@ class InFlight:
 
 
 def mix_models_on_one_stream(url: str) -> None:
-    """Send requests that tritonserver 2.51 does not survive for long, until it has ended."""
+    """Send requests that end tritonserver 2.51 sooner or later, until it has ended."""
     with Stream(url) as stream:
         finals = ["long", *map(str, range(20))]
         while True:
@@ -162,7 +162,8 @@ def mix_models_on_one_stream(url: str) -> None:
             finals = [name] if answer.final else []
 
 
-def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
+@pytest.mark.exhaustive
+def test_the_server_is_restarted_after_a_stream_that_mixes_models(serving):
     ready = serving.ready_line()
     with Bystander(ready["grpc"]) as bystander:
         bystander.wait_answered()
@@ -177,7 +178,7 @@ def test_a_stream_that_mixes_models_ends_nobodys_service_for_good(serving):
     "model",
     with_all(["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["tensorrt_llm"]),
 )
-def test_a_model_whose_process_is_killed_comes_back(serving, model):
+def test_the_server_is_restarted_after_a_models_process_is_killed(serving, model):
     ready = serving.ready_line()
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)
     with Bystander(ready["grpc"]) as bystander:
@@ -199,8 +200,8 @@ def test_a_model_whose_process_is_killed_comes_back(serving, model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_a_model_whose_process_is_stopped_comes_back(serving, model):
-    """After the silence that its guard allows; guards themselves are in tests/server/test_guard.py."""
+def test_the_server_is_restarted_after_a_models_process_is_stopped(serving, model):
+    """Its guard allows some silence first; tests/server/test_guard.py tests guards alone."""
     ready = serving.ready_line()
     os.kill(stubs(serving)[model], signal.SIGSTOP)
     assert serving.ready_line() == ready
@@ -213,7 +214,7 @@ def test_a_model_whose_process_is_stopped_comes_back(serving, model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_a_server_with_ranks_comes_back_with_others(elsewhere, mode):
+def test_a_server_with_ranks_is_restarted_with_new_ranks(elsewhere, mode):
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", "--set=max_tokens_in_paged_kv_cache=8192"]
     with command(REPOSITORY, *arguments) as serving:
         ready, folder = serving.ready_line(), serving.folder()

@@ -1,4 +1,4 @@
-"""A real tritonserver on plans, which a stand-in for TensorRT runs inside the model's process."""
+"""A real tritonserver with plans, which a stand-in for TensorRT runs in the model's process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from inflight.triton.models.engine import TritonPythonModel
 
 @pytest.fixture(scope="module")
 def server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> TritonServer:
-    """Plans alone: tokenizer and template lie beside them, wherever the checkpoint is."""
+    """A server of plans only: tokenizer and template are beside them, wherever the checkpoint is."""
     folder = tmp_path_factory.mktemp("plans")
     checkpoint = shutil.copytree(DEMO_MODEL, folder / "checkpoint")
     engines.build(checkpoint, folder / "built", max_num_tokens=64, max_seq_len=128)
@@ -51,7 +51,7 @@ def server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> TritonS
         yield running
 
 
-def test_streams_in_flight_are_what_transformers_has(server: TritonServer, oracle, tokenizer) -> None:
+def test_streams_in_flight_equal_transformers(server: TritonServer, oracle, tokenizer) -> None:
     texts = [
         "def area(self):\n    return",
         "import os",
@@ -66,7 +66,7 @@ def test_streams_in_flight_are_what_transformers_has(server: TritonServer, oracl
         assert answers[name].ids == [*prompt, *oracle.greedy(prompt, NUM_TOKENS)]
 
 
-def test_beams_and_texts(server: TritonServer, oracle, tokenizer) -> None:
+def test_beams_and_texts_equal_transformers(server: TritonServer, oracle, tokenizer) -> None:
     text = "def area(self):\n    return"
     prompt = tuple(tokenizer.encode(text))
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": -1}
@@ -87,16 +87,17 @@ def test_beams_and_texts(server: TritonServer, oracle, tokenizer) -> None:
     assert choice["text"] == tokenizer.decode(oracle.greedy(prompt, NUM_TOKENS))
 
 
-def test_the_log_says_what_runs(server: TritonServer) -> None:
+def test_the_log_names_the_plans_in_use(server: TritonServer) -> None:
     log = server.log_text()
     assert "nothing but a stand-in for TensorRT has run it" in log
     assert "rows of the KV cache: 6 slots of 128 tokens" in log
 
 
-def test_two_ranks_that_the_model_starts(
+@pytest.mark.exhaustive
+def test_two_ranks_started_by_the_model_give_the_same_tokens(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, oracle, tokenizer
 ) -> None:
-    """Every rank is a process of its own with its own plans; they find the stand-in by TensorRT's name."""
+    """Each rank is a process with its own plans, and imports the stand-in by TensorRT's name."""
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / f"{NAME}.py").write_text(TENSORRT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))

@@ -1,4 +1,4 @@
-"""Token ids over the real server: every built tensor, every refusal with its code, nobody else touched."""
+"""Token ids on the real server: every built tensor, and every refusal with its code, affecting no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def alone(prompt: list[int], count: int, sampling: SamplingConfig | None = None)
     return expected_tokens(prompt, count, FAKE_VOCABULARY, sampling, attend_to_all=False)
 
 
-def test_one_answer_with_the_prompt_and_its_shapes(fake_server):
+def test_one_response_has_the_prompt_and_the_expected_shapes(fake_server):
     (answer,) = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=6)
     assert answer.final
     assert answer.outputs["output_ids"].shape == (1, 1, 11)
@@ -34,14 +34,14 @@ def test_one_answer_with_the_prompt_and_its_shapes(fake_server):
 
 
 @pytest.mark.covers("exclude_input_in_output")
-def test_excluding_the_prompt(fake_server):
+def test_the_prompt_can_be_excluded(fake_server):
     (answer,) = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=6, exclude_input_in_output=True)
     assert answer.ids == alone(PROMPT, 6)
     assert answer.outputs["sequence_length"].tolist() == [[6]]
 
 
 @pytest.mark.covers("streaming", "output_ids", "sequence_length")
-def test_streamed_deltas_are_the_whole(fake_server):
+def test_streamed_deltas_add_up_to_the_whole_output(fake_server):
     answers = ask(fake_server.grpc, input_ids=PROMPT, request_output_len=40, streaming=True)
     assert [token for answer in answers for token in answer.ids] == alone(PROMPT, 40)
     assert [answer.final for answer in answers] == [False] * (len(answers) - 1) + [True]
@@ -51,7 +51,7 @@ def test_streamed_deltas_are_the_whole(fake_server):
 
 
 @pytest.mark.covers("end_id")
-def test_an_end_id_ends_and_is_not_returned(fake_server):
+def test_an_end_id_ends_the_output_and_is_not_returned(fake_server):
     tokens = alone(PROMPT, 20)
     end = next(token for token in tokens if tokens.index(token) > 3)
     (answer,) = ask(
@@ -89,14 +89,14 @@ def test_counts_are_returned_on_request(fake_server):
     assert answer.outputs["num_output_tokens"].item() == 6
 
 
-def test_only_the_outputs_asked_for_come_back(fake_server):
+def test_only_requested_outputs_are_returned(fake_server):
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", outputs=["sequence_length"], input_ids=PROMPT, request_output_len=2)
         (answer,) = stream.until_final()
     assert list(answer.outputs) == ["sequence_length"]
 
 
-def test_many_requests_on_one_stream_each_get_their_own(fake_server):
+def test_many_requests_on_one_stream_get_their_own_responses(fake_server):
     prompts = {str(number): [number + 1, number + 2, 3] for number in range(24)}
     received = {name: [] for name in prompts}
     with Stream(fake_server.grpc) as stream:
@@ -196,8 +196,8 @@ def test_unary_grpc_answers_on_the_model_that_is_not_decoupled(fake_server):
         ),
     ],
 )
-def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors, code, words):
-    """A stream's error has no code in Triton's protocol, so the code is looked at in a unary call."""
+def test_a_refusal_names_the_tensor_and_affects_no_other_request(fake_server, tensors, code, words):
+    """Triton's protocol has no code for a stream's error, so a unary request shows the code."""
     with Stream(fake_server.grpc) as other:
         other.send("tensorrt_llm", input_ids=PROMPT, request_output_len=25, streaming=True)
         (refused,) = ask(fake_server.grpc, **tensors)
@@ -211,8 +211,8 @@ def test_a_refusal_names_the_tensor_and_touches_nobody_else(fake_server, tensors
     assert untouched == alone(PROMPT, 25)
 
 
-def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
-    """And upstream's defaults of what is: they ask for nothing."""
+def test_neutral_values_of_unsupported_tensors_are_accepted(fake_server):
+    """Upstream's defaults of built tensors have no effect either."""
     answer = completion(
         fake_server.grpc,
         input_ids=PROMPT,
@@ -234,7 +234,7 @@ def test_neutral_values_of_what_is_not_built_are_accepted(fake_server):
     assert answer.ids == alone(PROMPT, 3)
 
 
-def test_an_id_in_flight_cannot_be_used_twice_but_again_afterwards(fake_server):
+def test_an_id_in_flight_cannot_be_used_twice_but_reused_afterwards(fake_server):
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         first.send("tensorrt_llm", "same", input_ids=PROMPT, request_output_len=200, streaming=True)
         first.receive()
@@ -247,7 +247,7 @@ def test_an_id_in_flight_cannot_be_used_twice_but_again_afterwards(fake_server):
         assert answer.final and answer.error is None
 
 
-def test_the_server_itself_refuses_wrong_types_and_unknown_inputs(fake_server):
+def test_tritonserver_refuses_wrong_types_and_unknown_inputs(fake_server):
     client = grpc.InferenceServerClient(fake_server.grpc)
     wrong = grpc.InferInput("input_ids", [1, 2], "FP32")
     wrong.set_data_from_numpy(np.zeros((1, 2), np.float32))
@@ -264,7 +264,7 @@ def http_status(server, path: str, body: dict) -> int:
     return caught.value.code
 
 
-def test_http_carries_the_status_on_infer_and_400_on_generate(fake_server):
+def test_http_returns_the_status_on_infer_and_400_on_generate(fake_server):
     bad, unsupported = {"request_output_len": 0}, {"request_output_len": 4, "lookahead_window_size": 2}
     for tensors, status in ((bad, 400), (unsupported, 501)):
         body = {"input_ids": PROMPT, **tensors}

@@ -1,4 +1,4 @@
-"""Text over the real server on the demo model: curl, generate_stream, and the deltas that add up to the whole."""
+"""Text on the real server with the demo model: curl, generate_stream, and deltas that add up."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_streamed_text_adds_up_to_the_whole(demo_server, prompt):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_text_and_ids_are_the_same_request(demo_server, prompt):
-    """The ids of the prompt, sent as ids, give the ids whose text is the text."""
+def test_text_and_its_ids_give_the_same_output(demo_server, prompt):
+    """The prompt's ids, sent as ids, give ids whose text equals the text output."""
     tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
     ids = tokenizer.encode(prompt)
     by_ids = infer(demo_server.http, input_ids=ids, request_output_len=24, end_id=0)
@@ -79,7 +79,8 @@ def test_text_ends_at_the_checkpoints_end_id(demo_server):
     assert "<|endoftext|>" not in "".join(answer.text for answer in answers)
 
 
-# The demo model's answer is a docstring and a return; all but one stop string are in it, most across tokens.
+# The demo model's output is a docstring and a return; it contains all stop strings but one, most across
+# tokens.
 STOPPED_PROMPT = "def read_lines(path):\n"
 STOP_STRINGS = [
     ["\n"],
@@ -92,7 +93,7 @@ STOP_STRINGS = [
 
 
 def cut_at(text: str, stops: list[str]) -> str:
-    """Up to the stop string that ends first, the longest of those."""
+    """Return the text up to the stop string that ends first, or the longest of those."""
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     if not ends:
         return text
@@ -114,7 +115,7 @@ def test_text_ends_before_a_stop_string_streamed_or_not(demo_server, stops):
     assert deltas[-1]["finish_reason"] == stopped["finish_reason"]
 
 
-def test_the_ids_go_on_to_the_one_that_completes_the_stop_string(demo_server):
+def test_the_ids_end_with_the_token_that_completes_the_stop_string(demo_server):
     tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
     given = {"text_input": STOPPED_PROMPT, "request_output_len": 60, "exclude_input_in_output": True}
     stop = np.array([[b"put str"]], dtype=np.object_)
@@ -126,7 +127,7 @@ def test_the_ids_go_on_to_the_one_that_completes_the_stop_string(demo_server):
     assert whole.as_numpy("sequence_length").tolist() == [[len(ids)]]
 
 
-def test_sequences_stop_apart(demo_server):
+def test_sequences_stop_independently(demo_server):
     sampled = {"runtime_top_k": 50, "num_return_sequences": 3, "request_output_len": 60}
     tensors = {name: np.array([[value]], np.int32) for name, value in sampled.items()}
     given = {"text_input": STOPPED_PROMPT, "exclude_input_in_output": True, **tensors}
@@ -142,7 +143,7 @@ def test_sequences_stop_apart(demo_server):
     assert len(set(wanted.values())) > 1
 
 
-def test_a_bad_word_never_comes(demo_server):
+def test_a_bad_word_is_never_generated(demo_server):
     body = {"text_input": STOPPED_PROMPT, "max_tokens": 60, "exclude_input_in_output": True}
     whole = json.loads(curl(demo_server, "ensemble/generate", body))["text_output"]
     word = next(word for word in ("return", "input") if word in whole)
@@ -160,13 +161,13 @@ def test_a_bad_word_never_comes(demo_server):
         ({"text_input": "a", "max_tokens": 4, "temperature": -2}, ["temperature", "-2"]),
     ],
 )
-def test_curl_gets_a_message_that_names_what_it_sent(demo_server, body, words):
+def test_curl_gets_an_error_that_names_the_sent_field(demo_server, body, words):
     error = json.loads(curl(demo_server, "ensemble/generate", body))["error"]
     for word in words:
         assert word in error
 
 
-def test_preprocessing_and_postprocessing_stand_alone(demo_server):
+def test_preprocessing_and_postprocessing_can_be_called_separately(demo_server):
     tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
     ids = json.loads(
         curl(demo_server, "preprocessing/generate", {"QUERY": "def f(x):", "REQUEST_OUTPUT_LEN": 5})
@@ -175,7 +176,7 @@ def test_preprocessing_and_postprocessing_stand_alone(demo_server):
 
 
 def test_texts_have_no_batch_dimension(demo_server, tokenizer):
-    """`as_numpy("text_output")[0].decode()`, as from tensorrtllm_backend; so many texts as there are sequences."""
+    """`as_numpy("text_output")[0].decode()` works as with tensorrtllm_backend; one text per sequence."""
     result = unary(demo_server.grpc, text_input="import os", request_output_len=3)
     assert result.as_numpy("text_output").shape == (1,)
     assert result.as_numpy("text_output")[0].decode().startswith("import os")

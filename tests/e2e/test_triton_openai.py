@@ -1,8 +1,8 @@
-"""Requests of Triton's own OpenAI front end to a text model, and its reading of the responses, on a real server.
+"""The requests of Triton's own OpenAI front end to a text model, and its reading of the responses.
 
-It starts Triton inside its own process and so cannot run beside this one; `frontend_tensors` and `read` say what
-it does (python/openai/openai_frontend/engine/utils/triton.py of tritonserver's source), under the settings of
-docs/openai-server.md.
+The front end starts Triton inside its own process, and so cannot run beside this server. `frontend_tensors`
+and `read` replicate it (python/openai/openai_frontend/engine/utils/triton.py of tritonserver's source), with
+the settings of docs/openai-server.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .test_adapters import make_adapter
 
 BOS = "<|endoftext|>"
 TEMPLATED = f"{BOS}class Reader:\n    def __init__(self, "
-"""As a chat template leaves it."""
+"""A text as a chat template renders it."""
 COMPLETED = "import os\n\ndef walk("
 MAX_TOKENS = 12
 MODELS = ["ensemble", "tensorrt_llm_bls"]
@@ -42,7 +42,7 @@ TOOL = {
 
 
 def strings(*values: str) -> np.ndarray:
-    """[[s1, s2, …]], as BYTES."""
+    """Return [[s1, s2, …]] as BYTES."""
     return np.array([[value.encode() for value in values]], np.object_)
 
 
@@ -55,7 +55,7 @@ def frontend_tensors(
     adapter: dict[str, np.ndarray] | None = None,
     **sampling: float,
 ) -> dict[str, np.ndarray]:
-    """Every tensor of one request; a chat request has no `echo`."""
+    """Return every tensor of one request; a chat request has no `echo`."""
     tensors = {
         "text_input": strings(prompt),
         "stream": np.bool_([[stream]]),
@@ -81,7 +81,7 @@ def frontend_tensors(
 
 @dataclass(frozen=True)
 class Reading:
-    """The front end's reading of the responses: text, and token counts of prompt and completion."""
+    """Values that the front end reads from responses: text, and token counts of prompt and completion."""
 
     text: str
     chunks: tuple[str, ...]
@@ -103,7 +103,7 @@ def read(answers: list[Answer], stream: bool = False) -> Reading:
         if {"num_input_tokens", "num_output_tokens"} <= set(answer.outputs):
             counts = [answer.outputs[f"num_{which}_tokens"] for which in ("input", "output")]
             assert all(count.dtype == np.int32 and count.size == 1 for count in counts)
-            # The prompt's count is in every chunk, and taken from the first.
+            # Every chunk has the prompt's count; the front end uses the first.
             prompt_tokens = counts[0].item() if prompt_tokens is None else prompt_tokens
             completion_tokens += counts[1].item()
     assert prompt_tokens is not None and answers[-1].final
@@ -122,7 +122,7 @@ def theirs() -> transformers.PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def greedy(oracle, theirs):
-    """The completion by transformers of a text whose BOS is written out."""
+    """Return a function that completes, by transformers, a text with a written BOS."""
 
     def complete(text: str, model: torch.nn.Module | None = None) -> str:
         ids = torch.tensor([theirs.encode(text, add_special_tokens=False)])
@@ -139,8 +139,8 @@ def greedy(oracle, theirs):
     return complete
 
 
-def test_the_models_are_taken_for_ones_of_this_format(pair_server):
-    """Any backend but vllm is; the first of two names that is declared is that for `echo`."""
+def test_tritons_front_end_recognizes_the_models_format(pair_server):
+    """Every backend except vllm is; the first declared one of two names is used for `echo`."""
     client = grpc.InferenceServerClient(pair_server.grpc)
     for model in MODELS:
         config = client.get_model_config(model, as_json=True)["config"]
@@ -153,10 +153,12 @@ def test_the_models_are_taken_for_ones_of_this_format(pair_server):
 
 @pytest.mark.parametrize(
     ("model", "stream"),
-    # Streamed texts of the other model accumulate on this server.
+    # Streamed texts of tensorrt_llm_bls accumulate on this server.
     [("ensemble", False), ("ensemble", True), ("tensorrt_llm_bls", False)],
 )
-def test_chat_is_answered_without_the_prompt_and_with_one_bos(pair_server, theirs, greedy, model, stream):
+def test_chats_get_a_completion_without_the_prompt_and_with_one_bos(
+    pair_server, theirs, greedy, model, stream
+):
     answer = request(pair_server, model, prompt=TEMPLATED, stream=stream)
     assert answer.text == greedy(TEMPLATED)
     assert answer.prompt_tokens == len(theirs.encode(TEMPLATED, add_special_tokens=False))
@@ -166,7 +168,7 @@ def test_chat_is_answered_without_the_prompt_and_with_one_bos(pair_server, their
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("echo", [False, True])
-def test_completions_get_bos_and_echo_is_heard(pair_server, theirs, greedy, stream, echo):
+def test_completions_get_bos_and_echo_is_applied(pair_server, theirs, greedy, stream, echo):
     answer = request(pair_server, prompt=COMPLETED, echo=echo, stream=stream)
     shown = COMPLETED if echo and not stream else ""
     assert answer.text == shown + greedy(BOS + COMPLETED)
@@ -175,7 +177,7 @@ def test_completions_get_bos_and_echo_is_heard(pair_server, theirs, greedy, stre
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stop_words(pair_server, greedy, stream):
+def test_stop_words_end_the_text(pair_server, greedy, stream):
     whole = greedy(TEMPLATED)
     stop = whole[4:8]
     answer = request(pair_server, prompt=TEMPLATED, stop=("never said", stop), stream=stream)
@@ -183,7 +185,7 @@ def test_stop_words(pair_server, greedy, stream):
     assert 0 < answer.completion_tokens < MAX_TOKENS
 
 
-def test_sampling_and_seeds(pair_server, greedy):
+def test_sampling_options_and_seeds_have_their_effect(pair_server, greedy):
     asked = {"prompt": TEMPLATED, "top_p": 0.95, "temperature": 1.5, "seed": 2**63 + 5}
     first = request(pair_server, **asked)
     assert request(pair_server, **asked) == first
@@ -195,14 +197,14 @@ def test_sampling_and_seeds(pair_server, greedy):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_tools(pair_server, stream):
+def test_the_text_of_a_forced_tool_matches_its_schema(pair_server, stream):
     answer = request(pair_server, prompt=TEMPLATED, guide=TOOL, stream=stream, max_tokens=80)
     jsonschema.validate(json.loads(answer.text), TOOL)
 
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A PEFT folder whose numbers FP16 holds, and the folder that multi_lora.json would name."""
+    """Return a PEFT folder whose numbers FP16 can represent, and the folder for multi_lora.json."""
     root = tmp_path_factory.mktemp("multi lora")
     make_adapter(root / "peft", seed=7)
     weights = root / "peft" / "adapter_model.safetensors"
@@ -211,12 +213,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "peft", root / "sql"
 
 
-def test_an_adapters_weights_come_with_its_first_request_and_its_id_alone_then(pair_server, greedy, adapters):
+def test_an_adapters_weights_are_sent_once_and_then_only_its_id(pair_server, greedy, adapters):
     base = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     adapted = greedy(TEMPLATED, peft.PeftModel.from_pretrained(base, adapters[0]).eval())
     assert adapted != greedy(TEMPLATED)
     task = {"lora_task_id": np.uint64([[1]])}
-    # As they are saved: nothing is put around them.
+    # As they are saved: without a batch dimension.
     files = {name: np.load(adapters[1] / f"model.{name}.npy") for name in ("lora_weights", "lora_config")}
     for adapter in ({**task, **files}, task):
         assert request(pair_server, prompt=TEMPLATED, adapter=adapter).text == adapted
@@ -225,8 +227,8 @@ def test_an_adapters_weights_come_with_its_first_request_and_its_id_alone_then(p
     assert request(pair_server, prompt=TEMPLATED).text == greedy(TEMPLATED)
 
 
-def test_the_repository_of_the_documented_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It can be written where nothing runs, with what the front end looks for."""
+def test_the_documented_command_writes_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It can be written where no server runs, with the files that the front end needs."""
     out = tmp_path / "models"
     settings = ["--set", "exclude_input_in_output=true", "--set", "add_special_tokens=auto"]
     assert cli.main([*settings, "--write-repository", str(out)]) == 0

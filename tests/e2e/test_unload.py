@@ -1,7 +1,7 @@
-"""Models unloaded and loaded while the server runs: everyone answered once, nothing left behind, the same tokens.
+"""Unloading and loading models on a running server answers each request once and leaves nothing behind.
 
-Triton refuses new requests of an unloaded model at once and lets those in flight finish; its process lives on for
-as long as a client holds a gRPC stream that used it.
+Triton refuses new requests of an unloaded model at once, and lets those in flight finish. The model's process
+lives on while a client holds a gRPC stream that used it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def server(elsewhere) -> Iterator[TritonServer]:
         yield running
 
 
-def test_only_this_user_reads_the_models_shared_memory(server) -> None:
+def test_only_this_user_can_read_the_models_shared_memory(server) -> None:
     regions = runtime_directory.shared_memory_files(folder_of(server))
     assert len(regions) == 6 and not any(region.stat().st_mode & 0o077 for region in regions)
 
 
 def unload(server: TritonServer, model: str = ENGINE) -> None:
-    """Triton takes the model away at once, and ends its process when nobody uses it any more."""
+    """Unload a model: Triton removes it at once, and ends its process when it is not used any more."""
     with grpc.InferenceServerClient(server.grpc) as client:
         client.unload_model(model, headers=CONTROL)
         wait_until(lambda: not client.is_model_ready(model))
@@ -81,7 +81,7 @@ def set_engine(server: TritonServer, value: str) -> None:
 
 
 class Client(Stream):
-    """A stream whose final responses are kept, and every one of whose requests may have one."""
+    """A stream that keeps the final responses of all its requests."""
 
     def __init__(self, server: TritonServer, model: str = ENGINE) -> None:
         super().__init__(server.grpc)
@@ -89,7 +89,7 @@ class Client(Stream):
         self._finals: list[Answer] = []
 
     def ask(self, length: int = LONG, **tensors) -> None:
-        """Send a request for so many tokens; `streaming` under the name that the model has for it."""
+        """Send a request for `length` tokens, with `streaming` under the model's name of it."""
         if self._model == ENGINE:
             self.send(ENGINE, input_ids=PROMPT, request_output_len=length, end_id=-1, **tensors)
         else:
@@ -98,7 +98,7 @@ class Client(Stream):
             self.send(self._model, text_input="def f", max_tokens=length, end_id=-1, **tensors)
 
     def until_taken(self) -> None:
-        """Wait until the model has taken all that was sent: it answers in order that there is nothing to stop."""
+        """Wait until the model has received all requests: it answers a stop of an unknown id after them."""
         self.send(self._model, "the last", stop=True)
         while self._next()[0] != "the last":
             pass
@@ -110,7 +110,7 @@ class Client(Stream):
             pass
 
     def finals(self, count: int) -> list[Answer]:
-        """The final responses of all requests so far, exactly one of each."""
+        """Return the final responses of all requests so far, exactly one for each."""
         while len(self._finals) < count:
             self._next()
         with pytest.raises(queue.Empty):
@@ -141,7 +141,7 @@ def tokens_of_all(server: TritonServer) -> list[object]:
 
 
 def busy_round(server: TritonServer) -> None:
-    """Unload with streams, a beam search and waiting requests in flight, direct and by a front end; and load."""
+    """Unload with streams, a beam search and waiting requests in flight, some by a front end; then load."""
     with Client(server) as direct, Client(server, "ensemble") as by_front_end:
         for client in (direct, by_front_end):
             client.ask(streaming=True)
@@ -168,8 +168,8 @@ def errors_of(answers: list[Answer]) -> set[str]:
     return {str(answer.error) for answer in answers if answer.error}
 
 
-def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
-    """Resources taken in the first rounds are kept for good; later rounds take no more."""
+def test_unloading_under_load_leaves_nothing_behind(server):
+    """Resources of the first rounds are kept for reuse; later rounds take no more."""
     tokens = tokens_of_all(server)
     footprints = []
     for _ in range(3):
@@ -181,7 +181,7 @@ def test_rounds_of_unloading_under_load_leave_nothing_behind(server):
 
 
 @pytest.mark.exhaustive
-def test_idle_rounds_leave_nothing_behind(server):
+def test_idle_unloading_leaves_nothing_behind(server):
     footprints = []
     for _ in range(3):
         unload(server)
@@ -192,8 +192,8 @@ def test_idle_rounds_leave_nothing_behind(server):
     wait_until(lambda: Footprint.of(server).fits(footprints[1]))
 
 
-def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(server):
-    """The last one frees its place, although Triton keeps its process until the stream is closed."""
+def test_an_open_stream_does_not_keep_the_next_engine_from_loading(server):
+    """The last engine frees its place, although Triton keeps its process until the stream is closed."""
     with Client(server) as held:
         held.ask(length=3)
         held.finals(1)
@@ -206,7 +206,7 @@ def test_a_stream_that_is_held_open_does_not_keep_the_next_engine_from_loading(s
     wait_until(lambda: is_complete(server))
 
 
-def test_loading_at_once_lets_what_is_in_flight_finish(server):
+def test_loading_right_after_unloading_lets_requests_in_flight_finish(server):
     with Client(server) as direct, Client(server, "ensemble") as by_front_end:
         for client in (direct, by_front_end):
             client.ask(streaming=True)
@@ -233,7 +233,7 @@ def test_a_changed_config_is_served_by_the_next_load(server):
 
 
 @pytest.mark.parametrize("model", with_all(FRONT_ENDS, ["ensemble"]))
-def test_a_front_end_comes_and_goes_unnoticed_by_streams_of_the_engine(server, model):
+def test_loading_a_front_end_does_not_affect_streams_of_the_engine(server, model):
     with Stream(server.grpc) as stream:
         stream.send(ENGINE, input_ids=PROMPT, request_output_len=700, end_id=-1, streaming=True)
         stream.receive()
@@ -258,11 +258,11 @@ def test_requests_in_flight_of_a_front_end_finish_before_it_is_unloaded(server):
     tokens_of_all(server)
 
 
-# ---------------------------------------------------------------- with servers of their own
+# ---------------------------------------------------------------- tests with their own servers
 
 
 def too_long_for_an_unload() -> None:
-    """Running ones, a beam search and one that waits; 400 tokens would take 40 seconds."""
+    """Running requests, a beam search and a waiting request; 400 tokens would take 40 seconds."""
     with serve_fake(settings=SLOW, options=EXPLICIT) as server:
         with Client(server, "ensemble") as client:
             client.ask(streaming=True)
@@ -279,7 +279,7 @@ def too_long_for_an_unload() -> None:
 
 
 def hanging() -> None:
-    """Unload a hanging engine, apart because Triton waits for requests in flight before it unloads."""
+    """Unload a hanging engine separately, because Triton waits for requests in flight before it unloads."""
     with serve_fake(settings=HANGING, options=EXPLICIT) as server:
         with Client(server) as direct, Client(server, "ensemble") as by_front_end:
             direct.ask(streaming=True)
@@ -320,7 +320,7 @@ Story = Callable[[], None]
 
 @pytest.fixture(scope="module", autouse=True)
 def told(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Story, Future[None]]]:
-    """Run those slow cases that are selected at once and beside the tests above: they mostly wait."""
+    """Run the selected slow cases at the same time, beside the tests above, because they mostly wait."""
     stories = {
         item.callspec.params["story"]
         for item in request.session.items

@@ -1,4 +1,4 @@
-"""A repository made as tensorrtllm_backend's README says: templates copied, filled in and served."""
+"""A repository made by tensorrtllm_backend's README: templates copied, filled in and served."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.triton.upstream_files import (
 from .clients import generate, infer, unary
 from .conftest import DEMO_MODEL
 
-# Beside what the README says, whatever it leaves to the user.
+# Further settings, which the README leaves to the user.
 MORE = {"tensorrt_llm": ",normalize_log_probs:True,decoding_mode:auto,lora_cache_max_adapter_size:64"}
 PROMPT = [10, 11, 12, 13]
 
@@ -42,7 +42,9 @@ def filled_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield server
 
 
-def test_it_serves_text_and_says_what_has_no_effect(filled_server: TritonServer) -> None:
+def test_the_filled_in_repository_serves_text_and_logs_parameters_without_effect(
+    filled_server: TritonServer,
+) -> None:
     answer = generate(filled_server.http, text_input="import os\n", max_tokens=8, bad_words="", stop_words="")
     assert answer["text_output"].startswith("import os\n")
     log = filled_server.log_text()
@@ -50,7 +52,7 @@ def test_it_serves_text_and_says_what_has_no_effect(filled_server: TritonServer)
     assert "parameter triton_backend is 'tensorrtllm' and has no effect: there is one" in log
 
 
-def test_triton_has_what_was_filled_in(filled_server: TritonServer) -> None:
+def test_tritons_configuration_has_the_filled_in_values(filled_server: TritonServer) -> None:
     client = http.InferenceServerClient(filled_server.http)
     for name, _ in QUICK_START:
         assert client.get_model_config(name)["max_batch_size"] == 4
@@ -58,7 +60,7 @@ def test_triton_has_what_was_filled_in(filled_server: TritonServer) -> None:
     client.close()
 
 
-def test_normalized_log_probs_of_greedy_tokens_are_zero_and_their_sum_is_the_models(
+def test_normalized_log_probs_of_greedy_tokens_are_zero_and_the_sum_is_the_models(
     filled_server: TritonServer,
 ) -> None:
     asked = {"input_ids": PROMPT, "request_output_len": 6, "return_log_probs": True}
@@ -71,7 +73,7 @@ def test_normalized_log_probs_of_greedy_tokens_are_zero_and_their_sum_is_the_mod
     assert sampled.as_numpy("cum_log_probs").item() < log_probs.sum()
 
 
-def test_logits_come_in_the_type_that_was_filled_in(filled_server: TritonServer) -> None:
+def test_logits_have_the_filled_in_type(filled_server: TritonServer) -> None:
     answer = infer(
         filled_server.http, "tensorrt_llm", input_ids=PROMPT, request_output_len=2, return_context_logits=True
     )
@@ -96,7 +98,7 @@ def server_of_upstreams_file(
 def server_of_upstreams_ensemble(
     elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """tensorrtllm_backend's own `ensemble`, which Triton runs, over three of this project's models."""
+    """tensorrtllm_backend's own `ensemble`, which Triton runs, with three of this project's models."""
     repository = tmp_path_factory.mktemp("upstream") / "ensemble"
     for name, arguments in QUICK_START:
         if name in ("preprocessing", "tensorrt_llm", "postprocessing"):
@@ -111,7 +113,7 @@ def server_of_upstreams_ensemble(
 
 
 @pytest.mark.parametrize("flags", [{}, {"return_context_logits": False, "return_generation_logits": False}])
-def test_an_ensemble_that_names_every_output_gets_those_that_flags_ask_for(
+def test_an_ensemble_that_names_every_output_gets_the_flagged_ones(
     server_of_upstreams_ensemble: TritonServer, flags: dict[str, bool]
 ) -> None:
     text = {"text_input": "import os\n", "max_tokens": 4, **flags}
@@ -133,7 +135,7 @@ LENGTHS = {"input_lengths": len(PROMPT), "request_output_len": 4}
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_early_stopping_as_bool(server_of_upstreams_file: TritonServer, value: bool) -> None:
+def test_early_stopping_may_be_a_bool(server_of_upstreams_file: TritonServer, value: bool) -> None:
     answer = infer(
         server_of_upstreams_file.http,
         "tensorrt_llm",
@@ -145,7 +147,7 @@ def test_early_stopping_as_bool(server_of_upstreams_file: TritonServer, value: b
     assert answer.as_numpy("output_ids").shape == (1, 2, 8)
 
 
-def test_outputs_that_upstreams_file_does_not_declare_do_not_come_and_others_as_asked_for(
+def test_only_requested_outputs_declared_in_upstreams_file_are_sent(
     server_of_upstreams_file: TritonServer,
 ) -> None:
     answer = infer(server_of_upstreams_file.http, "tensorrt_llm", input_ids=PROMPT, **LENGTHS)

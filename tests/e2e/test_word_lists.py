@@ -1,4 +1,4 @@
-"""Word lists over the wire: what this server says of a broken one, and what Triton says before it."""
+"""Word lists in requests: this server's errors for invalid ones, and Triton's own errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refusal(server, **tensors: np.ndarray) -> str:
 
 
 @pytest.mark.covers("stop_words_list")
-def test_several_words_of_which_one_comes(fake_server):
+def test_one_of_several_stop_words_ends_the_output(fake_server):
     tokens = alone(12)
     words = word_list([tokens[7], tokens[7]], [tokens[4], tokens[5], tokens[6]], [999, 999])
     answer = completion(fake_server.grpc, input_ids=PROMPT, request_output_len=12, stop_words_list=words)
@@ -51,7 +51,7 @@ def test_nvidias_empty_list_has_no_words(fake_server, name):
     ],
     ids=lambda part: "",
 )
-def test_a_broken_list_is_answered_with_the_layout(fake_server, name, rows, problem):
+def test_an_invalid_word_list_is_refused_with_the_layout(fake_server, name, rows, problem):
     message = refusal(fake_server, **{name: np.array([rows], np.int32)})
     assert f"{name} {problem}" in message and LAYOUT in message
 
@@ -74,7 +74,7 @@ WRONG_TYPE = "but model 'tensorrt_llm' expects 'INT32'"
     ids=["[2, n]", "[n]", "[1, n]", "three rows", "INT64", "FP32"],
 )
 def test_wrong_shapes_are_refused_with_tritons_message(fake_server, name, array, said):
-    """docs/tensors.md quotes them. A missing batch dimension looks like a batch of two to Triton."""
+    """docs/tensors.md quotes them. To Triton, a missing batch dimension looks like a batch of two."""
     message = refusal(fake_server, **{name: array})
     assert said in message
     assert said == MIXED_UP or name in message

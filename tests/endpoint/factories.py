@@ -1,4 +1,4 @@
-"""Requests, responses and things that wait, for the endpoint's tests."""
+"""Requests, responses and fakes of the batcher for the endpoint's tests."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def make_result(
 
 
 def delta(request_id: int, *tokens: int, final: bool = False, sequence_index: int = 0) -> Response:
-    """Some tokens of a sequence; `final` ends it, and the request with it."""
+    """A response with some tokens of a sequence; `final` ends the sequence and the request."""
     reason = FinishReason.LENGTH if final else FinishReason.NOT_FINISHED
     result = make_result(*tokens, reason=reason, sequence_index=sequence_index, is_sequence_final=final)
     return Response(request_id, result, is_final=final)
 
 
 class Inbox:
-    """An `on_response` that keeps what it gets."""
+    """An `on_response` that keeps responses."""
 
     def __init__(self) -> None:
         self.responses: list[Response] = []
@@ -73,15 +73,15 @@ class Inbox:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens so far."""
+        """Return all tokens so far."""
         return [token for r in self.responses if r.result for token in r.result.output_token_ids[0]]
 
 
 class FakeAdapters:
-    """Adapters that are nothing but their names; `calls` has what was asked.
+    """Fake adapters that consist of names; `calls` has the calls.
 
     Attributes:
-        max_bytes: Of a request's weights.
+        max_bytes: Limit of a request's weights in bytes.
         waiting: Bytes of weights by request id.
     """
 
@@ -116,7 +116,7 @@ class Batcher:
     """A LocalEngineClient whose loop is the test itself.
 
     Attributes:
-        read_state: What it says of itself, until a test says otherwise.
+        read_state: Function that returns its state; tests may replace it.
         adapters: Its adapters.
     """
 
@@ -138,7 +138,7 @@ class Batcher:
         return requests[0]
 
     def stops(self, count: int) -> set[StopSignal]:
-        """Wait for `count` stop signals; when they were asked for is left out."""
+        """Wait for `count` stop signals and return them without their times."""
         signals: set[StopSignal] = set()
         while len(signals) < count:
             signals.update(replace(signal, requested_ns=0) for signal in self.client.poll_stop_signals())

@@ -26,7 +26,7 @@ def main() -> None:
             return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
         before = -1
-        while before != (before := num_switches()):  # what follows upon the request
+        while before != (before := num_switches()):  # let the request's work finish
             time.sleep(0.05)
         time.sleep(0.3)
         print(len(threads), num_switches() - before)

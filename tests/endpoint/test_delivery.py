@@ -14,7 +14,7 @@ from tests.endpoint.factories import PATIENCE_S, delta, make_result
 
 
 def drained(delivery: Delivery, limit: int = 0) -> list[Response]:
-    """Everything that waits, taken as often as it takes; `limit` is the delivery's."""
+    """Take responses until none waits; `limit` is the delivery's."""
     taken: list[Response] = []
     while delivery.count():
         some = delivery.take()
@@ -23,7 +23,7 @@ def drained(delivery: Delivery, limit: int = 0) -> list[Response]:
     return taken
 
 
-def test_responses_of_one_request_are_joined() -> None:
+def test_responses_of_one_request_are_merged() -> None:
     delivery = Delivery()
     for token in range(5):
         delivery.put(delta(7, token))
@@ -41,7 +41,7 @@ def test_the_longest_waiting_consumer_is_served_first() -> None:
     assert delivery.take() == [delta(2, 2), delta(3, 9)]
 
 
-def test_an_error_is_the_last_word() -> None:
+def test_an_error_replaces_waiting_responses() -> None:
     delivery = Delivery()
     error = Response(1, error=StepFailed("boom"), is_final=True)
     delivery.put(delta(1, 4))
@@ -49,7 +49,7 @@ def test_an_error_is_the_last_word() -> None:
     assert delivery.take() == [error]
 
 
-def test_sequences_of_a_request_are_joined_apart() -> None:
+def test_each_sequences_responses_are_merged_separately() -> None:
     delivery = Delivery()
     for index, token in ((0, 1), (1, 2), (0, 3), (1, 4)):
         delivery.put(delta(7, token, sequence_index=index))
@@ -59,7 +59,7 @@ def test_sequences_of_a_request_are_joined_apart() -> None:
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_a_final_response_comes_out_last(last: int, limit: int) -> None:
+def test_the_final_response_is_delivered_last(last: int, limit: int) -> None:
     delivery = Delivery(limit)
     delivery.put(delta(7, 5, sequence_index=last))
     delivery.put(delta(8, 1))
@@ -71,7 +71,7 @@ def test_a_final_response_comes_out_last(last: int, limit: int) -> None:
     assert len(taken) == 4
 
 
-def test_an_error_drops_what_waits_of_every_sequence() -> None:
+def test_an_error_drops_waiting_responses_of_every_sequence() -> None:
     delivery = Delivery(limit=1)
     error = Response(7, error=StepFailed("boom"), is_final=True)
     for index in (2, 0, 1):
@@ -81,7 +81,7 @@ def test_an_error_drops_what_waits_of_every_sequence() -> None:
     assert drained(delivery, limit=1) == [error, delta(8, 1)]
 
 
-def test_large_logits_are_not_joined_without_end() -> None:
+def test_merged_logits_have_a_size_limit() -> None:
     delivery = Delivery(limit=1)
     row = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 12), bytes(4 * (MAX_JOINED_LOGITS_BYTES // 12)))
     for token in range(7):
@@ -103,14 +103,14 @@ def test_remaining_pieces_of_large_logits_come_before_the_final_response() -> No
     assert tokens == [(0,), (1,), (2,), (9,)]
 
 
-def test_logits_larger_than_that_still_come() -> None:
+def test_logits_beyond_the_size_limit_are_delivered() -> None:
     delivery = Delivery()
     rows = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 2), bytes(2 * MAX_JOINED_LOGITS_BYTES))
     delivery.put(Response(1, make_result(5, generation_logits=(rows,))))
     assert [r.result.output_token_ids for r in delivery.take()] == [((5,),)]
 
 
-def test_responses_that_are_not_joined_come_as_they_were_put() -> None:
+def test_unmerged_responses_are_delivered_as_they_were_put() -> None:
     delivery = Delivery(joins=False)
     error = Response(7, error=StepFailed("boom"), is_final=True)
     of_7 = [delta(7, 1, sequence_index=1), delta(7, 2), delta(7, 3, sequence_index=1), error]
@@ -121,7 +121,7 @@ def test_responses_that_are_not_joined_come_as_they_were_put() -> None:
 
 
 @pytest.mark.parametrize("joins", [True, False])
-def test_one_request_is_taken_and_the_others_wait_on(joins: bool) -> None:
+def test_responses_of_one_request_can_be_taken(joins: bool) -> None:
     delivery = Delivery(limit=1, joins=joins)
     of_2 = [delta(2, 2), delta(2, 3, sequence_index=1)]
     for response in (delta(1, 1), *of_2, delta(3, 4)):
@@ -141,7 +141,7 @@ def test_a_consumer_of_one_request_is_not_kept_awake_by_another() -> None:
     assert taken == [delta(2, 2)] and delivery.take() == [delta(1, 1)]
 
 
-def test_news_are_told_when_there_were_none() -> None:
+def test_on_news_is_called_for_the_first_waiting_response() -> None:
     told: list[int] = []
     delivery = Delivery(limit=1, interval=2, on_news=lambda: told.append(delivery.count()))
     for token in range(3):  # the second one is held back
@@ -155,7 +155,7 @@ def test_news_are_told_when_there_were_none() -> None:
     assert told == [1, 1 + 1]
 
 
-def test_a_sink_gets_everything_until_the_delivery_is_closed() -> None:
+def test_run_delivers_every_response_until_the_delivery_is_closed() -> None:
     delivery, got = Delivery(limit=2), []
     for request_id in (1, 2, 3):
         delivery.put(delta(request_id, request_id))
@@ -169,7 +169,7 @@ def test_taking_from_an_empty_delivery_returns_nothing() -> None:
     assert delivery.take(0) == []
 
 
-def test_close_delivers_what_waits_and_then_nothing() -> None:
+def test_close_delivers_waiting_responses_and_then_none() -> None:
     delivery = Delivery()
     delivery.put(delta(1, 4))
     delivery.close()
@@ -194,7 +194,7 @@ PUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max
 
 
 @given(PUTS, st.integers(0, 3), st.lists(st.booleans(), max_size=60))
-def test_order_holds_whenever_the_consumer_comes(
+def test_order_holds_for_any_timing_of_the_consumer(
     puts: list[tuple[int, int]], limit: int, comes: list[bool]
 ) -> None:
     delivery = Delivery(limit)

@@ -1,4 +1,4 @@
-"""A draft model and its target behind one client: the target's own tokens, and one end for every request."""
+"""The client over a draft model and its target: the target's tokens, and one final response per request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_log_probs, expected_tokens
 from tests.endpoint.factories import Batcher, Inbox, delta
 
-FEW = 5  # tokens that there are: a draft model of another mind is right now and then
+FEW = 5  # size of the vocabulary: another model's drafts are sometimes right
 LIMITS = EngineLimits(
     vocab_size=FEW, max_sequence_length=200, max_num_sequences=8, num_blocks=100, tokens_per_block=4
 )
@@ -86,7 +86,7 @@ def start(limits: EngineLimits, attend_to_all: bool) -> tuple[Submitted, GptMana
 
 @pytest.fixture(params=["itself", "another", "a smaller vocabulary", "a larger vocabulary", "a short one"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """The draft model: the target once more, and others that are right by accident."""
+    """Make a pair whose draft model is the target itself, or a model that is sometimes right."""
     draft_limits = {
         "a smaller vocabulary": replace(LIMITS, vocab_size=FEW - 1),
         "a larger vocabulary": replace(LIMITS, vocab_size=FEW + 1),
@@ -107,7 +107,7 @@ only_another = pytest.mark.parametrize("pair", ["another"], indirect=True)
 
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("drafts", [1, 3, 8])
-def test_the_tokens_are_the_targets_alone(pair: Pair, drafts: int, weighs: bool) -> None:
+def test_the_tokens_are_those_of_the_target_alone(pair: Pair, drafts: int, weighs: bool) -> None:
     for sampling in (
         SamplingConfig(),
         SamplingConfig(top_k=3, random_seed=7),
@@ -125,7 +125,7 @@ def test_the_tokens_are_the_targets_alone(pair: Pair, drafts: int, weighs: bool)
 
 
 @only_itself
-def test_a_draft_that_is_right_costs_the_target_one_pass_for_all_of_it(pair: Pair) -> None:
+def test_an_accepted_draft_costs_the_target_one_pass(pair: Pair) -> None:
     inbox = pair.ask(new=20, drafts=4, output=METRICS)
     assert [len(r.result.output_token_ids[0]) for r in inbox.responses] == [5, 5, 5, 5]
     assert [r.draft_length for r in pair.target.requests] == [4, 4, 4, 4]
@@ -137,7 +137,7 @@ def test_a_draft_that_is_right_costs_the_target_one_pass_for_all_of_it(pair: Pai
 
 
 @only_another
-def test_a_pass_gives_what_is_accepted_and_one_more(pair: Pair) -> None:
+def test_a_pass_gives_the_accepted_tokens_and_one_more(pair: Pair) -> None:
     inbox = pair.ask(new=30, drafts=4, output=METRICS)
     lengths = [len(r.result.output_token_ids[0]) for r in inbox.responses]
     assert sum(lengths) == 30 and len(set(lengths)) > 1
@@ -156,7 +156,7 @@ def test_the_last_token_needs_no_draft(pair: Pair) -> None:
 
 
 @only_another
-def test_an_end_id_ends_it_where_it_would_have_ended(pair: Pair) -> None:
+def test_an_end_id_ends_the_request_as_without_drafts(pair: Pair) -> None:
     alone = expected_tokens(PROMPT, 40, FEW)
     for end_id in range(FEW):
         inbox = pair.ask(new=40, end_ids=(end_id,))
@@ -167,7 +167,7 @@ def test_an_end_id_ends_it_where_it_would_have_ended(pair: Pair) -> None:
 
 
 @only_another
-def test_end_ids_are_banned_for_as_long_as_without_drafts(pair: Pair) -> None:
+def test_min_length_bans_end_ids_as_without_drafts(pair: Pair) -> None:
     inbox = pair.ask(new=8, sampling=SamplingConfig(min_length=5))
     inbox.final()
     minima = [request.sampling.min_length for request in pair.target.requests]
@@ -176,7 +176,7 @@ def test_end_ids_are_banned_for_as_long_as_without_drafts(pair: Pair) -> None:
 
 
 @only_another
-def test_log_probs_are_those_of_the_whole_sequence(pair: Pair) -> None:
+def test_log_probs_cover_the_whole_sequence(pair: Pair) -> None:
     inbox = pair.ask(output=OutputOptions(return_log_probs=True))
     expected = expected_log_probs(PROMPT, inbox.tokens, FEW)
     found = [value for r in inbox.responses for value in r.result.log_probs[0]]
@@ -227,11 +227,11 @@ def test_options_that_draft_rounds_cannot_support_are_refused() -> None:
         drafted(drafts=-1).validate(limits)
 
 
-# ---------------------------------------------------------------- engines that the test plays
+# ---------------------------------------------------------------- engines played by the test
 
 
 class Played:
-    """Two engines whose loop is the test."""
+    """Two engines whose loops are played by the test."""
 
     def __init__(self) -> None:
         self.target, self.draft = Batcher(), Batcher()
@@ -254,18 +254,18 @@ def played() -> Iterator[Played]:
 
 
 def respond(batcher: Batcher, *tokens: int) -> Request:
-    """Answer the engine's next request with its last response."""
+    """Answer the engine's next request with its final response."""
     request = batcher.take()
     batcher.client.send_response(delta(request.request_id, *tokens, final=True))
     return request
 
 
 def signals(batcher: Batcher) -> list[StopReason]:
-    """The stop that an engine gets, once there is one."""
+    """Wait for a stop signal of an engine."""
     return [signal.reason for signal in batcher.stops(1)]
 
 
-def test_both_engines_are_asked_by_ordinary_requests(played: Played) -> None:
+def test_both_engines_get_ordinary_requests(played: Played) -> None:
     _, inbox = played.ask(new=6, drafts=2, end_ids=(9,), client_id=3)
     asked = respond(played.draft, 7, 8)
     assert type(asked) is Request and not asked.streaming and asked.max_new_tokens == 2
@@ -275,14 +275,14 @@ def test_both_engines_are_asked_by_ordinary_requests(played: Played) -> None:
     assert verified.draft is not None and verified.draft.token_ids == (7, 8) and verified.draft.ends_sequence
     assert respond(played.draft, 1).input_token_ids == (*PROMPT, 7, 5)
     respond(played.target, 1, 2)
-    # A draft model that would end here proposes nothing: the target says what comes.
+    # A draft model that would end here proposes nothing: the target decides.
     assert respond(played.draft).max_new_tokens == 1
     assert respond(played.target, 4).max_new_tokens == 1
     assert played.target.take().max_new_tokens == 1
     assert inbox.tokens == [7, 5, 1, 2, 4]
 
 
-def test_drafts_that_are_weighed_are_drawn_from_what_their_logits_say(played: Played) -> None:
+def test_drafts_with_logits_are_drawn_from_these_logits(played: Played) -> None:
     """The target's filters, penalties and end conditions are not applied to drafts."""
     sampling = SamplingConfig(top_k=3, temperature=0.5, repetition_penalty=2.0, min_length=3, random_seed=8)
     played.ask(drafts=2, use_draft_logits=True, sampling=sampling, end_ids=(9,), bad_words=((4,),))
@@ -296,7 +296,7 @@ def test_drafts_that_are_weighed_are_drawn_from_what_their_logits_say(played: Pl
         Response(asked.request_id, replace(result, generation_logits=(tensor,)), is_final=True)
     )
     verified = played.target.take()
-    # The same seed would give the target's own draws the numbers that the draft came from.
+    # With the same seed the target's draws would use the draft's random numbers.
     assert asked.sampling.random_seed != 8
     assert verified.sampling == sampling and verified.end_ids == (9,)
     assert verified.draft is not None and verified.draft.logits is not None
@@ -306,7 +306,9 @@ def test_drafts_that_are_weighed_are_drawn_from_what_their_logits_say(played: Pl
 
 @pytest.mark.parametrize("in_draft", [True, False])
 @pytest.mark.parametrize("reason", list(StopReason))
-def test_a_stop_ends_it_wherever_it_is(played: Played, in_draft: bool, reason: StopReason) -> None:
+def test_a_stop_ends_a_drafted_request_in_any_state(
+    played: Played, in_draft: bool, reason: StopReason
+) -> None:
     handle, inbox = played.ask()
     if in_draft:
         running = played.draft
@@ -326,10 +328,10 @@ def test_a_stop_ends_it_wherever_it_is(played: Played, in_draft: bool, reason: S
     result = inbox.final().result
     assert result.finish_reasons == (FinishReason[reason.name],) and result.is_sequence_final
     assert inbox.tokens == []
-    handle.stop(reason)  # of one that has ended: ignored
+    handle.stop(reason)  # a stop of an ended request: ignored
 
 
-def test_a_stop_that_comes_as_a_round_ends_lets_no_other_begin(played: Played) -> None:
+def test_a_stop_at_the_end_of_a_round_prevents_the_next(played: Played) -> None:
     handle, inbox = played.ask()
     respond(played.draft, 7)
     asked = played.target.take()
@@ -340,7 +342,7 @@ def test_a_stop_that_comes_as_a_round_ends_lets_no_other_begin(played: Played) -
     assert inbox.tokens == [7, 5]
 
 
-def test_an_error_of_either_engine_is_its_own(played: Played) -> None:
+def test_an_error_of_either_engine_ends_the_request(played: Played) -> None:
     for batcher, other in ((played.draft, None), (played.target, played.draft)):
         _, inbox = played.ask()
         if other is not None:
@@ -351,7 +353,7 @@ def test_an_error_of_either_engine_is_its_own(played: Played) -> None:
         assert inbox.final().error is error
 
 
-def test_a_deadline_is_of_all_rounds_together(played: Played) -> None:
+def test_a_deadline_covers_all_rounds(played: Played) -> None:
     _, inbox = played.ask(allotted_time_ms=60_000)
     first = respond(played.draft, 7)
     respond(played.target, 7, 8)
@@ -382,7 +384,7 @@ def drain(*batchers: Batcher, timeout_s: float = 30) -> list[threading.Thread]:
     return threads
 
 
-def test_engines_that_drain_answer_a_drafted_request_to_its_end(played: Played) -> None:
+def test_draining_engines_finish_a_drafted_request(played: Played) -> None:
     _, inbox = played.ask(new=6, drafts=2)
     respond(played.draft, 7, 8)
     asked = played.target.take()
@@ -401,7 +403,7 @@ def test_engines_that_drain_answer_a_drafted_request_to_its_end(played: Played) 
         assert not thread.is_alive()
 
 
-def test_a_drain_ends_a_drafted_request_when_the_time_is_up(played: Played) -> None:
+def test_a_drain_ends_a_drafted_request_at_its_timeout(played: Played) -> None:
     _, inbox = played.ask(new=200, drafts=2)
     respond(played.draft, 7, 8)
     respond(played.target, 7, 5)

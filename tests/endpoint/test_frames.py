@@ -54,13 +54,13 @@ from inflight.errors import (
 from tests.endpoint.factories import make_result
 
 IDS = st.integers(0, 2**64 - 1)
-# Built from the annotations, so that a field added to the core is covered without anybody thinking of it.
+# Built from the annotations, so that fields added to the core are covered.
 st.register_type_strategy(int, IDS)
 st.register_type_strategy(float, st.floats(allow_nan=False, width=64))
 
 
 def received(sent: bytes) -> Iterator[bytes]:
-    """The bodies of the frames in what one side has sent before it closed."""
+    """Return the bodies of the frames that one side has sent before it closed."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(sent)
@@ -89,7 +89,7 @@ st.register_type_strategy(Matrix, matrices())
 
 
 def response_travelled(response: Response) -> Response:
-    """Over a socket that gives and takes a few bytes at a time."""
+    """Send a response over a socket that transfers a few bytes at a time."""
     ours, theirs = socket.socketpair()
     parts = encode_response(response)
     sender = threading.Thread(target=lambda: [ours.sendall(part) for part in parts])
@@ -112,7 +112,7 @@ def decode_from_front_end(body: bytes) -> FromFrontEnd:
 
 
 def submit_travelled(request: Request) -> Request:
-    """A request, with its buffers, through a socket."""
+    """Send a request with its buffers through a socket."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender = threading.Thread(target=lambda: [ours.sendall(part) for part in encode_submit(request)])
@@ -166,24 +166,24 @@ def test_a_response_is_decoded_as_it_was_encoded(
 
 
 @pytest.mark.parametrize("kind", [InvalidArgument, Unavailable, Cancelled, Unsupported, StepFailed])
-def test_an_error_comes_back_as_what_it_was(kind: type[InflightError]) -> None:
+def test_an_error_is_decoded_as_its_class(kind: type[InflightError]) -> None:
     back = response_travelled(Response(7, error=kind("what happened"), is_final=True))
     assert (type(back.error), str(back.error), back.is_final) == (kind, "what happened", True)
 
 
-def test_logits_larger_than_a_socket_holds_cross() -> None:
+def test_logits_larger_than_a_sockets_buffer_are_sent() -> None:
     logits = FloatTensor((3, 1 << 20), bytes(range(256)) * (3 << 14))
     response = Response(1, make_result(5, context_logits=logits, generation_logits=(logits, logits)))
     assert response_travelled(response) == response
 
 
-def test_logits_are_sent_as_they_are() -> None:
+def test_logits_are_sent_unencoded() -> None:
     logits = FloatTensor((2, 3), bytes(24))
     _, *tensors = encode_response(Response(1, make_result(5, context_logits=logits)))
     assert tensors[0] is logits.data
 
 
-def test_an_adapter_follows_its_request_as_it_is() -> None:
+def test_an_adapter_is_sent_unencoded_after_its_request() -> None:
     data = bytes(range(256)) * (1 << 14)
     weights = LoraWeights(Matrix((1, len(data) // 2), "float16", RawBuffer(data)), ((1, 0, 8),))
     request = Request(1, (5,), 1, lora=LoraRequest(task_id=3, weights=weights))
@@ -228,7 +228,7 @@ def test_malformed_frames_are_refused(noise: bytes) -> None:
             decode(noise)
 
 
-def test_a_frame_the_other_way_is_none() -> None:
+def test_a_frame_in_the_wrong_direction_is_refused() -> None:
     stop, answer = encode(Stop(1, StopReason.CANCELLED)), encode_response(Response(1))[0]
     for decode, sent in ((decode_from_engine, stop), (decode_from_front_end, answer)):
         with pytest.raises(BadFrame):

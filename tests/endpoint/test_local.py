@@ -107,7 +107,7 @@ def test_stop_in_the_queue_has_a_row_for_each_beam(client, returned: int | None,
     assert inbox.final().result.num_output_tokens == (0,) * rows
 
 
-def test_requests_carry_when_they_came(client) -> None:
+def test_requests_have_their_time_of_arrival(client) -> None:
     for _ in range(2):
         client.submit(make_request(), Inbox())
     first, second = client.get_inference_requests(-1)
@@ -123,8 +123,8 @@ def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
     assert client.poll_stop_signals() == []
 
 
-def test_a_signal_says_when_it_was_asked_for(client) -> None:
-    """By the clock of the request's arrival."""
+def test_a_stop_signal_has_its_time(client) -> None:
+    """The time is of the same clock as the request's arrival."""
     handle = client.submit(make_request(), Inbox())
     (request,) = client.get_inference_requests(-1)
     before = time.monotonic_ns()
@@ -176,7 +176,7 @@ def test_refuse_leaves_the_requests_in_flight_alone(client) -> None:
     assert inbox.final().error is None
 
 
-def test_a_broken_front_end_harms_nobody(client, caplog) -> None:
+def test_a_callback_that_raises_does_not_affect_other_requests(client, caplog) -> None:
     def broken(response: Response) -> None:
         raise RuntimeError("front end bug")
 
@@ -233,7 +233,7 @@ def test_many_threads_against_one_loop() -> None:
         assert not thread.is_alive()
 
 
-def test_draining_waits_for_what_is_in_flight_and_refuses_what_is_new(client) -> None:
+def test_draining_waits_for_requests_in_flight_and_refuses_new_ones(client) -> None:
     inbox = Inbox()
     client.submit(make_request(), inbox)
     client.get_inference_requests(-1)
@@ -284,7 +284,7 @@ def test_a_drain_ends_a_request_of_several_sequences_with_one_error(client) -> N
     assert len(inbox.responses) == 1
 
 
-def test_state_adds_what_waits_in_front_of_the_batcher() -> None:
+def test_the_state_includes_requests_before_the_batcher() -> None:
     asked: list[float] = []
 
     def read_state(timeout_s: float) -> str:
@@ -311,7 +311,7 @@ def test_a_batcher_that_does_not_answer_is_unavailable() -> None:
         LocalEngineClient(DESCRIPTION, lambda: None, read_state).state(0.5)
 
 
-def test_a_batcher_may_have_nothing_to_say(client) -> None:
+def test_a_batcher_may_have_no_state(client) -> None:
     with pytest.raises(Unsupported, match="does not tell its state"):
         client.state(1.0)
 
@@ -330,7 +330,7 @@ def test_an_iteration_gets_a_bounded_number_of_sequences(client) -> None:
     assert taken == [ids[:2], ids[2:3], ids[3:4], ids[4:5], ids[5:6], ids[6:]]
 
 
-def test_responses_of_what_was_stopped_here_come_in_parts_too(client, notified) -> None:
+def test_responses_of_stopped_queued_requests_are_split_over_iterations(client, notified) -> None:
     inboxes = [Inbox() for _ in range(600)]
     for inbox in inboxes:
         client.submit(make_request(), inbox).stop()

@@ -45,20 +45,20 @@ def test_every_name_makes_a_path_that_fits(tmp_path, monkeypatch, name) -> None:
     assert os.path.normpath(path) == path
 
 
-def test_the_socket_is_this_user_s_alone_and_goes_with_its_server(path) -> None:
+def test_the_socket_is_private_and_removed_with_its_server(path) -> None:
     server = EndpointServer(Batcher().client, path)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     server.close()
     assert not os.path.exists(path)
 
 
-def test_a_dead_server_s_file_is_replaced(path) -> None:
+def test_a_dead_servers_socket_is_replaced(path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     EndpointServer(Batcher().client, path).close()
 
 
-def test_a_live_server_keeps_its_place(path) -> None:
+def test_a_live_servers_socket_is_not_replaced(path) -> None:
     server = EndpointServer(Batcher().client, path)
     with pytest.raises(ConfigError, match=r"engine\.sock"):
         EndpointServer(Batcher().client, path)
@@ -67,13 +67,13 @@ def test_a_live_server_keeps_its_place(path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "folder", "missing/engine.sock", "x" * 120])
-def test_a_place_that_cannot_be_used_is_named(tmp_path, place) -> None:
+def test_an_unusable_path_is_named(tmp_path, place) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=str(tmp_path)):
         EndpointServer(Batcher().client, str(tmp_path / place))
 
 
-def test_a_file_that_is_no_socket_is_left_alone(path) -> None:
+def test_a_file_that_is_no_socket_is_not_replaced(path) -> None:
     Path(path).write_text("precious")
     with pytest.raises(ConfigError, match="not a socket"):
         EndpointServer(Batcher().client, path)

@@ -1,4 +1,4 @@
-"""One engine after another at one socket: who may tell whom to go, and what an engine does then."""
+"""Successive engines at one socket: which process may retire an engine, and the engine's end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def related(monkeypatch) -> None:
 
 
 class Engine:
-    """A server that can be told to go; notes how long it is given."""
+    """A server that can be retired, and records the time that it is given."""
 
     def __init__(self, path: str) -> None:
         self.told: list[float] = []
@@ -76,7 +76,7 @@ def test_a_process_is_not_its_own_predecessor(path):
     remove(path)
 
 
-def test_an_engine_is_gone_when_it_was_told_to_go(path, related):
+def test_retire_waits_until_the_engine_has_ended(path, related):
     engine = Engine(path)
     front_end = SocketEngineClient(path)
     assert front_end.describe() == DESCRIPTION
@@ -88,7 +88,7 @@ def test_an_engine_is_gone_when_it_was_told_to_go(path, related):
     successor.server.close()
 
 
-def test_a_successor_hears_last_of_the_end(path, related):
+def test_retire_returns_after_all_other_connections_have_ended(path, related):
     Engine(path)
     with contextlib.ExitStack() as opened:
         front_ends = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(8)]
@@ -101,7 +101,7 @@ def test_a_successor_hears_last_of_the_end(path, related):
             assert front_end.recv(1) == b""
 
 
-def test_an_engine_that_takes_no_requests_any_more_and_says_no_hello_is_told_to_go(path, related):
+def test_a_draining_engine_that_sends_no_hello_is_retired(path, related):
     told = []
 
     def hear_one() -> None:
@@ -117,20 +117,20 @@ def test_an_engine_that_takes_no_requests_any_more_and_says_no_hello_is_told_to_
     assert told == [Retire(7.5)]
 
 
-def test_an_engine_of_somebody_else_is_left_alone(path):
+def test_an_engine_of_an_unrelated_process_is_not_retired(path):
     engine = Engine(path)
     assert retire_predecessor(path, 0.0) is False
     assert engine.told == []
     engine.server.close()
 
 
-def test_where_there_is_no_engine_there_is_nothing_to_retire(path, related):
+def test_retire_without_an_engine_does_nothing(path, related):
     assert retire_predecessor(path, 0.0) is False
     listen(path).close()
     assert retire_predecessor(path, 0.0) is False
 
 
-def test_waiting_for_an_engine_that_does_not_leave_is_bounded(path, related):
+def test_waiting_for_an_engine_that_does_not_end_is_bounded(path, related):
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     let_go = threading.Event()
     server = EndpointServer(client, path, client.drain, lambda timeout_s: let_go.wait(PATIENCE_S))
@@ -139,7 +139,7 @@ def test_waiting_for_an_engine_that_does_not_leave_is_bounded(path, related):
     server.close()
 
 
-def test_a_server_that_cannot_be_told_goes_on(path, related):
+def test_a_server_without_a_retire_callback_goes_on(path, related):
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     server = EndpointServer(client, path)
     assert retire_predecessor(path, 0.0, patience_s=0.05) is False

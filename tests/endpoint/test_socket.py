@@ -18,7 +18,7 @@ from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, StepFailed, Unavailable
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Batcher, Inbox, make_request, make_result
 
-# -------------------------------------------------------------------- what crosses
+# -------------------------------------------------------------------- messages
 
 
 def test_the_description_crosses_the_socket(front_end) -> None:
@@ -35,7 +35,7 @@ def test_a_request_arrives_as_it_was_sent(front_end, batcher) -> None:
     assert replace(taken, arrival_time_ns=0) == Request(1, (7, 8), 9, True, (2, 3), 0, sampling)
 
 
-def test_a_response_too_large_to_be_sent_ends_its_request_alone(front_end, batcher, monkeypatch) -> None:
+def test_a_response_too_large_to_be_sent_ends_only_its_request(front_end, batcher, monkeypatch) -> None:
     large, small = Inbox(), Inbox()
     front_end.submit(make_request(), large)
     front_end.submit(make_request(), small)
@@ -75,7 +75,7 @@ def test_responses_arrive_in_order_and_end_with_one_final(front_end, batcher) ->
     assert inbox.tokens == list(range(101))
 
 
-def test_an_error_arrives_as_what_it_is(front_end, batcher) -> None:
+def test_an_error_arrives_as_its_class(front_end, batcher) -> None:
     inbox = Inbox()
     handle = front_end.submit(make_request(), inbox)
     error = InvalidArgument("too long")
@@ -95,7 +95,7 @@ def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
         client.submit(make_request((n,)), inbox).request_id
         for n, (client, inbox) in enumerate(zip(clients, inboxes))
     ]
-    assert ids == [1, 1]  # each counts on its own
+    assert ids == [1, 1]  # each has its own count
     for request in (batcher.take(), batcher.take()):
         batcher.answer(request, 10 + request.input_token_ids[0])
     assert [inbox.final().result.output_token_ids for inbox in inboxes] == [((10,),), ((11,),)]
@@ -125,7 +125,7 @@ def test_a_stop_while_queued_ends_the_request(front_end, batcher) -> None:
     assert queued.final().result.finish_reasons == (FinishReason.CANCELLED,)
 
 
-def test_requests_of_a_front_end_that_goes_are_stopped(server, batcher, path) -> None:
+def test_requests_of_a_front_end_that_disconnects_are_stopped(server, batcher, path) -> None:
     leaving, staying = SocketEngineClient(path), SocketEngineClient(path)
     inboxes = [Inbox() for _ in range(3)]
     for inbox in inboxes:
@@ -139,7 +139,7 @@ def test_requests_of_a_front_end_that_goes_are_stopped(server, batcher, path) ->
     assert batcher.stops(3) == {StopSignal(request.request_id, StopReason.CANCELLED) for request in taken}
     for inbox in inboxes:
         assert isinstance(inbox.final().error, Unavailable)
-    batcher.answer(taken[0], 5)  # nobody listens any more
+    batcher.answer(taken[0], 5)  # the socket is closed
     batcher.answer(last, 6)
     assert kept.final().error is None
     staying.close()
@@ -148,7 +148,9 @@ def test_requests_of_a_front_end_that_goes_are_stopped(server, batcher, path) ->
 # -------------------------------------------------------------------- ending
 
 
-def test_when_the_engine_goes_each_request_gets_one_unavailable(front_end, server, batcher, path) -> None:
+def test_each_request_gets_one_unavailable_when_the_engine_disconnects(
+    front_end, server, batcher, path
+) -> None:
     running, answered = Inbox(), Inbox()
     front_end.submit(make_request(), running)
     batcher.take()
@@ -186,13 +188,13 @@ def test_a_dead_batcher_answers_through_the_socket(front_end, batcher) -> None:
     assert isinstance(late.final().error, Unavailable)
 
 
-def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, path, caplog) -> None:
+def test_a_front_end_connects_to_an_engine_that_starts_later_or_again(batcher, path, caplog) -> None:
     caplog.set_level("INFO", "inflight.endpoint")
     client = SocketEngineClient(path)
     for _ in range(2):
         with pytest.raises(Unavailable, match="cannot be reached") as away:
             client.submit(make_request(), Inbox())
-        assert "engine.sock" not in str(away.value)  # which is for the log, once
+        assert "engine.sock" not in str(away.value)  # logged once
     assert caplog.text.count("no engine at ") == 1 and path in caplog.text
     ids = []
     for _ in range(2):
@@ -206,8 +208,8 @@ def test_a_front_end_finds_an_engine_that_comes_later_and_comes_back(batcher, pa
     client.close()
 
 
-def test_a_request_on_a_connection_that_has_just_ended_goes_over_the_next(path) -> None:
-    """The reader, which would find out, is busy with a response."""
+def test_a_request_on_an_ended_connection_is_sent_over_the_next(path) -> None:
+    """The reader, which would detect the end, is busy with a response."""
     batchers, busy, let_go = [Batcher(), Batcher()], threading.Event(), threading.Event()
     first = EndpointServer(batchers[0].client, path)
     front_end = SocketEngineClient(path)
@@ -253,7 +255,7 @@ def test_a_callback_may_submit_stop_and_close(front_end, batcher) -> None:
     assert isinstance(second.final().error, Unavailable)
 
 
-def test_many_threads_and_a_restart_leave_nobody_without_an_answer(path) -> None:
+def test_every_request_of_many_threads_is_answered_across_a_restart(path) -> None:
     batcher = Batcher()
     client = SocketEngineClient(path)
     inboxes: list[Inbox] = []
@@ -288,7 +290,7 @@ def test_many_threads_and_a_restart_leave_nobody_without_an_answer(path) -> None
 # -------------------------------------------------------------------- the server ends
 
 
-def test_a_supervisor_is_told_when_everything_is_answered(batcher, path) -> None:
+def test_a_supervisor_is_notified_when_all_requests_are_answered(batcher, path) -> None:
     server = EndpointServer(batcher.client, path, batcher.client.drain)
     front_end = SocketEngineClient(path)
     inbox = Inbox()
@@ -305,5 +307,5 @@ def test_a_supervisor_is_told_when_everything_is_answered(batcher, path) -> None
     server.close()
 
 
-def test_there_is_nothing_to_drain_without_an_engine(path) -> None:
+def test_draining_without_an_engine_ends_at_once(path) -> None:
     assert drain_engine(path, 1.0) is False

@@ -34,7 +34,9 @@ def test_an_error_of_an_adapter_command_crosses_the_socket(front_end: SocketEngi
         front_end.adapters(AdapterCommand(AdapterAction.UNLOAD, task_id=7), 5.0)
 
 
-def test_a_bug_ends_nobodys_connection(front_end: SocketEngineClient, batcher: Batcher) -> None:
+def test_an_unexpected_exception_does_not_end_the_connection(
+    front_end: SocketEngineClient, batcher: Batcher
+) -> None:
     batcher.adapters.load = None
     with pytest.raises(StepFailed, match="the command could not be carried out"):
         front_end.adapters(AdapterCommand(AdapterAction.LOAD, "sql"), 5.0)
@@ -87,14 +89,16 @@ def test_waiting_weights_count_against_the_limit_until_their_request_is_stopped(
     assert batcher.take().lora == LoraRequest(7), "the number alone takes no room"
 
 
-def test_an_engine_that_goes_answers(front_end: SocketEngineClient, server: EndpointServer) -> None:
+def test_an_engine_that_disconnects_answers_adapter_commands(
+    front_end: SocketEngineClient, server: EndpointServer
+) -> None:
     front_end.adapters(LIST, 5.0)
     server.close()
     with pytest.raises(Unavailable):
         front_end.adapters(LIST, 5.0)
 
 
-def test_an_engine_that_has_ended_carries_nothing_out(batcher: Batcher) -> None:
+def test_an_ended_engine_refuses_adapter_commands(batcher: Batcher) -> None:
     batcher.client.close()
     with pytest.raises(Unavailable):
         batcher.client.adapters(LIST, 5.0)

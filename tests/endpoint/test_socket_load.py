@@ -12,7 +12,7 @@ from inflight.endpoint.client import SocketEngineClient
 from tests.endpoint.factories import PATIENCE_S, Inbox, make_request
 
 
-def test_a_front_end_that_does_not_read_delays_nobody(front_end, batcher, path) -> None:
+def test_a_front_end_that_does_not_read_delays_no_other(front_end, batcher, path) -> None:
     deaf_inbox, inbox = Inbox(), Inbox()
     gate = threading.Event()
 
@@ -38,7 +38,7 @@ def test_a_front_end_that_does_not_read_delays_nobody(front_end, batcher, path) 
 
 
 def test_idle_threads_sleep() -> None:
-    """In a process of its own, whose context switches are those of an endpoint and a front end alone."""
+    """A process of its own has only the context switches of an endpoint and a front end."""
     program = [sys.executable, "-m", "tests.endpoint.idle_program"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ REPORTS = {
 
 
 class Kept:
-    """Stand-in for a batcher with kept reports; `may` sets when it answers a question without a timeout."""
+    """A fake batcher with kept reports; the event `may` lets it answer a question without a timeout."""
 
     def __init__(self) -> None:
         self.asked, self.may = threading.Event(), threading.Event()
@@ -75,7 +75,7 @@ def test_reports_cross_the_socket(front_end: SocketEngineClient, kind: ReportKin
     assert front_end.reports(kind, 0.0) == REPORTS[kind]
 
 
-def test_a_question_without_a_timeout_waits_and_stops_nobody_else(front_end, kept: Kept) -> None:
+def test_a_question_without_a_timeout_does_not_block_others(front_end, kept: Kept) -> None:
     found: list[Reports] = []
     thread = threading.Thread(target=lambda: found.append(front_end.reports(ReportKind.KV_EVENTS, None)))
     thread.start()
@@ -86,16 +86,16 @@ def test_a_question_without_a_timeout_waits_and_stops_nobody_else(front_end, kep
     assert found == [REPORTS[ReportKind.KV_EVENTS]]
 
 
-def test_a_batcher_that_keeps_nothing(server, path) -> None:
+def test_a_batcher_without_kept_reports_returns_none(server, path) -> None:
     client = SocketEngineClient(path)
     assert client.reports(ReportKind.ITERATIONS, 0.0) == Reports()
     client.close()
 
 
-def test_without_an_engine_there_are_none(path) -> None:
+def test_reports_without_an_engine_are_unavailable(path) -> None:
     with pytest.raises(Unavailable):
         SocketEngineClient(path).reports(ReportKind.ITERATIONS, 0.0)
 
 
-def test_a_reserved_id_is_no_requests(front_end) -> None:
+def test_a_reserved_id_is_not_used_for_a_request(front_end) -> None:
     assert front_end.reserve_id() + 1 == front_end.reserve_id()

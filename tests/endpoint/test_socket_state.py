@@ -1,4 +1,4 @@
-"""The question what the engine is doing, and its answer, over the socket; the batcher is played by the test."""
+"""Questions for the engine's state and their answers, over the socket; the batcher is played by the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.endpoint.factories import DESCRIPTION, PATIENCE_S, Inbox, make_reques
 
 
 class Asked:
-    """A thread that asks for the state; `answer` has what it got, a text or an error."""
+    """A thread that asks for the state; `answer` has the text or the error."""
 
     def __init__(self, client: SocketEngineClient, timeout_s: float = PATIENCE_S) -> None:
         self._answer: str | Exception | None = None
@@ -38,7 +38,7 @@ class Asked:
 
 
 class Patient:
-    """A batcher that says nothing of itself until it may."""
+    """A batcher that returns its state only after an event."""
 
     def __init__(self) -> None:
         self.asked, self.may = threading.Event(), threading.Event()
@@ -61,7 +61,7 @@ def test_the_state_crosses_the_socket(front_end, batcher) -> None:
 
 
 @pytest.mark.parametrize("error", [Unavailable("no iteration has ended"), Unsupported("nothing to say")])
-def test_why_there_is_no_state_crosses(front_end, batcher, error) -> None:
+def test_the_reason_for_a_missing_state_crosses_the_socket(front_end, batcher, error) -> None:
     def read_state(timeout_s: float) -> str:
         raise error
 
@@ -70,7 +70,7 @@ def test_why_there_is_no_state_crosses(front_end, batcher, error) -> None:
         front_end.state(1.0)
 
 
-def test_a_broken_reader_of_state_ends_nobodys_connection(front_end, batcher) -> None:
+def test_an_exception_in_read_state_does_not_end_the_connection(front_end, batcher) -> None:
     batcher.read_state = lambda timeout_s: "no JSON"
     with pytest.raises(StepFailed, match="the state could not be read"):
         front_end.state(1.0)
@@ -80,7 +80,7 @@ def test_a_broken_reader_of_state_ends_nobodys_connection(front_end, batcher) ->
     assert inbox.final().error is None and inbox.tokens == [5]
 
 
-def test_stops_and_responses_pass_a_question_that_takes_long(front_end, batcher) -> None:
+def test_stops_and_responses_overtake_a_slow_question(front_end, batcher) -> None:
     batcher.read_state = patient = Patient()
     asked = Asked(front_end)
     assert patient.asked.wait(PATIENCE_S)
@@ -95,16 +95,16 @@ def test_stops_and_responses_pass_a_question_that_takes_long(front_end, batcher)
     assert json.loads(asked.answer)["batcher"] == {}
 
 
-def test_an_engine_that_goes_answers_the_question(front_end, server, batcher) -> None:
+def test_an_engine_that_disconnects_answers_the_question(front_end, server, batcher) -> None:
     batcher.read_state = patient = Patient()
     asked = Asked(front_end)
     assert patient.asked.wait(PATIENCE_S)
     server.close()
     assert isinstance(asked.answer, Unavailable) and "was lost" in str(asked.answer)
-    patient.may.set()  # nobody listens any more
+    patient.may.set()  # the socket is closed
 
 
-def test_an_engine_that_says_nothing_is_not_waited_for(path, monkeypatch) -> None:
+def test_a_question_to_a_silent_engine_times_out(path, monkeypatch) -> None:
     monkeypatch.setattr(endpoint_client, "_MARGIN_S", 0.0)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)

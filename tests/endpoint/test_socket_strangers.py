@@ -58,7 +58,7 @@ def test_noise_ends_its_own_connection_only(front_end, batcher, path, noise: byt
 
 @contextlib.contextmanager
 def impostor(path: str, *sends: bytes) -> Iterator[None]:
-    """Takes one connection like an engine, sends what it is told to, and reads nothing."""
+    """Accept a connection like an engine, send given bytes, and read nothing."""
     done = threading.Event()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -89,14 +89,14 @@ def hello(path: str) -> bytes:
     return header + content
 
 
-def test_something_else_at_the_path_is_no_engine(path) -> None:
+def test_a_peer_that_is_no_engine_is_refused(path) -> None:
     client = SocketEngineClient(path)
     with impostor(path, framed(b"\x05")), pytest.raises(Unavailable):
         client.describe()
     client.close()
 
 
-def test_an_engine_that_talks_nonsense_is_left(path) -> None:
+def test_a_connection_with_invalid_messages_is_closed(path) -> None:
     greeting, client, inbox = hello(path), SocketEngineClient(path), Inbox()
     with impostor(path, greeting, framed(b"\x05")), contextlib.suppress(Unavailable):
         client.submit(make_request(), inbox)

@@ -1,4 +1,4 @@
-"""How many tokens a response of a stream waits for."""
+"""The stream interval: how many tokens a response of a stream waits for."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def handed_on(interval: int, responses: list[Response]) -> list[list[Response]]:
     return steps
 
 
-def test_every_token_goes_at_once_by_default() -> None:
+def test_every_token_is_sent_at_once_by_default() -> None:
     responses = [delta(1, 0), delta(1, 1), delta(1, 2, final=True)]
     assert handed_on(1, responses) == [[response] for response in responses]
 
 
-def test_the_first_and_the_last_never_wait() -> None:
+def test_the_first_and_the_last_token_never_wait() -> None:
     tokens = [delta(1, token) for token in range(6)] + [delta(1, 6, final=True)]
     sizes = [len(step) for step in handed_on(4, tokens)]
     assert sizes == [1, 0, 0, 0, 4, 0, 2]
 
 
-def test_drafts_that_were_accepted_count_one_by_one() -> None:
+def test_accepted_draft_tokens_count_individually() -> None:
     tokens = [delta(1, 0), delta(1, 1, 2, 3), delta(1, 4, 5), delta(1, 6, final=True)]
     assert [len(step) for step in handed_on(4, tokens)] == [1, 0, 2, 1]
 
 
-def test_sequences_wait_apart() -> None:
+def test_each_sequence_is_held_back_separately() -> None:
     tokens = [
         delta(1, 0),
         delta(1, 1, sequence_index=1),
@@ -58,7 +58,7 @@ def test_an_error_does_not_wait() -> None:
     assert handed_on(3, [delta(1, 0), delta(1, 1), error])[-1][-1] == error
 
 
-def test_held_back_tokens_are_joined_with_waiting_responses() -> None:
+def test_held_back_tokens_are_merged_with_waiting_responses() -> None:
     delivery: Delivery[Response] = Delivery(interval=3)
     for token in range(4):
         delivery.put(delta(1, token))
@@ -69,7 +69,7 @@ def test_held_back_tokens_are_joined_with_waiting_responses() -> None:
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 7])
 @given(st.lists(st.integers(0, 3), max_size=40))
-def test_nothing_is_lost_and_each_sequence_keeps_its_order(interval: int, counts: list[int]) -> None:
+def test_no_token_is_lost_and_each_sequence_keeps_its_order(interval: int, counts: list[int]) -> None:
     responses = [delta(1, *range(10 * i, 10 * i + count)) for i, count in enumerate(counts)]
     responses.append(delta(1, 999, final=True))
     assert [each for step in handed_on(interval, responses) for each in step] == responses

@@ -1,4 +1,4 @@
-"""An engine that another process decides about: what that hears, who may take it over, and when it is over."""
+"""Supervision of an engine by another process: its reports, its takeover and its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Engine:
 
 
 class Watching:
-    """A watch whose `run` is under way."""
+    """A watch whose `run` is running on a thread."""
 
     def __init__(self, path: str, threads: ThreadPoolExecutor, timeout_s: float = TIMEOUT_S) -> None:
         self.watch = EngineWatch(path, timeout_s)
@@ -53,7 +53,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_supervisor_hears_the_statistics_and_what_the_engine_consists_of(path, threads):
+def test_a_supervisor_gets_statistics_and_the_engines_processes(path, threads):
     engine = Engine(path)
     watching = Watching(path, threads)
     assert watching.watch.processes == PROCESSES
@@ -66,7 +66,7 @@ def test_a_supervisor_hears_the_statistics_and_what_the_engine_consists_of(path,
     engine.server.close()
 
 
-def test_an_engine_without_supervisors_is_over(path, threads):
+def test_an_engine_without_supervisors_ends(path, threads):
     engine = Engine(path)
     over = threads.submit(engine.supervision.wait_for_end)
     first, second = Watching(path, threads), Watching(path, threads)
@@ -87,7 +87,7 @@ def test_a_retired_engine_ends_in_order(path, threads):
     engine.server.close()
 
 
-def test_a_watch_finds_out_later_that_its_engine_was_retired(path):
+def test_a_watch_reports_later_that_its_engine_was_retired(path):
     engine = Engine(path)
     watch = EngineWatch(path, TIMEOUT_S)
     assert not watch.has_left()
@@ -103,7 +103,7 @@ def test_an_engine_that_ends_by_itself_is_lost(path, threads):
     assert "has ended" in watching.why.result(PATIENCE_S)
 
 
-def test_an_idle_engine_is_not_silent_and_a_stopped_one_is(path, threads):
+def test_a_stopped_engine_counts_as_silent_and_an_idle_one_does_not(path, threads):
     engine = Engine(path, timeout_s=0.2)
     patient = Watching(path, threads, timeout_s=1.0)
     impatient = Watching(path, threads, timeout_s=0.01)
@@ -116,7 +116,7 @@ def test_an_idle_engine_is_not_silent_and_a_stopped_one_is(path, threads):
 
 def test_an_engine_that_awaits_a_successor_is_taken_over_once(path, threads):
     engine = Engine(path, awaits_successor=True)
-    assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)  # who started it comes first
+    assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)  # the process that started it comes first
     starter = Watching(path, threads)
     assert awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     assert not awaits_successor(path, SERVER, "another job", TIMEOUT_S)
@@ -147,7 +147,7 @@ def test_supervising_a_path_without_an_engine_is_unavailable(path):
         EngineWatch(path, TIMEOUT_S)
 
 
-def test_an_engine_in_process_is_nobodys_to_supervise(path):
+def test_an_engine_in_process_cannot_be_supervised(path):
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     server = EndpointServer(client, path)
     assert is_served(path)

@@ -281,7 +281,7 @@ def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
 
 @by_both
 @every_kind
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp_size", "pp_size"), with_all([(2, 1), (1, 2)], [(2, 1)]))
 def test_ranks_give_the_results_of_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
     """Ranks sum a shared layer in another order, which may change a level, and with it a token."""
     requests = some_of_everything(zoo["llama-gqa"])[:6]
@@ -292,7 +292,7 @@ def test_ranks_give_the_results_of_one(zoo: Zoo, kernels: str, kind: str, tp_siz
     assert num_same == 6 if pp_size > 1 else num_same >= 4
 
 
-@every_kind
+@pytest.mark.parametrize("kind", with_all(["int8", "fp8"], ["fp8"]))
 def test_recorded_iterations_have_the_tokens_of_others(zoo: Zoo, kind: str) -> None:
     """With beams too, whose blocks are copied between replays."""
     model = zoo["llama-gqa"]

@@ -351,7 +351,7 @@ def test_a_slot_restarted_by_the_next_batch_is_valid(zoo: Zoo, monkeypatch: pyte
 # ---------------------------------------------------------------- beside those that need the host
 
 
-@pytest.mark.parametrize("kind", range(8))
+@pytest.mark.parametrize("kind", with_all(range(8), [0, 3, 7]))
 def test_a_greedy_stream_gets_a_token_per_iteration_beside_a_request_that_needs_the_host(
     zoo: Zoo, kind: int
 ) -> None:
@@ -422,7 +422,7 @@ def test_beside_a_request_that_needs_the_host_only_tokens_are_waited_for(
         assert row.generated == wanted.generated[: len(row.generated)]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", with_all(STAGES, ["after the forward pass", "when the tokens come"]))
 def test_failed_batches_with_rows_that_need_the_host_change_no_token(
     zoo: Zoo, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

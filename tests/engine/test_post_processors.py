@@ -18,6 +18,7 @@ from inflight.sampling import LogitsPostProcessors
 from tests.engine.ranks import TOPOLOGIES, assert_same, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 SIZE = 2
 
@@ -71,7 +72,7 @@ STATIC = {"policy": CapacityPolicy.STATIC_BATCH}
 
 
 @pytest.mark.parametrize("name", ["no-repeats", "batched"])
-@pytest.mark.parametrize("way", [*WAYS, "static"])
+@pytest.mark.parametrize("way", with_all([*WAYS, "static"], ["utilization-chunked-no-reuse", "static"]))
 def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, way: str, name: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
@@ -158,7 +159,9 @@ def thread_of_rank() -> int:
     return int(threading.current_thread().name.split("-")[1].split("_")[0])
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 @pytest.mark.parametrize("replicate", [True, False])
 def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
     zoo: Zoo, topology: tuple[int, int], replicate: bool

@@ -38,6 +38,7 @@ from tests.engine.lora import Adapter, make_adapter, stored
 from tests.engine.ranks import TOPOLOGIES, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CONFIGS = [
     {"r": 8, "lora_alpha": 6},
@@ -208,7 +209,7 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
 
 
 @every_kernel
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_all_together_in_every_way_with_few_pages_and_blocks(
     zoo: Zoo, case: str, way: str, kernels: str | None
@@ -240,7 +241,9 @@ def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) ->
 
 
 @every_kernel
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
 def test_on_several_ranks(zoo: Zoo, topology: tuple[int, int], kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     with (
@@ -255,7 +258,7 @@ def test_on_several_ranks(zoo: Zoo, topology: tuple[int, int], kernels: str | No
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("period", [2, 3, 5])
+@pytest.mark.parametrize("period", with_all([2, 3, 5], [2]))
 def test_adapters_that_were_being_loaded_when_an_iteration_failed_are_loaded_again(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch, period: int, after: bool
 ) -> None:

@@ -16,6 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 14
@@ -106,7 +107,10 @@ def company_of(model: ZooModel) -> dict[Request, list[int]]:
     return {request: serve(engine, config_of("no-evict"), [request]).tokens(request) for request in requests}
 
 
-@pytest.mark.parametrize("way", ["utilization", "chunked", "utilization-chunked-no-reuse"])
+@pytest.mark.parametrize(
+    "way",
+    with_all(["utilization", "chunked", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"]),
+)
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_with_sampling_requests_between(zoo: Zoo, grid, case: str, way: str) -> None:
     """The cache is so small that sampling requests are paused for each other, and searches wait."""

@@ -15,6 +15,7 @@ from tests.engine.driver import Driver, load_engine
 from tests.engine.fake_device import DEVICE, FakeDevice
 from tests.engine.paging import load_paged
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 ONE_COPY = ["copy to the host"]
 SAMPLINGS = {
@@ -33,7 +34,9 @@ def mixed(names: list[str]) -> list[SamplingConfig]:
 
 
 @pytest.mark.parametrize("attention", ["in place", "gathered"])
-@pytest.mark.parametrize("names", BATCHES, ids="+".join)
+@pytest.mark.parametrize(
+    "names", with_all([pytest.param(names, id="+".join(names)) for names in BATCHES], BATCHES[-1:])
+)
 def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
     """With sequences that need new blocks; tokens equal the CPU's."""
     model = zoo["llama-gqa"]

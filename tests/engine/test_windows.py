@@ -119,8 +119,11 @@ def test_the_smaller_of_the_checkpoints_and_the_parameters_window_applies(
 
 @pytest.mark.parametrize(
     ("case", "asked", "num_sinks"),
-    [(case, *setting) for case in CASES for setting in SETTINGS]
-    + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
+    with_all(
+        [(case, *setting) for case in CASES for setting in SETTINGS]
+        + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
+        ["llama-gqa", ("gpt2", (9, 21, 1), 0), ("qwen2-window", (40, 30), 5)],
+    ),
 )
 def test_windows_and_sinks_have_the_effect_of_masks(
     zoo: Zoo, case: str, asked: tuple[int, ...], num_sinks: int

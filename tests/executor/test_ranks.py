@@ -38,6 +38,7 @@ def test_ranks_started_by_mpirun_serve_requests(checkpoint: Path, reference, pp_
     assert all("this rank takes no requests" in rank["error"] for rank in others)
 
 
+@pytest.mark.exhaustive
 def test_rank_0_survives_a_lost_rank_and_reports_it(checkpoint: Path) -> None:
     with start_ranks(
         2,

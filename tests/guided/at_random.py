@@ -1,4 +1,4 @@
-"""Guides at random, and whether a text is what they ask for: jsonschema, re and a table of endings say so."""
+"""Random guides, and checks by jsonschema, `re` and a table of endings that a text follows a guide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.core.request.guide import Guide, GuideKind
 
 @dataclass(frozen=True)
 class Case:
-    """A guide, and what a text has to match that follows it: a schema or a regular expression."""
+    """A guide, and the schema or regular expression that its texts must match."""
 
     guide: Guide
     schema: Any = None
@@ -23,11 +23,11 @@ class Case:
 
     @property
     def is_shared(self) -> bool:
-        """Whether both libraries take the guide for the same language."""
+        """Whether both libraries allow the same texts for the guide."""
         return "maxLength" not in self.guide.text
 
     def check(self, text: str) -> None:
-        """Raise if a text is not what the guide asks for."""
+        """Raise if a text does not follow the guide."""
         if self.pattern:
             assert re.fullmatch(self.pattern, text), (self.guide, text)
             return
@@ -36,7 +36,7 @@ class Case:
 
 
 def make_case(seed: int) -> Case:
-    """One of all that `make_*` make."""
+    """Make a case of a random kind."""
     rng = random.Random(seed)
     kind = rng.choice(["schema", "schema", "schema", "regex", "regex", "ebnf", "tags"])
     if kind == "schema":
@@ -62,7 +62,7 @@ def make_cases(first_seed: int, number: int) -> dict[int, Case]:
 
 
 def make_schema(rng: random.Random, depth: int) -> dict[str, Any]:
-    """A schema whose texts are short."""
+    """Make a schema whose texts are short."""
     kinds = ["integer", "number", "boolean", "null", "string", "enum", "pattern"]
     kind = rng.choice(kinds + (["object", "object", "array", "anyOf"] if depth else []))
     if kind == "object":
@@ -94,7 +94,7 @@ def make_schema(rng: random.Random, depth: int) -> dict[str, Any]:
 
 
 def make_pattern(rng: random.Random, depth: int) -> str:
-    """A regular expression in what Python, Rust and xgrammar read alike."""
+    """Make a regular expression in the syntax common to Python, Rust and xgrammar."""
     kind = rng.choice(["text", "class", "any"] + (["join", "join", "or", "repeat", "count"] if depth else []))
     if kind == "text":
         return rng.choice(["ab", "x", "no", "yes", "0", " ", r"\.", r"\(", "{\\}"[1:2] + "-"])
@@ -113,7 +113,7 @@ def make_pattern(rng: random.Random, depth: int) -> str:
 
 
 def make_grammar(rng: random.Random) -> Case:
-    """An EBNF grammar of sums, and a regular expression of the same language."""
+    """Make an EBNF grammar of sums, and a regular expression of the same language."""
     digits, joint = rng.choice(["[0-9]", "[1-3]", "[a-d]"]), rng.choice(["+", "-", " and "])
     escaped = re.escape(joint)
     grammar = f'root ::= term ("{joint}" term)*\nterm ::= "(" {digits} ")" | {digits} {digits}?'
@@ -122,7 +122,7 @@ def make_grammar(rng: random.Random) -> Case:
 
 
 def make_tags(rng: random.Random) -> Case:
-    """Structural tags with a boolean or a number, and a regular expression of all texts without a broken tag."""
+    """Make structural tags with a boolean or a number, and a regular expression of all their texts."""
     name = rng.choice(["f", "call"])
     schema, inner = rng.choice([({"type": "boolean"}, "(true|false)"), ({"type": "null"}, "null")])
     tags = {
@@ -135,6 +135,6 @@ def make_tags(rng: random.Random) -> Case:
 
 
 def make_bomb() -> Guide:
-    """A small grammar that takes minutes to compile: what it stands for doubles with every rule."""
+    """Make a small grammar that takes minutes to compile: its size doubles with every rule."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
     return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a"')

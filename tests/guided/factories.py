@@ -100,7 +100,7 @@ def text_of(vocabulary: GuideVocabulary, tokens: Sequence[int]) -> str:
 def check_tokens(
     backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, tokens: Sequence[int], has_ended: bool
 ) -> None:
-    """Assert that a matcher, run apart, allows every token in its turn, and the end behind the last of them."""
+    """Assert that a separate matcher allows every token in order, and the end after the last one."""
     matcher = backend.load(guide, backend.compile(guide))
     for place, token in enumerate(tokens):
         masks = np.zeros((1, vocabulary.num_words), dtype=np.int32)

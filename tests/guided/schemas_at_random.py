@@ -1,4 +1,4 @@
-"""JSON schemas at random, of all dialects, values near to them, and texts that guides let a blind model write."""
+"""Random JSON schemas of all dialects, values that nearly match them, and random texts that guides allow."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _KINDS = ["null", "boolean", "integer", "number", "string", "array", "object"]
 
 
 def make_schema(rng: random.Random, depth: int = 3) -> Any:
-    """A schema with up to four groups of keywords, which often have nothing to do with each other."""
+    """Make a schema with up to four groups of keywords, which are often unrelated."""
     if rng.random() < 0.05:
         return rng.random() < 0.8
     schema: dict[str, Any] = {}
@@ -200,12 +200,12 @@ _COMBINATIONS: list[Maker] = [
 
 
 def _with(schema: Any, tagged: dict[str, Any]) -> dict[str, Any]:
-    """A schema with a tag beside what it has."""
+    """Add a tag to a schema."""
     return {**(schema if isinstance(schema, dict) else {}), **tagged}
 
 
 def make_value(rng: random.Random, depth: int = 2) -> Any:
-    """A value that some of the schemas may like."""
+    """Make a value that may be valid by some of the schemas."""
     kind = rng.choice(
         [
             "null",
@@ -232,7 +232,7 @@ def make_value(rng: random.Random, depth: int = 2) -> Any:
 
 
 def make_text(rng: random.Random) -> str:
-    """A value as JSON; sometimes with another spelling, or a name that comes twice."""
+    """Write a value as JSON, sometimes with another spelling or a repeated name."""
     value = make_value(rng)
     text = json.dumps(
         value, ensure_ascii=rng.random() < 0.2, separators=rng.choice([(",", ":"), (", ", ": ")])
@@ -263,7 +263,7 @@ _LIKING[BYTES.end_id] = 200
 
 
 def write(backend: GuideBackend, matcher: Matcher, rng: np.random.Generator, most: int = 250) -> str | None:
-    """A text by a model that knows nothing, and likes to end; None if it does not end in time, or cannot go on."""
+    """Write a random text that prefers to end; None if it does not end in time, or cannot continue."""
     own = matcher.fork()
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
     written = bytearray()

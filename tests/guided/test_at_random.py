@@ -1,4 +1,4 @@
-"""Hundreds of guides at random: every finished text is what its guide asks for, and the other library agrees."""
+"""Hundreds of random guides: every finished text follows its guide, and the other library agrees."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def check(
     vocabulary: GuideVocabulary,
     other: GuideBackend,
 ) -> tuple[int, int]:
-    """Check all texts and tokens; returns how many texts ended, and how many guides the other library takes."""
+    """Check all texts and tokens.
+
+    Return the numbers of ended texts and of guides that the other library accepts.
+    """
     num_ended = num_compared = 0
     for number, case in cases.items():
         tokens = served.tokens(number)
@@ -62,7 +65,7 @@ def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     model = zoo["llama-gqa"]
     cases = make_cases(0, NUM_TINY) if name == "llguidance" else make_cases(1000, 60)
-    if name == "xgrammar":  # it lets free text be no UTF-8
+    if name == "xgrammar":  # it allows invalid UTF-8 in free text
         cases = {n: case for n, case in cases.items() if case.guide.type is not GuideKind.STRUCTURAL_TAG}
     requests = [make_request(n, model.prompt(3 + n % 7, n), case.guide) for n, case in cases.items()]
     engine = load(model.folder, 1024, 64, make_grammars=lambda size: tiny_grammars(size, name))

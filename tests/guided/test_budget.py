@@ -51,20 +51,20 @@ FORCED = [
 
 
 class Clock:
-    """Processor time that passes with every call of a matcher, whatever it does."""
+    """A fake clock of processor time, which advances with every call of a matcher."""
 
     def __init__(self, call_s: float) -> None:
         self._call_s = call_s
         self._num_readings = 0
 
     def __call__(self) -> float:
-        self._num_readings += 1  # one before a call and one behind it
+        self._num_readings += 1  # one before a call and one after it
         return self._num_readings // 2 * self._call_s
 
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only counted calls bound a guide here, on any machine."""
+    """Stop the clock, so that only counts of calls bound a guide, on any machine."""
     monkeypatch.setattr(budget, "thread_time", Clock(0.0))
 
 
@@ -74,7 +74,10 @@ def allowed_by(mask: np.ndarray) -> list[int]:
 
 
 def follow(guide: Guide, num_steps: int, backend: GuideBackend) -> int:
-    """Go on with tokens at random; returns how many steps there were. Raises what a request would end with."""
+    """Continue with random tokens; return the number of steps.
+
+    Raises the error with which a request would end.
+    """
     rng = random.Random(0)
     matcher = backend.load(guide, backend.compile(guide))
     masks = np.zeros((1, tiny_vocabulary().num_words), dtype=np.int32)
@@ -89,7 +92,9 @@ def follow(guide: Guide, num_steps: int, backend: GuideBackend) -> int:
 
 
 @pytest.mark.parametrize("grammar", AMBIGUOUS)
-def test_a_grammar_whose_steps_grow_ends_with_an_error(grammar: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_with_growing_steps_ends_with_an_error(
+    grammar: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llguidance_backend, "_most_items", lambda vocab_size: 500)
     backend = make_backend("llguidance", tiny_vocabulary())
     with pytest.raises(
@@ -112,7 +117,10 @@ def grammars_with(*guides: Guide, name: str) -> Grammars:
 
 
 def steps_until_over(grammars: Grammars, drafts: tuple[int, ...], num_steps: int) -> int:
-    """How many steps a sequence has that gets one token in each, and none of its drafts; `num_steps` at most."""
+    """Return the number of steps, at most `num_steps`, until the budget is exceeded.
+
+    All drafts are rejected.
+    """
     matcher = grammars.matcher(LETTERS)
     masks = np.zeros((1 + len(drafts), tiny_vocabulary().num_words), dtype=np.int32)
     for step in range(num_steps):
@@ -130,10 +138,13 @@ def steps_until_over(grammars: Grammars, drafts: tuple[int, ...], num_steps: int
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_a_sequence_may_take_a_bounded_time_at_once_and_for_every_token(
+def test_the_budget_is_a_fixed_time_and_a_time_per_token(
     name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step makes a mask and consumes a token, and both for each draft. A token adds 5 ms to the first 100."""
+    """A step makes a mask and consumes a token, and does both for each draft.
+
+    Each token adds 5 ms to the first 100.
+    """
     grammars = grammars_with(LETTERS, name=name)
     num_calls, added_s = 2 * (1 + num_drafts), Budget.of_vocabulary(tiny_vocabulary()).token_s
     for share, expected in ((0.9, 100), (3.0, 100 / (2 * 5))):
@@ -145,10 +156,10 @@ def test_a_sequence_may_take_a_bounded_time_at_once_and_for_every_token(
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("num_others", [3, 20])
-def test_a_guide_over_its_budget_disturbs_no_other(
+def test_a_guide_over_its_budget_does_not_affect_others(
     name: str, num_drafts: int, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two calls a token take the others as long as a token adds; nothing is added for the first."""
+    """Two calls per token take the other guides as long as a token adds; the first token adds nothing."""
     monkeypatch.setattr(budget, "thread_time", Clock(0.0025))
     grammars = grammars_with(LETTERS, name=name)
     matchers = [grammars.matcher(LETTERS) for _ in range(num_others + 1)]
@@ -177,8 +188,8 @@ def test_a_guide_over_its_budget_disturbs_no_other(
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
-def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(name: str) -> None:
-    """Up to a draft token that may not come; what lies below it is left as it was."""
+def test_masks_after_drafts_equal_those_of_single_steps(name: str) -> None:
+    """Masks are made up to the first banned draft token; later rows are not changed."""
     guide = Guide(GuideKind.REGEX, "ab(c|d)[0-9]{2}")
     grammars = grammars_with(guide, name=name)
     index = tiny_vocabulary().tokens.index
@@ -190,7 +201,7 @@ def test_masks_behind_drafts_are_those_of_the_tokens_one_by_one(name: str) -> No
         if row < 2:
             matcher.consume([token])
     matcher = grammars.matcher(guide)
-    for _ in range(2):  # the matcher is as it was
+    for _ in range(2):  # the matcher has not changed
         assert not grammars.fill([MaskRows(matcher, 0, drafts)], masks)
         assert np.array_equal(masks, one_by_one)
     assert (masks[3:] == 7).all()
@@ -201,19 +212,19 @@ AMBIGUOUS_ELSEWHERE = [
     Guide(GuideKind.EBNF_GRAMMAR, 'root ::= s\ns ::= "a" | s s | s s s | s s s s'),
     Guide(GuideKind.REGEX, "((a|aa|aaa|aaaa){0,50}){0,50}"),
 ]
-"""What a step of these takes with xgrammar, which has no bounds of its own, grows with every token."""
+"""Grammars whose steps take ever longer with xgrammar, which has no bounds of its own."""
 LARGE = [
     Guide(GuideKind.REGEX, "x{60000}"),
     Guide(GuideKind.REGEX, "((x{50}){50}){20}"),
     Guide(GuideKind.REGEX, "|".join(f"[a-z]*{index}x" for index in range(100))),
 ]
-"""Large, and yet little work for a step."""
+"""Large guides whose steps take little work."""
 
 
 def follow_with_drafts(guide: Guide, num_drafts: int, num_tokens: int) -> int:
-    """Go on with xgrammar, and with the letters that are allowed, as drafts first; how many tokens came.
+    """Continue with xgrammar and the allowed letters, as drafts first; return the number of tokens.
 
-    Raises what the request would end with.
+    Raises the error with which the request would end.
     """
     grammars = grammars_with(guide, name="xgrammar")
     matcher = grammars.matcher(guide)
@@ -231,7 +242,7 @@ def follow_with_drafts(guide: Guide, num_drafts: int, num_tokens: int) -> int:
 
 @pytest.mark.parametrize("guide", AMBIGUOUS_ELSEWHERE, ids=range(len(AMBIGUOUS_ELSEWHERE)))
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_xgrammar_ends_a_guide_whose_steps_grow(
+def test_xgrammar_ends_a_guide_with_growing_steps(
     guide: Guide, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budget, "thread_time", thread_time)
@@ -246,8 +257,8 @@ def test_xgrammar_follows_large_guides_within_the_budget(guide: Guide, num_draft
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
-def test_a_guide_is_tried_out_before_its_request_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tokens with two calls each add 40 ms to the first 100, and the last call of all is a token's."""
+def test_a_guide_is_tried_before_its_request_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens with two calls each add 40 ms to the first 100, and the last call consumes a token."""
     pytest.importorskip(name, reason="the other library is not installed")
     backend = tiny_backend(name)
     compiled = backend.compile(LETTERS)
@@ -261,10 +272,10 @@ def test_a_guide_is_tried_out_before_its_request_starts(name: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
-def test_others_get_their_tokens_beside_hostile_guides(
+def test_other_requests_get_their_tokens_beside_hostile_guides(
     zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With drafts that the prompt suggests, and without."""
+    """With prompt lookup and without."""
     pytest.importorskip(name, reason="the other library is not installed")
     monkeypatch.setattr(budget, "thread_time", thread_time)
     model, letters = zoo["llama-gqa"], Guide(GuideKind.REGEX, "[a-z]{30}")
@@ -288,8 +299,8 @@ def test_others_get_their_tokens_beside_hostile_guides(
 
 
 @pytest.mark.parametrize("guide", FORCED, ids=lambda guide: guide.type.value)
-def test_a_text_that_is_forced_is_not_looked_for_ahead(guide: Guide) -> None:
-    """Every token that the text begins with may come, and not only the one that the library would choose."""
+def test_forced_text_is_not_computed_ahead(guide: Guide) -> None:
+    """Every token that the text begins with is allowed, not only the library's own choice."""
     backend, tokens = tiny_backend(), tiny_vocabulary().tokens
     matcher = backend.load(guide, backend.compile(guide))
     text = '"' + "x" * 60000 if guide.type is GuideKind.JSON_SCHEMA else "x" * 60000

@@ -1,4 +1,4 @@
-"""Guides compiled beside the loop: known, wrong, too long, too slow; and the process that is killed."""
+"""The guide compiler: known, invalid, too long and too slow guides, and a killed process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from inflight.guided.grammars import Grammars
 from tests.commands import children_running
 from tests.guided.at_random import make_bomb
 from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
+from tests.tiers import with_all
 
 GOOD = Guide(GuideKind.REGEX, "[a-d]{3}")
 
 
 class Compiling:
-    """A compiler, and what it has said."""
+    """A compiler and its events."""
 
     def __init__(self, compiler: ChildCompiler, notified: queue.SimpleQueue[None]) -> None:
         self.compiler = compiler
@@ -36,7 +37,7 @@ class Compiling:
         self.compiler.submit(number, guide)
 
     def next(self) -> tuple[GuideEvent, ...]:
-        """The next events; those of the same moment together."""
+        """Wait for the next events; return all that arrive together."""
         if not (events := self.compiler.events()):
             self.notified.get(timeout=60)
             events = self.compiler.events()
@@ -65,8 +66,8 @@ def children() -> list[psutil.Process]:
     return children_running("guided")
 
 
-@pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
-def test_a_guide_is_compiled_once_for_all_who_ask(name: str) -> None:
+@pytest.mark.parametrize("name", with_all(["llguidance", "xgrammar"], ["llguidance"]))
+def test_a_guide_is_compiled_once_for_all_requests(name: str) -> None:
     if name == "xgrammar":
         pytest.importorskip("xgrammar", reason="the other library is not installed")
     grammars = tiny_grammars(name=name)
@@ -90,7 +91,7 @@ def test_a_guide_is_compiled_once_for_all_who_ask(name: str) -> None:
         (Guide(GuideKind.STRUCTURAL_TAG, "{}"), "structures"),
     ],
 )
-def test_a_wrong_guide_is_refused_and_remembered(guide: Guide, message: str) -> None:
+def test_an_invalid_guide_is_refused_and_its_error_kept(guide: Guide, message: str) -> None:
     with compiling() as it:
         it.submit(1, guide)
         (event,) = it.next()
@@ -137,7 +138,7 @@ def test_keywords_that_xgrammar_would_ignore_are_refused(schema: str) -> None:
         {"type": "array", "contains": {"type": "null"}, "minContains": 0},
     ],
 )
-def test_keywords_that_ask_for_nothing_are_taken_by_xgrammar(schema: dict[str, Any]) -> None:
+def test_xgrammar_accepts_keywords_without_an_effect(schema: dict[str, Any]) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     tiny_backend("xgrammar").compile(Guide(GuideKind.JSON_SCHEMA, json.dumps(schema)))
     with pytest.raises(InvalidArgument, match="does not enforce the keyword contains"):
@@ -204,7 +205,7 @@ def test_guides_that_llguidance_would_misread_are_refused(guide: Guide, reason: 
     tiny_backend().compile(Guide(GuideKind.JSON_SCHEMA, named))
 
 
-def test_a_guide_that_is_too_long_reaches_no_process() -> None:
+def test_a_guide_that_is_too_long_is_refused_without_compiling() -> None:
     with compiling(bounds=GuideBounds(max_bytes=10)) as it:
         it.submit(1, Guide(GuideKind.REGEX, "ü" * 6))
         (event,) = it.compiler.events()
@@ -225,7 +226,7 @@ def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> No
         assert len(children()) == 1
 
 
-def test_a_process_that_ends_harms_the_guide_it_compiles_alone() -> None:
+def test_a_process_that_dies_fails_only_the_guide_it_compiles() -> None:
     with compiling(bounds=GuideBounds(timeout_s=600)) as it:
         it.submit(1, GOOD)
         assert it.next() == (GuideEvent(1),)
@@ -247,11 +248,11 @@ def kill_child(is_busy: bool = False) -> None:
     while is_busy and child.cpu_times().user < used + 0.05:
         pass
     child.kill()
-    if not is_busy:  # nobody else waits for it yet; its status is left for the compiler
+    if not is_busy:  # its status is left for the compiler, which has not waited for it yet
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_slow_guide_lets_new_ones_go_first() -> None:
+def test_new_guides_go_before_a_slow_one() -> None:
     with compiling(bounds=GuideBounds(timeout_s=4.0)) as it:
         bombs = [replace(make_bomb(), text=f"{make_bomb().text}\n# {n}") for n in range(3)]
         for number, bomb in enumerate(bombs):
@@ -279,7 +280,7 @@ def test_guides_without_a_waiting_request_are_not_compiled() -> None:
         assert Guide(GuideKind.REGEX, "dropped") not in grammars
 
 
-def test_a_process_that_cannot_start_is_said_so() -> None:
+def test_a_compiler_process_that_cannot_start_is_reported() -> None:
     with compiling(command=(sys.executable, "-c", "raise SystemExit(3)")) as it:
         it.submit(1, GOOD)
         (event,) = it.next()
@@ -292,7 +293,7 @@ def test_closing_while_a_guide_compiles() -> None:
         it.submit(1, make_bomb())
 
 
-def test_kept_guides_are_bounded_and_made_again() -> None:
+def test_the_number_of_kept_guides_is_bounded() -> None:
     grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abc"]
     for guide in guides:
@@ -302,8 +303,8 @@ def test_kept_guides_are_bounded_and_made_again() -> None:
     assert [guide in grammars for guide in guides] == [True, False, True]
 
 
-def test_guides_of_requests_that_have_not_ended_are_kept() -> None:
-    """However many there are between a guide that is ready and its request's turn."""
+def test_guides_of_active_requests_are_kept() -> None:
+    """A guide is kept until its request starts, however many guides are compiled in between."""
     grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abcdef"]
     with compiling(grammars) as it:

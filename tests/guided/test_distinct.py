@@ -1,4 +1,4 @@
-"""Arrays whose items differ: tokens that end several things at once, drafts, long arrays and deep ones."""
+"""Unique items of arrays: tokens that complete several items, drafts, long and deeply nested arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LISTS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No budget is used up, however slow the machine is."""
+    """Stop the clock, so that no budget is exceeded on a slow machine."""
     monkeypatch.setattr(budget, "thread_time", lambda: 0.0)
 
 
@@ -61,7 +61,7 @@ def token(text: bytes) -> int:
         (LISTS, b'[{"a":[[1]]},{ "a":[[1]', [b"]}"]),
     ],
 )
-def test_a_token_that_ends_more_than_the_equal_item_is_banned(
+def test_a_token_that_completes_an_equal_item_and_more_is_banned(
     items: dict[str, Any], text: bytes, banned: list[bytes]
 ) -> None:
     followed = grammars()
@@ -72,8 +72,8 @@ def test_a_token_that_ends_more_than_the_equal_item_is_banned(
     assert has_bit(masks[0], token(banned[0][:1]))
 
 
-def test_a_draft_that_would_make_an_item_equal_is_banned_and_ends_nothing() -> None:
-    """Its mask could not say so, as the space makes it another spelling."""
+def test_a_draft_that_completes_an_equal_item_is_rejected() -> None:
+    """The mask cannot ban it, because the space makes it another spelling."""
     followed = grammars()
     matcher, masks = followed.matcher(guide(TEXTS)), np.full((4, VOCABULARY.num_words), -1, dtype=np.int32)
     matcher.consume(list(b'[{"a":"x"},{"a":"x'))
@@ -84,7 +84,7 @@ def test_a_draft_that_would_make_an_item_equal_is_banned_and_ends_nothing() -> N
     matcher.consume(list(b'y" }]'))
 
 
-def test_drafts_that_come_to_a_dead_end_are_banned_up_to_where_another_token_may_come() -> None:
+def test_drafts_to_a_dead_end_are_rejected_from_the_last_alternative_on() -> None:
     followed = grammars()
     items = {"type": ["boolean", "null"], "not": {"const": []}}  # without `not` the arrays would be listed
     matcher = followed.matcher(guide(items))
@@ -96,7 +96,7 @@ def test_drafts_that_come_to_a_dead_end_are_banned_up_to_where_another_token_may
     matcher.consume(list(b"null"))
 
 
-def test_items_that_were_taken_back_may_come() -> None:
+def test_items_of_rejected_drafts_are_allowed() -> None:
     followed = grammars()
     matcher, masks = (
         followed.matcher(guide({"type": "string"})),
@@ -118,15 +118,15 @@ def test_a_keyword_that_is_spelled_by_an_escape_counts() -> None:
         matcher.consume(list(b"[1,1]"))
 
 
-def test_a_guide_whose_trial_comes_to_a_dead_end_may_be_used() -> None:
+def test_a_guide_whose_trial_reaches_a_dead_end_is_accepted() -> None:
     tokens = [b"[", b'"', b"a", b","]
     vocabulary = GuideVocabulary.of_size(len(tokens), tokens, ())
     backend, only = make_backend("llguidance", vocabulary), guide({"type": "string", "pattern": "^a$"})
     try_out(backend, vocabulary, only, backend.compile(only))
 
 
-def test_memory_grows_with_the_text_alone() -> None:
-    """Counts what the module itself has allocated and not freed; each of the items takes a few hundred bytes."""
+def test_memory_grows_only_with_the_text() -> None:
+    """Count memory that the module has allocated and not freed; each item takes a few hundred bytes."""
     watch = ItemWatch(Places('{"uniqueItems": true}'))
     tracemalloc.start()
     try:
@@ -140,7 +140,7 @@ def test_memory_grows_with_the_text_alone() -> None:
     assert 0 < sum(trace.size for trace in traces) < 5e6
 
 
-def test_names_that_no_schema_has_share_a_place() -> None:
+def test_names_outside_the_schema_share_a_place() -> None:
     schema = {"properties": {"a": {}}, "additionalProperties": {"uniqueItems": True}}
     root = Places(json.dumps(schema)).root
     assert root.property("b") is root.property("c") and root.property("b").is_distinct

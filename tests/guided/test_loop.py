@@ -1,4 +1,4 @@
-"""Guides in a running loop: others get their tokens while one compiles, and everything ends as it should."""
+"""Guides in a running loop: other requests get tokens while a guide compiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models.zoo import Zoo, ZooModel
 
 
 class Loop:
-    """A loop over a small random model, and what comes out of it."""
+    """A loop over a small random model, and its responses."""
 
     def __init__(self, model: ZooModel, bounds: GuideBounds) -> None:
         grammars = Grammars(tiny_backend(), tiny_vocabulary())
@@ -53,7 +53,7 @@ class Loop:
         self.manager.notify()
 
     def final(self, request_id: int) -> Response:
-        """All responses of a request as one, which must be the only one that ends."""
+        """Merge all responses of a request, of which exactly one must be final."""
         own: list[Response] = []
         while not (own and own[-1].is_final):
             response = self.responses.get(timeout=120)
@@ -83,13 +83,15 @@ def make_loop(zoo: Zoo) -> Iterator[Callable[[GuideBounds], Loop]]:
         loop.close()
 
 
-def test_others_get_their_tokens_while_a_guide_compiles(make_loop: Callable[[GuideBounds], Loop]) -> None:
+def test_other_requests_get_their_tokens_while_a_guide_compiles(
+    make_loop: Callable[[GuideBounds], Loop],
+) -> None:
     loop = make_loop(GuideBounds(timeout_s=600))
     prompt = loop.model.prompt(5)
     loop.send(make_request(0, prompt, WORDS, 24))
     assert loop.final(0).error is None
     loop.send(make_request(1, prompt, make_bomb()))
-    for number in range(2, 6):  # one without a guide, one whose guide is known; the bomb goes on compiling
+    for number in range(2, 6):  # one without a guide, one with a known guide; the slow guide still compiles
         loop.send(make_request(number, prompt, WORDS if number % 2 else None, 24, streaming=True))
         assert loop.final(number).error is None
     loop.stop(1)

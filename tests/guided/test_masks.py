@@ -1,4 +1,4 @@
-"""Masks, vocabularies, and what crosses processes and files."""
+"""Masks, vocabularies, and guides in messages and traces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.guided.factories import has_bit, make_request, tiny_backend, tiny_voc
 from tests.guided.test_at_random import DEMO_MODEL
 
 
-def test_masks_are_spread_on_a_device_as_on_the_host() -> None:
+def test_masks_are_expanded_on_a_device_as_on_the_host() -> None:
     allowed = np.random.default_rng(0).random((5, 96)) < 0.3
     masks = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
     assert np.array_equal(banned_by(torch.from_numpy(masks), 77).numpy(), ~allowed[:, :77])
 
 
-def test_the_end_is_a_bit_behind_the_vocabulary() -> None:
+def test_the_end_is_the_bit_after_the_vocabulary() -> None:
     for size in (31, 32, 33):
         vocabulary = GuideVocabulary.of_size(size, [bytes([65 + each]) for each in range(26)], {3})
         assert vocabulary.end_id == size

@@ -1,4 +1,4 @@
-"""JSON schemas as pydantic, zod and people write them: what guides of them allow, and how they are refused."""
+"""JSON schemas of pydantic, zod and people: the texts that their guides allow, and refusals."""
 
 from __future__ import annotations
 
@@ -303,7 +303,11 @@ def test_unsupported_keywords_are_rewritten_in_supported_ones(
 @pytest.mark.parametrize(
     ("pattern", "right", "wrong"),
     [
-        (r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+$", ["a.b@c"], [".a@c", "a..b@c"]),  # zod's of an address
+        (
+            r"^(?!\.)(?!.*\.\.)[a-z.]*[a-z]@[a-z]+$",
+            ["a.b@c"],
+            [".a@c", "a..b@c"],
+        ),  # zod's pattern of an address
         (r"^(?=.{1,5}$)[a-z]+(\.[a-z]+)*$", ["ab.cd"], ["abcd.ef"]),
         ("^(?!con|nul)[a-z]+$", ["co", "context"[:2] + "p"], ["con", "conx", "nul"]),
         ("[[a]]", ["a]", "[]"], ["a"]),
@@ -425,7 +429,7 @@ def test_unsupported_keywords_are_refused_by_their_path(
         *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains"),
     ],
 )
-def test_numbers_that_no_float_has_are_refused_by_their_path(
+def test_numbers_outside_float_precision_are_refused_by_their_path(
     backend: GuideBackend, keyword: str, number: int
 ) -> None:
     inner = {keyword: number, **({"contains": {}} if keyword == "minContains" else {})}
@@ -446,7 +450,7 @@ def test_numbers_that_no_float_has_are_refused_by_their_path(
 
 
 @pytest.mark.parametrize("dialect", ["", "draft-06/schema", "draft-07/schema", "draft/2020-12/schema"])
-def test_id_is_no_base_of_later_drafts(backend: GuideBackend, dialect: str) -> None:
+def test_id_is_not_the_base_of_later_drafts(backend: GuideBackend, dialect: str) -> None:
     schema: dict[str, Any] = {
         "definitions": {"x": {"type": "null"}},
         "properties": {"a": {"id": "thing", "allOf": [{"$ref": "#/definitions/x"}]}},
@@ -470,7 +474,7 @@ def test_id_is_the_base_of_drafts_3_and_4(backend: GuideBackend, dialect: str) -
     assert allowed(backend, schema, {"a": [None]}, {"a": [1]}) == [{"a": [None]}]
 
 
-def test_values_of_an_enum_have_to_match_its_format(backend: GuideBackend) -> None:
+def test_values_of_an_enum_must_match_its_format(backend: GuideBackend) -> None:
     dates: dict[str, Any] = {"enum": ["2023-02-29", "2024-02-29"], "format": "date"}
     schema: dict[str, Any] = {"type": "array", "uniqueItems": True, "items": dates}
     assert allowed(backend, schema, ["2024-02-29"], ["2023-02-29"]) == [["2024-02-29"]]
@@ -487,7 +491,7 @@ def test_patterns_of_clients_take_no_exponential_time(backend: GuideBackend) -> 
     assert allowed(backend, schema, {"aa": 1}, {text: 1}) == [{"aa": 1}]
 
 
-def test_a_pattern_that_takes_too_much_is_refused(
+def test_a_pattern_that_exceeds_the_limits_is_refused(
     backend: GuideBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matching, "_MOST_FUEL", 1)
@@ -495,7 +499,7 @@ def test_a_pattern_that_takes_too_much_is_refused(
     assert "at #/propertyNames: propertyNames is too complex" in refusal_of(backend, schema)
 
 
-def test_many_alternatives_that_a_property_tells_apart_are_followed(backend: GuideBackend) -> None:
+def test_many_alternatives_that_a_property_distinguishes_are_followed(backend: GuideBackend) -> None:
     def alternatives(count: int) -> dict[str, Any]:
         return {
             "oneOf": [
@@ -522,7 +526,7 @@ def test_many_alternatives_that_a_property_tells_apart_are_followed(backend: Gui
     ],
     ids=["not", "oneOf", "unevaluatedProperties", "alternatives"],
 )
-def test_all_questions_about_a_schema_share_one_bound(
+def test_all_comparisons_of_a_schema_share_one_limit(
     backend: GuideBackend, schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(5)}
@@ -628,8 +632,8 @@ ZOD = {
 }
 
 
-def test_an_equal_item_is_neither_allowed_nor_a_dead_end(backend: GuideBackend) -> None:
-    """A string goes on where its end would make it equal; where nothing else may come, an error says so."""
+def test_an_equal_item_is_not_allowed_and_other_items_are(backend: GuideBackend) -> None:
+    """A string continues if its end would make it equal; without any other continuation there is an error."""
     matcher = compiled(backend, {"type": "array", "uniqueItems": True, "items": {"pattern": "^a{1,2}$"}})
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
     matcher.consume(list(b'["a","a'))

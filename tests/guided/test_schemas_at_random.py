@@ -1,4 +1,4 @@
-"""Schemas at random: whatever text a guide allows is valid by jsonschema, in the dialect that the schema names."""
+"""Random schemas: every text that a guide allows is valid by jsonschema, in the schema's dialect."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def backend() -> GuideBackend:
 def is_valid(validator: Any, value: Any) -> bool:
     try:
         return validator.is_valid(value)
-    except RecursionError:  # a schema that is itself
+    except RecursionError:  # a schema that refers to itself
         return True
 
 
 def make_validator(kind: Any, url: str, schema: Any) -> Any:
-    """jsonschema's validator; None for a schema that is not of its dialect, which it reads in a way of its own."""
+    """Make jsonschema's validator; None for a schema that is invalid in its dialect."""
     text = json.dumps(schema)
     if isinstance(schema, bool) or (
         not url and re.search('"(extends|disallow|divisibleBy|dependencies)":', text)
@@ -55,7 +55,7 @@ def make_validator(kind: Any, url: str, schema: Any) -> Any:
 
 
 @pytest.mark.parametrize("seed", with_all(range(_SEEDS), [0]))
-def test_no_text_that_a_guide_allows_breaks_its_schema(backend: GuideBackend, seed: int) -> None:
+def test_every_text_that_a_guide_allows_is_valid(backend: GuideBackend, seed: int) -> None:
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     for number in range(_SCHEMAS):

@@ -1,4 +1,4 @@
-"""Guides with everything else that a request may ask for, through scheduler and engine of a small random model."""
+"""Guides combined with all other controls, through scheduler and engine of a small random model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CONTROLS: dict[str, dict[str, object]] = {
 
 
 def requests_of(model: ZooModel, **changes: object) -> list[Request]:
-    """One for each of CONTROLS and GUIDES, and between them some without a guide."""
+    """Make a request for each of CONTROLS and GUIDES, and some without a guide."""
     requests: list[Request] = []
     for number, sampling in enumerate(CONTROLS.values()):
         for place, guide in enumerate((*GUIDES, None)):
@@ -63,7 +63,7 @@ def requests_of(model: ZooModel, **changes: object) -> list[Request]:
 
 
 def check_all(served: Served, requests: Sequence[Request]) -> None:
-    """Assert that every token was allowed, and that what ended is whole."""
+    """Assert that every token was allowed, and that ended texts are complete."""
     for request in requests:
         if request.guide is None:
             continue
@@ -75,7 +75,7 @@ def check_all(served: Served, requests: Sequence[Request]) -> None:
                 check_tokens(tiny_backend(), tiny_vocabulary(), request.guide, tokens, ended)
 
 
-def test_the_same_alone_and_in_a_batch_in_every_way(zoo: Zoo) -> None:
+def test_guided_tokens_are_the_same_alone_and_in_every_batch(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     requests = requests_of(model)
     engine = load(model.folder, 256, 1)
@@ -94,7 +94,7 @@ def test_the_same_alone_and_in_a_batch_in_every_way(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
-def test_ranks_give_what_one_gives(zoo: Zoo, topology: tuple[int, int]) -> None:
+def test_several_ranks_give_the_tokens_of_one(zoo: Zoo, topology: tuple[int, int]) -> None:
     model = zoo["llama-gqa"]
     requests = requests_of(model)[:15]
     one = serve(load(model.folder, 64, 4), config_of("no-evict"), requests)
@@ -103,7 +103,7 @@ def test_ranks_give_what_one_gives(zoo: Zoo, topology: tuple[int, int]) -> None:
     assert [many.tokens(each) for each in requests] == [one.tokens(each) for each in requests]
 
 
-def test_prompt_lookup_and_drafts_change_no_token(zoo: Zoo) -> None:
+def test_prompt_lookup_and_drafts_do_not_change_tokens(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     plain = [
         make_request(n, model.prompt(20, n), guide, 40, sampling={"top_k": 2})
@@ -194,8 +194,8 @@ def test_a_guide_that_can_only_end_ends_a_request_without_end_ids(zoo: Zoo) -> N
         assert served.result(each).finish_reasons == (FinishReason.END_ID,)
 
 
-def test_an_end_id_that_is_text_ends_only_where_the_guide_may(zoo: Zoo) -> None:
-    """Token 8 is a quotation mark: the string has two, and may end behind the second alone."""
+def test_an_end_id_that_is_text_ends_only_where_the_guide_may_end(zoo: Zoo) -> None:
+    """Token 8 is a quotation mark: the string has two, and may end only after the second."""
     model = zoo["llama-gqa"]
     quote = tiny_vocabulary().tokens.index(b'"')
     guide = Guide(GuideKind.REGEX, '"[a-z]{2}"( |x)*')
@@ -205,7 +205,7 @@ def test_an_end_id_that_is_text_ends_only_where_the_guide_may(zoo: Zoo) -> None:
     assert all("guided_decoding_guide must leave a token" in str(error) for error in served.errors.values())
 
 
-def test_nothing_allows_what_the_guide_bans(zoo: Zoo) -> None:
+def test_no_control_allows_a_token_that_the_guide_bans(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     guide = Guide(GuideKind.REGEX, "[ab]{5}")
     a, c = (tiny_vocabulary().tokens.index(each) for each in (b"a", b"c"))
@@ -220,8 +220,8 @@ def test_nothing_allows_what_the_guide_bans(zoo: Zoo) -> None:
     assert isinstance(served.errors[2], InvalidArgument)
 
 
-def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zoo: Zoo) -> None:
-    """It may end behind the a too, but it is not the guide that leaves nothing else."""
+def test_a_guide_whose_allowed_tokens_are_all_banned_is_an_error(zoo: Zoo) -> None:
+    """The guide also allows the end after the a, but only bans exclude all other tokens."""
     model = zoo["llama-gqa"]
     a = tiny_vocabulary().tokens.index(b"a")
     guide = Guide(GuideKind.REGEX, "ab*")
@@ -230,8 +230,8 @@ def test_a_guide_that_could_go_on_where_all_its_tokens_are_banned_is_an_error(zo
     assert "must leave a token" in str(served.errors[0])
 
 
-def test_a_guide_that_fails_ends_its_request_alone(zoo: Zoo) -> None:
-    """It was never compiled: the rank that chooses tokens finds out, in the row's turn."""
+def test_a_guide_that_fails_ends_only_its_request(zoo: Zoo) -> None:
+    """It was never compiled; the rank that chooses tokens detects this at the row."""
     model = zoo["llama-gqa"]
     broken = make_request(0, model.prompt(5, 0), Guide(GuideKind.REGEX, "(a"))
     others = [make_request(n, model.prompt(5, n), WORDS, 40) for n in (1, 2)]
@@ -240,7 +240,7 @@ def test_a_guide_that_fails_ends_its_request_alone(zoo: Zoo) -> None:
     check_all(served, others)
 
 
-def test_an_engine_without_grammars_fails_guided_rows_alone(zoo: Zoo) -> None:
+def test_an_engine_without_grammars_fails_only_guided_rows(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     requests = [make_request(0, model.prompt(5, 0), WORDS), make_request(1, model.prompt(5, 1), None)]
     engine = load(model.folder, make_grammars=lambda vocab_size: None)
@@ -250,7 +250,7 @@ def test_an_engine_without_grammars_fails_guided_rows_alone(zoo: Zoo) -> None:
 
 
 def test_a_greedy_stream_beside_guides_gets_a_token_every_iteration(zoo: Zoo) -> None:
-    """On a device that overlaps iterations; all get the tokens that they get in turn."""
+    """The device overlaps iterations; all requests get the same tokens as without overlap."""
     model = zoo["llama-gqa"]
     requests = [Request(99, model.prompt(9), 80, streaming=True), *requests_of(model)[:5]]
     expected = serve(load(model.folder), config_of("no-evict"), requests)

@@ -1,4 +1,4 @@
-"""Tool calls that are forced: what random models write under the guides is read back, and valid by jsonschema."""
+"""Enforced tool calls: random models' texts under the guides are parsed, and valid by jsonschema."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def check(tools: list[dict[str, Any]], answer: Answer, only: str = "", at_most: 
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
-def test_forced_calls_of_a_random_model(zoo: Zoo, name: str) -> None:
+def test_enforced_calls_of_a_random_model_are_valid(zoo: Zoo, name: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     model = zoo["llama-gqa"]
     cases: dict[int, tuple[str, Any, bool, list[dict[str, Any]]]] = {}
@@ -99,7 +99,9 @@ def test_forced_calls_of_a_random_model(zoo: Zoo, name: str) -> None:
         has_ended = served.result(n).finish_reasons[0] is FinishReason.END_ID
         guide = guides[n]
         assert guide is not None
-        if name == "llguidance":  # which wants forced texts in long tokens, so it cannot check the other's
+        if (
+            name == "llguidance"
+        ):  # which allows forced texts only in long tokens, so it cannot check the other library's
             check_tokens(tiny_backend("xgrammar"), tiny_vocabulary(), guide, served.tokens(n), has_ended)
         if has_ended:
             num_ended += 1
@@ -112,7 +114,7 @@ def test_forced_calls_of_a_random_model(zoo: Zoo, name: str) -> None:
 
 
 def longest_tokens(text: str) -> list[int]:
-    """Ids of a text, the longest token first: where a text is forced, llguidance allows no others."""
+    """Return a text's ids, longest tokens first, the only ones that llguidance allows for forced texts."""
     tokens = {token: index for index, token in enumerate(tiny_vocabulary().tokens) if token and index > 2}
     ids: list[int] = []
     left = text.encode()
@@ -124,7 +126,7 @@ def longest_tokens(text: str) -> list[int]:
 
 
 def allows(backend: GuideBackend, guide: Guide, text: str) -> bool:
-    """Whether a guide allows a text, and that it ends there."""
+    """Whether a guide allows a text and its end there."""
     ids = longest_tokens(text)
     try:
         check_tokens(backend, tiny_vocabulary(), guide, ids, has_ended=True)

@@ -1,4 +1,4 @@
-"""Program of both ranks of `test_dead_loop`, with a fake engine: rank 0's loop dies of a callback."""
+"""Program of both ranks of `test_dead_loop`, with a fake engine: a callback kills rank 0's loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank with nothing but a heartbeat: `python -m tests.ranks.heartbeat_program PEER PORT TIMEOUT_S`.
+"""A rank that has only a heartbeat: `python -m tests.ranks.heartbeat_program PEER PORT TIMEOUT_S`.
 
-Waits to be woken by rank PEER at PORT, again and again, prints "woken" each time, and why it ends.
+Prints "woken" each time rank PEER at PORT wakes it, and the reason of its end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A rank that has nothing to do: `python -m tests.ranks.idle_program` under mpirun.
+"""An idle rank: `python -m tests.ranks.idle_program` under mpirun.
 
-Every rank prints "asleep PID". Rank 0 shares an iteration for every line on its stdin until one says "end"
-(mpirun passes no end of file on); the others print what they followed.
+Every rank prints "asleep PID". Rank 0 shares an iteration for every line on its stdin until the line "end"
+(mpirun does not forward the end of file); the others print the iterations that they followed.
 """
 
 from __future__ import annotations

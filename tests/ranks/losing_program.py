@@ -1,6 +1,6 @@
 """Program of both ranks of `test_lost_rank`, on two parts of the demo model: rank 1 is killed or stopped.
 
-`python -m tests.ranks.losing_program PLACE SIGNAL` under mpirun. Rank 0 says what was answered.
+`python -m tests.ranks.losing_program PLACE SIGNAL` under mpirun. Rank 0 prints the responses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARAMETERS = {
     "max_tokens_in_paged_kv_cache": "4096",
     "rank_timeout_ms": "3000",
 }
-_CALL = 9  # of the victim's broadcasts or sums: the requests are under way then
+_CALL = 9  # number of the victim's broadcast or sum, at which requests are running
 _LATE_S = 0.5
 
 
@@ -78,7 +78,7 @@ def _refusal(engine) -> str:
 
 
 def plant() -> None:
-    """Rank 1 ends at its `_CALL`-th broadcast or sum; rank 0 is late for that broadcast, so that it is inside."""
+    """Make rank 1 end at its `_CALL`-th broadcast or sum; rank 0 enters that broadcast late."""
     place, number = sys.argv[1], signal.Signals[sys.argv[2]]
     owner, name = {
         "broadcast": (mpi.MpiWorld, "broadcast"),

@@ -12,7 +12,7 @@ from inflight.errors import ConfigError
 from inflight.ranks.mpi import MpiOutcomes, MpiStage, MpiStageLink, MpiWorld
 from inflight.ranks.topology import Mapping
 
-# Around the end of a broadcast's first part, and far behind it.
+# Around the end of a broadcast's first part, and far beyond it.
 LENGTHS = (0, 1, 1015, 1016, 1017, 1024, 5_000_000, 3)
 
 
@@ -50,7 +50,7 @@ def check_collectives(collectives: MpiCollectives, tp_rank: int) -> None:
 
 
 def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
-    """Several on the way at a time, of either dtype, small and large, and between them one that is not."""
+    """Send several messages at a time, of either dtype, small and large, and between them a failed one."""
     sent = [
         torch.randn(5, 64),
         torch.randn(700, 1024),
@@ -71,14 +71,17 @@ def check_link(link: MpiStageLink, is_first: bool, tp_rank: int) -> None:
 
 
 def check_barrier(world: MpiWorld, stage: MpiStage, is_first: bool) -> None:
-    """The ranks of the other stage are somewhere else meanwhile, and meet as often as they like."""
+    """Meet in a barrier of one stage.
+
+    The ranks of the other stage call theirs at other times and more often.
+    """
     for _ in range(2 if is_first else 3):
         stage.barrier()
     world.broadcast()
 
 
 def check_outcomes(outcomes: MpiOutcomes, tells: bool) -> None:
-    """Large ones too, told before the ones before them were heard."""
+    """Send outcomes, large ones too, before the previous ones were received."""
     lengths = (100, 0, 3_000_000, 2_000_000, 7)
     if tells:
         outcomes.tell(message(lengths[0]))
@@ -94,7 +97,7 @@ def check_outcomes(outcomes: MpiOutcomes, tells: bool) -> None:
 def check_that_a_settled_outcome_needs_nothing_more(
     world: MpiWorld, outcomes: MpiOutcomes, mapping: Mapping
 ) -> None:
-    """The teller leaves MPI alone until rank 0 has heard, as a rank does that has nothing more to do."""
+    """Make no MPI call after sending until rank 0 has received, like an idle rank."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports = world.all_gather(str(listener.getsockname()[1]).encode())
         if mapping.is_sampler:

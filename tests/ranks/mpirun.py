@@ -1,4 +1,4 @@
-"""Starts a test's ranks on this machine, each with one thread."""
+"""Start of a test's ranks on this machine, each with one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 240
 def start_ranks(
     num_ranks: int, module: str, *arguments: str, mpirun_arguments: Sequence[str] = ()
 ) -> subprocess.Popen[str]:
-    """`python -m module arguments` on so many ranks, with pipes to rank 0's stdin and from everybody's output."""
+    """Start `python -m module arguments` on several ranks, with pipes to rank 0 and from all outputs."""
     command = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", *mpirun_arguments]
     return subprocess.Popen(
         [*command, "-n", str(num_ranks), sys.executable, "-m", module, *arguments],
@@ -31,7 +31,7 @@ def start_ranks(
 
 
 def run_ranks(num_ranks: int, module: str, *arguments: str) -> str:
-    """Run the ranks and return their output. Raises AssertionError with their errors, unless all ended well."""
+    """Run the ranks and return their output. Raises AssertionError with their errors if any failed."""
     with start_ranks(num_ranks, module, *arguments) as ranks:
         try:
             said, complained = ranks.communicate(timeout=TIMEOUT_S)

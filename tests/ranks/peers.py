@@ -1,4 +1,4 @@
-"""Two ends of connections between ranks, as `meet` would have made them."""
+"""The two ends of connections between ranks, as `meet` makes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def message(kind: int, number: int = 0) -> bytes:
 
 
 def read_messages(connection: socket.socket) -> list[tuple[int, int]]:
-    """All (kind, number) until the connection ends."""
+    """Read all (kind, number) messages until the connection ends."""
     connection.settimeout(30)
     received = b""
     while part := connection.recv(1 << 16):

@@ -1,6 +1,7 @@
 """Program of every rank of a test: `python -m tests.ranks.rank_program FOLDER TP PP` under mpirun.
 
-Each rank has a GptManager and its part of the model; rank 0 has the requests. Every rank prints one JSON line.
+Each rank has a GptManager and its part of the model; rank 0 has the requests. Every rank prints one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Clients:
             self.have_all.set()
 
     def streamed(self, request_id: int) -> list[int]:
-        """Tokens of all responses, whatever the last one says."""
+        """Return the tokens of all responses."""
         responses = self.served.responses.get((request_id, 0), ())
         return [token for response in responses for token in response.result.output_token_ids[0]]
 
@@ -72,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = MpiWorld()
     mapping = world.mapping(tp_size, pp_size, moe_ep_size)
-    # The others would have room for more blocks than the last rank.
+    # The other ranks have room for more blocks than the last rank.
     blocks = requests.NUM_BLOCKS + world.size - 1 - world.rank
     config = EngineConfig(folder, **requests.ENGINE, max_tokens_in_paged_kv_cache=8 * blocks)
 

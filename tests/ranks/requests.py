@@ -1,4 +1,4 @@
-"""The requests of the tests of several ranks, and what came of them as plain values."""
+"""The requests of the tests of several ranks, and their results as plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE = {
 NUM_BLOCKS = 24
 CONFIG = config_of("utilization-chunked-no-reuse")
 STOPPED, GUILTY = 20, 21
-"""Ids of a request that is stopped once it has some tokens, and of one whose logits become nan."""
+"""Ids of a request that is stopped after some tokens, and of one whose logits become NaN."""
 DETAILS = OutputOptions(return_log_probs=True, num_top_log_probs=2, return_context_logits=True)
 
 
@@ -48,7 +48,7 @@ def make_requests() -> list[Request]:
 
 
 def make_doomed() -> list[Request]:
-    """One that is stopped, and one that fails."""
+    """Make a request that is stopped and one that fails."""
     return [Request(STOPPED, _prompt(17), 100, streaming=True), Request(GUILTY, _prompt(19), 30)]
 
 

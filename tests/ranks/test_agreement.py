@@ -1,4 +1,4 @@
-"""Steps of a load that all ranks do or none."""
+"""Steps of a load that succeed on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_steps_that_succeed_on_all_ranks_continue():
     assert outcomes(fails_on(), fails_on()) == ["done"] * 3
 
 
-def test_one_rank_that_fails_stops_all_and_is_named():
+def test_a_rank_that_fails_stops_all_and_is_named():
     assert outcomes(fails_on(), fails_on(1), fails_on()) == ["rank 1 of 3: no room"] * 3
 
 
@@ -51,17 +51,17 @@ def test_an_error_that_all_ranks_raise_is_reported_once():
     assert outcomes(fails_on(0, 1, 2)) == ["no room"] * 3
 
 
-def test_an_error_of_any_kind_is_told():
+def test_an_error_of_any_kind_is_reported():
     assert (
         outcomes(fails_on(2, error=MemoryError("all of it"))) == ["rank 2 of 3: MemoryError: all of it"] * 3
     )
 
 
-def test_the_least_is_agreed_upon():
+def test_ranks_agree_on_the_minimum():
     assert outcomes(lambda agreement, rank: agreement.least(10 - rank)) == [8] * 3
 
 
-def test_a_rank_that_fails_before_the_least_is_agreed_upon_keeps_nobody_waiting():
+def test_a_rank_that_fails_before_the_minimum_does_not_block_others():
     def step(agreement: Agreement, rank: int) -> int:
         if rank == 1:
             raise ConfigError("too little memory")
@@ -70,7 +70,7 @@ def test_a_rank_that_fails_before_the_least_is_agreed_upon_keeps_nobody_waiting(
     assert outcomes(step, fails_on()) == ["rank 1 of 3: too little memory"] * 3
 
 
-def test_a_rank_that_fails_after_it_does_neither():
+def test_a_rank_that_fails_after_the_minimum_does_not_block_others():
     def step(agreement: Agreement, rank: int) -> int:
         least = agreement.least(rank)
         if rank == 2:

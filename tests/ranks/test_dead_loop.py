@@ -1,4 +1,4 @@
-"""A loop that dies on one rank of something that no other rank has: all ranks are told, wherever they wait."""
+"""A loop that dies on one rank only: all ranks are notified, wherever they wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.ranks.mpirun import TIMEOUT_S, start_ranks
 
 @pytest.mark.parametrize(("moment", "answer"), [("busy", "UNAVAILABLE"), ("idle", "well")])
 def test_the_rank_of_a_dead_loop_is_lost(moment: str, answer: str) -> None:
-    """Rank 0's, of a callback; rank 1 waits in the next broadcast, or sleeps."""
+    """Rank 0's loop dies in a callback; rank 1 waits in the next broadcast, or sleeps."""
     with start_ranks(2, "tests.ranks.dying_program", moment) as ranks:
         said, complained = ranks.communicate(timeout=TIMEOUT_S)
     lines = set(said.splitlines())

@@ -1,4 +1,4 @@
-"""Failure detection of ranks, at times that the test sets."""
+"""Failure detection of ranks, with a clock set by the test."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def test_silence_is_a_loss_after_the_timeout(failure_detector):
     assert failure_detector.loss(105.1, 0) == Loss(2, "it has been silent for 5.1 s")
 
 
-def test_a_peer_that_has_not_begun_is_not_silent():
+def test_a_peer_that_has_not_begun_is_not_lost():
     failure_detector = FailureDetector([1], timeout_s=5.0)
     assert failure_detector.loss(1000.0, 0) is None
     failure_detector.heard(1, 1000.0, 0)
     assert failure_detector.loss(1005.1, 0) is not None
 
 
-def test_a_peer_that_left_is_not_missed(failure_detector):
+def test_a_peer_that_left_is_not_lost(failure_detector):
     failure_detector.left(1)
     failure_detector.heard(2, 200.0)
     assert failure_detector.loss(201.0, 0) is None
 
 
-def test_after_forgiving_silence_is_counted_anew(failure_detector):
+def test_forgiving_restarts_the_timeout(failure_detector):
     failure_detector.failed(1, 7, 100.0)
     failure_detector.forgive(160.0)
     assert failure_detector.loss(165.0, 7) is None
@@ -50,7 +50,7 @@ def beat(failure_detector: FailureDetector, now_s: float, *progress: int) -> Non
     ("own", "others", "is_lost"),
     [(18, (18, 18), False), (18, (20, 19), False), (17, (18, 18), True), (18, (18, 17), True)],
 )
-def test_a_rank_that_failed_is_lost_if_somebody_does_not_get_past_its_iteration(
+def test_a_failed_rank_is_lost_if_another_rank_does_not_pass_its_iteration(
     failure_detector, own, others, is_lost
 ):
     failure_detector.failed(2, 17, 100.0)
@@ -61,7 +61,7 @@ def test_a_rank_that_failed_is_lost_if_somebody_does_not_get_past_its_iteration(
     assert loss == (Loss(2, "it failed alone in iteration 17: the others wait for it") if is_lost else None)
 
 
-def test_a_failure_that_all_got_past_is_forgotten(failure_detector):
+def test_a_failure_that_all_ranks_passed_is_forgotten(failure_detector):
     failure_detector.failed(2, 17, 100.0)
     beat(failure_detector, 106.0, 18, 18)
     assert failure_detector.loss(106.0, 18) is None
@@ -69,7 +69,7 @@ def test_a_failure_that_all_got_past_is_forgotten(failure_detector):
     assert failure_detector.loss(120.0, 0) is None
 
 
-def test_this_process_can_have_failed_alone_too(failure_detector):
+def test_this_process_may_be_the_failed_rank(failure_detector):
     failure_detector.failed(0, 3, 100.0)
     beat(failure_detector, 105.1, 3, 3)
     assert failure_detector.loss(105.1, 4) == Loss(

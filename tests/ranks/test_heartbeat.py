@@ -1,4 +1,4 @@
-"""Heartbeats and wakes: between ranks, to hand-written peers, between processes that are killed or stopped."""
+"""Heartbeats and wakes between ranks, handwritten peers, and processes that are killed or stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Losses:
-    """An `on_loss` that remembers what it was told, and on which thread."""
+    """An `on_loss` that records its arguments and its thread."""
 
     def __init__(self) -> None:
         self._told: queue.Queue[tuple[Unavailable, str]] = queue.Queue()
@@ -54,7 +54,10 @@ Make = Callable[..., Heartbeat]
 
 @pytest.fixture
 def make_heartbeat(losses) -> Iterator[Make]:
-    """A heartbeat of three ranks to those at the given connections; by default it cannot miss anybody."""
+    """Make a heartbeat of one of three ranks over the given connections.
+
+    By default its timeout is endless.
+    """
     made = []
 
     def make(connections: dict[int, socket.socket], timeout_s: float = 600.0, **more) -> Heartbeat:
@@ -111,7 +114,7 @@ def test_each_wake_ends_one_wait_on_every_other_rank(make_heartbeat, losses):
     assert losses.is_empty()
 
 
-def test_a_wake_that_comes_early_is_kept(make_heartbeat):
+def test_an_early_wake_is_kept(make_heartbeat):
     leader, first, second = trio(make_heartbeat)
     leader.wake()
     leader.wake()
@@ -119,7 +122,7 @@ def test_a_wake_that_comes_early_is_kept(make_heartbeat):
         heartbeat.wait()
 
 
-def test_a_peer_that_takes_nothing_holds_nobody_up_and_misses_nothing(make_heartbeat, pair):
+def test_a_peer_that_does_not_read_delays_no_other_and_loses_no_wake(make_heartbeat, pair):
     near, far = pair
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     leader = make_heartbeat({1: near}, timeout_s=0.5)
@@ -135,7 +138,7 @@ def test_a_peer_that_takes_nothing_holds_nobody_up_and_misses_nothing(make_heart
 # -------------------------------------------------------------------- goodbyes
 
 
-def test_a_goodbye_is_no_loss_but_nobody_is_woken_any_more(make_heartbeat, losses):
+def test_after_a_goodbye_no_rank_is_lost_or_woken(make_heartbeat, losses):
     leader, first, second = trio(make_heartbeat)
     leader.wake()
     leader.close()
@@ -147,7 +150,7 @@ def test_a_goodbye_is_no_loss_but_nobody_is_woken_any_more(make_heartbeat, losse
     assert losses.is_empty()
 
 
-def test_a_rank_that_left_is_not_missed_and_cannot_be_woken(make_heartbeat, losses, pair):
+def test_a_rank_that_left_is_not_lost_and_cannot_be_woken(make_heartbeat, losses, pair):
     near, far = pair
     looks = itertools.count()
     leader = make_heartbeat({2: near}, timeout_s=0.1, clock=lambda: next(looks) and time.monotonic())
@@ -211,7 +214,7 @@ def test_a_silent_rank_is_lost(make_heartbeat, losses, pair):
     assert kinds == {BEAT}, "whoever has lost a rank says no goodbye"
 
 
-def test_silence_counts_later_while_the_ranks_load(make_heartbeat, losses, pair):
+def test_the_timeout_is_longer_while_the_ranks_load(make_heartbeat, losses, pair):
     near, far = pair
     heartbeat = make_heartbeat({1: near}, timeout_s=0.2, loading_timeout_s=600.0)
     far.sendall(message(BEAT))
@@ -229,12 +232,12 @@ def test_the_end_of_a_process_is_a_loss_while_the_ranks_load(make_heartbeat, los
     assert losses.take().endswith("its process has ended")
 
 
-def test_a_process_that_was_stopped_itself_gives_the_others_another_timeout(make_heartbeat, losses, pair):
+def test_after_a_stop_a_process_gives_its_peers_another_timeout(make_heartbeat, losses, pair):
     near, far = pair
     jump_s = 0.0
     make_heartbeat({1: near}, timeout_s=1.0, clock=lambda: time.monotonic() + jump_s)
     far.sendall(message(BEAT))
-    for _ in range(2):  # by the second, ours has been read
+    for _ in range(2):  # when the second arrives, ours has been read
         assert far.recv(len(message(BEAT))) == message(BEAT)
     jump_s = 1000.0
     assert re.search(r"silent for \d\.\d s", losses.take()), "silence of 1000 s was the process's own"
@@ -259,8 +262,8 @@ def test_a_rank_that_failed_alone_is_lost(make_heartbeat, losses, pair):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_failures_are_told_to_rank_0_with_everybodys_progress(make_heartbeat, failing):
-    """Rank 0 or rank 1 fails in iteration 4, which all get past, and in iteration 9, in which rank 2 hangs."""
+def test_failures_reach_rank_0_with_the_progress_of_all_ranks(make_heartbeat, failing):
+    """Rank 0 or 1 fails in iteration 4, which all ranks pass, and in iteration 9, in which rank 2 hangs."""
     told = Losses()
     first, second = socket.socketpair(), socket.socketpair()
     heartbeats = [
@@ -275,7 +278,7 @@ def test_failures_are_told_to_rank_0_with_everybodys_progress(make_heartbeat, fa
     assert "failed alone in iteration 9" in said
 
 
-def test_an_on_loss_that_raises_takes_nothing_with_it(make_heartbeat, pair, caplog):
+def test_an_on_loss_that_raises_does_not_end_the_heartbeat(make_heartbeat, pair, caplog):
     near, far = pair
 
     def fail(error: Unavailable) -> None:
@@ -293,7 +296,7 @@ def test_an_on_loss_that_raises_takes_nothing_with_it(make_heartbeat, pair, capl
 
 
 class Program:
-    """`tests.ranks.heartbeat_program`: a rank in a process of its own, told its progress by what it prints."""
+    """`tests.ranks.heartbeat_program` in a process of its own; its output shows its progress."""
 
     def __init__(self, rank: int, peer_of: int, timeout_s: float) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -331,7 +334,7 @@ def start_program() -> Iterator[Callable[..., Program]]:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_process_is_lost(start_program, losses, rank):
-    """Rank 2 is missed by rank 0, rank 0 by the others."""
+    """Rank 0 detects the loss of rank 2, the others that of rank 0."""
     program = start_program(rank, peer_of=0 if rank else 1)
     heartbeat = Heartbeat([program.peer], 3, 600.0, losses)
     program.process.kill()
@@ -341,7 +344,7 @@ def test_a_killed_process_is_lost(start_program, losses, rank):
     heartbeat.close()
 
 
-def test_a_stopped_process_is_lost_and_gives_up_when_it_goes_on(start_program, losses):
+def test_a_stopped_process_is_lost_and_ends_when_it_resumes(start_program, losses):
     timeout_s = 2.0
     stopped, bystander = (start_program(rank, 0, timeout_s) for rank in (1, 2))
     heartbeat = Heartbeat([stopped.peer, bystander.peer], 3, timeout_s, losses)

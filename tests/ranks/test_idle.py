@@ -1,4 +1,4 @@
-"""Ranks with nothing to do sleep, and still come when they are woken."""
+"""Idle ranks sleep, and resume when they are woken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from tests.ranks.mpirun import start_ranks
 
 _IDLE_S = 2.0
 _MOST_WAKES = 100
-"""Of all threads of a rank. Heartbeats come once a second; a loop that polls goes round thousands of times."""
+"""Bound of wakes of all threads of a rank.
+
+Heartbeats come once a second; a polling loop wakes thousands of times.
+"""
 
 
 def num_wakes(pid: int) -> int:
@@ -24,7 +27,7 @@ def test_idle_ranks_sleep_and_wake_up():
             said = [ranks.stdout.readline().split() for _ in range(3)]
             assert [word for word, _ in said] == ["asleep"] * 3, ranks.stderr.read()
             pids = [int(pid) for _, pid in said]
-            time.sleep(1.0)  # what follows upon the start
+            time.sleep(1.0)  # let the start finish
             before = [num_wakes(pid) for pid in pids]
             time.sleep(_IDLE_S)
             wakes = [num_wakes(pid) - earlier for pid, earlier in zip(pids, before)]

@@ -1,4 +1,4 @@
-"""Launch mode of the ranks: by parameters, by mpirun's environment, and errors where the two conflict."""
+"""Launch mode of the ranks: by parameters, by mpirun's environment, and errors if the two conflict."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
 
 
 class Wakes:
-    """Stand-in for the heartbeat of rank 0 and one other, which counts the wakes of Lockstep."""
+    """A fake heartbeat of rank 0 and another rank, which counts the wakes of Lockstep."""
 
     def __init__(self) -> None:
         self.num_wakes = 0
@@ -97,7 +97,7 @@ def test_followers_get_the_shared_inputs_with_one_broadcast_each():
     assert (wakes.num_wakes, wakes.num_waits) == (1, 1)
 
 
-def test_an_adapter_follows_its_iterations_message_and_is_no_part_of_it():
+def test_an_adapter_is_sent_after_its_iterations_message():
     data = bytes(range(256)) * 4096
     weights = LoraWeights(Matrix((2, len(data) // 4), "float16", RawBuffer(data)), ((1, 0, 8), (1, 1, 8)))
     stored = StoredAdapter(7, b"digest", 3, 8, weights)
@@ -117,8 +117,8 @@ def test_an_adapter_follows_its_iterations_message_and_is_no_part_of_it():
     assert len(message) < 300 and buffer == data
 
 
-def test_the_heartbeat_is_told_how_far_the_loop_has_come():
-    """A loop that begins an iteration, which it may not share, has ended those before it."""
+def test_the_heartbeat_gets_the_loops_progress():
+    """A loop that begins an iteration, shared or not, has ended the earlier ones."""
     worlds, wakes = make_worlds(2), [Wakes(), Wakes()]
 
     def work(rank: int) -> list[int]:
@@ -138,7 +138,7 @@ def test_the_heartbeat_is_told_how_far_the_loop_has_come():
 
 
 def drawn(kind: Any, rng: random.Random) -> Any:
-    """Any value of an annotation's."""
+    """Draw a value of an annotation's type."""
     if get_origin(kind) is UnionType:
         return drawn(rng.choice(get_args(kind)), rng)
     if get_origin(kind) is tuple:
@@ -162,7 +162,7 @@ def drawn(kind: Any, rng: random.Random) -> Any:
     return rng.choice(choices[kind])
 
 
-def test_every_field_of_what_is_shared_arrives():
+def test_every_field_of_an_input_arrives():
     rng = random.Random(0)
     shared = [drawn(IterationInput, rng) for _ in range(500)]
     worlds = make_worlds(2)
@@ -180,7 +180,7 @@ def test_every_field_of_what_is_shared_arrives():
     assert repr(followed) == repr(shared), "types too"
 
 
-def test_sleepers_are_in_no_broadcast_until_they_are_woken():
+def test_sleeping_ranks_join_no_broadcast_until_they_are_woken():
     worlds, wakes = make_worlds(2), Wakes()
     followed: queue.Queue[IterationInput | None] = queue.Queue()
     follower = Lockstep(worlds[1], wakes)
@@ -204,7 +204,7 @@ def test_sleepers_are_in_no_broadcast_until_they_are_woken():
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_asleep", [False, True])
-def test_after_a_loss_nobody_enters_a_broadcast(rank: int, is_asleep: bool):
+def test_after_a_loss_no_rank_enters_a_broadcast(rank: int, is_asleep: bool):
     world, wakes = make_worlds(2)[rank], Wakes()
     wakes.lost = Unavailable("rank 1 of 2 is lost")
     ranks = Lockstep(world, wakes)

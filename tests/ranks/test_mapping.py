@@ -8,7 +8,7 @@ from inflight.errors import ConfigError
 from inflight.ranks.topology import Mapping
 
 
-def test_ranks_of_a_stage_are_neighbours():
+def test_ranks_of_a_stage_have_consecutive_numbers():
     places = [(m.pp_rank, m.tp_rank) for m in (Mapping(2, 3, rank) for rank in range(6))]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert [Mapping(2, 3, rank).is_first_stage for rank in range(6)] == [
@@ -29,7 +29,7 @@ def test_ranks_of_a_stage_are_neighbours():
     ]
 
 
-def test_stages_have_all_layers_once():
+def test_each_layer_is_on_exactly_one_stage():
     assert [Mapping(1, 3, rank).layers(8) for rank in range(3)] == [(0, 3), (3, 6), (6, 8)]
     assert Mapping().layers(5) == (0, 5)
 

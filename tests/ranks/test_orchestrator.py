@@ -1,4 +1,4 @@
-"""An orchestrator with real ranks of the fake engine and without a server: in place, and by the next process."""
+"""An orchestrator of real ranks with the fake engine: restarts in place and by the next process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAKE = {"gpt_model_path": "vocab=100,step_us=1000", "tensor_parallel_size": "2",
 
 
 class Publisher:
-    """In the place of MetricsPublisher."""
+    """A fake MetricsPublisher."""
 
     def __init__(self) -> None:
         self.has_news = threading.Event()
@@ -48,7 +48,7 @@ class Publisher:
 
 
 class Guard:
-    """Remembers whom it was told of."""
+    """A fake guard that records the watched processes."""
 
     def __init__(self) -> None:
         self.launcher: ProcessId | None = None
@@ -63,7 +63,7 @@ class Guard:
 
 
 class Control:
-    """Triton's part: it loads the model's next process, here another orchestrator."""
+    """A fake of Triton's model control, which loads the model's next process, here another orchestrator."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -117,7 +117,7 @@ def submit(client: SocketEngineClient, length: int = 5) -> Inbox:
     return inbox
 
 
-def test_ranks_serve_and_are_gone_after_the_end(stage: Stage):
+def test_ranks_serve_and_end_with_the_orchestrator(stage: Stage):
     guard = Guard()
     engine = stage.make(guard)
     assert submit(engine.client).final().error is None
@@ -129,7 +129,7 @@ def test_ranks_serve_and_are_gone_after_the_end(stage: Stage):
     assert not Path(guard.folder).exists() and not Path(stage.path).exists()
 
 
-def test_a_lost_engine_comes_back_in_place(stage: Stage):
+def test_a_lost_engine_restarts_in_place(stage: Stage):
     guard = Guard()
     engine = stage.make(guard)
     in_flight, folder, first = submit(engine.client, LONG), guard.folder, stage.ranks(guard)
@@ -156,7 +156,7 @@ def test_a_lost_engine_is_started_for_the_models_next_process(stage: Stage):
     assert all(rank.wait(5) for rank in heirs_ranks) and not Path(guard.folder).exists()
 
 
-def test_pauses_grow_from_process_to_process(stage: Stage):
+def test_pauses_between_restarts_grow(stage: Stage):
     def pause_s() -> float:
         watch = EngineWatch(stage.path, PATIENCE_S)
         watch.close()
@@ -175,7 +175,7 @@ def test_pauses_grow_from_process_to_process(stage: Stage):
     assert pause_s() == 0.1
 
 
-def test_an_heir_with_another_job_starts_ranks_of_its_own(stage: Stage):
+def test_a_successor_with_other_parameters_starts_its_own_ranks(stage: Stage):
     class Changed(Control):
         def load(self) -> None:
             self.successor = self._stage.make(self.heirs_guard, gpt_model_path="vocab=50,step_us=0")
@@ -202,9 +202,7 @@ def test_a_successor_replaces_an_engine_that_is_served(stage: Stage):
     assert first_guard.launcher is not None and first_guard.launcher.wait(0)
 
 
-def test_a_model_that_does_not_load_says_why_and_leaves_nothing(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_load_has_a_reason_and_leaves_no_processes(stage: Stage, monkeypatch: pytest.MonkeyPatch):
     guard = Guard()
     monkeypatch.setattr(orchestrator_module, "WORKER_MODULE", "inflight.worker")
     with pytest.raises(ConfigError, match="/nowhere"):

@@ -1,4 +1,4 @@
-"""Ranks share a machine: cores, memory, GPUs."""
+"""Division of a machine's cores, memory and GPUs among ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def of_all(*hosts, **more) -> list[Placement]:
     return [Placement.of(rank, hosts, **more) for rank in range(len(hosts))]
 
 
-def test_ranks_are_numbered_on_each_machine_in_their_order():
+def test_ranks_are_numbered_in_order_on_each_machine():
     places = of_all(*(make_host(rank, name) for rank, name in enumerate(("ant", "bee", "ant", "bee", "ant"))))
     assert [place.local_rank for place in places] == [0, 0, 1, 1, 2]
     assert [place.ranks_on_host for place in places] == [3, 2, 3, 2, 3]
@@ -35,13 +35,13 @@ def test_network_namespaces_do_not_multiply_a_machine():
         ([range(4), range(8)], [2, 6]),
     ],
 )
-def test_a_core_is_divided_among_those_who_may_run_on_it(cores, threads):
+def test_a_core_is_divided_among_the_ranks_that_may_use_it(cores, threads):
     hosts = [make_host(rank, cores=tuple(own)) for rank, own in enumerate(cores)]
     assert [place.num_threads for place in of_all(*hosts)] == threads
     assert [place.num_threads for place in of_all(*hosts, engine_threads=3)] == [3] * len(hosts)
 
 
-def test_cores_of_another_machine_are_nobodys_business_here():
+def test_cores_of_other_machines_are_ignored():
     assert [place.num_threads for place in of_all(make_host(name="ant"), make_host(name="bee"))] == [2, 2]
 
 

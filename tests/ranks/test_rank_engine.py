@@ -1,4 +1,4 @@
-"""A rank's engine: commands and answers, errors with their codes, in order, or not at all."""
+"""A rank's engine: outcomes and errors with their codes, in order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAILED = replace(OUTPUT, failures={1: InvalidArgument("bad \udcff row"), 3: Step
 
 
 class FakeStage:
-    """Raises what is in `forward_error` and `choose_error`; notes what it is told, and what it has chosen."""
+    """A stage that raises `forward_error` and `choose_error`, and records its calls and chosen outputs."""
 
     limits = LIMITS
 
@@ -70,7 +70,7 @@ class FakeStage:
 
 
 class Wire:
-    """Link and outcomes between two stages, with nobody beside them; `settled` counts."""
+    """Link and outcomes between two stages of one rank each; `settled` counts calls."""
 
     def __init__(self) -> None:
         self.hidden: deque[torch.Tensor | None] = deque()
@@ -90,7 +90,7 @@ class Wire:
         self.settled += 1
 
     def barrier(self) -> None:
-        """Nobody else is to come."""
+        """Return at once: the stage has one rank."""
 
     def hear(self) -> bytes:
         return self.outcomes.popleft()
@@ -167,7 +167,7 @@ def test_a_row_that_fails_alone_fails_on_every_rank(pair: Pair) -> None:
         ),
     ],
 )
-def test_an_error_is_the_same_on_all_ranks(pair: Pair, error: Exception, expected: RequestError) -> None:
+def test_an_error_is_raised_on_all_ranks(pair: Pair, error: Exception, expected: RequestError) -> None:
     pair.stages[1].choose_error = error
     batch = ScheduledBatch(3)
     errors = pair.errors(batch, pair.forward(batch))
@@ -184,7 +184,7 @@ def test_an_output_that_cannot_be_sent_is_an_error_on_all_ranks(pair: Pair) -> N
 
 
 def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
-    """The last stage does not compute, and says so; the next batch is well."""
+    """The last stage does not compute and reports the error; the next batch succeeds."""
     pair.stages[0].forward_error = ValueError("broken")
     failed = ScheduledBatch(0)
     begun = pair.forward(failed)
@@ -205,7 +205,7 @@ def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
     assert outputs == [ModelOutput(1)] * 2
 
 
-def test_a_rank_that_is_told_of_another_iteration_is_of_no_more_use(pair: Pair) -> None:
+def test_a_rank_that_hears_another_iterations_outcome_is_unusable(pair: Pair) -> None:
     first, second = (ScheduledBatch(iteration) for iteration in (0, 1))
     flight = pair.ranks[0].forward(first)
     other = Pair()
@@ -221,7 +221,7 @@ def test_a_rank_that_is_told_of_another_iteration_is_of_no_more_use(pair: Pair) 
     assert len(pair.wire.hidden) == 1, "it takes no part any more"
 
 
-def test_a_rank_that_cannot_take_an_outcome_is_of_no_more_use(pair: Pair) -> None:
+def test_a_rank_that_cannot_apply_an_outcome_is_unusable(pair: Pair) -> None:
     batch = ScheduledBatch(0, starts=(SlotStart(0, Request(1, (1,), 1)),))
     begun = pair.forward(batch)
     pair.stages[0].remember = None

@@ -1,4 +1,4 @@
-"""Sums over ranks that are recorded with the layers: by a tape over gloo, by CUDA graphs over NCCL on two GPUs."""
+"""Sums over ranks recorded with the layers: by a tape over gloo, by CUDA graphs over NCCL on two GPUs."""
 
 from __future__ import annotations
 

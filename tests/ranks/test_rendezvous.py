@@ -1,4 +1,4 @@
-"""Rank 0 and the others find each other, and nobody else gets in between."""
+"""Rendezvous of rank 0 and the others, and refusal of strangers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def closing(met: list[tuple[Peer, ...]]) -> Iterator[list[tuple[Peer, ...]]]:
 
 
 def assert_connected(met: list[tuple[Peer, ...]]) -> None:
-    """Rank 0 with each of the others, and each knows who the other is."""
+    """Assert that rank 0 is connected with each other rank, under the right numbers."""
     leaders, *others = met
     assert [(peer.rank, peer.host.pid) for peer in leaders] == [(1, 1), (2, 2)]
     for mine, (theirs,) in zip(leaders, others):
@@ -64,7 +64,7 @@ def test_ranks_of_several_networks_meet_at_rank_0s_addresses():
 
 @dataclass
 class Meddled(ThreadWorld):
-    """A world in which something happens to rank 0's message before a rank acts upon it."""
+    """A world that changes rank 0's message before a rank reads it."""
 
     def __init__(self, world: ThreadWorld, meddle: Callable[[dict], dict]) -> None:
         self.rank, self.size = world.rank, world.size
@@ -82,7 +82,7 @@ def call(port: int, said: bytes) -> socket.socket:
     return connection
 
 
-def test_strangers_who_call_change_nothing():
+def test_strangers_that_connect_are_ignored():
     strangers: list[socket.socket] = []
 
     def come_first(invitation: dict) -> dict:
@@ -108,7 +108,7 @@ def test_strangers_who_call_change_nothing():
             assert stranger.recv(100) == b"", "a stranger was told something"
 
 
-def test_a_secret_of_another_start_is_a_strangers():
+def test_a_rank_of_another_start_is_refused():
     worlds = make_worlds(3)
     other = Meddled(worlds[1], lambda invitation: {**invitation, "secret": bytes(32)})
     outcomes: list[object] = [None] * 3
@@ -129,7 +129,7 @@ def test_a_secret_of_another_start_is_a_strangers():
 
 @pytest.fixture
 def impostor() -> Iterator[Callable[[int], str]]:
-    """Listens at another address of the same port and says what it likes; returns the address."""
+    """Listen at another address on the same port, send arbitrary messages, and return the address."""
     listening = socket.socket()
 
     def serve() -> None:
@@ -153,7 +153,7 @@ def impostor() -> Iterator[Callable[[int], str]]:
     listening.close()
 
 
-def test_a_stranger_at_an_address_is_left_for_the_next_one(impostor):
+def test_a_stranger_at_an_address_is_skipped(impostor):
     worlds = make_worlds(2)
 
     def mislead(invitation: dict) -> dict:
@@ -166,7 +166,7 @@ def test_a_stranger_at_an_address_is_left_for_the_next_one(impostor):
         assert met[1][0].leader_address == "127.0.0.1"
 
 
-def test_a_rank_that_reaches_nobody_says_what_it_tried():
+def test_a_rank_that_reaches_no_peer_lists_the_addresses_tried():
     worlds = make_worlds(2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -184,7 +184,7 @@ def test_a_rank_that_reaches_nobody_says_what_it_tried():
 # -------------------------------------------------------------------- hosts
 
 
-def test_this_host_is_told_as_it_is():
+def test_this_host_is_described():
     worlds = make_worlds(2)
     host = on_all(2, lambda rank: gather_hosts(worlds[rank]))[1][0]
     assert host == this_host()
@@ -202,7 +202,7 @@ def test_ranks_share_a_machine_by_name_and_a_network_by_namespace():
     assert not one.shares_network_with(make_host(2, name="bee"))
 
 
-def test_own_addresses_are_numeric_and_not_the_loopbacks():
+def test_own_addresses_are_numeric_and_not_loopback():
     for address in own_addresses():
         assert socket.inet_aton(address)
         assert not address.startswith("127.")

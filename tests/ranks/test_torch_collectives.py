@@ -1,4 +1,4 @@
-"""torch.distributed between ranks that mpirun starts: over gloo, and over NCCL where there are two GPUs."""
+"""torch.distributed between ranks under mpirun: over gloo, and over NCCL with two GPUs."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 
 def mpirun(hosts: TwoHosts, *program: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    """One rank on each host."""
+    """Run one rank on each host."""
     command = [find_mpirun(), "--allow-run-as-root", *hosts.mpirun_arguments, "-n", "2", *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -78,7 +78,7 @@ print(completion(sys.argv[1], input_ids=[3, 1, 4, 1, 5], request_output_len=24, 
 
 
 def ask(url: str, *on_host: str) -> list[int]:
-    """Greedy tokens, of a client on that host."""
+    """Return the greedy tokens that a client on that host gets."""
     command = [*on_host, sys.executable, "-c", CLIENT, url]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def ask(url: str, *on_host: str) -> list[int]:
 
 @contextmanager
 def serve_on(hosts: TwoHosts, mode: str) -> Iterator[subprocess.Popen[str]]:
-    """`scripts/serve` on the first host, with two ranks."""
+    """Start `scripts/serve` on the first host, with two ranks."""
     ports = [word for service in ("http", "grpc", "metrics") for word in (f"--{service}-port", "0")]
     arguments = ["--tp", "2", "--mode", mode, "--dtype", "float32", *ports, "--no-openai"]
     cache = ["--set", "max_tokens_in_paged_kv_cache=4096"]
@@ -104,17 +104,18 @@ def serve_on(hosts: TwoHosts, mode: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def workers_of(host: str) -> list[int]:
-    """Process ids of ranks on a host, by its network namespace."""
+    """Return the process ids of a host's ranks, by its network namespace."""
     listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True, check=True)
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in listed.stdout.split()}
     return [pid for pid, words in commands.items() if words.split(b"\0")[1:3] == [b"-m", b"inflight.worker"]]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("mode", "ranks"), with_all([("orchestrator", (1, 1)), ("leader", (0, 1))], ["orchestrator"])
 )
-def test_one_model_over_two_hosts_gives_the_tokens_of_one(
+def test_a_model_on_two_hosts_gives_the_tokens_of_one(
     hosts: TwoHosts, mode: str, ranks: tuple[int, int]
 ) -> None:
     with serve(dtype="float32") as alone:
@@ -138,7 +139,7 @@ world.leave()
 """
 
 
-def test_a_shared_memory_folder_of_another_host_is_forgotten(tmp_path: Path) -> None:
+def test_a_shared_memory_folder_of_another_host_is_ignored(tmp_path: Path) -> None:
     environment = {**os.environ, "OMPI_MCA_btl_sm_backing_directory": str(tmp_path / "elsewhere")}
     done = subprocess.run(
         [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-c", JOIN],

@@ -12,7 +12,7 @@ PATIENCE_S = 30.0
 
 
 class ThreadWorld:
-    """In the place of `inflight.ranks.mpi.MpiWorld` for one rank."""
+    """A replacement of `inflight.ranks.mpi.MpiWorld` for one rank."""
 
     def __init__(self, rank: int, size: int, messages: list[bytes], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -39,7 +39,7 @@ class ThreadWorld:
 
 
 def make_worlds(size: int) -> list[ThreadWorld]:
-    """By rank."""
+    """Make a world for each rank."""
     messages, barrier = [b""] * size, threading.Barrier(size)
     return [ThreadWorld(rank, size, messages, barrier) for rank in range(size)]
 

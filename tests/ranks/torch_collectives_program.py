@@ -1,6 +1,7 @@
 """Program of every rank of a test: `python -m tests.ranks.torch_collectives_program TP PP DEVICE`, by mpirun.
 
-Every rank prints one JSON line. Rank r's tensors are `mine(r, …)`, so that the test can compute everybody's.
+Every rank prints one line of JSON. Rank r's tensors are `mine(r, …)`, so that the test can compute those of
+all ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from inflight.ranks.topology import Mapping, Placement
 DTYPES = ("float32", "bfloat16", "float16")
 NUM_HIDDENS = 7
 FAILED = 4
-"""The hidden state that there is not."""
+"""Number of the hidden state that is not sent."""
 
 
 def mine(rank: int, dtype: str, *shape: int) -> Tensor:
-    """Whole numbers, whose sums are exact in every dtype; [*shape], not contiguous."""
+    """Return integers [*shape], not contiguous, whose sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(rank)
     values = torch.randint(-8, 8, shape[::-1], generator=generator)
     return values.to(getattr(torch, dtype)).permute(*reversed(range(len(shape))))
 
 
 def hidden(tp_rank: int, index: int) -> Tensor:
-    """The first stage's; shapes differ from one to the next."""
+    """Return the first stage's hidden state of a number; shapes differ."""
     return mine(100 * index + tp_rank, "float32", 3 + index, 16)
 
 
 def pass_on(mapping: Mapping, link, device: torch.device) -> list[list[list[float]] | None]:
-    """The first stage's hidden states from stage to stage, each of which adds one; what this stage sent or has."""
+    """Pass hidden states from stage to stage, adding one in each.
+
+    Return those that this stage sent or has.
+    """
     seen = []
     for index in range(NUM_HIDDENS):
         if mapping.is_first_stage:

@@ -1,6 +1,6 @@
 """Two hosts on one machine: a network namespace each, with a cable between them, a name and a /dev/shm of its own.
 
-mpirun reaches the second one by a script in ssh's place. Needs root, and ip and unshare.
+mpirun reaches the second host by a script instead of ssh. Needs root, ip and unshare.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ exit 255
 
 
 class NoHosts(Exception):
-    """Raised where two hosts cannot be made; the message has the reason."""
+    """Raised if two hosts cannot be made; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class TwoHosts:
-    """Running.
+    """Two running hosts.
 
     Attributes:
-        names: Of the hosts, and of their network namespaces.
-        addresses: Theirs.
-        hostfile: mpirun's, one slot each.
-        agent: In ssh's place.
+        names: Names of the hosts and of their network namespaces.
+        addresses: Addresses of the hosts.
+        hostfile: mpirun's hostfile, one slot per host.
+        agent: The script that replaces ssh.
     """
 
     names: tuple[str, str]
@@ -56,13 +56,13 @@ class TwoHosts:
         return ["--hostfile", str(self.hostfile), "--prtemca", "plm_ssh_agent", str(self.agent)]
 
     def on_first(self, command: Sequence[str]) -> list[str]:
-        """`command`, to be run on the first host."""
+        """Return the command line that runs `command` on the first host."""
         return [str(self._on_host), self.names[0], *command]
 
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Make two hosts for the length of the `with`; raises NoHosts. `folder` takes the scripts."""
+    """Make two hosts for the duration of the `with`; raises NoHosts. Scripts are written to `folder`."""
     _check()
     pid = os.getpid()
     names = (f"inflight-{pid}-a", f"inflight-{pid}-b")

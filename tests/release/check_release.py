@@ -1,6 +1,6 @@
-"""An engine that lives in this process: what it takes it gives back, in the end or with requests in flight.
+"""An engine in this process releases all its resources at the end, idle or with requests in flight.
 
-Through the composition root, with the fake engine and with the demo model; a loop that hangs is the fake engine's.
+It is made by the composition root, with the fake engine and with the demo model. The fake engine can hang.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ENGINES = {
     "demo": {"dtype": "float32", "engine_threads": "1"},
 }
 LOADS: dict[str, LoadModel] = {"fake": load_fake, "demo": load_model}
-# Eight lives of the demo model have 100 MB of weights.
+# Eight loads of the demo model have 100 MB of weights.
 MEMORY_KIB = {"fake": 4 << 10, "demo": 64 << 10}
 
 
@@ -73,7 +73,7 @@ def num_native_threads() -> int:
 
 
 def resident_kib() -> int:
-    """Without what the C library has free, which grows and shrinks with the tests that ran before."""
+    """Return resident memory without the C library's free memory, which depends on earlier tests."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
@@ -96,7 +96,7 @@ def build(kind: str, path: str) -> RunningEngine:
 
 
 def live(kind: str, path: str) -> tuple[list[int], list[weakref.ref]]:
-    """From the first request to the end: greedy tokens, and what must be gone."""
+    """Run an engine from the first request to its end; return greedy tokens, and objects to be freed."""
     engine = build(kind, path)
     front_end = SocketEngineClient(path)
     clients = [engine.client, front_end]
@@ -127,17 +127,17 @@ def test_ten_engines_leave_no_threads_files_or_memory(path, kind):
         gc.collect()
         assert [part() for part in parts if part() is not None] == []
         assert threads() <= threads_before
-        if number == 1:  # what the first use of a library takes, the first lives have taken
+        if number == 1:  # the first runs include the first use of libraries
             files, native_threads, memory = num_files(), num_native_threads(), resident_kib()
     assert num_files() == files
-    # A thread that Python has joined may need a moment more to be gone.
+    # A thread that Python has joined may take a moment more to disappear.
     assert eventually(lambda: num_native_threads() <= native_threads)
     assert resident_kib() < memory + MEMORY_KIB[kind]
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_closing_with_requests_in_flight_answers_each_once_and_frees_their_blocks(path, kind):
-    """Streams, a beam search and requests that wait for room, from this process and over the socket."""
+def test_close_answers_each_request_in_flight_once_and_frees_its_blocks(path, kind):
+    """There are streams, a beam search and waiting requests, from this process and over the socket."""
     threads_before = threads()
     engine = build(kind, path)
     front_end = SocketEngineClient(path)
@@ -158,7 +158,7 @@ def test_closing_with_requests_in_flight_answers_each_once_and_frees_their_block
 
 
 class Hanging:
-    """A forward pass that begins and does not end until it is let go."""
+    """A forward pass that hangs until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.let_go = threading.Event(), threading.Event()
@@ -181,7 +181,7 @@ def hanging(monkeypatch) -> Iterator[Hanging]:
     hanging.let_go.set()
 
 
-def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
+def test_a_hanging_loop_answers_all_requests(path, hanging, caplog):
     threads_before = threads()
     engine = build("fake", path)
     front_end = SocketEngineClient(path)
@@ -201,7 +201,7 @@ def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
     engine._manager._thread.join(10)
     assert engine.close() is True
     for inbox in inboxes:
-        inbox.final()  # and nothing came behind it
+        inbox.final()  # no response may follow
     parts = parts_of(engine)
     front_end.close()
     del engine
@@ -210,8 +210,8 @@ def test_a_loop_that_hangs_keeps_nobody_waiting(path, hanging, caplog):
     assert threads() <= threads_before
 
 
-def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
-    """A new process finds the last one's socket, between two engines of one process."""
+def test_a_successor_ends_a_hanging_engine(path, hanging, monkeypatch):
+    """A new process finds the last one's socket, also between two engines of one process."""
     from inflight.endpoint import client as endpoint_client
 
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
@@ -228,7 +228,7 @@ def test_a_successor_ends_an_engine_that_hangs(path, hanging, monkeypatch):
     monkeypatch.setattr(factory, "_LOOP_END_S", 10.0)
     successor = build("fake", path)
     again = Inbox()
-    front_end.submit(make_request(50), again)  # it finds the new one by itself
+    front_end.submit(make_request(50), again)  # the client finds the new engine by itself
     assert again.final().error is None
     front_end.close()
     assert engine.close() is True and successor.close() is True

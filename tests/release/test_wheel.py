@@ -1,4 +1,4 @@
-"""The wheel of scripts/wheel serves where there is no compiler, by the layers that it brings."""
+"""The wheel of scripts/wheel serves without a compiler, with the compiled layers that it contains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = (1, 2, 3, 4)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The one for this machine."""
+    """Build the wheel for this machine, and return its path."""
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([ROOT / "scripts" / "wheel", folder], check=True, timeout=3600)
     (found,) = folder.glob(f"inflight-*_{os.uname().machine}.whl")
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Installation:
-    """An environment with the wheel, whose PATH has nothing but its own programs; what it needs is the tests'."""
+    """An environment with the wheel and the tests' dependencies, whose PATH has only its own programs."""
 
     def __init__(self, wheel: Path, folder: Path) -> None:
         venv.create(folder / "venv", symlinks=True)
@@ -44,7 +44,7 @@ class Installation:
         (self.packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
 
     def run(self, *arguments: str, **variables: str) -> str:
-        """Run its Python and return what that prints."""
+        """Run the environment's Python and return its output."""
         environment = {"PATH": str(self._bin), "XDG_CACHE_HOME": str(self.cache), "HOME": "/", **variables}
         command = [self._bin / "python", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd="/")
@@ -57,12 +57,12 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
     return Installation(wheel, tmp_path_factory.mktemp("installation"))
 
 
-def test_it_names_the_c_library_that_its_libraries_need(wheel: Path) -> None:
+def test_the_wheels_name_has_the_c_library_it_needs(wheel: Path) -> None:
     assert "-py3-none-manylinux_2_" in wheel.name
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_it_serves_without_a_compiler(installation: Installation, tmp_path: Path, kind: str) -> None:
+def test_the_wheel_serves_without_a_compiler(installation: Installation, tmp_path: Path, kind: str) -> None:
     is_int8 = kind == "int8"
     dtype = "bfloat16" if is_int8 else kind
     folder = make_model(
@@ -94,7 +94,7 @@ print(response.result.output_token_ids[0])
 """
 
 
-def test_the_doctor_says_what_computes_the_layers(installation: Installation) -> None:
+def test_the_doctor_reports_the_wheels_compiled_layers(installation: Installation) -> None:
     findings = json.loads(installation.run("-m", "inflight.doctor", "--json"))["findings"]
     layers = {each["name"]: each["says"] for each in findings if each["name"].startswith("CPU layers")}
     for kind, (dtype, int8) in {"float32": ("float32", False), "int8": ("bfloat16", True)}.items():
@@ -102,7 +102,7 @@ def test_the_doctor_says_what_computes_the_layers(installation: Installation) ->
         assert layers[f"CPU layers, {kind}"] == expected
 
 
-def test_libraries_of_the_wheel_are_not_used_where_a_local_build_is_asked_for(
+def test_the_wheels_libraries_are_not_used_if_a_local_build_is_requested(
     installation: Installation,
 ) -> None:
     program = "from inflight.engine.cpu import library; print(library.foresee('float32'))"

@@ -1,4 +1,4 @@
-"""Kernels that read rows of logits: torch's operators, and compiled code where this machine has it."""
+"""Kernels on rows of logits: torch's operators, and compiled code if this machine supports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sampling import factories
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("native", marks=needs_native)])
 def row_kernels(request: pytest.FixtureRequest) -> Iterator[RowKernels]:
-    """For a module whose rows are to be chosen by both."""
+    """Run a module's tests with both kinds of kernels."""
     if request.param == "torch":
         yield factories.ROW_KERNELS[-1]
         return

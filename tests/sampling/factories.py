@@ -1,4 +1,4 @@
-"""Short ways to run the pipeline on rows of one's own."""
+"""Short ways to run the pipeline on given rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_request(
     num_table_rows: int = 0,
     **sampling: Any,
 ) -> Request:
-    """With `num_table_rows`, so many ids beyond the vocabulary may be in the prompt."""
+    """A request; `num_table_rows` is the number of ids beyond the vocabulary that its prompt may have."""
     draft = None
     if drafts is not None:
         logits = None if draft_logits is None else floats(draft_logits)
@@ -62,7 +62,7 @@ def make_request(
 
 
 def make_table(num_rows: int) -> PromptTable:
-    """A table that no model looks at."""
+    """A prompt table for tests without a model."""
     return PromptTable.of(Matrix((num_rows, 1), "float32", RawBuffer(bytes(4 * num_rows))))
 
 
@@ -93,7 +93,7 @@ def make_sampler(
 
 
 def start_batch(rows: Sequence[Row], slots: Sequence[int] | None = None) -> tuple[ScheduledBatch, np.ndarray]:
-    """A batch in which every row starts, with its positions; rows with drafts come first, as chunks."""
+    """Make a batch in which every row starts, and its positions; rows with drafts come first, as chunks."""
     slots = range(len(rows)) if slots is None else slots
     placed = sorted(zip(rows, slots, strict=True), key=lambda item: not item[0].drafts)
     assert [row for row, _ in placed] == list(rows), "rows with drafts come first"
@@ -123,7 +123,7 @@ def decode_rows(
 
 
 def choose_tokens(logits: Tensor, rows: Sequence[Row]) -> list[int | None]:
-    """The tokens of rows without drafts; None where every token is banned."""
+    """Return the tokens of rows without drafts; None if every token is banned."""
     return [tokens[0] if tokens else None for tokens in decode_rows(logits, rows).token_ids]
 
 
@@ -134,7 +134,7 @@ def beams_of(
     scores: Sequence[float],
     num_candidates: int,
 ) -> BeamCandidates:
-    """The candidates of one search with a slot for each of `tokens`."""
+    """Return the candidates of one search with a slot for each of `tokens`."""
     sampler = make_sampler(len(scores), logits.shape[-1], logits.device)
     generated = [tuple(beam[request.prompt_length :]) for beam in tokens]
     batch, positions = start_batch([Row(request, beam) for beam in generated])

@@ -1,4 +1,4 @@
-"""Whether a row's token is beyond doubt: float32 and float64 may differ at a tie, at an edge, and at a draw."""
+"""Checks that rounding cannot change a row's token, as it may at ties, filters and draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARGIN = 1e-5
 def is_decided(
     logits: Sequence[float], request: Request, tokens: Sequence[int], sequence_index: int = 0
 ) -> bool:
-    """Whether no rounding of the reference's arithmetic leads to another token."""
+    """Whether rounding of the reference's arithmetic cannot lead to another token."""
     sampling = request.sampling
     row = reference.process(logits, request, tokens)
     if max(row) == reference.BANNED:
@@ -35,12 +35,12 @@ def is_decided(
 
 
 def is_apart(a: float, b: float) -> bool:
-    """Whether two values are the same or clearly not."""
+    """Whether two values are equal or clearly different."""
     return a == b or math.isinf(a) or math.isinf(b) or abs(a - b) > MARGIN * max(1.0, abs(a), abs(b))
 
 
 def draw_is_clear(probabilities: dict[int, float], number: float) -> bool:
-    """Whether a draw is nowhere near the border between two tokens."""
+    """Whether a draw is not near the border between two tokens."""
     cumulative = 0.0
     for _, probability in sorted(probabilities.items()):
         cumulative += probability

@@ -1,4 +1,4 @@
-"""Random requests and logits in which every parameter of the pipeline occurs, alone and together."""
+"""Random requests and logits with every parameter of the pipeline, alone and combined."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FEATURES = [
 
 @st.composite
 def requests(draw: st.DrawFn, vocab_size: int, **always: object) -> Request:
-    """A request with some of everything; few of the parameters are set at a time, or all would ban everything.
+    """Draw a request with a few parameters set; with many set, all tokens would be banned.
 
     Some prompts have ids beyond the vocabulary, which stand for rows of a table.
     """
@@ -74,7 +74,7 @@ def requests(draw: st.DrawFn, vocab_size: int, **always: object) -> Request:
 
 @st.composite
 def logits_rows(draw: st.DrawFn, num_rows: int, vocab_size: int) -> list[list[float]]:
-    """Multiples of 1/64, so that none are nearly equal, and few distinct values among them, so that many are."""
+    """Draw few distinct multiples of 1/64, so that many values are equal and none nearly equal."""
     numbers = random.Random(draw(st.integers(0, 2**32)))
     few = (-3.0, -1.5, 0.0, 0.25, 1.0, 2.0, 4.0)
     return [

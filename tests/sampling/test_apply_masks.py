@@ -1,4 +1,4 @@
-"""Masks on rows of logits beside plain numpy, a bit at a time: by torch's operators and by compiled code."""
+"""Masks on rows of logits, by torch's operators and by compiled code, compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Mask = NDArray[np.bool_]
 
 
 def make_allowed(kind: str, size: int, numbers: np.random.Generator) -> Mask:
-    """[size] which tokens may come."""
+    """Draw allowed tokens, [size] bool."""
     places = np.arange(size)
     return {
         "all": places >= 0,
@@ -39,14 +39,14 @@ def make_allowed(kind: str, size: int, numbers: np.random.Generator) -> Mask:
 
 
 def pack(allowed: Mask, numbers: np.random.Generator, num_words: int) -> NDArray[np.int32]:
-    """Words as `apply_masks` takes them, with anything behind the vocabulary."""
+    """Pack masks into words for `apply_masks`, with random bits after the vocabulary."""
     bits = numbers.random((len(allowed), 32 * num_words)) < 0.5
     bits[:, : allowed.shape[1]] = allowed
     return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
 def make_logits(size: int, numbers: np.random.Generator) -> NDArray[np.float32]:
-    """Rows of which some are impossible already, and many are equal."""
+    """Draw rows of logits with some -inf and many equal values."""
     logits = numbers.normal(size=(NUM_ROWS, size)).astype(np.float32)
     logits[::2] = np.round(logits[::2])
     logits[1::3][numbers.random(logits[1::3].shape) < 0.3] = -np.inf
@@ -57,7 +57,7 @@ def make_logits(size: int, numbers: np.random.Generator) -> NDArray[np.float32]:
 def expect(
     logits: NDArray[np.float32], indices: list[int], allowed: Mask
 ) -> tuple[NDArray[np.float32], list[int | None]]:
-    """Logits, and the first of the likeliest tokens of each masked row, None where none is possible."""
+    """Return expected logits, and each masked row's first likeliest token, None if all are -inf."""
     logits, tokens = logits.copy(), []
     for index, of_row in zip(indices, allowed):
         logits[index, ~of_row] = -np.inf
@@ -67,7 +67,7 @@ def expect(
 
 
 def as_rows(logits: NDArray[np.float32], offset: int = 0) -> Rows:
-    """Rows whose logits begin `offset` floats into 64 aligned bytes."""
+    """Copy rows to memory that begins `offset` floats after a 64-byte boundary."""
     memory = torch.zeros(logits.size + 32)
     first = -memory.data_ptr() // 4 % 16 + offset
     placed = memory[first : first + logits.size].view(logits.shape)
@@ -132,7 +132,7 @@ def test_masks_may_end_with_the_vocabulary_or_later(row_kernels: RowKernels, spa
 def test_masks_of_another_shape_are_an_error_and_change_nothing(
     row_kernels: RowKernels, shape: tuple[int, int]
 ) -> None:
-    """Compiled code would read other memory."""
+    """Compiled code would read outside of the masks."""
     rows = as_rows(np.ones((NUM_ROWS, 77), np.float32))
     with pytest.raises(ValueError, match=rf"masks are \[{shape[0]}, {shape[1]}\] words for 3 rows of 77 log"):
         row_kernels.apply_masks(rows, np.array([0, 4, 8]), np.zeros(shape, np.int32))
@@ -140,7 +140,7 @@ def test_masks_of_another_shape_are_an_error_and_change_nothing(
 
 
 @pytest.mark.parametrize("indices", [[0], [8, 0, 3], list(range(NUM_ROWS))])
-def test_the_likeliest_tokens_of_some_rows(row_kernels: RowKernels, indices: list[int]) -> None:
+def test_the_likeliest_tokens_of_selected_rows(row_kernels: RowKernels, indices: list[int]) -> None:
     for size in SIZES:
         logits = make_logits(size, np.random.default_rng(size))
         found = row_kernels.find_likeliest(as_rows(logits), np.array(indices)).tolist()

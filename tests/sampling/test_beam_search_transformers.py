@@ -27,7 +27,7 @@ Processors = transformers.LogitsProcessorList
 
 @pytest.fixture(scope="module")
 def model() -> transformers.PreTrainedModel:
-    torch.set_num_threads(1)  # a model this small only waits for others
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     torch.manual_seed(20)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -57,7 +57,7 @@ def search(
     request: Request,
     process: Callable[[Tensor, Tensor], Tensor] = lambda ids, logits: logits,
 ) -> list[Hypothesis]:
-    """Search as the device does for a beam group, with every beam computed from its first token."""
+    """Search as the device does for a beam group, computing every beam from its first token."""
     beams = BeamSearch(request)
     while not beams.done:
         rows = [request.input_token_ids + beams.row_tokens(row) for row in range(beams.num_rows)]
@@ -80,7 +80,7 @@ def search(
 def generate(
     model: transformers.PreTrainedModel, request: Request, **options
 ) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The generated tokens, without end ids and padding, and the scores."""
+    """Return the generated tokens, without end ids and padding, and the scores."""
     sampling = request.sampling
     output = model.generate(
         torch.tensor([request.input_token_ids]),
@@ -98,7 +98,7 @@ def generate(
         use_cache=False,
         **options,
     )
-    lengths = (output.beam_indices >= 0).sum(1).tolist()  # the end id counted
+    lengths = (output.beam_indices >= 0).sum(1).tolist()  # the end id counts
     tokens = []
     for row, length in zip(output.sequences[:, request.prompt_length :].tolist(), lengths):
         generated = tuple(row[:length])
@@ -113,7 +113,7 @@ def assert_same(found: list[Hypothesis], expected: tuple[list[tuple[int, ...]], 
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("length_penalty", with_all([0.0, 0.7, 1.0, 2.0], [0.7, 2.0]))
 @pytest.mark.parametrize("beam_width", with_all(range(2, 9), [2, 5]))
 def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_penalty, early_stopping):
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
@@ -133,7 +133,7 @@ def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_p
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("num_return_sequences", with_all([1, 2, 5], [2]))
-def test_as_many_come_back_as_asked_for(model, num_return_sequences, early_stopping):
+def test_the_requested_number_of_beams_is_returned(model, num_return_sequences, early_stopping):
     request = make_request(
         PROMPTS[0],
         SEVERAL_END_IDS,
@@ -157,8 +157,8 @@ def test_without_end_ids_every_beam_reaches_the_length(model, beam_width):
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("beam_width", with_all([2, 3, 5], [3]))
-def test_hard_masks(model, beam_width, early_stopping):
-    """min_new_tokens and no_repeat_ngram, with what is left of the probabilities adding up to one again."""
+def test_bans_renormalize_as_in_transformers(model, beam_width, early_stopping):
+    """After bans by min_new_tokens and no_repeat_ngram the other probabilities add up to one again."""
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
         processors = Processors(
             [
@@ -175,7 +175,7 @@ def test_hard_masks(model, beam_width, early_stopping):
 
 
 class _StopAtWords(transformers.StoppingCriteria):
-    """Stop words as transformers has its stop strings, a criterion for each row; they count after `after`."""
+    """Stop words as a stopping criterion of transformers, for each row; they count after `after` tokens."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...], prompt_length: int, after: int = 0) -> None:
         self._words, self._prompt_length, self._after = words, prompt_length, after
@@ -193,7 +193,7 @@ class _StopAtWords(transformers.StoppingCriteria):
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("beam_width", with_all([2, 4], [4]))
 def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stopping):
-    """So many of them that sometimes fewer than K candidates are left to run on."""
+    """There are so many stop words that sometimes fewer than K candidates can continue."""
     reasons = set()
     for prompt, num_words in product(PROMPTS, (4, 24)):
         words = tuple((token_id,) for token_id in range(1, 1 + num_words)) + ((40, 41), (27, 41, 30))
@@ -215,7 +215,7 @@ def test_stop_words_finish_a_beam_as_end_ids_do(model, beam_width, early_stoppin
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
 @pytest.mark.parametrize("beam_width", with_all([2, 3, 5], [3]))
 def test_no_beam_ends_before_min_tokens(model, beam_width, early_stopping):
-    """Neither by an end id, which is banned until then, nor by a stop word, which the beam goes on behind."""
+    """End ids are banned until then, and beams continue after stop words."""
     lengths: list[int] = []
     least, reasons = 5, set()
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):
@@ -235,8 +235,8 @@ def test_no_beam_ends_before_min_tokens(model, beam_width, early_stopping):
     assert min(lengths) >= least
 
 
-def test_the_cases_reach_every_ending(model):
-    """Comparisons in which no beam ever ended early would prove little."""
+def test_the_cases_cover_every_ending(model):
+    """Beams must also end early in the comparisons."""
     reasons, lengths = set(), set()
     for prompt, penalty in product(PROMPTS, (0.0, 2.0)):
         request = make_request(prompt, SEVERAL_END_IDS, beam_width=4, length_penalty=penalty)
@@ -263,7 +263,7 @@ def test_early_stopping_makes_a_difference(model):
     assert len(set(found)) > 1
 
 
-def test_log_probs_are_the_models_and_add_up_but_for_the_end_id(model):
+def test_log_probs_are_the_models_and_their_sum_excludes_the_end_id(model):
     request = make_request(PROMPTS[0], SEVERAL_END_IDS, beam_width=4)
     for hypothesis in search(model, request):
         ids = torch.tensor([request.input_token_ids + hypothesis.token_ids])

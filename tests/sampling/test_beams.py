@@ -1,4 +1,4 @@
-"""Candidates of beam searches against the reference, and what beams take over from one another."""
+"""Candidates of beam searches compared with the reference, and state that moves between beams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("row_kernels")
 
 @given(st.data())
 @settings(max_examples=examples(fast=80, all=200), deadline=None, derandomize=True)
-def test_candidates_are_the_reference_s(data: st.DataObject) -> None:
+def test_candidates_are_those_of_the_reference(data: st.DataObject) -> None:
     vocab_size, width = data.draw(st.sampled_from([4, 20])), data.draw(st.integers(1, 4))
     request = data.draw(requests(vocab_size, beam_width=max(2, width)))
     rows = data.draw(logits_rows(width, vocab_size))
@@ -83,7 +83,7 @@ def _check_details(got: BeamCandidates, rows: list[list[float]], request: Reques
 
 
 def test_scores_are_added_as_transformers_adds_them() -> None:
-    """float32 log_softmax, plus the score in float32, top-k over all beams: the same bits."""
+    """float32 log_softmax plus the score in float32, top-k over all beams, are bitwise equal."""
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 3
     scores = torch.tensor([-1.25, -2.5, -3.3, -9.1])
     request = make_request(beam_width=4)
@@ -93,20 +93,20 @@ def test_scores_are_added_as_transformers_adds_them() -> None:
     assert got.rows == tuple((where // 1000).tolist()) and got.token_ids == tuple((where % 1000).tolist())
 
 
-def test_equal_ranks_come_by_row_then_token() -> None:
+def test_equal_ranks_are_ordered_by_row_then_token() -> None:
     got = beams_of(torch.zeros(3, 4), make_request(beam_width=3), [[0, 1]] * 3, [-1.0, -1.0, -1.0], 6)
     assert got.rows == (0, 0, 0, 0, 1, 1)
     assert got.token_ids == (0, 1, 2, 3, 0, 1)
 
 
-def test_diversity_ranks_and_does_not_score() -> None:
+def test_diversity_changes_ranks_and_not_scores() -> None:
     request = make_request(beam_width=2, beam_search_diversity_rate=1.0)
     got = beams_of(torch.zeros(2, 4), request, [[0, 1]] * 2, [-1.0, -1.5], 5)
     assert got.rows == (1, 1, 1, 1, 0)
     assert got.scores == pytest.approx([-1.5 - np.log(4)] * 4 + [-1.0 - np.log(4)], abs=1e-6)
 
 
-def test_banned_tokens_are_impossible_and_no_error() -> None:
+def test_banned_tokens_are_never_candidates() -> None:
     request = make_request(beam_width=2, bad_words=[(token,) for token in range(4)])
     got = beams_of(torch.randn(2, 4), request, [[0, 1]] * 2, [-1.0, -1.5], 8)
     assert set(got.scores) == {-np.inf}
@@ -153,7 +153,7 @@ def test_searches_of_different_widths_and_other_rows_share_a_batch() -> None:
 
 
 def test_beams_move_all_at_once() -> None:
-    """Two beams swap places and a third is a copy, each with a token more, and penalties see just that."""
+    """Two beams swap places and a third is a copy; penalties count exactly the tokens of each."""
     vocab_size, prompt = 20, (1, 2)
     request = make_request(prompt, beam_width=3, presence_penalty=3.0, no_repeat_ngram_size=2)
     sampler = make_sampler(4, vocab_size)

@@ -1,4 +1,4 @@
-"""allowed_token_ids and logit_bias: beside the oracle, and as figures that can be checked by hand."""
+"""allowed_token_ids and logit_bias: compared with the reference, and with values checked by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _logits(rows: int, vocab_size: int = 300) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_tokens_are_the_references(kind: dict) -> None:
-    """In one batch, among rows that ask for nothing; and what others get does not depend on it."""
+    """They share a batch with plain rows, whose tokens do not depend on them."""
     rows = [
         Row(make_request((4, 299, 8), random_seed=seed, **kind, **controls))
         for controls in [*CONTROLLED, {}]
@@ -56,7 +56,7 @@ def test_tokens_are_the_references(kind: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", [{}, {"top_k": 3}, {"top_p": 1.0}], ids=str)
-def test_a_device_chooses_the_same_without_the_host(kind: dict) -> None:
+def test_a_device_chooses_the_same_tokens_without_the_host(kind: dict) -> None:
     rows = [Row(make_request((4,), random_seed=9, **kind, **controls)) for controls in CONTROLLED[:3]]
     assert not any(row.request.needs_host for row in rows)
     logits = _logits(3)
@@ -68,7 +68,7 @@ def test_a_device_chooses_the_same_without_the_host(kind: dict) -> None:
 
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("kind", [{}, {"top_p": 0.9}], ids=str)
-def test_drafts(kind: dict, with_logits: bool) -> None:
+def test_draft_tokens_are_counted(kind: dict, with_logits: bool) -> None:
     for seed, controls in enumerate(CONTROLLED):
         logits = _logits(4)
         drafts = (7, 5, 2)
@@ -94,7 +94,7 @@ def test_beams(controls: dict) -> None:
     assert found.scores == pytest.approx([score for _, _, score in expected], abs=1e-5)
 
 
-def test_nothing_but_allowed_tokens_comes_and_no_bias_brings_another() -> None:
+def test_only_allowed_tokens_are_chosen_with_any_bias() -> None:
     bias = [0.0] * 20
     bias[11] = INF
     request = make_request(allowed_token_ids=(3, 9), bias=bias, top_p=1.0, end_ids=(5,))
@@ -103,7 +103,7 @@ def test_nothing_but_allowed_tokens_comes_and_no_bias_brings_another() -> None:
 
 
 def test_biases_of_a_token_add_up() -> None:
-    """Beyond what a float32 holds too, and -inf bans whatever else is added."""
+    """Sums may exceed float32, and -inf bans regardless of other values."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 0.5]]).repeat(4, 1)
     biases = [
         ((0, 0), (1.5, 1.5), 0),
@@ -153,7 +153,7 @@ def test_values_out_of_range_are_refused(sampling: dict, message: str) -> None:
         SamplingConfig(**sampling).validate(20)
 
 
-def test_every_neutral_value_is_in_range_and_asks_for_nothing() -> None:
+def test_every_neutral_value_is_in_range_and_has_no_effect() -> None:
     neutral = SamplingConfig()
     neutral.validate(1)
     assert not any(neutral.uses(name) for name in CONTROLS)

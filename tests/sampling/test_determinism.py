@@ -1,4 +1,4 @@
-"""A sequence's tokens depend on its request alone: not on the batch, the order of rows, the slot, or a pause."""
+"""A sequence's tokens depend only on its request, not on batch, order of rows, slot or pauses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _rows(count: int) -> list[Row]:
 
 @pytest.mark.parametrize("vocab_size", [37, 3001])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_alone_in_a_batch_of_64_and_in_any_order(vocab_size: int, num_threads: int) -> None:
+def test_tokens_are_the_same_alone_in_a_batch_and_in_any_order(vocab_size: int, num_threads: int) -> None:
     rows = _rows(64)
     logits = (
         torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0)).mul_(3).bfloat16().float()
@@ -61,8 +61,8 @@ def test_alone_in_a_batch_of_64_and_in_any_order(vocab_size: int, num_threads: i
         assert output.token_ids == [(alone[index],) for index in order]
 
 
-def test_a_paused_sequence_goes_on_as_if_it_had_not_been() -> None:
-    """Kind by kind, six tokens in one go, and with the slot taken by others and taken again after three."""
+def test_a_paused_sequence_continues_with_the_same_tokens() -> None:
+    """For each kind, six tokens without a pause equal six with another sequence in the slot after three."""
     logits = torch.randn(6, 1, 50, generator=torch.Generator().manual_seed(1)) * 2
     for row in _rows(2 * len(_EVERY_KIND)):
         expected = _generate(logits, row, pause_after=None)

@@ -35,7 +35,7 @@ def _check_frequencies(drawn: Iterable[int], probabilities: dict[int, float]) ->
     assert set(counts) <= set(probabilities)
     chi_square = sum((counts[token] - total * p) ** 2 / (total * p) for token, p in probabilities.items())
     degrees = len(probabilities) - 1
-    # Wilson and Hilferty's approximation of the quantile at which a right sampler fails once in 30,000 times.
+    # Wilson and Hilferty's approximation; a correct sampler exceeds this quantile once in 30,000 times.
     limit = degrees * (1 - 2 / (9 * degrees) + 4 * math.sqrt(2 / (9 * degrees))) ** 3
     assert chi_square < limit
 
@@ -61,7 +61,7 @@ def _check_frequencies(drawn: Iterable[int], probabilities: dict[int, float]) ->
     ids=str,
 )
 def test_frequencies_are_the_probabilities(sampling: dict[str, float]) -> None:
-    """Every row is another sequence and position of the same request."""
+    """Rows are different sequences and positions of the same request."""
     request = make_request(random_seed=len(sampling), **sampling)
     logits = _logits(1)
     sampler = make_sampler(SLOTS, VOCAB_SIZE)
@@ -83,8 +83,11 @@ def _divided(logits: torch.Tensor, request: Request) -> list[float]:
     with_all([{"top_p": 1.0}, {"top_p": 0.95, "temperature": 3.0}], [{"top_p": 0.95, "temperature": 3.0}]),
     ids=str,
 )
-def test_frequencies_over_a_long_row(sampling: dict[str, float]) -> None:
-    """Draws by block, then token; counted by the remainder of the id, so that every count is large."""
+def test_frequencies_over_a_long_row_are_the_probabilities(sampling: dict[str, float]) -> None:
+    """Tokens are drawn by block, then within it.
+
+    They are counted by remainders of ids, so that every count is large.
+    """
     size, draws = 3000, 20_000
     request = make_request(**sampling)
     logits = _logits(2, size)
@@ -111,13 +114,13 @@ def test_frequencies_over_a_long_row(sampling: dict[str, float]) -> None:
 def test_rejection_sampling_leaves_the_distribution_unchanged(
     sampling: dict[str, float], closeness: float
 ) -> None:
-    """Drafts that are drawn from one distribution become tokens of the other, however near the two are."""
+    """Drafts drawn from one distribution become tokens of the other, for near and distant distributions."""
     target = _logits(1)
     proposed = closeness * target + (1 - closeness) * _logits(8)
     request = make_request(**sampling)
     slots = SlotParameters(1, target.device)
     slots.start(SlotStart(0, request))
-    # Every row is another position of one request.
+    # Rows are different positions of one request.
     rows = Rows(
         target.repeat(DRAWS, 1),
         np.zeros(DRAWS, dtype=np.int64),

@@ -1,4 +1,4 @@
-"""Draft tokens: accepted by equality or by chance, and what a sequence remembers of those that were not."""
+"""Draft tokens: acceptance by equality or at random, and a sequence's state after rejected ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _logits(*best: int, vocab_size: int = 10) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("with_logits", [False, True])
-def test_greedy_drafts_are_accepted_while_they_are_the_token(
+def test_greedy_drafts_are_accepted_while_they_equal_the_token(
     drafts: tuple[int, ...], expected: tuple[int, ...], with_logits: bool
 ) -> None:
     count = len(drafts)
@@ -53,7 +53,7 @@ def test_greedy_drafts_are_accepted_while_they_are_the_token(
 
 @given(st.data())
 @seeded
-def test_acceptance_by_chance_is_the_reference_s(data: st.DataObject) -> None:
+def test_random_acceptance_is_the_references(data: st.DataObject) -> None:
     vocab_size, count = data.draw(st.sampled_from([3, 10])), data.draw(st.integers(1, 3))
     rows = data.draw(logits_rows(count + 1, vocab_size))
     proposed = data.draw(logits_rows(count, vocab_size))
@@ -76,7 +76,7 @@ def _with_draft(
 
 
 def _is_clear(row: Row, index: int, values: list[float], proposed: list[list[float]]) -> bool:
-    """Whether rounding leads neither to another acceptance nor to another token."""
+    """Whether rounding cannot change acceptance or token."""
     request, known = row.request, [*row.tokens, *row.drafts[:index]]
     if not is_decided(values, request, known, row.sequence_index):
         return False
@@ -97,7 +97,7 @@ def _is_clear(row: Row, index: int, values: list[float], proposed: list[list[flo
     return total > 0.01 and draw_is_clear({token: share / total for token, share in rest.items()}, number)
 
 
-def test_a_threshold_is_no_chance() -> None:
+def test_a_threshold_replaces_random_acceptance() -> None:
     target = torch.tensor([[0.5, 0.3, 0.2]]).log().repeat(2, 1)
     proposed = torch.tensor([[0.25, 0.5, 0.25]]).log()
     for drafted, ratio in ((0, 2.0), (1, 0.6), (2, 0.8)):
@@ -122,8 +122,8 @@ def test_no_threshold_lets_a_banned_token_pass() -> None:
     assert len(tokens) == 1 and tokens[0] in (0, 1, 2, 4)
 
 
-def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
-    """A guess from the prompt, later or instead, is accepted by equality."""
+def test_draft_logits_apply_only_to_the_requests_own_draft() -> None:
+    """Later drafts by prompt lookup are accepted by equality."""
     proposed = torch.full((1, 10), -math.inf)
     proposed[0, 4] = 0.0
     logits = _logits(4, 5)
@@ -145,8 +145,8 @@ def test_draft_logits_are_for_the_request_s_own_draft_alone() -> None:
             assert list(tokens) == expected
 
 
-def test_a_refused_draft_is_forgotten() -> None:
-    """The next row's penalties see what was accepted, and the token in the refused one's place."""
+def test_a_rejected_draft_is_forgotten() -> None:
+    """The next row's penalties count the accepted tokens and the token in place of the rejected one."""
     request = make_request([1], presence_penalty=100.0)
     sampler = make_sampler(1, 10)
     logits = _logits(4, 5, 6, 7)
@@ -162,7 +162,7 @@ def test_a_refused_draft_is_forgotten() -> None:
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
-    """A nucleus of one token after any decay, of all of them before the first and after a reset."""
+    """The nucleus has one token after a decay, and all tokens before the first decay and after a reset."""
     rows = torch.zeros(2, 100)
     rows[0, 2] = 9.0
     tokens = set()
@@ -182,7 +182,7 @@ def test_a_token_that_resets_top_p_counts_at_once(drafted: bool) -> None:
     assert len(tokens) > 10
 
 
-def test_a_row_after_a_refused_draft_resets_no_top_p() -> None:
+def test_a_row_after_a_rejected_draft_does_not_reset_top_p() -> None:
     """The row's token is dropped with the draft, even if it is the one that resets top_p."""
     tokens = set()
     for seed in range(20):

@@ -1,7 +1,7 @@
-"""All that a request may ask for at its ends, together: no error, and the same tokens however they are chosen.
+"""Extreme values of all parameters together: no error, and the same tokens on all paths.
 
-By torch's operators and by compiled code bit by bit, by the reference where rounding does not decide; and whoever
-shares the batch gets what it gets alone.
+torch's operators and compiled code agree bitwise, and with the reference unless rounding decides. Other rows
+of the batch get the same tokens as alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KINDS = [{}, {"top_k": 3}, {"top_k": 150}, {"top_p": 0.4}, {"top_p": 0.98}, {"to
 
 
 def extreme_request(numbers: random.Random, vocab_size: int, **always: object) -> Request:
-    """Some of the parameters at their ends, and bans of a few tokens, of many or of all."""
+    """Draw some parameters at their limits, and bans of a few tokens, of many or of all."""
     names = numbers.sample(sorted(ENDS), numbers.randint(0, 5))
     sampling: dict[str, object] = {name: numbers.choice(ENDS[name]) for name in names}
     bias = None
@@ -72,7 +72,7 @@ def extreme_request(numbers: random.Random, vocab_size: int, **always: object) -
 
 
 def _logits(numbers: random.Random, num_rows: int, vocab_size: int) -> torch.Tensor:
-    """With ties, zeros and impossible tokens; some rows are as large as logits get."""
+    """Draw logits with ties, zeros and -inf; some rows have the largest possible logits."""
     generator = torch.Generator().manual_seed(numbers.getrandbits(32))
     logits = (torch.randn(num_rows, vocab_size, generator=generator) * 12).round() / 4
     logits[::3] *= 1e4
@@ -81,12 +81,12 @@ def _logits(numbers: random.Random, num_rows: int, vocab_size: int) -> torch.Ten
 
 
 def _cancel_out(request: Request) -> bool:
-    """Whether what is left of a logit may be what was rounded away."""
+    """Whether a logit may be nothing but rounding errors."""
     return request.sampling.presence_penalty * request.sampling.frequency_penalty < 0
 
 
 def _check_reference(row: Row, logits: Sequence[Sequence[float]], tokens: Sequence[int]) -> bool:
-    """True if all of it could be compared."""
+    """Compare with the reference; return True if all of it could be compared."""
     if _cancel_out(row.request):
         return False
     expected = reference.verify_drafts(logits, row.request, row.tokens, row.drafts, row.sequence_index)
@@ -102,7 +102,7 @@ def _check_reference(row: Row, logits: Sequence[Sequence[float]], tokens: Sequen
 @NATIVE
 @pytest.mark.parametrize("vocab_size", [3, 10, 300])
 def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: int) -> None:
-    """Greedy, sampled and with drafts; beside a row that asks for nothing."""
+    """Rows are greedy, sampled and with drafts, beside a plain row."""
     numbers, num_compared, num_impossible = random.Random(vocab_size), 0, 0
     num_batches = examples(fast=40, all=120)
     for _ in range(num_batches):
@@ -127,8 +127,8 @@ def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: i
 
 
 @pytest.mark.usefixtures("row_kernels")
-def test_a_device_that_runs_ahead_chooses_the_same() -> None:
-    """And what it feeds itself where no token is possible is a token all the same."""
+def test_a_device_that_overlaps_iterations_chooses_the_same_tokens() -> None:
+    """If every token is banned it still feeds itself a valid token."""
     numbers, num_impossible = random.Random(1), 0
     for _ in range(examples(fast=20, all=60)):
         requests = [extreme_request(numbers, 30, top_p_decay=1.0) for _ in range(30)]
@@ -165,7 +165,7 @@ def test_all_paths_rank_the_same_beams(row_kernels: RowKernels, vocab_size: int)
         expected = reference.beam_candidates(logits.tolist(), request, tokens, scores, 7)
         rate = request.sampling.beam_search_diversity_rate
         ranks = [score + rate * row for row, _, score in expected]
-        # Padding of a row has a score so low that log probabilities vanish in it.
+        # A filler beam's score is so low that log probabilities vanish in it.
         is_clear = all(a == b == -INF or (a > -1e8 and is_apart(a, b)) for a, b in itertools.pairwise(ranks))
         is_clear &= not _cancel_out(request)
         rows = [reference.process(row, request, beam) for row, beam in zip(logits.tolist(), tokens)]
@@ -177,7 +177,7 @@ def test_all_paths_rank_the_same_beams(row_kernels: RowKernels, vocab_size: int)
 
 @NATIVE
 def test_penalties_are_rounded_the_same(row_kernels: RowKernels) -> None:
-    """A product that is rounded only as a part of a sum differs in the last bit, and with it two equal logits."""
+    """A fused multiply-add would differ in the last bit, and break ties of equal logits."""
     numbers = random.Random(3)
     rows, kernels = [], [row_kernels, RowKernels()]
     for _ in range(64):

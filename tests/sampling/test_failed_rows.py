@@ -21,7 +21,7 @@ REFUSED = 5
 
 @pytest.fixture(autouse=True)
 def refusing_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first step that fails for rows whose request has the presence penalty 1, at rows that like token 5."""
+    """Add a first step that fails for requests with the presence penalty 1 at rows that prefer token 5."""
     make_steps = sampler.pipeline_steps
 
     def refuse(rows, indices, _):
@@ -37,7 +37,7 @@ def refusing_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def liking(*tokens: int) -> torch.Tensor:
-    """Rows of logits whose highest is these tokens'."""
+    """Make rows of logits whose highest ones are these tokens'."""
     logits = torch.zeros(len(tokens), VOCAB_SIZE)
     logits[range(len(tokens)), tokens] = 9.0
     return logits
@@ -47,19 +47,19 @@ def refusable(**fields):
     return make_request(presence_penalty=1.0, **fields)
 
 
-def test_the_others_get_their_tokens():
+def test_other_rows_get_their_tokens():
     rows = [Row(), Row(refusable()), Row(refusable()), Row(make_request(top_k=2))]
     output = decode_rows(liking(1, REFUSED, 2, 3), rows)
     assert output.token_ids == [(1,), (), (2,), (3,)]
     assert {slot: str(error) for slot, error in output.failures.items()} == {1: "row 1"}
 
 
-def test_numbers_that_a_failed_row_has_left_harm_no_other(monkeypatch):
+def test_a_failed_rows_logits_do_not_affect_others(monkeypatch):
     output = decode_rows(liking(REFUSED, 2), [Row(refusable(top_p=0.5)), Row(make_request(top_p=0.5))])
     assert output.token_ids[1] == (2,) and list(output.failures) == [0]
 
 
-def test_a_row_without_details():
+def test_a_failed_row_has_no_details():
     wanting = OutputOptions(return_log_probs=True, return_generation_logits=True)
     rows = [Row(refusable(output=wanting)), Row(refusable(output=wanting))]
     logits = liking(REFUSED, 2)
@@ -73,18 +73,18 @@ def test_a_row_without_details():
     [
         ((1, 2, REFUSED), None),  # the row after two accepted drafts
         ((REFUSED, 2, 3), None),
-        ((1, 3, REFUSED), (1, 3)),  # behind a draft that was refused: nobody would have asked
+        ((1, 3, REFUSED), (1, 3)),  # after a rejected draft: the row would not have been computed
         ((4, REFUSED, REFUSED), (4,)),
     ],
 )
-def test_a_row_behind_drafts_counts_if_it_is_used(liked, expected):
+def test_a_failed_row_after_drafts_counts_if_the_drafts_are_accepted(liked, expected):
     rows = [Row(refusable(), drafts=(1, 2)), Row()]
     output = decode_rows(liking(*liked, 2), rows)
     assert output.token_ids == [expected or (), (2,)]
     assert list(output.failures) == ([] if expected else [0])
 
 
-def test_a_row_of_a_search():
+def test_a_failed_row_of_a_search_fails_the_search():
     decoder = make_sampler(3, VOCAB_SIZE)
     search = refusable(beam_width=2)
     batch, positions = start_batch([Row(search), Row(search), Row()])

@@ -1,4 +1,4 @@
-"""Logits that are not finite: the batch's error names the rows, and the tokens of no other row depend on them."""
+"""Logits that are not finite: the batch's error names the rows, and other rows are not affected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DETAILS = OutputOptions(return_log_probs=True, num_top_log_probs=2)
 
 
 def _rows(number: int) -> list[Row]:
-    """One of each kind, the first `number` times; of some the log probabilities are wanted."""
+    """Make one row of each kind, the first `number` times; some request log probabilities."""
     kinds = [KINDS["greedy"]] * number + list(KINDS.values())[1:]
     outputs = [DETAILS if index % 2 else OutputOptions() for index in range(len(kinds))]
     return [Row(make_request(PROMPT, output=out, **kind)) for kind, out in zip(kinds, outputs, strict=True)]
@@ -83,7 +83,7 @@ def test_every_faulty_row_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_impossible_tokens_are_no_fault(kind: str) -> None:
+def test_banned_tokens_are_not_reported_as_nan(kind: str) -> None:
     logits = _poison(torch.randn(1, 5000), 0, -INF, everywhere=False)
     ((token,),) = decode_rows(logits, [Row(make_request(PROMPT, **KINDS[kind]))]).token_ids
     assert token % 7 != 3
@@ -92,7 +92,7 @@ def test_impossible_tokens_are_no_fault(kind: str) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_a_draft_row_with_nan_is_named(sampling: dict[str, float], with_logits: bool) -> None:
-    """Rows behind a refused draft are nobody's; the row that refuses it, and those before it, are."""
+    """Rows after a rejected draft are not checked; the row that rejects it, and those before it, are."""
     logits = torch.full((4, 50), -9.0)
     for row, token in enumerate((10, 11, 12, 13)):
         logits[row, token] = 9.0
@@ -115,7 +115,7 @@ def test_a_draft_row_with_nan_is_named(sampling: dict[str, float], with_logits: 
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_beam_with_nan_is_named(value: float) -> None:
-    """One beam of a search fails the search; the rows beside it and the other search rank as they would."""
+    """One beam fails its search; other rows and the other search are not affected."""
     requests = [make_request(PROMPT, beam_width=2), make_request(PROMPT, beam_width=2, output=DETAILS)]
     rows = [Row(request, (5,)) for request in requests for _ in range(2)] + [Row(make_request(PROMPT), (5,))]
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(2))
@@ -142,8 +142,8 @@ def test_a_beam_with_nan_is_named(value: float) -> None:
         assert output.token_ids[-1] == expected.token_ids[-1]
 
 
-def test_nothing_is_remembered_of_a_refused_batch() -> None:
-    """The others, told to start again, choose as if it had never been."""
+def test_a_failed_batch_leaves_no_state() -> None:
+    """Other rows, restarted, choose the same tokens as without the failed batch."""
     samplings = [
         {"repetition_penalty": 1.5},
         {"top_p": 0.9, "top_p_decay": 0.5, "top_p_reset_id": 4},

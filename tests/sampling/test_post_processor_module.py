@@ -1,4 +1,4 @@
-"""Logits post-processors that a module declares, and what is said of a module that cannot be used."""
+"""Logits post-processors that a module declares, and errors for invalid modules."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_a_file_may_have_dataclasses_and_the_name_of_another_module(tmp_path: Pa
     assert json.loads("[1]") == [1] and sys.modules["json"] is json
 
 
-def test_a_module_that_can_be_imported(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_are_loaded_from_an_importable_module(
+    module: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (module.parent / "rules_of_a_test.py").write_text(USABLE)
     monkeypatch.syspath_prepend(str(module.parent))
     assert load_post_processors("rules_of_a_test").names == ("first", "second")
@@ -72,7 +74,7 @@ def test_a_module_that_can_be_imported(module: Path, monkeypatch: pytest.MonkeyP
         ("def (", "importing it raised SyntaxError: "),
     ],
 )
-def test_a_module_that_cannot_be_used(module: Path, text: str, message: str) -> None:
+def test_an_invalid_module_is_refused(module: Path, text: str, message: str) -> None:
     module.write_text(text)
     with pytest.raises(ConfigError, match=message) as error:
         load_post_processors(str(module))
@@ -87,6 +89,6 @@ def test_a_module_that_cannot_be_used(module: Path, text: str, message: str) -> 
         ("/no/such/rules", "raised ModuleNotFoundError: "),
     ],
 )
-def test_a_module_that_is_not_there(source: str, message: str) -> None:
+def test_a_missing_module_is_refused(source: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_post_processors(source)

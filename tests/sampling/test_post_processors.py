@@ -1,4 +1,4 @@
-"""Logits post-processors: what they are given, what becomes of what they do, and of what they do wrong."""
+"""Logits post-processors: their arguments, the effect of their changes, and their errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(
 
 
 def only(*allowed: int) -> Callable:
-    """Bans all but some tokens, as upstream's example does."""
+    """Make a post-processor that bans all but some tokens, like TensorRT-LLM's example."""
 
     def process(req_id, logits, ids, stream_ptr, client_id):
         mask = torch.full_like(logits, -INFINITY)
@@ -65,11 +65,11 @@ def error_of(output: ModelOutput, slot: int = 0) -> str:
     return str(output.failures[slot])
 
 
-# ---------------------------------------------------------------------- what they are given
+# ---------------------------------------------------------------------- arguments
 
 
 def test_arguments_of_a_post_processor() -> None:
-    """Rows of others, with and without one, are in the same batch."""
+    """The batch also has rows of requests with other post-processors and without one."""
     calls = []
 
     def note(req_id, logits, ids, stream_ptr, client_id):
@@ -95,7 +95,7 @@ def test_arguments_of_a_post_processor() -> None:
     ]
 
 
-def test_without_a_client_id_as_in_older_versions() -> None:
+def test_a_processor_with_four_parameters_gets_no_client_id() -> None:
     calls = []
     run(some_logits(1), [Row(named(client_id=4))], p=lambda *four: None)
     run(some_logits(1), [Row(named(client_id=4))], p=lambda a, b, c, d: calls.append((a, d)))
@@ -137,7 +137,7 @@ def test_an_object_that_is_not_callable_is_refused_at_load(function: Any, messag
 
 
 @pytest.mark.parametrize("name", ["", "batched", 3])
-def test_names_that_nobody_could_give(name: Any) -> None:
+def test_reserved_and_empty_names_are_refused(name: Any) -> None:
     with pytest.raises(ConfigError, match="named"):
         LogitsPostProcessors({name: only(1)})
 
@@ -151,12 +151,12 @@ def test_names_list_the_processors_and_batched() -> None:
     )
 
 
-# ---------------------------------------------------------------------- what becomes of what they do
+# ---------------------------------------------------------------------- effects
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_processor_of_transformers_does_what_the_control_of_that_name_does(returns: bool) -> None:
-    """Over several tokens, beside a request with the control: what is seen grows with the sequence."""
+def test_a_processor_of_transformers_equals_the_control_of_that_name(returns: bool) -> None:
+    """Over several tokens it agrees with a request with the control, as the seen tokens grow."""
     processor = NoRepeatNGramLogitsProcessor(2)
 
     def process(req_id, logits, ids, stream_ptr, client_id):
@@ -181,7 +181,7 @@ def test_a_processor_of_transformers_does_what_the_control_of_that_name_does(ret
     assert sequences[0] == sequences[1] and len(sequences[0]) >= 10
 
 
-def test_a_banned_token_is_allowed_by_no_later_control() -> None:
+def test_no_later_control_allows_a_token_that_a_processor_banned() -> None:
     controls = {
         "bias": [1e9] * VOCAB_SIZE,
         "repetition_penalty": 0.01,
@@ -194,13 +194,13 @@ def test_a_banned_token_is_allowed_by_no_later_control() -> None:
     assert set(sum(output.token_ids, ())) <= {3, 4}
 
 
-def test_later_controls_see_what_it_has_changed() -> None:
+def test_later_controls_see_the_processors_changes() -> None:
     """The request's own ban leaves one of the two tokens."""
     output = run(some_logits(1), [Row(named(bad_words=[(3,)]))], p=only(3, 4))
     assert output.token_ids == [(4,)]
 
 
-def test_every_token_banned_ends_in_no_token() -> None:
+def test_a_row_whose_tokens_are_all_banned_has_no_token() -> None:
     request = named()
     output = run(some_logits(2), [Row(request), Row()], p=only())
     assert output.token_ids[0] == () and output.token_ids[1] and not output.failures
@@ -218,11 +218,11 @@ def test_log_probabilities_and_logits_are_the_models_own() -> None:
     assert details.top_log_probs[0].token_ids == tuple(logits[0].topk(2).indices.tolist())
 
 
-# ---------------------------------------------------------------------- all in one call
+# ---------------------------------------------------------------------- batched
 
 
 @pytest.mark.parametrize("returns", ["nothing", "lists", "some"])
-def test_the_batched_one_gets_all_its_rows_at_once(returns: str) -> None:
+def test_the_batched_processor_gets_all_its_rows_in_one_call(returns: str) -> None:
     calls = []
 
     def process(req_ids, logits, ids, stream_ptr, client_ids):
@@ -248,7 +248,7 @@ def test_the_batched_one_gets_all_its_rows_at_once(returns: str) -> None:
     assert output.token_ids[:3] == [(4,), (8,), (6,)]
 
 
-def test_a_batched_one_that_raises_fails_all_of_its_call_and_no_others() -> None:
+def test_a_batched_processor_that_raises_fails_exactly_its_requests() -> None:
     def process(req_ids, logits, ids, stream_ptr, client_ids):
         raise KeyError("who")
 
@@ -264,13 +264,13 @@ def test_a_batched_one_that_raises_fails_all_of_its_call_and_no_others() -> None
 
 
 @pytest.mark.parametrize("returned", [3, [], [None] * 3, torch.zeros(2)])
-def test_a_batched_one_that_returns_something_else(returned: Any) -> None:
+def test_a_batched_processor_that_returns_no_list_fails_its_requests(returned: Any) -> None:
     output = run(some_logits(2), [Row(named("batched")), Row(named("batched"))], lambda *five: returned)
     assert "expected None or a list of 2 tensors" in error_of(output, 0)
     assert "expected None or a list of 2 tensors" in error_of(output, 1)
 
 
-def test_a_batched_one_that_returns_one_wrong_shape_fails_one_request() -> None:
+def test_a_batched_processor_that_returns_one_wrong_shape_fails_one_request() -> None:
     output = run(
         some_logits(2),
         [Row(named("batched")), Row(named("batched"))],
@@ -282,7 +282,7 @@ def test_a_batched_one_that_returns_one_wrong_shape_fails_one_request() -> None:
     )
 
 
-# ---------------------------------------------------------------------- what they do wrong
+# ---------------------------------------------------------------------- errors
 
 
 def raising(error: BaseException) -> Callable:
@@ -340,7 +340,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("function", "message"), WRONG)
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 4, "presence_penalty": 1.0, "min_p": 0.1}])
-def test_an_error_fails_its_row_alone(
+def test_an_error_fails_only_its_row(
     function: Callable, message: str, sampling: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
     logits = some_logits(4)
@@ -355,8 +355,8 @@ def test_an_error_fails_its_row_alone(
     assert [output.token_ids[slot] for slot in (0, 3)] == [(int(logits[row].argmax()),) for row in (0, 3)]
 
 
-def test_logits_of_a_model_that_are_no_numbers_fail_the_batch_and_not_its_request() -> None:
-    """The post-processor is not to blame for them."""
+def test_nan_logits_of_the_model_fail_the_batch_and_not_the_request() -> None:
+    """The post-processor did not cause them."""
     logits = some_logits(2)
     logits[1, 5] = float("nan")
     with pytest.raises(FloatingPointError, match="position 1 of slot 1"):
@@ -366,7 +366,7 @@ def test_logits_of_a_model_that_are_no_numbers_fail_the_batch_and_not_its_reques
 # ---------------------------------------------------------------------- drafts
 
 
-def test_every_row_behind_drafts_in_turn() -> None:
+def test_rows_after_drafts_are_processed_in_turn() -> None:
     calls = []
 
     def process(req_id, logits, ids, stream_ptr, client_id):
@@ -376,14 +376,14 @@ def test_every_row_behind_drafts_in_turn() -> None:
     rows = [Row(named(prompt=[9, 8]), (7,), drafts=(3, 4, 11)), Row(named(prompt=[1]))]
     output = run(some_logits(5), rows, p=process)
     assert calls == [[[9, 8, 7]], [[9, 8, 7, 3]], [[9, 8, 7, 3, 4]], [[9, 8, 7, 3, 4, 11]], [[1]]]
-    assert output.token_ids == [(3, 4, 5), (1,)]  # the draft 11 is refused
+    assert output.token_ids == [(3, 4, 5), (1,)]  # the draft 11 is rejected
 
 
 @pytest.mark.parametrize(("drafts", "expected"), [((3, 4), None), ((3, 5), (3, 4)), ((2, 4), (3,))])
-def test_an_error_behind_a_refused_draft_is_ignored(
+def test_an_error_after_a_rejected_draft_is_ignored(
     drafts: tuple[int, int], expected: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A post-processor may well raise for tokens that it has banned: nor is that worth a line in the log."""
+    """A post-processor may raise for tokens that it has banned; this is not logged either."""
 
     def process(req_id, logits, ids, stream_ptr, client_id):
         if len(ids[0]) == 5:
@@ -396,7 +396,7 @@ def test_an_error_behind_a_refused_draft_is_ignored(
     assert not caplog.records
 
 
-def test_rows_behind_drafts_are_no_others_business_in_a_batched_call() -> None:
+def test_rows_after_drafts_have_batched_calls_of_their_own() -> None:
     calls = []
 
     def process(req_ids, logits, ids, stream_ptr, client_ids):
@@ -413,7 +413,7 @@ def test_rows_behind_drafts_are_no_others_business_in_a_batched_call() -> None:
 
 
 @pytest.mark.parametrize("threshold", [None, 0.0])
-def test_drafts_with_logits_of_their_own_never_bring_a_banned_token(threshold: float | None) -> None:
+def test_drafts_with_logits_never_yield_a_banned_token(threshold: float | None) -> None:
     draft_logits = torch.zeros(2, VOCAB_SIZE)
     request = named(
         prompt=[1], drafts=(3, 4), draft_logits=draft_logits, threshold=threshold, top_k=VOCAB_SIZE
@@ -425,8 +425,8 @@ def test_drafts_with_logits_of_their_own_never_bring_a_banned_token(threshold: f
 # ---------------------------------------------------------------------- beams
 
 
-def test_all_beams_of_a_search_in_one_call() -> None:
-    """Over moves that swap two beams and copy a third, between other rows."""
+def test_all_beams_of_a_search_are_processed_in_one_call() -> None:
+    """Moves swap two beams and copy a third, between other rows."""
     calls: list[tuple[list[int], list[list[int]]]] = []
 
     def process(req_id, logits, ids, stream_ptr, client_id):
@@ -470,7 +470,7 @@ def test_all_beams_of_a_search_in_one_call() -> None:
         assert impossible == {(row, tokens[-1]) for row, tokens in enumerate(beams)}
 
 
-def test_a_search_whose_call_goes_wrong_fails_and_no_other() -> None:
+def test_only_the_search_whose_call_fails_ends() -> None:
     sampler = make_sampler(3, VOCAB_SIZE, processors=LogitsPostProcessors({"p": raising(ValueError("no"))}))
     batch, positions = start_batch([Row(named(beam_width=2)), Row()])
     batch = replace(batch, beam_groups=(BeamGroup((0,), (0.0,), 4),))

@@ -1,4 +1,4 @@
-"""Ids beyond the vocabulary, which stand for rows of a prompt table: no control reads or bans one."""
+"""Virtual tokens, which stand for rows of a prompt table: no control reads or bans one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rows(num_table_rows: int = NUM_TABLE_ROWS) -> list[Row]:
     numbers = random.Random(1)
     rows = []
     for seed in range(140):
-        # Few different ids, so that n-grams are found again.
+        # Few different ids, so that n-grams recur.
         few = [*range(2, 10), *range(VOCAB_SIZE, VOCAB_SIZE + num_table_rows)]
         prompt = numbers.choices(few, k=numbers.randint(1, 30))
         controls = CONTROLS[seed % len(CONTROLS)]
@@ -74,7 +74,7 @@ def test_a_penalty_counts_the_same_with_table_rows_in_between() -> None:
 @pytest.mark.parametrize(
     ("virtual", "plain"), [([40, 7, 40], [5, 7, 5]), ([40, 6, 7, 40, 6], [5, 6, 7, 5, 6])], ids=["2", "3"]
 )
-def test_an_ngram_with_a_table_row_in_it_may_come_again(virtual: list[int], plain: list[int]) -> None:
+def test_an_ngram_with_a_table_row_may_repeat(virtual: list[int], plain: list[int]) -> None:
     logits = torch.zeros(2, VOCAB_SIZE)
     logits[:, 7] = 1.0
     size = len(plain) // 2 + 1

@@ -21,15 +21,15 @@ def _uniforms(seeds: object, indices: object, positions: object) -> np.ndarray:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
-def test_arrays_and_plain_integers_agree(seed: int, index: int, position: int) -> None:
+def test_arrays_and_integers_agree(seed: int, index: int, position: int) -> None:
     expected = reference.uniform(seed, index, position, Purpose.SAMPLE)
     assert 0.0 <= expected < 1.0
     got = uniforms(np.array([seed], dtype=np.uint64), np.array([index]), np.array([position]), Purpose.SAMPLE)
     assert got.tolist() == [expected]
 
 
-def test_numbers_are_fixed_for_ever() -> None:
-    """A server that is updated must not change what a seed gives."""
+def test_random_numbers_are_fixed() -> None:
+    """An update of the server must not change the tokens of a seed."""
     assert reference.uniform(0, 0, 0, Purpose.SAMPLE) == 0.1296456182997474
     assert reference.uniform(42, 1, 1000, Purpose.SAMPLE) == 0.046801124772484104
 
@@ -56,6 +56,6 @@ def test_consecutive_keys_give_uniform_uncorrelated_numbers(numbers: np.ndarray)
     assert len(set(numbers.tolist())) == COUNT
 
 
-def test_swapped_key_parts_are_another_key() -> None:
+def test_swapped_key_parts_give_other_numbers() -> None:
     keys = [(1, 2, 3), (1, 3, 2), (2, 1, 3), (3, 2, 1), (2, 3, 1), (1, 1, 3), (2, 2, 3)]
     assert len({_uniforms(*key).item() for key in keys}) == len(keys)

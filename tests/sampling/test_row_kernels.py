@@ -1,4 +1,4 @@
-"""Compiled code beside torch's operators, on vocabularies as long as those of models."""
+"""Compiled code compared with torch's operators, on vocabularies of realistic size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_ROWS = 96
 
 
 def _choices(numbers: random.Random) -> dict[str, float]:
-    """Parameters of a row, several at a time."""
+    """Draw parameters of a row, several at a time."""
     possible = {
         "temperature": [0.0, 0.3, 0.8, 1.5],
         "top_k": [0, 0, 1, 5, 50, 128, 129, 1000, 10**6],
@@ -51,7 +51,7 @@ def test_compiled_kernels_choose_the_tokens_of_torch(
 
 @NATIVE
 def test_a_history_with_negative_ids_is_an_error_and_changes_no_row(row_kernels: RowKernels) -> None:
-    """It would be written beyond the memory that there is."""
+    """Otherwise compiled code would write outside of its memory."""
     row = Row(make_request([5, -1, 8], repetition_penalty=1.2))
     logits = torch.randn(1, 100)
     before = logits.clone()

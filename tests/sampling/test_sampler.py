@@ -1,4 +1,4 @@
-"""Step 9: top-k, top-p and min_p at their edges, and what a batch may cost."""
+"""Drawing: top-k, top-p and min_p at their limits, and the cost of a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _rows(*samplings: dict[str, float], position: int = 1) -> list[Row]:
 
 
 @only_torch
-def test_a_greedy_batch_costs_an_argmax_and_a_look_at_the_maxima() -> None:
+def test_a_greedy_batch_costs_an_argmax_and_a_check_of_the_maxima() -> None:
     calls = []
 
     class Noted(TorchDispatchMode):
@@ -85,7 +85,7 @@ def test_equal_logits_keep_the_lower_ids(sampling: dict[str, float], kept: list[
 @pytest.mark.parametrize("size", [500, 20_000])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.8])
 def test_a_top_p_over_equal_logits_keeps_the_first(size: int, top_p: float) -> None:
-    """All tokens are in one bin of weights, and it takes too many of them to sort."""
+    """All tokens are in one bin of weights, and too many are needed to sort them."""
     rows = [Row(make_request([0] * length, top_p=top_p)) for length in range(1, 201)]
     tokens = choose_tokens(torch.zeros(200, size), rows)
     assert 0.9 * top_p * size < max(tokens) < top_p * size

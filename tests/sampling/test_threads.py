@@ -1,4 +1,4 @@
-"""How many threads torch has while tokens are chosen."""
+"""The number of torch's threads while tokens are chosen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_few_logits_have_one_thread_and_many_have_all() -> None:
         assert torch.get_num_threads() == 3
 
 
-def test_threads_come_back_after_an_error() -> None:
+def test_threads_are_restored_after_an_error() -> None:
     with pytest.raises(FloatingPointError), threads_for(torch.empty(1, 8)):
         raise FloatingPointError
     assert torch.get_num_threads() == 3

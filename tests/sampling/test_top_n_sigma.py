@@ -1,4 +1,4 @@
-"""top_n_sigma: beside llama.cpp's formula in numpy, beside the oracle, and together with all else."""
+"""top_n_sigma compared with llama.cpp's formula in numpy and with the reference."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.sampling.test_pipeline import many_examples
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
 LIMITS = st.sampled_from([0.11, 0.37, 0.83, 1.31, 2.73])
-"""No figure of the distributions here is a multiple of one of these."""
+"""Values of n at which no logit of these tests is exactly on the border."""
 
 
 def kept_by_llama_cpp(logits: np.ndarray, n: float) -> np.ndarray:
-    """Say which tokens `llama_sampler_top_n_sigma_apply` keeps: mean and deviation of what is possible."""
+    """Return the tokens that `llama_sampler_top_n_sigma_apply` keeps, computed over finite logits."""
     possible = logits[np.isfinite(logits)].astype(np.float64)
     deviation = np.sqrt(np.mean((possible - possible.mean()) ** 2))
     return logits.astype(np.float64) >= possible.max() - n * deviation
@@ -41,7 +41,7 @@ def random_logits(seed: int, size: int = 500) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("n", [0.4, 0.9, 1.7])
 def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: float) -> None:
-    """The temperature changes nothing, as it divides all logits alike."""
+    """The temperature has no effect, because it divides all logits."""
     logits = random_logits(int(10 * n))
     kept = set(np.flatnonzero(kept_by_llama_cpp(logits[0].numpy(), n)).tolist())
     rows = [
@@ -58,7 +58,7 @@ def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: fl
 
 @given(st.data())
 @many_examples
-def test_tokens_are_the_references_whatever_else_is_asked(data: st.DataObject) -> None:
+def test_tokens_are_the_references_with_any_other_control(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([5, 40, 300]))
     made = [data.draw(requests(vocab_size)) for _ in range(4)]
     limited = [
@@ -74,8 +74,8 @@ def test_tokens_are_the_references_whatever_else_is_asked(data: st.DataObject) -
 
 @given(st.data())
 @many_examples
-def test_drafts_are_verified_by_what_is_left(data: st.DataObject) -> None:
-    """By equality; by chance the shares are those of the same rows."""
+def test_drafts_are_verified_against_the_kept_tokens(data: st.DataObject) -> None:
+    """By equality, and at random with the probabilities of the same rows."""
     drafts = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=3))
     made = data.draw(requests(40, top_n_sigma=data.draw(LIMITS), top_p=1.0, temperature=1.0))
     request = replace(made, draft=make_request(drafts=drafts).draft)
@@ -87,8 +87,8 @@ def test_drafts_are_verified_by_what_is_left(data: st.DataObject) -> None:
         assert list(output.token_ids[0]) == expected
 
 
-def test_no_draft_passes_that_is_left_out() -> None:
-    """Drafts that come with logits are accepted by chance, or by a threshold that lets all pass."""
+def test_drafts_outside_the_kept_tokens_are_rejected() -> None:
+    """Drafts with logits are accepted at random, or by a threshold that accepts all."""
     logits = torch.tensor([[4.0, 3.9, 0.0, 0.0, 0.0, 0.0]]).repeat(2, 1)
     for seed in range(30):
         request = make_request(
@@ -98,7 +98,7 @@ def test_no_draft_passes_that_is_left_out() -> None:
         assert len(tokens) == 1 and tokens[0] in (0, 1)
 
 
-def test_it_alone_draws_and_greedy_requests_do_not_mind() -> None:
+def test_top_n_sigma_alone_samples_and_greedy_requests_ignore_it() -> None:
     assert not SamplingConfig(top_n_sigma=0.5).greedy
     assert SamplingConfig(top_n_sigma=0.5, temperature=0.0).greedy and SamplingConfig().greedy
     assert not make_request(top_n_sigma=0.5).needs_host and not make_request(top_n_sigma=0.5).banning_tensors
@@ -108,7 +108,7 @@ def test_it_alone_draws_and_greedy_requests_do_not_mind() -> None:
     ]
 
 
-def test_rows_that_are_banned_alike_or_altogether() -> None:
+def test_rows_with_equal_logits_or_all_tokens_banned() -> None:
     alike, nothing = torch.zeros(1, 6), torch.full((1, 6), -math.inf)
     rows = [Row(make_request(top_n_sigma=0.1, random_seed=seed)) for seed in range(60)]
     assert set(choose_tokens(alike.repeat(60, 1), rows)) == set(range(6))

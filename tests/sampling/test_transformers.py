@@ -1,4 +1,4 @@
-"""The pipeline against transformers' logits processors, step by step and together, where they mean the same."""
+"""The pipeline compared with transformers' logits processors of the same meaning, one by one and combined."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_processed_logits(changes: dict, processors: list, generated: tuple[int,
 
     got = reference.process(logits[0].tolist(), row.request, row.tokens)
     torch.testing.assert_close(torch.tensor([got]), expected)
-    # The fast pipeline has no processed logits to show, but changes logits that nobody asks for in place.
+    # The fast pipeline does not return processed logits, but changes logits that are not requested in place.
     changed = logits.clone()
     choose_tokens(changed, [row])
     torch.testing.assert_close(changed, expected)

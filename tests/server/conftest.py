@@ -1,4 +1,4 @@
-"""Model repositories that need no engine: a model that counts, and can be told to fail or to be rank 0."""
+"""Model repositories without an engine: a model that counts, and can be told to fail or to be rank 0."""
 
 from pathlib import Path
 
@@ -80,7 +80,7 @@ parameters { key: "mpirun_arguments" value { string_value: "" } }
 
 @pytest.fixture
 def counting_repository(tmp_path: Path) -> Path:
-    """`tensorrt_llm` in name and parameters, a counter in behavior, with an empty demo model."""
+    """Make `tensorrt_llm` with its parameters, a counter in place of the model, and an empty demo model."""
     return make_counting_repository(tmp_path / "a repository")
 
 
@@ -96,7 +96,7 @@ def make_counting_repository(repository: Path) -> Path:
 
 @pytest.fixture
 def ranked_repository(counting_repository: Path) -> Path:
-    """The same, and it can be told to have several ranks."""
+    """Return `counting_repository` with parameters for several ranks."""
     config = counting_repository / "tensorrt_llm" / "config.pbtxt"
     config.write_text(config.read_text() + RANKS)
     return counting_repository

@@ -1,4 +1,4 @@
-"""A rank without an engine: it joins rank 0 in tritonserver's stub, and ends when that says so or is gone."""
+"""A rank without an engine, which joins rank 0 in tritonserver's stub, and ends when told or with rank 0."""
 
 import os
 import sys

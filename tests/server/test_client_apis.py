@@ -52,7 +52,7 @@ RESTRICTED = [
 
 
 def restrictions(apis: ClientApis) -> list[tuple[str, str, str]]:
-    """(APIs, header, key) of each of the arguments, HTTP's first."""
+    """Return (APIs, header, key) of each argument, HTTP's first."""
     words = []
     for argument, option in zip(
         apis.arguments(), ("--http-restricted-api=", "--grpc-restricted-protocol="), strict=True
@@ -64,12 +64,12 @@ def restrictions(apis: ClientApis) -> list[tuple[str, str, str]]:
     return words
 
 
-def test_a_key_that_nobody_has_is_another_one_each_time_and_cannot_be_sent() -> None:
+def test_without_an_operators_key_it_is_random_and_its_header_cannot_be_sent() -> None:
     first, second = restrictions(ClientApis()), restrictions(ClientApis())
     assert first[0] == first[1] and first != second
     names, header, key = first[0]
     assert names == "model-repository,shared-memory,logging,trace,model-config"
-    assert ":" in header  # neither HTTP nor gRPC takes such a name
+    assert ":" in header  # neither HTTP nor gRPC accepts such a name
     assert len(key) == 64
 
 
@@ -82,18 +82,18 @@ def test_a_key_that_nobody_has_is_another_one_each_time_and_cannot_be_sent() -> 
         ("--allow-model-config", "model-repository,shared-memory,logging,trace"),
     ],
 )
-def test_each_flag_is_about_one_api(flag: str, names: str) -> None:
+def test_each_flag_opens_one_api(flag: str, names: str) -> None:
     assert [each[0] for each in restrictions(cli.parse([flag]).client_apis)] == [names, names]
 
 
-def test_the_operators_key_comes_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operators_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.parse([]).client_apis.key is None
     monkeypatch.setenv(CONTROL_KEY_VARIABLE, KEY)
     assert restrictions(cli.parse([]).client_apis)[0][1:] == (CONTROL_KEY_HEADER, KEY)
 
 
 @pytest.mark.parametrize("key", ["", "two words", "with\nline", "schlüssel"])
-def test_a_key_that_no_header_can_bring_is_refused(key: str) -> None:
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
     with pytest.raises(OptionError, match=CONTROL_KEY_VARIABLE):
         ClientApis(key=key)
 
@@ -103,7 +103,7 @@ def test_a_key_that_no_header_can_bring_is_refused(key: str) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Models are loaded and unloaded by request, of those who have the key."""
+    """A server whose models clients with the key may load and unload."""
     repository = make_counting_repository(tmp_path_factory.mktemp("apis") / "models")
     options = ServerOptions(model_control="explicit", client_apis=ClientApis(key=KEY))
     with serve(repository, options=options) as running:
@@ -124,7 +124,7 @@ def call(
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("method", "path"), RESTRICTED)
-def test_http_refuses_who_has_no_key(server: TritonServer, method: str, path: str) -> None:
+def test_restricted_apis_over_http_need_the_key(server: TritonServer, method: str, path: str) -> None:
     for headers in (None, {CONTROL_KEY_HEADER: "another"}, {CONTROL_KEY_HEADER: KEY + "x"}):
         status, said = call(server, method, path, headers=headers)
         assert status == REFUSED and "restricted" in said
@@ -132,7 +132,7 @@ def test_http_refuses_who_has_no_key(server: TritonServer, method: str, path: st
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["evil", MODEL])
-def test_a_load_that_brings_code_is_refused_and_nothing_runs(
+def test_a_load_request_with_code_is_refused_and_runs_nothing(
     server: TritonServer, name: str, tmp_path: Path
 ) -> None:
     mark = tmp_path / "it-ran"
@@ -165,7 +165,7 @@ def test_the_python_backends_memory_cannot_be_registered(server: TritonServer) -
 
 
 @pytest.mark.e2e
-def test_grpc_refuses_who_has_no_key(server: TritonServer) -> None:
+def test_restricted_apis_over_grpc_need_the_key(server: TritonServer) -> None:
     with grpcclient.InferenceServerClient(server.grpc) as client:
         for ask in (
             client.get_model_repository_index,
@@ -207,7 +207,7 @@ def test_inference_health_and_metadata_need_no_key(server: TritonServer) -> None
 
 
 @pytest.mark.e2e
-def test_an_endpoint_elsewhere_says_how_a_server_that_keeps_its_configuration_is_opened(
+def test_a_remote_endpoint_names_the_flag_that_opens_the_model_config(
     server: TritonServer,
 ) -> None:
     client = KServeEngineClient(server.grpc, str(DEMO_MODEL), MODEL)
@@ -217,7 +217,7 @@ def test_an_endpoint_elsewhere_says_how_a_server_that_keeps_its_configuration_is
 
 
 @pytest.mark.e2e
-def test_perf_analyzer_says_how_a_server_that_keeps_its_configuration_is_opened(server: TritonServer) -> None:
+def test_perf_analyzer_names_the_flag_that_opens_the_model_config(server: TritonServer) -> None:
     command = [sys.executable, "-m", "benchmarks.measuring.perf_analyzer", "-m", MODEL, "-i", "grpc"]
     done = subprocess.run(
         [*command, "-u", server.grpc, "--streaming"], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -15,7 +15,7 @@ import pytest
 from inflight.processes import ProcessId
 from inflight.server.log import find_cause
 
-# A server starts a stub for the model, which has a guard, and one for another model; then it waits.
+# A server that starts a stub with a guard for one model, and a stub for another model, and then waits.
 SERVER = """
 import subprocess, sys
 stubs = [
@@ -47,7 +47,7 @@ PATIENT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
 class Stage:
-    """Everything that is running."""
+    """All processes of a test."""
 
     def __init__(self, folder: Path, reaction: str) -> None:
         self.ranks = subprocess.Popen(["sleep", "600"])
@@ -66,7 +66,7 @@ class Stage:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Under another name Python does not find its environment.
+            # By another name, Python does not find its environment.
             env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert self.server.stdout is not None
@@ -96,7 +96,7 @@ class Stage:
         return all(processes) and self.ranks.returncode is not None
 
     def cause(self) -> str:
-        """Find the cause of the end, as the process that started the server does."""
+        """Return the cause of the end, found like the process that started the server finds it."""
         assert self.server.stderr is not None
         return find_cause(self.server.stderr.read())
 
@@ -117,7 +117,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     made.close()
 
 
-def test_a_model_that_is_killed_takes_everything_with_it(stage: Stage):
+def test_a_killed_models_process_ends_the_server_and_its_ranks(stage: Stage):
     stage.model.signal(signal.SIGKILL)
     assert stage.is_gone()
     assert stage.cause().endswith("guard.py] the process of the model some_model has ended: the server ends")
@@ -125,12 +125,12 @@ def test_a_model_that_is_killed_takes_everything_with_it(stage: Stage):
     assert not any(region.exists() for region in stage.regions)
 
 
-def test_a_model_can_ask_for_the_servers_end(stage: Stage):
+def test_a_models_process_can_end_the_server(stage: Stage):
     stage.tell("end_server")
     assert stage.is_gone()
 
 
-def test_a_model_that_is_stopped_is_taken_for_dead(stage: Stage):
+def test_a_stopped_models_process_counts_as_lost(stage: Stage):
     stage.have_told("beat")
     assert not stage.guard.wait(2.5)
     stage.model.signal(signal.SIGSTOP)
@@ -138,7 +138,7 @@ def test_a_model_that_is_stopped_is_taken_for_dead(stage: Stage):
     assert "guard.py] the process of the model some_model has been silent for 1 s" in stage.cause()
 
 
-def test_a_guard_that_was_stopped_with_the_model_goes_on(stage: Stage):
+def test_a_guard_stopped_together_with_the_model_does_not_end_the_server(stage: Stage):
     stage.have_told("beat")
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for process in (stage.model, stage.guard):
@@ -146,7 +146,7 @@ def test_a_guard_that_was_stopped_with_the_model_goes_on(stage: Stage):
         assert not stage.guard.wait(2.5)
 
 
-def test_a_server_that_is_killed_takes_the_ranks_with_it(stage: Stage):
+def test_a_killed_server_ends_the_ranks(stage: Stage):
     stage.server.kill()
     assert stage.guard.wait(15)
     stage.ranks.wait(1)
@@ -156,14 +156,14 @@ def test_a_server_that_is_killed_takes_the_ranks_with_it(stage: Stage):
     assert not stage.ranks_folder.exists()
 
 
-def test_a_model_that_has_said_goodbye_may_end(stage: Stage):
+def test_a_models_process_may_end_after_dismissing_its_guard(stage: Stage):
     stage.have_told("dismiss")
     assert stage.guard.wait(15)
     assert stage.server.poll() is None and stage.ranks.poll() is None
     assert not stage.other.wait(0)
 
 
-def test_a_guard_that_rests_does_nothing_but_live_as_long_as_the_server(stage: Stage):
+def test_a_resting_guard_lives_as_long_as_the_server(stage: Stage):
     stage.have_told("rest")
     os.kill(stage.model.pid, signal.SIGKILL)
     assert not stage.guard.wait(1)

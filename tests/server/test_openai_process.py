@@ -1,4 +1,4 @@
-"""The OpenAI endpoint's process without a tritonserver: the engine at the other end of its socket is the test."""
+"""The OpenAI endpoint's process without a tritonserver; the test plays the engine at the other end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def engine_at(path: Path) -> Iterator[Batcher]:
-    """An engine with the demo model's tokenizer, whose answers the test gives."""
+    """An engine with the demo model's tokenizer, whose responses the test sends."""
     limits = replace(DESCRIPTION.limits, vocab_size=3072)
     batcher = Batcher(
         replace(DESCRIPTION, limits=limits, model_path=str(DEMO_MODEL), tokenizer_dir=str(DEMO_MODEL))
@@ -62,7 +62,7 @@ def engine_at(path: Path) -> Iterator[Batcher]:
 
 
 class Running:
-    """A started endpoint, and what it says."""
+    """A started endpoint and its output."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         port = options.pop("port", None) or resolve_ports(LOCALHOST, Ports(openai=0)).openai
@@ -79,7 +79,7 @@ class Running:
         return httpx.get(self.url + path).status_code
 
     def pid(self) -> int:
-        """The process that listens now."""
+        """Return the id of the process that listens now."""
         return next((child.pid for child in children_running(str(self.options.port))), 0)
 
 
@@ -93,10 +93,10 @@ def running(folder: Path, **options: object) -> Iterator[Running]:
         started.endpoint.kill()
 
 
-def test_it_listens_before_there_is_an_engine_and_outlives_one(folder: Path) -> None:
+def test_the_endpoint_listens_before_the_engine_exists_and_survives_it(folder: Path) -> None:
     with running(folder) as started:
         assert started.status() == 503
-        for _ in range(2):  # as a model that is loaded, unloaded and loaded again
+        for _ in range(2):  # like a model that is loaded, unloaded and loaded again
             with engine_at(folder / "engine.sock"):
                 answer = httpx.get(f"{started.url}/v1/models").json()
                 assert [model["id"] for model in answer["data"]] == ["demo_model"]
@@ -116,7 +116,7 @@ def test_a_killed_endpoint_is_started_again_and_sleeps_when_idle(folder: Path) -
         process = psutil.Process(started.pid())
         before = process.num_ctx_switches().voluntary
         time.sleep(2)
-        assert process.num_ctx_switches().voluntary - before < 20  # ten wake-ups a second would be more
+        assert process.num_ctx_switches().voluntary - before < 20  # ten wake-ups per second would be more
 
 
 def is_listening(port: int) -> bool:
@@ -129,10 +129,10 @@ def is_listening(port: int) -> bool:
 
 @contextmanager
 def stream_in_flight(started: Running, batcher: Batcher) -> Iterator[tuple[httpx.Response, Request]]:
-    """An answer that has begun, and the request that it waits for more of."""
+    """Yield a response that has begun, and its request, whose end is still to come."""
     taken: list[Request] = []
 
-    def begin() -> None:  # the answer's head comes with its first token
+    def begin() -> None:  # the response's head is sent with its first token
         taken.append(request := batcher.take())
         batcher.client.send_response(delta(request.request_id, 691))
 
@@ -143,7 +143,7 @@ def stream_in_flight(started: Running, batcher: Batcher) -> Iterator[tuple[httpx
         yield answer, taken[0]
 
 
-def test_a_stream_in_flight_is_answered_to_its_end(folder: Path) -> None:
+def test_a_stream_in_flight_finishes_before_the_endpoint_ends(folder: Path) -> None:
     with engine_at(folder / "engine.sock") as batcher, running(folder) as started:
         pid, ended = started.pid(), []
         with stream_in_flight(started, batcher) as (answer, request):
@@ -190,11 +190,11 @@ def test_the_reason_why_the_endpoint_does_not_start_is_reported(folder: Path) ->
         assert f"--ssl-certfile {broken}: cannot be used for TLS" in str(started.endpoint.failure)
 
 
-def test_keys_go_by_a_pipe_alone_and_a_certificate_makes_it_https(
+def test_api_keys_are_passed_by_a_pipe_only_and_a_certificate_enables_https(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = make_certificate(folder)
-    monkeypatch.setenv(API_KEYS_VARIABLE, "sk-secret-of-the-environment")  # which the options have too
+    monkeypatch.setenv(API_KEYS_VARIABLE, "sk-secret-of-the-environment")  # also in the options
     options = {"tls_certificate": certificate, "tls_key": key, "api_keys": ("sk-secret", "x" * 100_000)}
     with engine_at(folder / "engine.sock"), running(folder, **options) as started:
         assert started.url.startswith("https://")
@@ -208,7 +208,7 @@ def test_keys_go_by_a_pipe_alone_and_a_certificate_makes_it_https(
 
 
 def test_the_endpoint_listens_on_ipv6(folder: Path) -> None:
-    """Started as on the command line; what it prints is a URL that works."""
+    """It is started like on the command line, and prints a URL that works."""
     place = ["--engine-endpoint", str(folder / "engine.sock"), "--host", "::1", "--port", "0"]
     command = [sys.executable, "-m", "inflight.openai", *place]
     with engine_at(folder / "engine.sock"), subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -223,6 +223,6 @@ def test_the_endpoint_listens_on_ipv6(folder: Path) -> None:
     assert process.returncode == 0
 
 
-def test_triton_has_no_ipv6() -> None:
+def test_an_ipv6_host_is_refused_for_triton() -> None:
     with pytest.raises(OptionError, match=r"--host ::1: tritonserver listens on IPv4 alone"):
         resolve_host("::1")

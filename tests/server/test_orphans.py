@@ -1,4 +1,4 @@
-"""Processes that lose their parents come to the launcher and leave no zombies; its own keep their exit status."""
+"""The launcher adopts orphaned processes and leaves no zombies; its own children keep their exit status."""
 
 import subprocess
 import sys
@@ -33,6 +33,6 @@ print("done")
 """
 
 
-def test_orphaned_processes_are_reaped_and_others_are_not() -> None:
+def test_only_orphaned_processes_are_reaped() -> None:
     done = subprocess.run([sys.executable, "-c", ADOPTING], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("done\n", "")

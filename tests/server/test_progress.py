@@ -37,7 +37,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def test_a_load_says_every_few_seconds_how_far_it_is(clock: list[float], log: pytest.LogCaptureFixture):
+def test_a_load_logs_its_progress_every_few_seconds(clock: list[float], log: pytest.LogCaptureFixture):
     with load_progress("Loading big", 4_000_000_000) as advance:
         for _ in range(8):
             clock[0] += 0.5
@@ -51,25 +51,25 @@ def test_a_load_says_every_few_seconds_how_far_it_is(clock: list[float], log: py
     ]
 
 
-def test_a_short_load_says_nothing(clock: list[float], log: pytest.LogCaptureFixture):
+def test_a_short_load_logs_nothing(clock: list[float], log: pytest.LogCaptureFixture):
     with load_progress("Loading small", 100) as advance:
         clock[0] += 0.9
         advance(100)
     assert not log.records
 
 
-def test_a_load_that_fails_does_not_say_that_it_is_done(clock: list[float], log: pytest.LogCaptureFixture):
+def test_a_failed_load_does_not_log_completion(clock: list[float], log: pytest.LogCaptureFixture):
     with pytest.raises(OSError), load_progress("Loading bad", 100):
         clock[0] += 9
         raise OSError
     assert not log.records
 
 
-def test_lines_come_less_often_in_a_long_load():
+def test_a_long_load_logs_less_often():
     assert [pause_s(elapsed) for elapsed in (0, 10, 30, 600)] == [1, 1, 3, 5]
 
 
-def test_a_build_says_what_is_compiled_and_what_it_took(clock: list[float], log: pytest.LogCaptureFixture):
+def test_a_build_logs_its_subject_and_its_duration(clock: list[float], log: pytest.LogCaptureFixture):
     with compile_progress("bfloat16") as tick:
         for _ in range(12):
             clock[0] += 1
@@ -82,7 +82,7 @@ def test_a_build_says_what_is_compiled_and_what_it_took(clock: list[float], log:
     ]
 
 
-def test_on_a_terminal_both_are_bars_and_the_log_has_no_lines_of_the_load(
+def test_on_a_terminal_progress_is_a_bar_and_not_logged(
     clock: list[float], log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     terminal = Terminal()
@@ -96,7 +96,7 @@ def test_on_a_terminal_both_are_bars_and_the_log_has_no_lines_of_the_load(
     assert "compiling the decoder's layers (int8)" in terminal.getvalue()
 
 
-def test_a_display_that_breaks_does_not_end_the_load(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
+def test_a_failing_display_does_not_end_the_load(monkeypatch: pytest.MonkeyPatch, clock: list[float]):
     def broken(stream: object) -> object:
         raise RuntimeError("only one live display may be active at once")
 
@@ -108,7 +108,7 @@ def test_a_display_that_breaks_does_not_end_the_load(monkeypatch: pytest.MonkeyP
         advance(50)
 
 
-def test_a_server_s_lines_about_progress_become_a_bar():
+def test_progress_lines_of_a_server_become_a_bar():
     terminal = Terminal()
     echo = ProgressEcho(terminal)
     echo.write(RECORD.format("before"))
@@ -130,7 +130,7 @@ def test_a_server_s_lines_about_progress_become_a_bar():
     assert "Loading llama: 2.00 GB in 4.1 s" in text, "what it took stays in the log"
 
 
-def test_a_line_that_comes_in_parts_stays_one_line():
+def test_a_line_written_in_parts_stays_one_line():
     terminal = Terminal()
     echo = ProgressEcho(terminal)
     echo.write(RECORD.format("Loading llama: 0.50 of 2.00 GB"))
@@ -140,7 +140,7 @@ def test_a_line_that_comes_in_parts_stays_one_line():
     assert "serve: not ready yet\n" in terminal.getvalue() and terminal.getvalue().endswith("the ")
 
 
-def test_the_bar_is_gone_when_a_load_has_not_ended():
+def test_the_bar_is_removed_if_a_load_does_not_end():
     terminal = Terminal()
     echo = ProgressEcho(terminal)
     echo.write(RECORD.format("Loading llama: 0.50 of 2.00 GB"))
@@ -149,7 +149,7 @@ def test_the_bar_is_gone_when_a_load_has_not_ended():
 
 
 def test_serve_shows_bars_on_a_terminal_and_lines_elsewhere(counting_repository: Path):
-    """A model that says how far it is, by the real command, on a pseudo-terminal and in a pipe."""
+    """The real command runs a model that reports progress, on a pseudo-terminal and on a pipe."""
     model = counting_repository / "tensorrt_llm" / "1" / "model.py"
     line = "Loading counter: 1.00 of 2.00 GB"
     said = f'print("{line}", flush=True); import time; time.sleep(0.6); raise ValueError("enough")'

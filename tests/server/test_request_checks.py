@@ -1,6 +1,6 @@
-"""The library that tritonserver loads first, over a stand-in for tritonserver's own; how it is made; its notes.
+"""The library that tritonserver loads first, on a stand-in for tritonserver's: checks, build and records.
 
-What becomes of such requests behind a real tritonserver is in `tests/e2e/test_refused_requests.py`.
+`tests/e2e/test_refused_requests.py` has such requests to a real tritonserver.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from inflight.server.request_checks import CannotCompile, are_loaded, compile_ch
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 STACK_BYTES = 8 << 20
-"""Of a thread, which is enough for 32,768 levels of JSON."""
+"""Stack size of a thread, which suffices for 32,768 levels of JSON."""
 
-# Errors are their texts; a model whose name is "flat" takes no batches; the number of a request is its address.
+# Errors are texts; a model named "flat" has no batch dimension; a request's number is its address.
 STAND_IN = r"""
 #include <stdint.h>
 #include <stdlib.h>
@@ -111,7 +111,7 @@ def unpack(size):
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The library and the stand-in, as LD_PRELOAD has them."""
+    """Return the library and the stand-in, as a value of LD_PRELOAD."""
     folder = tmp_path_factory.mktemp("libraries")
     source = folder / "stand_in.c"
     source.write_text(STAND_IN)
@@ -152,22 +152,22 @@ def run(libraries: str, folder: Path, expression: str) -> object:
         ([-1, 5], "INT32", "the shape [-1,5], expected no negative dimension"),
     ],
 )
-def test_shapes(libraries, tmp_path, shape, kind, says):
+def test_invalid_shapes_are_refused(libraries, tmp_path, shape, kind, says):
     error = run(libraries, tmp_path, f"add(new_request('model'), {shape}, {kind})")
     assert error is None if says is None else error.startswith("3 ids: got") and says in error
 
 
-def test_an_error_of_the_python_backends_does_not_name_its_region(libraries, tmp_path):
+def test_the_name_of_a_shared_memory_region_is_removed_from_errors(libraries, tmp_path):
     text = "Failed to increase the shared memory pool size for key 'inflight-server-ab-1' to 8 bytes: ENOSPC"
     found = run(libraries, tmp_path, f"[new_error({text!r}), new_error('for key x')]")
     assert found == [f"5 {text.replace('inflight-server-ab-1', '…')}", "5 for key x"]
 
 
-def test_an_empty_tensor_of_a_model_without_batches_is_passed_on(libraries, tmp_path):
+def test_an_empty_tensor_is_accepted_by_a_model_without_batching(libraries, tmp_path):
     assert run(libraries, tmp_path, "add(new_request('flat'), [0])") is None
 
 
-def test_over_http_a_tensor_is_as_large_as_a_body_can_spell(libraries, tmp_path):
+def test_over_http_a_tensor_is_bounded_by_what_a_json_body_can_express(libraries, tmp_path):
     shapes = [[1, 2**25], [1, 2**25 + 1]]
     found = run(
         libraries, tmp_path, f"[read(b'POST'), *(add(new_request('m'), shape, FP64) for shape in {shapes})]"
@@ -175,7 +175,7 @@ def test_over_http_a_tensor_is_as_large_as_a_body_can_spell(libraries, tmp_path)
     assert found[:2] == ["read", None] and "at most 256 MiB" in found[2]
 
 
-def test_texts_have_a_size_only_where_classes_of_them_are_asked_for(libraries, tmp_path):
+def test_texts_have_a_nonzero_size_only_for_classification(libraries, tmp_path):
     expression = (
         "[library.TRITONSERVER_DataTypeByteSize(BYTES), byte_size_after(BYTES), byte_size_after(INT32)]"
     )
@@ -198,26 +198,26 @@ def test_texts_have_a_size_only_where_classes_of_them_are_asked_for(libraries, t
         ("b'\"' + b'\\\\\\\\\"[' * 10", "read"),
         (r"b'X-Odd: \\\"\r\n\r\n' + b'[' * 40_000", "reset"),
         (r"b'GET / HTTP/1.1\r\nX: \"\r\n\r\n' * 2 + b'[' * 40_000", "reset"),
-        (r"b'[\"\r\n4\r\n\",' + b'[' * 40_000", "reset"),  # a chunk ends in a string
-        (r"b'[\"\\\r\n4\r\n\"\",' + b'[' * 40_000", "reset"),  # and behind a backslash
+        (r"b'[\"\r\n4\r\n\",' + b'[' * 40_000", "reset"),  # a chunk ends inside a string
+        (r"b'[\"\\\r\n4\r\n\"\",' + b'[' * 40_000", "reset"),  # and after a backslash
         (r"b'{\"a\": [1, 2],\r\n' * 10 + b'}' * 10 + b'[]' * 40_000", "read"),
     ],
 )
-def test_json_that_is_nested_too_deeply_ends_its_connection(libraries, tmp_path, body, ends):
+def test_too_deeply_nested_json_closes_its_connection(libraries, tmp_path, body, ends):
     assert run(libraries, tmp_path, f"read({body})") == ends
 
 
-def test_every_connection_is_counted_for_itself(libraries, tmp_path):
+def test_nesting_is_counted_per_connection(libraries, tmp_path):
     assert run(libraries, tmp_path, "[read(b'[' * 30_000) for _ in range(3)]") == ["read"] * 3
 
 
-def test_a_compressed_body_unpacks_to_so_much_and_no_more(libraries, tmp_path):
+def test_the_decompressed_size_of_a_body_is_bounded(libraries, tmp_path):
     sizes = [64 << 20, (64 << 20) + (1 << 22)]
     found = run(libraries, tmp_path, f"[read(b''), *(unpack(size) for size in {sizes})]")
     assert found == ["read", 64 << 20, "error"]
 
 
-def test_the_last_requests_are_noted(libraries, tmp_path):
+def test_the_last_requests_are_recorded(libraries, tmp_path):
     calls = "[add(new_request(f'model{i}', f'id {i}'), [1, i]) for i in range(100)]"
     run(libraries, tmp_path, f"[{calls}, add(new_request('model\\n', ''), [0, 1])]")
     assert are_loaded(tmp_path)
@@ -230,14 +230,14 @@ def test_the_last_requests_are_noted(libraries, tmp_path):
     assert len(last_requests(tmp_path, 1000)) == 64
 
 
-def test_a_program_that_is_not_tritonserver_is_left_alone(libraries, tmp_path):
+def test_a_program_other_than_tritonserver_is_not_changed(libraries, tmp_path):
     checks = libraries.split(":")[0]
     assert run(checks, tmp_path, "[read(b'[' * 40_000), 'LD_PRELOAD' in os.environ]") == ["read", True]
     assert not are_loaded(tmp_path) and last_requests(tmp_path, 3) == []
 
 
 def test_processes_that_tritonserver_starts_do_not_load_the_library(libraries, tmp_path):
-    # Python has copied the environment before: a child that is started in C sees what the library left.
+    # Python has copied the environment before; a child that is started in C sees what the library left.
     assert run(libraries, tmp_path, "ctypes.CDLL(None).system(b'test -z \"${LD_PRELOAD##*checks*}\"')") != 0
 
 
@@ -247,7 +247,7 @@ def test_without_a_compiler_there_is_no_library(tmp_path, monkeypatch):
         compile_checks(tmp_path / "checks.so")
 
 
-def test_without_a_compiler_the_one_of_a_wheel_is_taken(tmp_path, monkeypatch):
+def test_without_a_compiler_the_wheels_library_is_used(tmp_path, monkeypatch):
     prebuilt = tmp_path / "request_checks.so"
     prebuilt.write_bytes(b"a library")
     monkeypatch.setattr(request_checks, "_PREBUILT", prebuilt)

@@ -1,4 +1,4 @@
-"""Scripts install their requirements apart, never beside a server that may be running."""
+"""Scripts install their requirements in separate environments, never beside a server that may be running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Says which interpreter runs, and where its environment is.
+# Prints which interpreter runs, and where its environment is.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-c import sys; print(sys.prefix)") dirname "$(dirname "$0")" ;;
@@ -22,7 +22,7 @@ PIP = "#!/bin/sh\nexit 1\n"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Scripts, and what they read."""
+    """Copy the scripts and the files that they read."""
     for name in ("scripts", "client"):
         shutil.copytree(
             ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__")
@@ -33,7 +33,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def make_environment(checkout: Path, name: str, *purposes: str) -> None:
-    """A stand-in for an environment in which everything for `purposes` is installed."""
+    """Make a stand-in for an environment in which everything for `purposes` is installed."""
     folder = checkout / name / "bin"
     folder.mkdir(parents=True)
     for program, text in (("python", PYTHON), ("pip", PIP), ("perf_analyzer", PIP)):
@@ -52,14 +52,14 @@ def perf_analyzer(checkout: Path) -> list[str]:
     return done.stdout.split()
 
 
-def test_perf_analyzer_leaves_the_environment_that_serves_alone(checkout: Path):
+def test_perf_analyzer_is_not_installed_into_the_servers_environment(checkout: Path):
     make_environment(checkout, ".venv", "serve")
     make_environment(checkout, ".venv-client", "client")
     assert perf_analyzer(checkout)[0] == ".venv-client"
     assert not (checkout / ".venv" / ".inflight-test").exists()
 
 
-def test_perf_analyzer_is_taken_from_the_tests_environment_where_there_is_one(checkout: Path):
+def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Path):
     make_environment(checkout, ".venv", "serve", "test")
     assert perf_analyzer(checkout) == [
         ".venv",

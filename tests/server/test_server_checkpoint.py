@@ -1,4 +1,4 @@
-"""--model: a folder whose name config.pbtxt can hold. Names of the hub are in tests/test_hub.py."""
+"""--model: a folder whose path config.pbtxt can contain. tests/test_hub.py has names on the hub."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line, up to where a process would be started."""
+"""The command line, up to the start of a process."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from inflight.server.errors import OptionError
 from inflight.server.ports import Ports
 
 
-def test_defaults() -> None:
+def test_options_have_documented_defaults() -> None:
     options = cli.parse([])
     assert options.ports == Ports(8000, 8001, 8002, 9000)
     assert options.openai == OpenAiOptions()
@@ -21,7 +21,7 @@ def test_defaults() -> None:
     assert options.model_repository.name == "model_repository"
 
 
-def test_settings_keep_everything_behind_the_first_equals_sign() -> None:
+def test_a_settings_value_is_all_text_after_the_first_equals_sign() -> None:
     options = cli.parse(["--set", "a=b=c", "--set", "empty=", "--set", "a=last"])
     assert options.wanted.settings == {"a": "last", "empty": ""}
 
@@ -33,12 +33,12 @@ def test_adapters_have_a_name_and_a_folder() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
-def test_dtypes(dtype: str) -> None:
+def test_every_dtype_is_accepted(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype
 
 
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_engines(engine: str) -> None:
+def test_every_engine_is_accepted(engine: str) -> None:
     assert cli.parse(["--engine", engine]).wanted.engine == engine
     assert cli.parse([]).wanted.engine is None
 
@@ -76,7 +76,7 @@ def test_plans_are_served_with_their_checkpoint_and_without(tmp_path: Path) -> N
         (["--engine", "torch", "--engine-dir", "x"], "--engine-dir x is for --engine tensorrt, not torch"),
     ],
 )
-def test_plans_that_are_not_there(
+def test_missing_or_contradicting_plans_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(arguments) == 2
@@ -107,7 +107,7 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_ranks_and_who_starts_them() -> None:
+def test_options_of_ranks_and_their_launch_are_parsed() -> None:
     options = cli.parse(
         ["--tp", "2", "--pp", "3", "--mode", "leader", "--mpirun-arguments", "--hostfile hosts"]
     )
@@ -115,7 +115,7 @@ def test_ranks_and_who_starts_them() -> None:
     assert options.mpirun_arguments == "--hostfile hosts"
 
 
-def test_a_single_rank_may_be_spelled_out() -> None:
+def test_a_single_rank_may_be_given_explicitly() -> None:
     cli.parse(["--tp", "1", "--pp", "1", "--mode", "in_process", "--engine", "torch"])
 
 
@@ -126,17 +126,17 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         cli.parse(["--model", str(tmp_path / "missing")])
 
 
-def test_models_can_be_unloaded_by_request_where_that_is_asked_for() -> None:
+def test_explicit_model_control_is_an_option() -> None:
     assert cli.parse([]).model_control == "none"
     assert cli.parse(["--model-control", "explicit"]).model_control == "explicit"
 
 
-def test_the_openai_endpoint_may_be_left_out() -> None:
+def test_the_openai_endpoint_can_be_disabled() -> None:
     assert cli.parse(["--no-openai"]).ports == Ports(8000, 8001, 8002)
     assert cli.parse(["--openai-port", "0"]).ports.openai == 0
 
 
-def test_flags_of_the_openai_endpoint(tmp_path: Path) -> None:
+def test_flags_of_the_openai_endpoint_are_parsed(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text("{{ messages }}")
     options = cli.parse(
@@ -148,11 +148,11 @@ def test_flags_of_the_openai_endpoint(tmp_path: Path) -> None:
     )
 
 
-def test_flags_of_the_openai_endpoint_that_do_not_go_together() -> None:
+def test_contradicting_flags_of_the_openai_endpoint_are_refused() -> None:
     with pytest.raises(OptionError, match="without --ssl-certfile"):
         cli.parse(["--ssl-keyfile", __file__])
 
 
-def test_ranks_and_groups_of_experts() -> None:
+def test_expert_parallel_groups_are_parsed() -> None:
     options = cli.parse(["--tp", "4", "--ep", "2"])
     assert (options.tp, options.pp, options.ep) == (4, None, 2)

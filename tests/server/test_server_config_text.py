@@ -26,19 +26,19 @@ FORMS = [
 
 
 @pytest.mark.parametrize("text", FORMS)
-def test_each_form_is_read_and_replaced(text: str) -> None:
+def test_each_form_of_an_entry_is_read_and_replaced(text: str) -> None:
     assert read_parameters(text) == {"a": "old"}
     changed = set_parameters(text, {"a": 'new "quoted" \\ path'})
     assert read_parameters(changed) == {"a": 'new "quoted" \\ path'}
 
 
-def test_the_rest_of_the_text_stays_as_it_is() -> None:
+def test_the_rest_of_the_text_is_unchanged() -> None:
     text = 'name: "m" # parameters\n' + FORMS[1] + "\ninstance_group [ { count: 1 } ]\n"
     assert set_parameters(text, {"a": "old"}) == text
     assert set_parameters(text, {"a": "b"}) == text.replace('"old"', '"b"')
 
 
-def test_a_list_of_entries() -> None:
+def test_a_list_of_entries_is_read_and_replaced() -> None:
     text = (
         'parameters [\n{ key: "a" value { string_value: "1" } },\n{ key: "b" value { string_value: "2" } }\n]'
     )
@@ -56,7 +56,7 @@ def test_parameters_inside_other_blocks_are_not_the_models() -> None:
     assert read_parameters(text) == {}
 
 
-def test_nothing_to_set_changes_nothing() -> None:
+def test_without_values_to_set_the_text_is_unchanged() -> None:
     assert set_parameters("", {}) == ""
     assert set_parameters("name: 'm'", {}) == "name: 'm'"
 
@@ -87,7 +87,7 @@ POLICY = 'name: "m"\nmodel_transaction_policy { decoupled: %s }\ninput [ ]\n'
 
 @pytest.mark.parametrize("before", ["true", "false", "True"])
 @pytest.mark.parametrize(("decoupled", "after"), [(True, "true"), (False, "false")])
-def test_decoupled_is_set_whatever_stands_there(before: str, decoupled: bool, after: str) -> None:
+def test_decoupled_replaces_any_value(before: str, decoupled: bool, after: str) -> None:
     assert set_decoupled(POLICY % before, decoupled) == POLICY % after
     lines = (POLICY % before).replace("{ dec", "{\n  dec").replace(" }\ni", "\n}\ni")
     assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)
@@ -102,7 +102,7 @@ def test_the_type_of_an_input_is_set_in_each_form() -> None:
     assert set_input_type(ours, "b", "TYPE_BF16") == ours
 
 
-def test_a_model_that_never_has_several_responses_says_nothing_of_decoupled() -> None:
+def test_a_model_without_a_transaction_policy_has_no_decoupled() -> None:
     assert set_decoupled('name: "m"', False) == 'name: "m"'
 
 
@@ -112,10 +112,10 @@ def test_variables_outside_of_strings_get_defaults() -> None:
 
 
 @pytest.mark.parametrize("model", [model for model in MODELS if model.template], ids=lambda model: model.name)
-def test_an_unfilled_template_becomes_what_the_repository_has(model: ModelSpec) -> None:
+def test_an_unfilled_template_equals_the_repositorys_config(model: ModelSpec) -> None:
     assert model.template is not None
     filled = fill_fields(render(model, model.template)).splitlines()
-    # A variable in a string counts as left out: the default holds, which the repository spells out.
+    # A variable in a string counts as absent: the default holds, which the repository spells out.
     filled = [line.replace("${tensorrt_llm_model_name}", "tensorrt_llm") for line in filled]
     batcher = filled.index("dynamic_batching {") if model.template.batching else len(filled)
     del filled[batcher : batcher + len(model.template.batching)]
@@ -123,7 +123,7 @@ def test_an_unfilled_template_becomes_what_the_repository_has(model: ModelSpec) 
 
 
 @pytest.mark.parametrize("spaces", ["", " ", "\n  "])
-def test_an_inputs_type_is_changed_and_nothing_else(spaces: str) -> None:
+def test_only_the_named_inputs_type_is_changed(spaces: str) -> None:
     def row(name: str, data_type: str) -> str:
         return f'{{ name:{spaces}"{name}"{spaces or " "}data_type:{spaces}{data_type} dims: [ -1, -1 ] }}'
 

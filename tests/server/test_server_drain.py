@@ -1,4 +1,4 @@
-"""When a server is taken to have nothing left to do."""
+"""The conditions under which a server counts as idle."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from inflight.server.drain import IdleWatch, stubs_processor_time
 
 
 class Readings:
-    """A clock and a processor account that the test sets."""
+    """A clock and a processor time that the test sets."""
 
     def __init__(self) -> None:
         self.now, self.used = 0.0, 0.0
@@ -27,12 +27,12 @@ def test_processor_time_decides_whether_a_model_drains(used: float, expected: in
     assert Readings().after(3, used) == expected
 
 
-def test_work_between_rests_starts_the_watch_again() -> None:
+def test_work_restarts_the_idle_watch() -> None:
     readings = Readings()
     assert [readings.after(1), readings.after(1, used=0.5), readings.after(1)] == [1, 0, 1]
 
 
-def test_the_leader_of_the_group_is_not_counted(burning: "Callable[[], int]") -> None:
+def test_the_group_leaders_processor_time_is_not_counted(burning: "Callable[[], int]") -> None:
     group = burning()
     assert stubs_processor_time(group) >= 0.05
     assert stubs_processor_time(os.getpid()) == 0

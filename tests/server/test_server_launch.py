@@ -1,4 +1,4 @@
-"""The real tritonserver under a trivial model: ready, ended in every way, and nothing left behind."""
+"""The real tritonserver with a trivial model becomes ready, ends in every way, and leaves nothing behind."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 def ask(
     url: str, count: int, gap_ms: int, numbers: "Queue[int | Exception]"
 ) -> grpcclient.InferenceServerClient:
-    """Start a stream of `count` numbers; the client has to be closed."""
+    """Start a stream of `count` numbers; return the client, which the caller has to close."""
 
     def receive(result: grpcclient.InferResult | None, error: Exception | None) -> None:
         numbers.put(error if result is None else int(result.as_numpy("NUMBER")[0]))
@@ -38,7 +38,7 @@ def ask(
     return client
 
 
-def test_a_ready_server_answers_and_leaves_nothing(counting_repository: Path) -> None:
+def test_a_ready_server_answers_and_leaves_nothing_behind(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with serve(counting_repository, settings={"dtype": "float32"}) as server:
         folder, pid = server.repository.path.parent, server.pid
@@ -88,10 +88,10 @@ def test_a_failed_construction_leaves_no_folder(counting_repository: Path, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_finishes_what_is_in_flight_and_exits_with_0(
+def test_the_command_finishes_requests_in_flight_and_exits_with_0(
     counting_repository: Path, number: signal.Signals
 ) -> None:
-    """Although the client keeps its stream open, for which this tritonserver would wait forever."""
+    """The client keeps its stream open, for which this tritonserver alone would wait forever."""
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         ready = serving.ready_line()
@@ -106,7 +106,7 @@ def test_the_command_finishes_what_is_in_flight_and_exits_with_0(
         assert group_members(server) == []
 
 
-def test_an_idle_stream_does_not_keep_the_server(counting_repository: Path) -> None:
+def test_an_idle_stream_does_not_keep_the_server_running(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         client = ask(serving.ready_line()["grpc"], 1, 0, numbers)
@@ -128,7 +128,7 @@ def test_requests_in_flight_after_the_exit_timeout_end_with_an_error(counting_re
     assert "not finished after 1 s" in errors
 
 
-def test_a_second_signal_does_not_wait(counting_repository: Path) -> None:
+def test_a_second_signal_ends_the_server_at_once(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         client = ask(serving.ready_line()["grpc"], 1000, 100, numbers)

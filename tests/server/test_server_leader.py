@@ -1,4 +1,4 @@
-"""Leader mode with ranks that have no engine: tritonserver under mpirun is ready, ends and is ended as without."""
+"""Leader mode without engines: tritonserver under mpirun starts and ends like one without mpirun."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.e2e
 
 STAND_IN = Path(__file__).with_name("stand_in_worker.py")
 OPTIONS = ServerOptions(tp=3, mode="leader")
-# The same as `python -m inflight.server`, but for the program of the workers.
+# The same as `python -m inflight.server`, with another program for the workers.
 COMMAND = f"""
 import sys
 from inflight.server import cli, ranks
@@ -49,7 +49,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def workers(server: TritonServer) -> dict[int, int]:
-    """Process ids by rank."""
+    """Return process ids by rank."""
     assert eventually(lambda: server.log_text().count("heard") == 2)
     found = re.findall(r"rank (\d) of 3 is process (\d+)", server.log_text())
     return {int(rank): int(pid) for rank, pid in found}
@@ -79,16 +79,16 @@ def running(command: list[str], **variables: str) -> Iterator[subprocess.Popen[s
 
 @pytest.fixture
 def mpirun_folder() -> Iterator[Path]:
-    """For the files of a test's own mpirun.
+    """Yield a folder for the files of a test's own mpirun.
 
-    In /tmp they go by its process id, and a later mpirun of the same id does not start beside what one that was
-    killed has left. A path of pytest's would be too long for mpirun's sockets.
+    In /tmp they are named by its process id, and a later mpirun with the same id does not start beside the
+    leftovers of a killed one. A path of pytest's would be too long for mpirun's sockets.
     """
     with tempfile.TemporaryDirectory(prefix="mpirun-") as folder:
         yield Path(folder)
 
 
-def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path) -> None:
+def test_a_server_with_ranks_answers_and_leaves_nothing_behind(ranked_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with serve(ranked_repository, options=OPTIONS) as server:
         folder, ranks = server.repository.path.parent, workers(server)
@@ -106,7 +106,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing(ranked_repository: Path)
     assert not folder.exists()
 
 
-def test_the_ranks_libraries_are_not_looked_for_among_the_servers(ranked_repository: Path) -> None:
+def test_the_ranks_do_not_use_the_servers_libraries(ranked_repository: Path) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         workers(server)
         folder = server.repository.path.parent
@@ -116,7 +116,7 @@ def test_the_ranks_libraries_are_not_looked_for_among_the_servers(ranked_reposit
         assert str(folder) not in libraries
 
 
-def test_the_ranks_shared_memory_is_the_servers(ranked_repository: Path) -> None:
+def test_the_ranks_shared_memory_belongs_to_the_server(ranked_repository: Path) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         workers(server)
         assert eventually(lambda: "segments ['sm_segment" in server.log_text())
@@ -140,7 +140,7 @@ def test_requests_in_flight_finish_before_the_server_ends(
         assert not folder.exists()
 
 
-def test_it_all_ends_with_a_launcher_that_is_killed(ranked_repository: Path) -> None:
+def test_server_and_ranks_end_with_a_killed_launcher(ranked_repository: Path) -> None:
     with running(serve_command(ranked_repository)) as process:
         read_ready_line(process)
         folder = folder_of(process)
@@ -156,7 +156,7 @@ def kill_tritonserver(server: TritonServer) -> None:
 
 
 def kill_mpirun(server: TritonServer) -> None:
-    """The parent of tritonserver."""
+    """Kill the parent of tritonserver."""
     os.kill(psutil.Process(server.pid).ppid(), signal.SIGKILL)
 
 
@@ -175,7 +175,7 @@ def test_the_death_of_one_process_ends_all_others_of_the_server(
     assert not folder.exists()
 
 
-def test_a_rank_that_is_stopped_does_not_keep_a_server_that_has_ended(ranked_repository: Path) -> None:
+def test_a_stopped_rank_does_not_delay_the_end_of_the_server(ranked_repository: Path) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         folder, ranks = server.repository.path.parent, workers(server)
         os.kill(ranks[2], signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> Non
 def test_ranks_that_were_started_together_are_not_started_again(
     ranked_repository: Path, mpirun_folder: Path
 ) -> None:
-    """As Slurm does it: the command itself is rank 0's, and the workers are beside it."""
+    """Slurm does so: rank 0 runs the command itself, and the workers run beside it."""
     together = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
     workers = [":", "-n", "2", sys.executable, str(STAND_IN)]
     numbers: Queue[int | Exception] = Queue()

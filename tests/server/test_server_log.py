@@ -1,4 +1,4 @@
-"""The server's log and the causes found in it."""
+"""The server's log, and the causes of failures found in it."""
 
 import io
 
@@ -37,19 +37,19 @@ def test_the_cause_of_a_wrong_configuration_has_no_stack() -> None:
     assert line.endswith("failed to load 'm' version 1: ConfigError: 3 does not divide 4\"")
 
 
-def test_other_causes_are_all_errors_with_what_follows_them() -> None:
+def test_the_cause_is_all_errors_with_their_further_lines() -> None:
     lines = find_cause(FAILED.replace("failed to load", "x")).splitlines()
     assert "Failed to create instance" in lines[0]
     assert lines[-1] == "more of it"
     assert not any("table" in line or "loading" in line for line in lines)
 
 
-def test_without_errors_the_cause_is_the_end() -> None:
+def test_without_errors_the_cause_is_the_end_of_the_log() -> None:
     assert find_cause("one\ntwo\nthree\n", most_lines=2) == "two\nthree"
     assert find_cause("") == ""
 
 
-def test_lines_are_kept_and_passed_on() -> None:
+def test_lines_are_kept_and_copied() -> None:
     echo = io.StringIO()
     log = ServerLog(io.BytesIO(b"one\n\xff two\nthree"), echo, has_gpu=False)
     log.join(5)
@@ -57,14 +57,14 @@ def test_lines_are_kept_and_passed_on() -> None:
     assert echo.getvalue() == log.text()
 
 
-def test_complaints_about_a_missing_gpu_are_left_out_where_there_is_none() -> None:
+def test_messages_about_a_missing_gpu_are_left_out_without_a_gpu() -> None:
     for has_gpu, expected in ((True, DRIVER_LINE + "x\n"), (False, "x\n")):
         log = ServerLog(io.BytesIO(DRIVER_LINE.encode() + b"x\n"), None, has_gpu)
         log.join(5)
         assert log.text() == expected
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_log() -> None:
+def test_a_closed_output_does_not_stop_the_log() -> None:
     echo = io.StringIO()
     echo.close()
     log = ServerLog(io.BytesIO(b"one\ntwo\n"), echo, has_gpu=True)
@@ -77,7 +77,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_log() -> None:
     [(ABORTED, True), (UNHEALTHY, True), (FAILED, False), (FAILED + ABORTED, False), (GUARD + ABORTED, False)]
     + [("", False), ("all is well\n", False)],
 )
-def test_a_start_was_starved_where_nothing_else_is_the_cause(log: str, starved: bool) -> None:
+def test_a_start_counts_as_starved_only_without_another_error(log: str, starved: bool) -> None:
     assert was_starved(log) is starved
 
 
@@ -93,7 +93,7 @@ def record(text: str, second: int) -> str:
     return f"E1126 01:25:{second:02}.123456 4711 server.cc:17] {text}\n"
 
 
-def test_a_line_that_comes_again_and_again_is_counted_and_no_other_is_lost() -> None:
+def test_repeated_lines_are_counted_and_no_other_line_is_lost() -> None:
     now = 0.0
     repeats = Repeats(lambda: now)
     told: list[str] = []
@@ -111,7 +111,7 @@ def test_a_line_that_comes_again_and_again_is_counted_and_no_other_is_lost() -> 
     assert counted[0] == f"serve: {counts[0]} times more in 10 s: server.cc:17] Too many open files\n"
 
 
-def test_lines_that_differ_are_all_passed_on() -> None:
+def test_different_lines_are_all_copied() -> None:
     repeats = Repeats(lambda: 0.0)
     lines = [f"line {each}\n" for each in range(5000)] + ["+----+\n"] * 20
     assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
@@ -124,7 +124,7 @@ def test_the_number_of_repeated_lines_is_reported_at_the_end() -> None:
     assert log.text().endswith("s: server.cc:17] again\n") and log.num_lines < 30
 
 
-def test_stacks_and_a_log_that_is_to_be_verbose_are_passed_on_whole() -> None:
+def test_stacks_and_verbose_logs_are_copied_completely() -> None:
     repeats = Repeats(lambda: 0.0)
     lines = [record("a stack", 1), *["  in wait\n"] * 30]
     assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
@@ -133,7 +133,7 @@ def test_stacks_and_a_log_that_is_to_be_verbose_are_passed_on_whole() -> None:
     assert verbose.num_lines == 1000
 
 
-def test_loaded_models_are_known_however_much_comes_behind_them() -> None:
+def test_loaded_models_are_remembered_in_a_long_log() -> None:
     line = b"""I1122 12:00:00.000001 1 model_lifecycle.cc:839] "successfully loaded 'ensemble'"\n"""
     log = ServerLog(io.BytesIO(line + b"and on\n" * 30_000), None, has_gpu=False)
     log.join(30)

@@ -13,7 +13,7 @@ TEXT = "Hello world, 42 émigrés in 日本\n\tand elsewhere."
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
-def test_transformers_loads_every_tensor_and_misses_none(family: str, tmp_path: Path) -> None:
+def test_transformers_loads_exactly_the_written_tensors(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = make_model(tmp_path / family, family)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -26,8 +26,8 @@ def test_transformers_loads_every_tensor_and_misses_none(family: str, tmp_path: 
     assert tokenizer.eos_token_id == 2
 
 
-def test_experts_in_mxfp4_are_near_what_was_drawn(tmp_path: Path) -> None:
-    """As transformers unpacks them, and nothing else is changed."""
+def test_mxfp4_experts_are_near_the_drawn_weights(tmp_path: Path) -> None:
+    """They are compared as transformers unpacks them; nothing else may change."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     plain, packed = (
         load_file(make_model(tmp_path / str(quantize), "gpt_oss", quantize=quantize) / "model.safetensors")
@@ -40,7 +40,8 @@ def test_experts_in_mxfp4_are_near_what_was_drawn(tmp_path: Path) -> None:
         drawn = plain.pop(name).float()
         blocks = drawn.transpose(1, 2).unflatten(-1, (-1, 32))
         found = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32).transpose(1, 2).view_as(blocks)
-        # Numbers beside 6 lie 2 apart, and less than 8 becomes 6: a quarter of a block's largest at most.
+        # Numbers near 6 are 2 apart, and numbers below 8 become 6: the error is at most a quarter of a
+        # block's maximum.
         assert ((found - blocks).abs() <= 0.25 * blocks.abs().amax(-1, keepdim=True)).all()
         assert (found - blocks).square().mean().sqrt() < 0.15 * drawn.std()
     assert packed.keys() == plain.keys()
@@ -48,7 +49,7 @@ def test_experts_in_mxfp4_are_near_what_was_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("llama", "mxfp4"), ("gpt_oss", "gptq")])
-def test_a_format_that_is_not_the_familys_is_refused(
+def test_an_unsupported_format_of_a_family_is_refused(
     tmp_path: Path, options: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     family, quantize = options
@@ -73,7 +74,7 @@ def test_the_large_shapes_have_the_sizes_in_their_names(shape: str, millions: fl
 
 
 @pytest.mark.parametrize("size", [259, 512, 5000])
-def test_the_tokenizer_has_the_size_asked_for_and_knows_every_text(size: int) -> None:
+def test_the_tokenizer_has_the_requested_size_and_encodes_every_text(size: int) -> None:
     tokenizer = make_tokenizer(size)
     assert tokenizer.get_vocab_size() == size
     assert sorted(tokenizer.get_vocab().values()) == list(range(size))

@@ -1,4 +1,4 @@
-"""Processes that belong to a server: found, whoever started them, and ended."""
+"""Processes of a server are found and ended, whichever process started them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from inflight.server import process, runtime_directory
 from inflight.server.process import ServerProcess
 from inflight.server.runtime_directory import PID_FILE
 
-# It starts one in a session of its own, which starts another and ends.
+# Starts a process in a session of its own, which starts another one and ends.
 FAMILY = "setsid sh -c 'sleep 1000 & echo started' & exec sleep 1000"
 
 
@@ -39,13 +39,13 @@ def test_killing_a_server_leaves_other_servers_running(tmp_path: Path) -> None:
     other.kill()
 
 
-def test_a_process_that_is_stopped_is_ended(tmp_path: Path) -> None:
+def test_a_stopped_process_is_ended(tmp_path: Path) -> None:
     server = start(tmp_path, "kill -STOP $$")
     server.kill()
     assert server.returncode == -9
 
 
-def test_nobody_is_asked_to_end_before_mpirun_has_started_it(tmp_path: Path) -> None:
+def test_tritonserver_is_not_told_to_end_before_mpirun_has_started_it(tmp_path: Path) -> None:
     server = start(tmp_path, "exec sleep 1000", is_mpirun=True)
     assert server.pid is None
     assert server.ask_to_end() is False
@@ -77,7 +77,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_keeper_ends_what_a_killed_launcher_leaves(tmp_path: Path) -> None:
+def test_a_keeper_ends_the_server_of_a_killed_launcher(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     launcher = subprocess.run(

@@ -1,4 +1,4 @@
-"""How many ranks, and who starts them: what the command line and config.pbtxt come to."""
+"""The number of ranks, and who starts them, from the command line and config.pbtxt."""
 
 import json
 import shlex
@@ -21,19 +21,19 @@ def launch(environment: dict[str, str] | None = None, **parameters: str) -> rank
     return ranks.launch_of(MODEL, parameters, environment or {})
 
 
-def test_one_rank_needs_nobody_to_start_it() -> None:
+def test_one_rank_runs_in_process() -> None:
     assert launch() == ranks.Launch(MODEL, 1, "in_process")
     assert launch(tensor_parallel_size="${tensor_parallel_size}", launch_mode="") == launch()
 
 
-def test_several_ranks_have_an_orchestrator_unless_something_else_is_said() -> None:
+def test_several_ranks_have_an_orchestrator_by_default() -> None:
     sizes = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3"}
     assert launch(**sizes) == ranks.Launch(MODEL, 6, "orchestrator", tp=2, pp=3)
     assert launch(**sizes, launch_mode="leader").mode == "leader"
     assert launch(launch_mode="orchestrator") == ranks.Launch(MODEL, 1, "orchestrator")
 
 
-def test_ranks_that_were_started_together_have_a_leader() -> None:
+def test_ranks_that_were_started_together_use_leader_mode() -> None:
     together = PMIX | {"OMPI_COMM_WORLD_SIZE": "2"}
     assert launch(together, tensor_parallel_size="2").mode == "leader"
     for wrong in ({}, {"tensor_parallel_size": "3"}, {"launch_mode": "leader"}):
@@ -41,7 +41,7 @@ def test_ranks_that_were_started_together_have_a_leader() -> None:
             launch(together, **wrong)
 
 
-def test_the_incumbents_variable_asks_for_an_orchestrator() -> None:
+def test_tensorrtllm_backends_variable_selects_the_orchestrator() -> None:
     asked = {"TRTLLM_ORCHESTRATOR": "1"}
     assert launch(asked, tensor_parallel_size="2").mode == "orchestrator"
     assert launch(asked).mode == "orchestrator"
@@ -82,7 +82,7 @@ def test_conflicting_options_of_ranks_are_refused(parameters: dict[str, str], me
         launch(**parameters)
 
 
-def test_one_engine_can_have_a_leader() -> None:
+def test_only_one_engine_can_use_leader_mode() -> None:
     launches = [ranks.Launch("a", 2, "leader"), ranks.Launch("b", 2, "orchestrator")]
     assert ranks.find_leader(launches) == launches[0]
     assert ranks.find_leader(launches[1:]) is None
@@ -102,7 +102,9 @@ def test_options_become_parameters(ranked_repository: Path, tmp_path: Path) -> N
     assert runtime.launches == (ranks.Launch(MODEL, 2, "orchestrator", "--hostfile hosts", tp=2),)
 
 
-def test_a_repository_that_says_nothing_is_not_changed(ranked_repository: Path, tmp_path: Path) -> None:
+def test_a_repository_without_options_of_ranks_is_not_changed(
+    ranked_repository: Path, tmp_path: Path
+) -> None:
     runtime = assemble(ranked_repository, tmp_path / "out", Wanted())
     assert read_parameters((runtime.path / MODEL / "config.pbtxt").read_text())["launch_mode"] == ""
 
@@ -111,7 +113,7 @@ def test_a_repository_that_says_nothing_is_not_changed(ranked_repository: Path, 
     ("options", "flag"),
     [({"tp": 2}, "--tp"), ({"pp": 2}, "--pp"), ({"mode": "orchestrator"}, "--mode")],
 )
-def test_a_repository_that_cannot_have_ranks_is_named(
+def test_options_of_ranks_are_refused_for_a_repository_without_their_parameters(
     counting_repository: Path, options: dict, flag: str
 ) -> None:
     with pytest.raises(OptionError, match=rf"{flag}: no model of .*a repository has the parameter"):
@@ -125,7 +127,7 @@ def command(arguments: str = "", variables: dict[str, str] | None = None) -> str
     return shlex.join(words[1:])
 
 
-def test_tritonserver_is_rank_0_and_alone_gets_its_libraries() -> None:
+def test_tritonserver_is_rank_0_and_only_it_gets_its_libraries() -> None:
     first, _, others = command(variables={"LD_LIBRARY_PATH": "/l"}).partition(" : ")
     assert "--enable-recovery" in first
     assert " -n 1 " in first
@@ -135,20 +137,20 @@ def test_tritonserver_is_rank_0_and_alone_gets_its_libraries() -> None:
     assert "LD_LIBRARY_PATH" not in others
 
 
-def test_ranks_share_cores_unless_somebody_places_them() -> None:
+def test_ranks_share_cores_unless_arguments_place_them() -> None:
     assert "--oversubscribe --bind-to none --mca btl tcp" in command("--mca btl tcp")
     placed = command("--map-by core")
     assert "--map-by core" in placed
     assert "oversubscribe" not in placed
 
 
-def test_hosts_that_are_named_have_slots() -> None:
+def test_named_hosts_get_slots() -> None:
     over_hosts = command("--hostfile 'my hosts'")
     assert "--bind-to none --hostfile 'my hosts' -n 1" in over_hosts
     assert "oversubscribe" not in over_hosts
 
 
-# ---------------------------------------------------------------- what the model can be cut into
+# ---------------------------------------------------------------- sizes that divide the model
 
 LLAMA = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96}
 
@@ -159,7 +161,7 @@ def checkpoint(folder: Path, **config: int) -> Path:
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 6), (2, 3), (4, 1), (12, 6)])
-def test_sizes_that_divide_a_model_are_taken(tmp_path: Path, tp: int, pp: int) -> None:
+def test_sizes_that_divide_a_model_are_accepted(tmp_path: Path, tp: int, pp: int) -> None:
     check_rank_sizes(checkpoint(tmp_path, **LLAMA), tp, pp)
 
 
@@ -171,7 +173,7 @@ def test_sizes_that_divide_a_model_are_taken(tmp_path: Path, tp: int, pp: int) -
         (24, 2, r"--tp 24: .* so --tp can be 1, 2, 4, 12"),
     ],
 )
-def test_sizes_that_do_not_are_refused_with_those_that_would_do(
+def test_sizes_that_do_not_divide_a_model_are_refused_with_possible_ones(
     tmp_path: Path, tp: int, pp: int, message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
@@ -192,7 +194,7 @@ def test_experts_are_divided_among_groups_of_ranks(tmp_path: Path) -> None:
         check_rank_sizes(checkpoint(tmp_path, **LLAMA), 2, 1, ep=2)
 
 
-def test_groups_divide_the_ranks_of_a_layer() -> None:
+def test_expert_groups_divide_the_tensor_parallel_ranks() -> None:
     for tp, ep in ((1, 2), (4, 3)):
         parameters = {"tensor_parallel_size": str(tp), "moe_expert_parallel_size": str(ep)}
         with pytest.raises(OptionError, match=f"a: --ep {ep} is not a divisor of --tp {tp}"):
@@ -201,7 +203,7 @@ def test_groups_divide_the_ranks_of_a_layer() -> None:
     assert (launch.num_ranks, launch.tp, launch.ep) == (4, 4, 2)
 
 
-def test_gpt2_calls_its_sizes_otherwise(tmp_path: Path) -> None:
+def test_gpt2s_names_of_sizes_are_known(tmp_path: Path) -> None:
     gpt2 = checkpoint(tmp_path, hidden_size=None, n_layer=2, n_head=4, n_embd=16)
     check_rank_sizes(gpt2, 4, 2)
     with pytest.raises(OptionError, match="has 2 layers"):
@@ -210,7 +212,7 @@ def test_gpt2_calls_its_sizes_otherwise(tmp_path: Path) -> None:
         check_rank_sizes(gpt2, 3, 1)
 
 
-def test_a_model_that_does_not_say_its_sizes_is_left_to_the_engine(tmp_path: Path) -> None:
+def test_a_model_without_sizes_in_its_config_is_checked_by_the_engine(tmp_path: Path) -> None:
     check_rank_sizes(checkpoint(tmp_path), 3, 99)
     check_rank_sizes(tmp_path / "nowhere", 3, 99)
 

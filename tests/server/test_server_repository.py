@@ -1,4 +1,4 @@
-"""The runtime repository written for --model, --dtype and --set."""
+"""The runtime repository that is written for --model, --dtype and --set."""
 
 import shutil
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_each_model_gets_the_parameters_it_has(counting_repository: Path, tmp_pa
 
 
 def filled(wanted: Wanted, present: dict[str, str] = PRESENT, source: Path = NO_DEMO) -> dict[str, str]:
-    """The parameters of a repository's one engine."""
+    """Return the parameters of a repository with one engine."""
     return fill({"tensorrt_llm": present}, wanted, source)["tensorrt_llm"]
 
 
@@ -81,7 +81,7 @@ def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
 
 
 def test_plans_fill_the_engine_and_how_many_sequences_run(counting_repository: Path, tmp_path: Path) -> None:
-    """The folder of plans has the tokenizer; with a checkpoint, that is where the model is."""
+    """The folder of plans has a tokenizer; with --model, the checkpoint is the model's path."""
     plans = tmp_path / "plans"
     plans.mkdir()
     (plans / "rank0.json").write_text('{"settings": {"max_batch_size": 5}}')
@@ -107,7 +107,7 @@ def test_settings_override_options(tmp_path: Path) -> None:
     assert values == PRESENT | {"gpt_model_path": str(tmp_path), "tokenizer_dir": "/t", "dtype": "float32"}
 
 
-def test_a_repository_that_names_its_model_keeps_it(tmp_path: Path) -> None:
+def test_a_repository_with_a_model_path_keeps_it(tmp_path: Path) -> None:
     demo_in(tmp_path)
     present = PRESENT | {"gpt_model_path": "/own"}
     assert filled(Wanted(), present, tmp_path) == present | {"tokenizer_dir": "/own"}
@@ -115,13 +115,13 @@ def test_a_repository_that_names_its_model_keeps_it(tmp_path: Path) -> None:
     assert filled(Wanted(), present, tmp_path) == present
 
 
-def test_another_model_brings_its_own_tokenizer() -> None:
+def test_another_models_tokenizer_replaces_the_repositorys() -> None:
     present = PRESENT | {"gpt_model_path": "/own", "tokenizer_dir": "/own"}
     values = filled(Wanted(settings={"gpt_model_path": "/other"}), present)
     assert (values["gpt_model_path"], values["tokenizer_dir"]) == ("/other", "/other")
 
 
-def test_every_model_takes_the_tokenizer_of_the_engine_it_talks_to(tmp_path: Path) -> None:
+def test_every_model_uses_the_tokenizer_of_its_engine(tmp_path: Path) -> None:
     demo = demo_in(tmp_path)
     present = {
         "ensemble": {"tokenizer_dir": "", "tensorrt_llm_model_name": "tensorrt_llm"},
@@ -139,7 +139,7 @@ def test_every_model_takes_the_tokenizer_of_the_engine_it_talks_to(tmp_path: Pat
     assert values["tensorrt_llm"]["gpt_model_path"] == demo
 
 
-def test_a_record_is_written_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_path_is_relative_to_the_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     present = PRESENT | {"record_path": "${record_path}"}
     for given, expected in (("a/b", str(tmp_path / "a" / "b")), ("/a/b", "/a/b"), ("", "")):
@@ -147,7 +147,9 @@ def test_a_record_is_written_where_the_user_is(tmp_path: Path, monkeypatch: pyte
         assert values["record_path"] == expected
 
 
-def test_adapters_are_found_from_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_folders_are_relative_to_the_users_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sql").mkdir()
     present = PRESENT | {"lora_adapters": "${lora_adapters}", "lora_dir": "", "lora_prefetch_dir": ""}
@@ -173,7 +175,7 @@ def test_impossible_adapters_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("models", ["", "all_models/inflight_batcher_llm"])
-def test_an_input_is_declared_in_the_type_that_its_parameter_says(tmp_path: Path, models: str) -> None:
+def test_an_inputs_declared_type_matches_its_parameter(tmp_path: Path, models: str) -> None:
     source = default_repository().parent / models if models else default_repository()
     for name, value in (("set", "TYPE_BF16"), ("bad", "BF16")):
         runtime = assemble(source, tmp_path / name, Wanted(settings={"lora_weights_data_type": value}))
@@ -184,7 +186,7 @@ def test_an_input_is_declared_in_the_type_that_its_parameter_says(tmp_path: Path
             assert '"draft_logits" data_type: TYPE_FP32' in text or model == "ensemble"
 
 
-def test_a_template_that_was_filled_in_declares_an_input_as_it_says(tmp_path: Path) -> None:
+def test_a_filled_in_template_keeps_its_declared_input_type(tmp_path: Path) -> None:
     shutil.copytree(default_repository().parent / "all_models" / "inflight_batcher_llm", tmp_path / "in")
     path = tmp_path / "in" / "tensorrt_llm" / "config.pbtxt"
     path.write_text(path.read_text().replace("${lora_weights_data_type}", "TYPE_FP32"))
@@ -193,14 +195,14 @@ def test_a_template_that_was_filled_in_declares_an_input_as_it_says(tmp_path: Pa
     assert '"lora_weights" data_type: TYPE_FP32 dims' in text
 
 
-def test_the_queues_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
-    """Triton's dynamic batcher would come with the bound of its own queue, and half-second waits."""
+def test_the_queue_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
+    """Triton's dynamic batcher would bring the bound of its own queue, and half-second waits."""
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_queue_size": "5"}))
     assert parameters_of(runtime.path)["max_queue_size"] == "5"
     assert "dynamic_batching" not in (runtime.path / "tensorrt_llm" / "config.pbtxt").read_text()
 
 
-def test_an_unknown_key_is_refused_with_what_is_near() -> None:
+def test_an_unknown_key_is_refused_with_similar_keys() -> None:
     with pytest.raises(OptionError, match=r"'polcy'.*did you mean policy\?"):
         filled(Wanted(settings={"polcy": "b"}))
     with pytest.raises(OptionError, match=r"'xyzzy'.*there are dtype, gpt_model_path"):
@@ -212,7 +214,7 @@ def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
         assemble(tmp_path, tmp_path / "out", Wanted())
 
 
-def test_the_batch_size_is_every_models(tmp_path: Path) -> None:
+def test_the_batch_size_is_set_for_every_model(tmp_path: Path) -> None:
     wanted = Wanted(settings={"max_batch_size": "7", "dtype": "float32"})
     runtime = assemble(default_repository(), tmp_path / "out", wanted)
     for model in runtime.models:
@@ -221,13 +223,13 @@ def test_the_batch_size_is_every_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "many", ""])
-def test_a_batch_size_that_is_none_is_refused(value: str, tmp_path: Path) -> None:
+def test_an_invalid_batch_size_is_refused(value: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_batch_size"):
         assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_batch_size": value}))
 
 
 @pytest.mark.parametrize(("value", "written"), [("false", "false"), ("False", "false"), ("true", "true")])
-def test_decoupled_mode_is_a_field_of_the_models_that_have_it(
+def test_decoupled_mode_is_set_for_models_with_a_transaction_policy(
     tmp_path: Path, value: str, written: str
 ) -> None:
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"decoupled_mode": value}))
@@ -241,7 +243,7 @@ def test_decoupled_mode_is_a_field_of_the_models_that_have_it(
 
 
 def test_the_ensemble_is_decoupled_if_its_engines_model_is(tmp_path: Path) -> None:
-    """tensorrtllm_backend's command lines say it of the engine's model alone."""
+    """tensorrtllm_backend's command lines set it for the engine's model only."""
     source = default_repository().parent / "all_models" / "inflight_batcher_llm"
     shutil.copytree(source, tmp_path / "source")
     config = tmp_path / "source" / "tensorrt_llm" / "config.pbtxt"
@@ -257,8 +259,8 @@ def test_a_decoupled_mode_that_is_neither_true_nor_false_is_refused(tmp_path: Pa
         assemble(default_repository(), tmp_path / "out", wanted)
 
 
-def test_the_preprocessing_that_is_told_the_checkpoint_too_is_no_engine(tmp_path: Path) -> None:
-    """As tensorrtllm_backend's is; the templates have no demo model beside them."""
+def test_a_preprocessing_model_with_the_checkpoints_path_is_not_an_engine(tmp_path: Path) -> None:
+    """In tensorrtllm_backend it has the path too; the templates have no demo model beside them."""
     source = default_repository().parent / "all_models" / "inflight_batcher_llm"
     runtime = assemble(source, tmp_path / "out", Wanted(model=tmp_path / "m"))
     assert [launch.model for launch in runtime.launches] == ["tensorrt_llm"]
@@ -286,7 +288,7 @@ def test_additional_outputs_are_declared_by_every_model_that_has_them(tmp_path: 
     assert "additional_model_outputs" in parameters_of(runtime.path, "ensemble")
 
 
-def test_outputs_that_are_declared_already_are_not_declared_twice() -> None:
+def test_declared_outputs_are_not_declared_twice() -> None:
     text = 'output { name: "generation_a" data_type: TYPE_FP16 dims: [ -1, -1, -1 ] }'
     added = add_outputs(text, {"generation_a": 3, "context_a": 2})
     assert added.count("generation_a") == 1
@@ -295,7 +297,7 @@ def test_outputs_that_are_declared_already_are_not_declared_twice() -> None:
 
 
 def declared_types(runtime: Path) -> dict[str, int]:
-    """How each model declares the prompt table."""
+    """Return each model's declared type of the prompt table."""
     configs = {
         path.parent.name: text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
         for path in runtime.glob("*/config.pbtxt")
@@ -311,7 +313,7 @@ def declared_types(runtime: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("value", "expected"), [(None, "FP16"), ("TYPE_BF16", "BF16"), ("TYPE_FP32", "FP32")]
 )
-def test_the_prompt_table_is_declared_in_the_type_that_is_wanted(
+def test_the_prompt_table_is_declared_with_the_wanted_type(
     tmp_path: Path, value: str | None, expected: str
 ) -> None:
     settings = {} if value is None else {"prompt_embedding_table_data_type": value}
@@ -321,8 +323,8 @@ def test_the_prompt_table_is_declared_in_the_type_that_is_wanted(
     assert declared_types(runtime.path) == dict.fromkeys(models, data_type)
 
 
-def test_a_front_end_declares_what_its_engine_has_been_filled_in_with(tmp_path: Path) -> None:
-    """Nobody fills tensorrtllm_backend's ensemble in with it."""
+def test_a_front_ends_input_type_follows_its_engines_parameter(tmp_path: Path) -> None:
+    """tensorrtllm_backend's ensemble has no variable for it."""
     source = tmp_path / "filled"
     shutil.copytree(default_repository(), source, ignore=shutil.ignore_patterns("demo_model"))
     config = source / "tensorrt_llm" / "config.pbtxt"

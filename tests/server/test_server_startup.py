@@ -1,4 +1,4 @@
-"""When a server that starts is given up, and what is said of it meanwhile."""
+"""When a starting server is given up, and which lines are printed meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.server.startup import Startup, num_bytes
 
 
 class Starting:
-    """A server, its log and its clock."""
+    """A starting server with its log and its clock."""
 
     def __init__(self, stall_timeout_s: float | None = 60.0) -> None:
         self.num_lines = 0
@@ -32,7 +32,7 @@ class Starting:
         return {"ensemble"} if self.num_lines else set()
 
     def after(self, seconds: float, grows_by: int = 0) -> str | None:
-        """Checked ten times a second meanwhile; the first verdict."""
+        """Check ten times a second for `seconds`; return the first complaint."""
         for _ in range(int(10 * seconds)):
             self.now_s += 0.1
             self.num_bytes += grows_by // 10
@@ -41,7 +41,7 @@ class Starting:
         return None
 
 
-def test_a_server_that_does_nothing_is_given_up_after_the_timeout():
+def test_a_server_without_progress_is_given_up_after_the_timeout():
     starting = Starting()
     assert starting.after(59) is None
     verdict = starting.after(10)
@@ -51,7 +51,7 @@ def test_a_server_that_does_nothing_is_given_up_after_the_timeout():
     )
 
 
-def test_a_line_in_the_log_is_progress_and_tells_what_is_loaded():
+def test_a_log_line_is_progress_and_names_loaded_models():
     starting = Starting()
     assert starting.after(50) is None
     starting.num_lines += 1
@@ -66,7 +66,7 @@ def test_reading_a_large_checkpoint_is_progress_however_long_it_takes():
     assert starting.after(70) is not None
 
 
-def test_answering_probes_is_no_progress():
+def test_answering_probes_is_not_progress():
     starting = Starting()
     assert starting.after(70, grows_by=100_000) is not None
 
@@ -80,7 +80,7 @@ def test_a_slow_start_without_a_timeout_is_only_reported():
     )
 
 
-def test_bytes_of_a_process_are_those_it_reads_and_those_it_fills(tmp_path):
+def test_bytes_of_a_process_count_reads_and_filled_memory(tmp_path):
     (tmp_path / "file").write_bytes(bytes(20_000_000))
     program = (
         "import sys; sys.stdin.readline(); data = open(sys.argv[1], 'rb').read() if sys.argv[2] == 'read' else "
@@ -100,7 +100,7 @@ def test_bytes_of_a_process_are_those_it_reads_and_those_it_fills(tmp_path):
             process.stdin.write("\n")
             process.stdin.flush()
             assert process.stdout.readline() == "done\n"
-            # Memory may come in huge pages, each of which counts as a small one.
+            # Memory may come in huge pages, each of which counts as one small page.
             assert num_bytes([identity]) - before > (19_000_000 if what == "read" else 4096)
             process.stdin.write("\n")
     assert num_bytes([identity]) == 0 and os.getpid() != process.pid

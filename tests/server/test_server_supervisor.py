@@ -1,4 +1,4 @@
-"""A server that is lost is started again by the command that started it. A real tritonserver, a trivial model."""
+"""The command restarts a lost server. A real tritonserver with a trivial model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .test_server_launch import ask
 pytestmark = pytest.mark.e2e
 
 
-def test_a_server_that_dies_is_started_again_on_the_same_ports(counting_repository: Path) -> None:
+def test_a_lost_server_is_restarted_on_the_same_ports(counting_repository: Path) -> None:
     numbers: Queue[int | Exception] = Queue()
     with command(counting_repository) as serving:
         ready, server, folder = serving.ready_line(), serving.server(), serving.folder()
@@ -50,7 +50,7 @@ def test_a_server_that_dies_is_started_again_on_the_same_ports(counting_reposito
     ]
 
 
-def test_a_server_that_cannot_be_started_again_is_given_up(counting_repository: Path) -> None:
+def test_a_server_that_cannot_be_restarted_is_given_up(counting_repository: Path) -> None:
     config = counting_repository / "tensorrt_llm" / "config.pbtxt"
     with command(counting_repository, "--restarts", "2") as serving:
         serving.ready_line()
@@ -66,7 +66,7 @@ def test_a_server_that_cannot_be_started_again_is_given_up(counting_repository: 
     assert not folder.exists() and not shared_memory_of(folder.name)
 
 
-def test_a_tritonserver_that_somebody_tells_to_end_stays_away(counting_repository: Path) -> None:
+def test_a_tritonserver_ended_by_a_signal_is_not_restarted(counting_repository: Path) -> None:
     with command(counting_repository) as serving:
         serving.ready_line()
         os.kill(serving.server(), signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_a_tritonserver_that_somebody_tells_to_end_stays_away(counting_repositor
     assert "tritonserver ended (exit status 0)" in errors and "started again" not in errors
 
 
-def test_a_signal_ends_the_command_while_the_server_starts_again(counting_repository: Path) -> None:
+def test_a_signal_ends_the_command_during_a_restart(counting_repository: Path) -> None:
     with command(counting_repository) as serving:
         serving.ready_line()
         server = serving.server()
@@ -85,7 +85,7 @@ def test_a_signal_ends_the_command_while_the_server_starts_again(counting_reposi
         assert serving.process.wait(120) == 0
 
 
-def test_a_server_that_never_becomes_ready_is_given_up_and_says_why(
+def test_a_server_that_never_becomes_ready_is_given_up_with_the_reason(
     counting_repository: Path, tmp_path: Path
 ) -> None:
     model = counting_repository / "tensorrt_llm" / "1" / "model.py"
@@ -113,8 +113,9 @@ if not mark.exists():
 """
 
 
-def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repository: Path) -> None:
-    """tritonserver aborts, or waits for ever, where a model that loads shows no sign of life for a second."""
+@pytest.mark.exhaustive
+def test_a_starved_first_start_is_repeated(counting_repository: Path) -> None:
+    """tritonserver aborts, or waits forever, if a loading model shows no sign of life for a second."""
     model = counting_repository / "tensorrt_llm" / "1" / "model.py"
     starved_once = STARVED_ONCE.replace("MARK", repr(str(counting_repository.with_name("was starved"))))
     lines = [" " * 8 + line for line in starved_once.strip().splitlines()]
@@ -131,14 +132,14 @@ def test_a_first_start_that_gets_no_processor_time_is_tried_again(counting_repos
     assert said and all(line.endswith("the server is started again now") for line in said)
 
 
-def test_the_files_of_a_server_are_readable_by_its_user_alone(counting_repository: Path) -> None:
+def test_a_servers_files_are_readable_only_by_its_user(counting_repository: Path) -> None:
     with command(counting_repository) as serving:
         serving.ready_line()
         assert not serving.folder().stat().st_mode & 0o077
         found = 0
         for process in psutil.Process(serving.process.pid).children(recursive=True):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 found += "Umask:\t0077\n" in status
-                assert "Umask:" not in status or "Umask:\t0077\n" in status  # a zombie has none
+                assert "Umask:" not in status or "Umask:\t0077\n" in status  # a zombie has no umask
         assert found

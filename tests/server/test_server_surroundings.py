@@ -1,4 +1,4 @@
-"""Ports, the private folder, and the installed server: what a start needs before there is a process."""
+"""Ports, the private folder and the installed server, which a start needs before there is a process."""
 
 import os
 import socket
@@ -16,20 +16,20 @@ from inflight.server.ports import Ports, resolve_host, resolve_ports
 LOCALHOST = "127.0.0.1"
 
 
-def test_free_ports_differ() -> None:
+def test_chosen_ports_differ() -> None:
     ports = resolve_ports(LOCALHOST, Ports())
     assert len({ports.http, ports.grpc, ports.metrics}) == 3
     assert 0 not in (ports.http, ports.grpc, ports.metrics)
 
 
-def test_free_ports_are_none_that_the_system_gives_away() -> None:
-    """The server binds them seconds later, and ranks open many a connection meanwhile."""
+def test_chosen_ports_are_below_the_ephemeral_ports() -> None:
+    """The server binds its ports seconds later, and ranks open many connections meanwhile."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = resolve_ports(LOCALHOST, Ports())
     assert max(ports.http, ports.grpc, ports.metrics) < first
 
 
-def test_a_port_in_use_is_named_with_its_flag() -> None:
+def test_a_port_in_use_is_refused_with_its_flag() -> None:
     with socket.create_server((LOCALHOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=rf"port {port} .*--grpc-port"):
@@ -48,7 +48,7 @@ def test_hosts_are_resolved_or_refused() -> None:
         resolve_host("no such host")
 
 
-def test_removing_the_folder_takes_its_shared_memory_along() -> None:
+def test_removing_the_folder_removes_its_shared_memory() -> None:
     folder = runtime_directory.make()
     prefix = runtime_directory.shared_memory_prefix(folder)
     mine, other = (Path("/dev/shm") / f"{name}-test" for name in (prefix, "inflight-other"))
@@ -68,7 +68,7 @@ def test_removing_the_folder_takes_its_shared_memory_along() -> None:
 
 
 @pytest.mark.parametrize("name", ["with space", "Käfig"])
-def test_a_temporary_folder_that_the_stub_cannot_spell_is_not_used(
+def test_a_temporary_folder_with_letters_outside_ascii_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     (tmp_path / name).mkdir()
@@ -78,7 +78,7 @@ def test_a_temporary_folder_that_the_stub_cannot_spell_is_not_used(
     runtime_directory.remove(folder)
 
 
-def test_an_environment_that_the_stub_cannot_spell_is_linked_to(
+def test_an_environment_with_letters_outside_ascii_is_linked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert installation.embedded(tmp_path / "plain").interpreter == Path(sys.executable).parent
@@ -123,7 +123,7 @@ def test_a_missing_wheel_is_explained(tmp_path: Path, monkeypatch: pytest.Monkey
         installation.embedded(tmp_path)
 
 
-def test_a_server_from_elsewhere_uses_the_backends_beside_it(tmp_path: Path) -> None:
+def test_another_tritonserver_uses_its_own_backends(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     program.touch(mode=0o755)

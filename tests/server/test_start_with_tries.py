@@ -1,4 +1,4 @@
-"""Failed starts that are tried again, and how often."""
+"""Failed starts are repeated, up to a number of attempts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.server.launch import start_with_tries
 
 
 class Starts:
-    """Starts that fail with these errors, one after another, and then come to something."""
+    """Starts that fail with these errors, one after another, and then succeed."""
 
     def __init__(self, *errors: ServeError) -> None:
         self._errors = list(errors)
@@ -26,14 +26,14 @@ class Starts:
         return "ready"
 
 
-def test_a_starved_start_is_tried_again() -> None:
+def test_a_starved_start_is_repeated() -> None:
     errors = Starved("1"), Starved("2")
     starts = Starts(*errors)
     assert starts.run(3) == "ready"
     assert starts.seen == [*errors]
 
 
-def test_the_last_failure_is_raised_after_so_many_tries() -> None:
+def test_the_last_failure_is_raised_after_the_last_attempt() -> None:
     starts = Starts(*(Starved(str(number)) for number in range(5)))
     with pytest.raises(Starved, match="2"):
         starts.run(3)
@@ -41,14 +41,14 @@ def test_the_last_failure_is_raised_after_so_many_tries() -> None:
 
 
 @pytest.mark.parametrize("most_tries", [0, 1])
-def test_without_further_tries_the_first_failure_is_raised(most_tries: int) -> None:
+def test_without_repeats_the_first_failure_is_raised(most_tries: int) -> None:
     starts = Starts(Starved("no time"))
     with pytest.raises(Starved):
         starts.run(most_tries)
     assert starts.num_tries == 1 and not starts.seen
 
 
-def test_another_failure_is_tried_again_only_on_demand() -> None:
+def test_other_failures_are_repeated_only_on_request() -> None:
     starts = Starts(ServeError("a wrong option"))
     with pytest.raises(ServeError, match="wrong option"):
         starts.run(3)

@@ -1,4 +1,4 @@
-"""tensorrtllm_backend's launcher: what its flags start here."""
+"""The flags of tensorrtllm_backend's launcher, and what they start here."""
 
 import shutil
 import subprocess
@@ -19,7 +19,7 @@ def translate(ranked_repository: Path):
     def run(*arguments: str) -> trtllm_launcher.Translation:
         made = trtllm_launcher.parser(ranked_repository).parse_args(list(arguments))
         translation = trtllm_launcher.translate(made)
-        cli.parse(list(translation.arguments))  # `scripts/serve` knows them all
+        cli.parse(list(translation.arguments))  # `scripts/serve` accepts them all
         return translation
 
     return run
@@ -38,7 +38,7 @@ def ranks_of(translation: trtllm_launcher.Translation) -> tuple[int | None, str 
     return options.tp, options.mode
 
 
-def test_the_defaults_are_the_originals(translate) -> None:
+def test_the_defaults_equal_the_originals(translate) -> None:
     translation = translate()
     options = cli.parse(list(translation.arguments))
     assert (options.ports.http, options.ports.grpc, options.ports.metrics) == (8000, 8001, 8002)
@@ -48,7 +48,7 @@ def test_the_defaults_are_the_originals(translate) -> None:
     assert translation.notes == ()
 
 
-def test_ports_log_and_timeout_are_handed_on(translate) -> None:
+def test_ports_log_and_timeout_are_passed_on(translate) -> None:
     flags = "--http_port 1 --grpc_port 2 --metrics_port 3 --exit_timeout 4 --log --log-file here.txt"
     translation = translate(*flags.split())
     options = cli.parse(list(translation.arguments))
@@ -58,7 +58,7 @@ def test_ports_log_and_timeout_are_handed_on(translate) -> None:
     assert translation.log_file == Path("here.txt")
 
 
-def test_a_world_size_is_a_leaders_tensor_parallel_ranks(translate) -> None:
+def test_the_world_size_is_the_number_of_tensor_parallel_ranks(translate) -> None:
     assert ranks_of(translate("--world_size", "2")) == (2, "leader")
 
 
@@ -87,18 +87,18 @@ def test_without_mpi_there_is_one_rank(translate) -> None:
         translate("--no-mpi", "--world_size", "2")
 
 
-def test_a_model_that_is_not_there_is_refused(translate) -> None:
+def test_a_missing_model_is_refused(translate) -> None:
     with pytest.raises(OptionError, match=r"no_such: .* has no such model"):
         translate("--tensorrt_llm_model_name", "no_such")
 
 
-def test_a_tritonserver_that_is_not_there_is_refused(translate) -> None:
+def test_a_missing_tritonserver_is_refused(translate) -> None:
     with pytest.raises(OptionError, match="--tritonserver elsewhere"):
         translate("--tritonserver", "elsewhere")
     assert "--tritonserver" in translate("--tritonserver", sys.executable).arguments
 
 
-def test_flags_that_mean_nothing_say_so(translate) -> None:
+def test_flags_without_effect_print_a_note(translate) -> None:
     translation = translate(
         "--multi-model",
         "--disable-spawn-processes",
@@ -117,7 +117,7 @@ def test_oversubscribe_reaches_mpirun(translate) -> None:
 
 @pytest.fixture
 def serve(tmp_path: Path, ranked_repository: Path) -> Path:
-    """In place of `scripts/serve`: says what it was told and on which stream, a second later."""
+    """A stand-in for `scripts/serve` that prints its arguments on each stream, a second later."""
     script = tmp_path / "checkout" / "scripts" / "serve"
     script.parent.mkdir(parents=True)
     script.write_text('#!/bin/sh\nsleep 1\necho "log of $*" >&2\n')
@@ -125,7 +125,7 @@ def serve(tmp_path: Path, ranked_repository: Path) -> Path:
     return script
 
 
-def test_it_returns_while_the_server_starts(
+def test_the_launcher_returns_while_the_server_starts(
     serve: Path, ranked_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trtllm_launcher, "running_servers", lambda: [])
@@ -139,7 +139,7 @@ def test_it_returns_while_the_server_starts(
         time.sleep(0.05)
 
 
-def test_a_second_server_is_started_by_force_only(
+def test_a_second_server_is_started_only_with_force(
     serve: Path, ranked_repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trtllm_launcher, "running_servers", lambda: [17, 18])
@@ -150,7 +150,7 @@ def test_a_second_server_is_started_by_force_only(
     assert "17 18" in capsys.readouterr().err
 
 
-def test_running_servers_are_known_by_their_program(tmp_path: Path) -> None:
+def test_running_servers_are_found_by_their_programs_name(tmp_path: Path) -> None:
     before = trtllm_launcher.running_servers()
     program = tmp_path / "tritonserver"
     shutil.copy(shutil.which("sleep") or "", program)
@@ -164,7 +164,7 @@ def test_running_servers_are_known_by_their_program(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", ["--world_size 0", "--http_port here", "--grpc_port 70000", "--exit_timeout -1"]
 )
-def test_a_number_that_cannot_be_is_refused_before_anything_starts(
+def test_invalid_numbers_are_refused_before_anything_starts(
     serve: Path, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -21,7 +21,7 @@ from .scenario import Scenario
 
 
 class Accounts:
-    """Counts what happens to one scheduler, and compares."""
+    """Independent counts of one scheduler's work, compared with its reports."""
 
     def __init__(
         self, scenario: Scenario, scheduler: Scheduler, queue: QueueOracle, cache: CacheOracle
@@ -39,8 +39,8 @@ class Accounts:
         self._num_freed = 0
         self._prompt_tokens = 0
         self._seen: Counter[tuple[int, int]] = Counter()  # tokens by (request id, sequence index)
-        self._ended: set[tuple[int, int]] = set()  # sequences that had a last result
-        self._gains: Counter[int] = Counter()  # by sequence key: updates that gave it tokens
+        self._ended: set[tuple[int, int]] = set()  # sequences that had a final result
+        self._gains: Counter[int] = Counter()  # by sequence key: updates in which it got tokens
         self._have_token: set[int] = set()  # requests
         self._begin_iteration()
 
@@ -49,10 +49,10 @@ class Accounts:
         self._num_first_starts = len(self._queue.starts)
         self._num_pauses_before = self.num_pauses
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def accepts(self, inputs: IterationInput, refused: set[int]) -> None:
-        """Something enters an iteration; `refused` requests do not."""
+        """Count the input of an iteration, without `refused` requests."""
         self._begin_iteration()
         self._active |= {r.request_id for r in inputs.new_requests if r.request_id not in refused}
         for stop in inputs.stops:
@@ -60,11 +60,11 @@ class Accounts:
                 self._stopped.add(stop.request_id)
 
     def scheduled(self, num_paused: int) -> None:
-        """Sequences had to give up their blocks."""
+        """Count paused sequences."""
         self.num_pauses += num_paused
 
     def updates(self, flight: Flight, live: Iterable[LlmRequest]) -> None:
-        """A batch is about to come back; `live` rows count."""
+        """Count the `live` rows of a batch that is about to come back."""
         sampled = set(flight.batch.sampled_slots())
         for llm_request in live:
             if sampled.intersection(llm_request.slots):
@@ -72,7 +72,7 @@ class Accounts:
                 self._have_token.add(llm_request.request_id)
 
     def answered(self, responses: Sequence[Response]) -> None:
-        """Responses came out."""
+        """Count responses."""
         for response in responses:
             result = response.result
             if response.error is not None:
@@ -96,10 +96,10 @@ class Accounts:
             self._finished[result.finish_reasons[0]] += 1
             self._ended.add(name)
 
-    # ---------------------------------------------------------------- what is told
+    # ---------------------------------------------------------------- checks
 
     def check_iteration(self, batch: ScheduledBatch | None, rows: Sequence[LlmRequest]) -> None:
-        """The statistics after an iteration."""
+        """Check the statistics after an iteration."""
         stats = self._scheduler.stats(batch)
         waiting = [
             r
@@ -125,7 +125,7 @@ class Accounts:
         return not llm_request.group.is_held and (llm_request.leads or llm_request.group.has_context)
 
     def check_state(self) -> None:
-        """Every sequence is somewhere, once, and it is said why it is there."""
+        """Check that the state lists every sequence once, with a reason if it waits."""
         state, kv_cache = self._scheduler.state(), self._scheduler.kv_cache
         present = [
             r for r in sequences_of(self._scheduler) if r.slots or r.state is not RequestState.FINISHED
@@ -146,7 +146,7 @@ class Accounts:
         assert set(state.suspects) <= set(self._scenario.requests)
 
     def check_request_stats(self, batch: ScheduledBatch | None, rows: Sequence[LlmRequest]) -> None:
-        """Every sequence once, and those of the batch that are left are marked."""
+        """Check that request statistics list every sequence once and mark those of the batch."""
         told = {(s.request_id, s.sequence_index): s for s in self._scheduler.request_stats(batch)}
         present = [
             r for r in sequences_of(self._scheduler) if r.slots or r.state is not RequestState.FINISHED
@@ -159,7 +159,7 @@ class Accounts:
             assert not stats.is_scheduled or llm_request in rows
 
     def check_end(self) -> None:
-        """The metrics after the last request."""
+        """Check the metrics after the last request."""
         told: MetricsSnapshot = self._scheduler.metrics()
         assert told.finished == dict(self._finished)
         assert told.failed == dict(self._errors)
@@ -179,7 +179,7 @@ class Accounts:
         assert told.num_missed_tokens == kv_cache.num_missed_blocks * size
 
     def _check_output_tokens(self, told: MetricsSnapshot) -> None:
-        """Check the output tokens of finished sequences: as many as came back, however they ended."""
+        """Check the histogram of output tokens against the returned tokens of finished sequences."""
         total = 0
         for llm_request in self._queue.ended:
             name = llm_request.request_id, llm_request.sequence_index

@@ -21,7 +21,7 @@ from inflight.testing.fake_model import (
 
 @dataclass(frozen=True)
 class Expected:
-    """One output: a sequence's or a beam's, without the prompt."""
+    """Expected output of a sequence or a beam, without the prompt."""
 
     tokens: tuple[int, ...]
     reason: FinishReason
@@ -31,7 +31,7 @@ class Expected:
     logits: tuple[bytes, ...] = ()
 
     def stopped_after(self, count: int, reason: FinishReason) -> Expected:
-        """The same with its first `count` tokens only."""
+        """Return the output cut to its first `count` tokens."""
         log_probs = self.log_probs[:count]
         return replace(
             self,
@@ -45,7 +45,10 @@ class Expected:
 
 
 def sequence_alone(request: Request, sequence_index: int, vocab_size: int, adapter: bytes) -> Expected:
-    """A sequence that is no beam search; `adapter` is the digest of its adapter, empty without one."""
+    """Compute the output of a sequence without beams.
+
+    `adapter` is the digest of its adapter, empty without one.
+    """
     prompt, conditions = request.input_token_ids, Conditions.of(request, adapter)
     generated = expected_tokens(
         prompt,
@@ -76,7 +79,7 @@ def _end(request: Request, generated: list[int]) -> tuple[int, FinishReason]:
 
 
 def search_alone(request: Request, vocab_size: int, adapter: bytes) -> list[list[Expected]]:
-    """A beam search's outputs after each of its steps."""
+    """Compute a beam search's outputs after each of its steps."""
     steps = expected_beam_steps(request, vocab_size, adapter=adapter)
     return [[_of(beam) for beam in beams] for beams in steps]
 
@@ -95,7 +98,7 @@ def _of(beam: Hypothesis) -> Expected:
 def compare_context(
     request: Request, first: SequenceResult, vocab_size: int, adapter: bytes, is_whole: bool
 ) -> None:
-    """The prompt's log probabilities and logits, in the first result; their beginning, if it may be no more."""
+    """Compare the prompt's log probabilities and logits in the first result, or a beginning of them."""
     prompt, output = request.input_token_ids, request.output
     logits = []
     if output.wants_context:
@@ -121,7 +124,7 @@ def compare_context(
 def compare_outputs(
     request: Request, result: SequenceResult, expected: Sequence[Expected], vocab_size: int
 ) -> None:
-    """A result that says all there is: the last of a request that does not stream, or of streamed beams."""
+    """Compare a complete result: the final one of a request without streaming, or any of streamed beams."""
     output = request.output
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()

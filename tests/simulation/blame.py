@@ -1,8 +1,8 @@
 """Failures of iterations: decide which fail in a scenario, and check which requests end because of them.
 
-A request may end with a failed iteration's error only if it was alone in one, with nothing in flight before it
-that had failed; and then it has to. A device that says itself that it is no use ends everybody in the batch. A row
-that fails alone ends its request.
+A request must end with a failed iteration's error if it was alone in that iteration and no failed batch was
+in flight before it; otherwise it must not. A device that reports itself as unusable ends all requests in the
+batch. A row that fails alone ends its request.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Flight:
     """A batch on its way through the device.
 
     Attributes:
-        rows: The sequences that it computes something of.
-        started: Those that it starts, with rows or without.
-        planned_error: What it fails with because the scenario says so.
-        is_behind_failure: Whether a batch ahead of it has failed and has not come back.
-        is_spoiled: Whether it goes on from such a batch: it may fail too.
-        logits: What a pipeline's forward pass gave, if it did not fail.
-        outcome: What comes back; None: it is not known yet.
+        rows: The sequences with rows in it.
+        started: The sequences that it starts, with or without rows.
+        planned_error: The error planned by the scenario.
+        is_behind_failure: Whether an earlier batch has failed and has not come back.
+        is_spoiled: Whether it continues sequences of such a batch, so that it may fail too.
+        logits: The result of a pipeline's forward pass, if it did not fail.
+        outcome: Its output or error; None if not known yet.
         void: Keys of sequences with an earlier batch that came back as an error while this one was in flight.
     """
 
@@ -61,16 +61,16 @@ class Flight:
         )
 
     def names(self, sequences: Iterable[LlmRequest]) -> bool:
-        """Whether one of these has a row or a start in it, or an adapter that it loads."""
+        """Whether one of these sequences has a row, a start or a loaded adapter in it."""
         return any(one in self.rows or one in self.started or self.loads(one) for one in sequences)
 
     def loads(self, llm_request: LlmRequest) -> bool:
-        """Whether a sequence's adapter is put on the device with it."""
+        """Tell if the batch loads a sequence's adapter."""
         adapter = llm_request.group.adapter
         return adapter is not None and any(load.adapter == adapter for load in self.batch.adapter_loads)
 
     def live(self) -> list[LlmRequest]:
-        """The rows that count, before it comes back."""
+        """Return the rows that count, before it comes back."""
         return [r for r in self.rows if r.key not in self.void and r.state is not RequestState.FINISHED]
 
 
@@ -78,7 +78,7 @@ class Blame:
     """The failed iterations of one scenario.
 
     Attributes:
-        convicted: Requests that have to end with an error.
+        convicted: Requests that must end with an error.
         num_failed: Iterations that came back as an error.
     """
 
@@ -91,7 +91,7 @@ class Blame:
         self._most_suspects = 1
 
     def take_off(self, flight: Flight, ahead: Iterable[Flight]) -> None:
-        """A batch is about to run, with others in flight ahead of it."""
+        """Record a batch that is about to run after the others in flight."""
         breakdowns, batch = self._scenario.breakdowns, flight.batch
         failed = [each for each in ahead if each.may_fail]
         flight.is_behind_failure = bool(failed)
@@ -109,7 +109,7 @@ class Blame:
             self._num_by_chance += not culprits
 
     def failed(self, flight: Flight, behind: Iterable[Flight]) -> set[int]:
-        """A batch is about to come back as an error, with others in flight behind it; who has to end for it."""
+        """Record a batch that is about to come back as an error; return the requests that must end."""
         self.num_failed += 1
         for other in behind:
             other.void |= {row.key for row in (*flight.rows, *flight.started)}
@@ -124,9 +124,9 @@ class Blame:
         return requests
 
     def fail_rows(self, flight: Flight) -> list[LlmRequest]:
-        """Make rows fail alone that the scenario says fail, of a batch that is about to come back.
+        """Make the rows fail that the scenario plans to fail alone, in a batch that is about to come back.
 
-        Returns the sequences that get what the device says; of a request with a failed row, those before it.
+        Returns the sequences that get the device's output; of a request with a failed row, those before it.
         """
         batch, output = flight.batch, flight.outcome
         assert isinstance(output, ModelOutput)
@@ -148,11 +148,11 @@ class Blame:
         return served
 
     def check(self) -> None:
-        """At the end: the faulty ones did not take more than their share of iterations with them."""
+        """Check at the end that faulty requests did not make more iterations fail than necessary."""
         halvings = ceil(log2(self._most_suspects))
         planned = self._num_by_chance + len(self._scenario.breakdowns.unusable)
         most = planned + len(self._culprits) * (2 * halvings + 2)
-        # Behind a batch that fails another one is in flight already, and perhaps one that goes on from that one.
+        # After a failed batch another one is in flight already, and perhaps one that continues from that one.
         assert self.num_failed <= most * (2 * self._scenario.depth - 1), (
             f"{self.num_failed} iterations failed for {len(self._culprits)} faulty requests"
         )

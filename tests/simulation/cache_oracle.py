@@ -1,8 +1,8 @@
 """Oracle of the KV cache, a plain set of prefixes that never forgets: watches one scheduler.
 
-A prefix is known once an update has confirmed that its last block is computed. While the pool has had an empty
-block for everybody who took one, nothing was evicted, and a sequence has to find exactly the blocks of its longest
-known prefix; later, no more than these. Knows no digests and no block ids.
+A prefix is known once an update has confirmed that its last block is computed. As long as the pool always had
+an empty block to take, nothing was evicted, and a sequence must find exactly the blocks of its longest known
+prefix; later it must find no more than these. The oracle uses neither digests nor block ids.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from inflight.core.scheduler import Scheduler
 
 
 class CacheOracle:
-    """Follows what is computed and what is found.
+    """Oracle of computed and reused blocks.
 
     Attributes:
         adapters: By request id, the digest of its adapter's content.
         num_reused, num_missed: Full blocks by (request id, sequence index), over all its starts.
-        num_copied: Blocks of which it found a beginning, likewise.
-        num_tokens: Tokens that starts found.
-        is_complete: False once blocks were given up for other reasons than a lack of them.
-        num_exact: Starts of which it is certain what they had to find.
+        num_copied: Blocks of which a beginning was found, by the same keys.
+        num_tokens: Tokens found by all starts.
+        is_complete: False once blocks were dropped for another reason than eviction.
+        num_exact: Starts whose number of found blocks was certain.
     """
 
     def __init__(self, scheduler: Scheduler, config: SchedulingConfig, adapters: Mapping[int, bytes]) -> None:
@@ -44,11 +44,11 @@ class CacheOracle:
         self._numbers: dict[Hashable, int] = {}  # of all prefixes that ever came up
         self._known: set[int] = set()
         self._chains: dict[int, list[int]] = {}  # by sequence key, of all its full blocks
-        self._num_promised: dict[int, int] = {}  # by sequence key, blocks that it told it would compute
+        self._num_promised: dict[int, int] = {}  # by sequence key, blocks that it has promised
         self._num_known: Counter[int] = Counter()  # by sequence key, since it started
         self._num_taken = 0
 
-    # ---------------------------------------------------------------- what a prefix is
+    # ---------------------------------------------------------------- prefixes
 
     def _scope(self, llm_request: LlmRequest) -> Hashable:
         """Return the key of requests that share blocks; None if the request shares with no other."""
@@ -63,7 +63,7 @@ class CacheOracle:
         return (llm_request.request_id,) if request.sampling.num_sequences > 1 else None
 
     def _prefixes(self, llm_request: LlmRequest, num_tokens: int) -> list[int]:
-        """A number for each full block of its first `num_tokens` tokens: for all that the block depends on."""
+        """Return a key for each full block of its first `num_tokens` tokens."""
         chain = self._chains.setdefault(llm_request.key, [])
         size, extra_ids = self._size, llm_request.request.identity.extra_ids
         for end in range((len(chain) + 1) * size, num_tokens + 1, size):
@@ -79,14 +79,14 @@ class CacheOracle:
         return self._scope(llm_request) is not None and not llm_request.gives_context
 
     def _num_found(self, llm_request: LlmRequest) -> tuple[int, int]:
-        """Known blocks at the beginning, and all that are looked for: the last token is computed anyway."""
+        """Return the number of known blocks at the beginning, and of all that may be reused."""
         prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
         return next((i for i, p in enumerate(prefixes) if p not in self._known), len(prefixes)), len(prefixes)
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def is_promised(self, llm_request: LlmRequest) -> bool:
-        """Whether somebody who runs has told that it computes the first block that is not found."""
+        """Whether a running sequence has promised the first block that is not found."""
         return self._looks(llm_request) and self._is_promised(llm_request, self._match(llm_request))
 
     def _match(self, llm_request: LlmRequest) -> PrefixMatch:
@@ -102,7 +102,7 @@ class CacheOracle:
         )
 
     def check_promises(self, waiting: Iterable[LlmRequest]) -> None:
-        """When nobody is half admitted: those are promised something who have reason to wait, and no others."""
+        """Check between admissions that the manager and this oracle agree on promised blocks."""
         for llm_request in waiting:
             if self._looks(llm_request):
                 match = self._match(llm_request)
@@ -111,7 +111,7 @@ class CacheOracle:
                 )
 
     def _longest_beginning(self, llm_request: LlmRequest, place: int) -> int:
-        """With how many of a sequence's next tokens a known block begins that follows its first `place` ones."""
+        """Return how many of a sequence's tokens after the first `place` a known block begins with."""
         chain = self._prefixes(llm_request, place * self._size)
         before = chain[-1] if chain else self._scope(llm_request)
         extra_ids = llm_request.request.identity.extra_ids
@@ -129,7 +129,7 @@ class CacheOracle:
         return longest
 
     def admitted(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """A sequence has its first blocks: as many as there are to be found, with so many tokens."""
+        """Check the numbers of blocks and tokens that an admitted sequence has found."""
         counts = self._kv_cache.block_counts(llm_request.key)
         num_full, num_begun = divmod(num_tokens, self._size)
         self._num_known[llm_request.key] = num_full
@@ -159,14 +159,14 @@ class CacheOracle:
         self.num_missed[name] += counts.missed
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
-        """Blocks were taken."""
+        """Record taken blocks."""
         shared = sum(self._num_known[llm_request.key] for llm_request in starts)
         named = sum(len(block_ids) for _, block_ids in batch.new_blocks)
         self._num_taken += named - shared + len(batch.replaced_blocks)
         assert self._num_taken == self._kv_cache.num_taken_blocks
 
     def updated(self, rows: Collection[LlmRequest]) -> None:
-        """An update has confirmed rows of these sequences, which had not ended before."""
+        """Record an update that has confirmed rows of these sequences, which had not ended before."""
         for llm_request in rows:
             if self._scope(llm_request) is None or llm_request.state is RequestState.PAUSED:
                 continue
@@ -179,6 +179,6 @@ class CacheOracle:
             self._num_known[llm_request.key] = max(self._num_known[llm_request.key], len(prefixes))
 
     def check(self) -> None:
-        """At the end: the manager's totals are the sums over all starts."""
+        """Check at the end that the manager's totals are the sums over all starts."""
         assert self._kv_cache.num_reused_blocks == self.num_reused.total() + self.num_copied.total()
         assert self._kv_cache.num_missed_blocks == sum(self.num_missed.values())

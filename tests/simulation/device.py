@@ -1,8 +1,8 @@
-"""A fake engine that fails when it is told to, somewhere between the first delta and the last token.
+"""A fake engine that fails on request, somewhere between the first delta and the last token.
 
-What it does then is chosen at random: it may have heard nothing, a part or all of the batch. Mostly it forgets the
-batch's slots, as `core/schedule/batch.py` has it; but one that had computed everything when it failed may as well
-carry on with what it has, and answer a batch that was in flight behind as if nothing had happened.
+Its state after a failure is random: it may have applied nothing, a part or all of the batch. Mostly it
+forgets the batch's slots, as `core/schedule/batch.py` describes; but if it had computed everything it may
+keep its state, and compute the next batch in flight as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.testing.fake_engine import FakeEngine, FakeLogits
 
 
 class Breakdown(Exception):
-    """The device failed as it was told to."""
+    """The device failed on request."""
 
 
 class _Breakdown(Enum):
@@ -27,24 +27,27 @@ class _Breakdown(Enum):
 
 
 _COMPUTED = (_Breakdown.COMPUTED, _Breakdown.CARRIES_ON)
-_LATE = 0.4  # of the failures where tokens are chosen later
+_LATE = 0.4  # of failures, if tokens are chosen in `decode`
 
 
 class SimulatedDevice(FakeEngine):
-    """A device that breaks down.
+    """A fake device with planned failures.
 
     Args:
-        limits: What it declares.
-        seed: Of what it does then.
+        limits: Its declared limits.
+        seed: Seed of its state after failures.
     """
 
     def __init__(self, limits: EngineLimits, seed: int) -> None:
         super().__init__(limits)
         self._rng = random.Random(seed)
-        self._unheard: set[int] = set()  # slots that batches released that failed
+        self._unheard: set[int] = set()  # slots released by failed batches
 
     def begin(self, batch: ScheduledBatch, is_behind_failure: bool) -> FakeLogits:
-        """The forward pass; behind a failure it may start slots of whose release the device has not heard."""
+        """Run the forward pass.
+
+        After a failure a batch may start slots whose release the device has missed.
+        """
         if is_behind_failure:
             for start in batch.starts:
                 if start.slot in self._unheard:
@@ -53,11 +56,11 @@ class SimulatedDevice(FakeEngine):
         return self.forward(batch)
 
     def breaks_down_late(self) -> bool:
-        """Whether a failure is one that is noticed after the forward pass."""
+        """Whether a failure is raised after the forward pass."""
         return self._rng.random() < _LATE
 
     def break_down_late(self, batch: ScheduledBatch, logits: FakeLogits) -> None:
-        """Raise where tokens are chosen."""
+        """Raise when tokens are chosen."""
         with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
             if self._rng.random() < 0.5:
                 self._decode(batch, logits)
@@ -79,7 +82,7 @@ class SimulatedDevice(FakeEngine):
         raise Breakdown
 
     def _some_of(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """A batch with fewer deltas."""
+        """Return the batch with a part of its deltas."""
 
         def some(values: tuple) -> tuple:
             return values[: self._rng.randint(0, len(values))]

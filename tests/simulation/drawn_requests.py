@@ -1,4 +1,4 @@
-"""Requests of every kind, drawn at random: prompts with common beginnings, identities, beams, drafts, outputs."""
+"""Random requests of every kind: prompts with common beginnings, identities, beams, drafts, outputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Habits:
     """Settings that the requests of one scenario have in common.
 
     Attributes:
-        vocab_size: Small ones make a fake model that repeats itself, so that n-grams are found again and guesses
-            come true.
-        num_slots: No search has more beams.
-        identities, tables, adapters, priorities, client_ids: One of each is a request's.
-        retains: How many of the requests say something about their blocks.
-        searches: How many are beam searches.
-        expires: How many have a deadline.
+        vocab_size: A small one makes the fake model repeat itself, so that n-grams recur and drafts are
+            accepted.
+        num_slots: Maximum number of beams of a search.
+        identities, tables, adapters, priorities, client_ids: Each request has one of each.
+        retains: Fraction of the requests with retention settings.
+        searches: Fraction of beam searches.
+        expires: Fraction with a deadline.
     """
 
     vocab_size: int
@@ -46,7 +46,7 @@ class Habits:
 
 
 def draw_habits(rng: random.Random) -> Habits:
-    """Each kind of variety in some scenarios only, so that all mixtures come up."""
+    """Draw settings; each kind of variety occurs in some scenarios only, so that all mixtures occur."""
 
     def sometimes(values: tuple) -> tuple:
         return values if rng.random() < 0.4 else values[:1]
@@ -68,7 +68,7 @@ def draw_habits(rng: random.Random) -> Habits:
 
 
 def draw_requests(rng: random.Random, habits: Habits) -> list[Request]:
-    """Two to eight requests, with ids from 1 on."""
+    """Draw two to eight requests with consecutive ids from 1."""
     prefixes = [draw_tokens(rng, habits.vocab_size, rng.randint(0, 24)) for _ in range(2)]
     extra_ids = [tuple(rng.choices(_EXTRA_IDS, (20, 1, 1), k=30)) for _ in range(2)]
     return [
@@ -116,7 +116,7 @@ def _draw_request(
 
 
 def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
-    """The same request with rows of its table in places of its prompt, the same ones where prompts begin alike."""
+    """Put rows of its table into a request's prompt, the same ones into common beginnings of prompts."""
     ids = request.input_token_ids
     prompt = tuple(
         vocab_size + token_id % num_rows if sum(ids[: place + 1]) % 3 == 0 else token_id
@@ -127,12 +127,12 @@ def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
 
 
 def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
-    """Any tokens."""
+    """Draw random tokens."""
     return tuple(rng.randrange(vocab_size) for _ in range(count))
 
 
 def _draw_words(rng: random.Random, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Mostly long enough not to come true at once."""
+    """Draw words, mostly too long to be generated at once."""
     return tuple(draw_tokens(rng, vocab_size, rng.choice([1, 2, 2, 3, 3])) for _ in range(rng.randint(1, 3)))
 
 
@@ -173,7 +173,7 @@ def _draw_output(rng: random.Random, vocab_size: int) -> OutputOptions:
 
 
 def _draw_retention(rng: random.Random, prompt_length: int) -> RetentionConfig:
-    """Up to two ranges of the prompt, and perhaps what is generated."""
+    """Draw retention of up to two ranges of the prompt, and perhaps of generated blocks."""
     places = sorted(rng.sample(range(prompt_length + 4), 4))
     ends: tuple[int | None, ...] = (places[1], rng.choice([places[3], None]))
     ranges = tuple(TokenRangeRetention(start, end, _draw_worth(rng)) for start, end in zip(places[::2], ends))
@@ -185,7 +185,7 @@ def _draw_worth(rng: random.Random) -> Retention:
 
 
 def _draw_draft(rng: random.Random, vocab_size: int, request: Request) -> ExternalDraft:
-    """Draw a draft of the coming tokens, with a mistake somewhere or nowhere."""
+    """Draw a draft of the next tokens with at most one mistake."""
     count = rng.randint(1, min(6, request.max_new_tokens - 1))
     conditions = Conditions.of(request, digest_of(request.lora) if request.lora else b"")
     tokens = expected_tokens(

@@ -1,4 +1,4 @@
-"""How requests ended: each once, for a reason that there was, and with the tokens that it has alone."""
+"""Checks of how requests ended: once, for an existing reason, and with the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDED_FROM_OUTSIDE = frozenset(FINISH_REASON_OF_STOP.values())
 
 
 def check_endings(scenario: Scenario, outcome: Outcome) -> None:
-    """Every request's responses, and when they came."""
+    """Check every request's responses and their times."""
     requests = scenario.requests
     assert outcome.responses.keys() == requests.keys()
     for request_id, request in requests.items():
@@ -34,9 +34,7 @@ def check_endings(scenario: Scenario, outcome: Outcome) -> None:
 
 
 def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
-    """Errors are for those who want what cannot be, find the queue full, lack their adapter, or were alone in a
-    failed iteration.
-    """
+    """Check that only invalid, refused, adapterless and convicted requests got errors."""
     if last.request_id in scenario.invalid:
         assert isinstance(last.error, InvalidArgument)
     elif last.request_id in outcome.refused:
@@ -99,9 +97,9 @@ def _check_sequence(
 def _check_search(
     scenario: Scenario, request: Request, results: list[SequenceResult], adapter: bytes
 ) -> None:
-    """A streamed search says after every step what it would answer; its last response is its last step.
+    """Check a search. A streamed one has a response for every step, with the result as if it ended there.
 
-    One that is cut short says what it would have answered after the last step that it took.
+    A search that is cut short returns the result after its last step.
     """
     vocab_size = scenario.limits.vocab_size
     steps = search_alone(request, vocab_size, adapter)
@@ -127,7 +125,7 @@ def _check_search_cut_short(
     said = [ids[len(ids) - n :] for ids, n in zip(final.output_token_ids, final.num_output_tokens)]
     same = [step for step in (before, *steps) if [beam.tokens for beam in step] == said]
     if final.cum_log_probs is not None:
-        # A beam that an end id ends keeps its tokens, and has the end id's log probability in its sum.
+        # A beam that ends with an end id keeps its tokens, and its sum includes the end id's log probability.
         same = [step for step in same if _have_sums(step, final.cum_log_probs)]
     assert same, "it says what none of its steps would have"
     compare_outputs(request, final, same[0], vocab_size)
@@ -156,7 +154,7 @@ def _check_metrics(outcome: Outcome, request: Request, final: SequenceResult) ->
 
 
 def _deadline_of(scenario: Scenario, request: Request) -> int | None:
-    """The iteration in which it has to end at the latest."""
+    """Return the last iteration in which it may end."""
     if not request.allotted_time_ms:
         return None
     arrival = next(i for i, each in scenario.arrivals.items() if request in each)
@@ -168,7 +166,7 @@ def _deadline_of(scenario: Scenario, request: Request) -> int | None:
 
 
 def _has_reason(scenario: Scenario, request: Request, index: int, reason: FinishReason) -> bool:
-    """Whether something from outside can have ended a sequence for this reason."""
+    """Whether a stop or a deadline can have ended a sequence for this reason."""
     signals = [signal for each in scenario.stops.values() for signal in each]
     if any(
         signal.request_id == request.request_id
@@ -181,9 +179,9 @@ def _has_reason(scenario: Scenario, request: Request, index: int, reason: Finish
 
 
 def _patience(scenario: Scenario) -> int:
-    """Most iterations until what was in flight is back: one is in each, unless another takes its place.
+    """Return the maximum number of iterations until batches in flight are back.
 
-    If not all sequences may end in one iteration, each of them may have to wait for all others.
+    If the number of endings per iteration is bounded, each sequence may have to wait for all others.
     """
     num_sequences = sum(request.sampling.num_sequences for request in scenario.requests.values())
     is_divided = num_sequences > scenario.config.sequences_per_iteration
@@ -196,7 +194,7 @@ def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
         for signal in signals:
             ended = outcome.final_iterations[signal.request_id]
             if signal.sequence_index is not None:
-                # A sequence of a request that failed has no last word of its own.
+                # A sequence of a failed request has no final result of its own.
                 key = signal.request_id, signal.sequence_index
                 ended = outcome.sequence_ends.get(key, iteration)
             assert ended <= iteration + _patience(scenario), "a stop was not heeded at once"

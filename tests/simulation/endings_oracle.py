@@ -1,4 +1,4 @@
-"""Watches how many sequences an iteration ends because a client, a deadline or an event says so."""
+"""Oracle of the number of sequences that an iteration ends because of stops, deadlines and events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .queue_oracle import sequences_of
 
 
 class EndingsOracle:
-    """Oracle of one scheduler's endings. `num_divided` counts iterations that left some of them for later."""
+    """Oracle of one scheduler's endings. `num_divided` counts iterations that left some of them pending."""
 
     def __init__(self, scheduler: Scheduler, config: SchedulingConfig) -> None:
         self.num_divided = 0
@@ -23,7 +23,7 @@ class EndingsOracle:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Check a call of `accept`: it ends a bounded number of sequences, and the one that was next to end."""
+        """Check that `accept` ends a bounded number of sequences, among them the first pending one."""
         before = [sequence for sequence in sequences_of(self._scheduler) if not _has_ended(sequence)]
         pending = self._scheduler._to_end._queue
         first = pending[0] if pending else None

@@ -1,4 +1,4 @@
-"""Faults to plant in the core, one at a time: each takes a MonkeyPatch, and is a mistake that one could make."""
+"""Faults to plant in the core, one at a time: plausible mistakes, as functions of a MonkeyPatch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def all_tried_together(patch: Patch) -> None:
 
 
 def blamed_for_what_failed_before(patch: Patch) -> None:
-    """Rows behind a failed batch fail as well, and say nothing about their requests."""
+    """Plant a fault: rows of void batches after a failed one count against their requests."""
     judge = Recovery.judge
 
     def judge_void_rows(recovery: Recovery, batch: ScheduledBatch, error):

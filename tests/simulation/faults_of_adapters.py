@@ -1,4 +1,4 @@
-"""Faults to plant: in which adapter a row has, what is in its pages, and who waits for them."""
+"""Faults to plant: in the adapters of rows, the content of pages, and the waiting for pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults to plant: in what the device is told, and in what a sequence remembers of its answers."""
+"""Faults to plant: in batches for the device, and in a sequence's record of outputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inflight.core.scheduler import Scheduler
 Patch = pytest.MonkeyPatch
 
 
-# ---------------------------------------------------------------------- what the device is told
+# ---------------------------------------------------------------------- batches for the device
 
 
 def copy_of_nothing(patch: Patch) -> None:
-    """The beam gets a block of its own, but not what was in it."""
+    """Plant a fault: the beam gets a block of its own without the copied content."""
     change_batches(patch, lambda batch: dataclasses.replace(batch, block_copies=()))
 
 
@@ -38,7 +38,7 @@ def move_to_the_wrong_parent(patch: Patch) -> None:
 
 
 def only_the_prompt_looked_back_at(patch: Patch) -> None:
-    """A resumed sequence's penalties would forget what it had generated."""
+    """Plant a fault: a resumed sequence's penalties ignore its generated tokens."""
     _change_starts(patch, lambda start: {"token_ids": start.token_ids[: start.request.prompt_length]})
 
 
@@ -51,7 +51,7 @@ def released_slots_not_told_again(patch: Patch) -> None:
 
 
 def table_rows_drafted(patch: Patch) -> None:
-    """An n-gram is followed by a row of the prompt table."""
+    """Plant a fault: prompt lookup drafts rows of a prompt table."""
     patch.setattr(batch_builder, "takewhile", lambda _, draft: draft)
 
 
@@ -73,7 +73,7 @@ def change_batches(patch: Patch, change: Callable[[ScheduledBatch], ScheduledBat
     patch.setattr(Scheduler, "schedule", schedule_wrongly)
 
 
-# ---------------------------------------------------------------------- what a sequence remembers
+# ---------------------------------------------------------------------- records of outputs
 
 
 def streamed_twice_after_a_pause(patch: Patch) -> None:

@@ -1,4 +1,4 @@
-"""Faults to plant: in what KV blocks are found by, and in who has which."""
+"""Faults to plant: in the keys of KV blocks, and in their owners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.core.schedule.running import Running
 Patch = pytest.MonkeyPatch
 
 
-# ---------------------------------------------------------------------- what blocks are found by
+# ---------------------------------------------------------------------- keys of blocks
 
 
 def unchained_block_hash(patch: Patch) -> None:
@@ -55,7 +55,7 @@ def prefix_not_waited_for(patch: Patch) -> None:
     patch.setattr(KvCacheManager, "match_prefix", promise_nothing)
 
 
-# ---------------------------------------------------------------------- who has which block
+# ---------------------------------------------------------------------- owners of blocks
 
 
 def missing_reference_count(patch: Patch) -> None:

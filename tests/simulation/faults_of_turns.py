@@ -1,4 +1,4 @@
-"""Faults to plant: in whose turn it is, in which micro-batch, and in iterations that overlap."""
+"""Faults to plant: in the order of starts, in micro-batches, and in iterations that overlap."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.simulation.faults_of_batches import change_batches
 Patch = pytest.MonkeyPatch
 
 
-# ---------------------------------------------------------------------- whose turn it is
+# ---------------------------------------------------------------------- order of starts
 
 
 def lower_priority_first(patch: Patch) -> None:
@@ -137,11 +137,11 @@ def first_started_paused(patch: Patch) -> None:
     patch.setattr(MaxUtilization, "plan_growth", plan_from_the_other_end)
 
 
-# ---------------------------------------------------------------------- which micro-batch
+# ---------------------------------------------------------------------- micro-batches
 
 
 def token_not_waited_for(patch: Patch) -> None:
-    """Sequences in generation are taken for ready while their last token is on its way."""
+    """Plant a fault: sequences count as ready while their last token is in flight."""
     select = MicroBatchScheduler.select
 
     def select_too_early(micro_batch: MicroBatchScheduler, running, num_in_flight: int):

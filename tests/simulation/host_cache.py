@@ -1,6 +1,6 @@
-"""A stand-in for rank 0's adapter cache: adapters come after a while or never; idle ones are dropped at random.
+"""A fake of rank 0's adapter cache: adapters arrive after a delay or never; idle ones are dropped at random.
 
-What becomes of a request follows from the seed and its id alone, so that it is the same in every kind of run.
+The result for a request depends only on the seed and its id, so that it is the same in every kind of run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Fate:
     """Drawn outcome of a request's adapter.
 
     Attributes:
-        delay: Iterations until that is known.
-        error: Why it fails; "" if it does not.
+        delay: Iterations until the result is known.
+        error: Reason of the failure; "" without one.
         is_too_large: Whether it fits no device.
     """
 
@@ -36,12 +36,12 @@ class Fate:
 
     @property
     def code(self) -> str:
-        """The code of the error that its request ends with."""
+        """Return the code of the error with which its request ends."""
         return InvalidArgument.code if self.is_too_large else self.error
 
 
 def fate_of(seed: int, request_id: int) -> Fate:
-    """The fate of a request's adapter."""
+    """Draw the result for a request's adapter."""
     rng = random.Random(f"{seed} {request_id}")
     delay = rng.choice([0, 0, 0, 1, 4])
     error = rng.choice([InvalidArgument.code, StepFailed.code]) if rng.random() < 0.04 else ""
@@ -49,7 +49,7 @@ def fate_of(seed: int, request_id: int) -> Fate:
 
 
 def content(lora: LoraRequest, version: int) -> int:
-    """A number for the content that an adapter has at first (0), or when it was stored anew so often.
+    """Return a number for an adapter's content after it was stored `version` times again.
 
     Two task ids have the same content at first.
     """
@@ -58,7 +58,7 @@ def content(lora: LoraRequest, version: int) -> int:
 
 
 def digest_of(lora: LoraRequest, version: int = 0) -> bytes:
-    """The digest of that content."""
+    """Return the digest of that content."""
     return make_adapter(version=content(lora, version)).digest[8:]
 
 
@@ -66,9 +66,9 @@ class HostCache:
     """Implements `inflight.core.ports.AdapterCache`; time passes with every `update`.
 
     Attributes:
-        given: By request id, the digest of the adapter that it was told of.
-        failed: By request id, the code of the error that it was told.
-        num_drops: Adapters dropped.
+        given: By request id, the digest of its adapter.
+        failed: By request id, the code of its error.
+        num_drops: Number of dropped adapters.
     """
 
     def __init__(self, seed: int) -> None:
@@ -85,11 +85,11 @@ class HostCache:
         self._users: dict[int, LoraRequest] = {}  # by request id
 
     def submit(self, request_id: int, lora: LoraRequest) -> None:
-        """A request wants an adapter."""
+        """Look up or store a request's adapter."""
         self._due[request_id] = self._now + fate_of(self._seed, request_id).delay, lora
 
     def forget(self, request_id: int) -> None:
-        """A request has ended."""
+        """Drop the use of an ended request."""
         self._due.pop(request_id, None)
         self._users.pop(request_id, None)
 
@@ -141,7 +141,7 @@ class HostCache:
 def with_adapters(
     cache: HostCache, inputs: IterationInput, is_active: Callable[[int], bool]
 ) -> IterationInput:
-    """An iteration's input with what `cache` says, as `OwnInputs` asks it."""
+    """Return an iteration's input with the updates of `cache`, as `OwnInputs` makes it."""
     for request_id in [i for i in (*cache._due, *cache._users) if not is_active(i)]:
         cache.forget(request_id)
     for request in inputs.new_requests:

@@ -18,25 +18,28 @@ class Outcome:
     Attributes:
         responses: By request id, in order.
         errors: Of requests, by Triton's code.
-        reasons: Of outputs, each beam's.
-        final_iterations: When a request had its final response.
-        sequence_ends: When a sequence had its last result.
-        refused: Requests that found the queue full.
-        adapters: By request id, the digest of the adapter that it has.
-        without_adapter: By request id, the code of the error that it ends with for want of its adapter.
+        reasons: Finish reasons of outputs, counting each beam.
+        final_iterations: By request id, the iteration of its final response.
+        sequence_ends: The iteration of a sequence's final result.
+        refused: Requests refused because the queue was full.
+        adapters: By request id, the digest of its adapter.
+        without_adapter: By request id, the code of the error with which it ends because its adapter is
+            missing.
         convicted: Requests that were alone in an iteration that failed.
         started: (request id, sequence index), in order of their first start.
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
-        copied: Blocks that it found in part, and whose beginnings were copied.
-        num_exact_reuses: Starts of which it was certain what they had to find.
-        num_divided_contexts: Iterations in which the policy for chunks made a difference.
+        copied: Blocks of which only the beginning was found, and copied.
+        num_exact_reuses: Starts whose number of reused blocks was certain.
+        num_divided_contexts: Iterations in which the chunking policy made a difference.
         num_full_pipelines: Iterations with a batch in every stage of several.
-        num_ahead: Batches that began while the one before was in flight, on a device that overlaps iterations.
-        num_shared_generations: Batches in which not all generated that could, to leave some for other stages.
-        num_mixed_batches: With beams of several widths, or beams beside other rows in generation.
+        num_ahead: Batches that began while the one before was in flight, on a device that overlaps
+            iterations.
+        num_shared_generations: Batches that left ready sequences for other stages.
+        num_mixed_batches: Batches with beams of several widths, or with beams beside other rows in
+            generation.
         num_adapter_loads, num_adapter_evictions: Adapters put on the device, and taken off it to make room.
-        num_adapter_waits: Iterations that somebody began waiting for room for an adapter.
-        num_divided_endings: Iterations that left some of those that were to end for the next one.
+        num_adapter_waits: Iterations in which a sequence began to wait for adapter pages.
+        num_divided_endings: Iterations that left pending endings for the next one.
     """
 
     responses: dict[int, list[Response]] = field(default_factory=dict)
@@ -73,7 +76,7 @@ class Outcome:
     num_divided_endings: int = 0
 
     def record(self, iteration: int, responses: list[Response]) -> None:
-        """Take the responses of an iteration."""
+        """Record the responses of an iteration."""
         for response in responses:
             earlier = self.responses.setdefault(response.request_id, [])
             assert not (earlier and earlier[-1].is_final), "a response after the final one"

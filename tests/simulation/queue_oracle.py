@@ -1,8 +1,8 @@
-"""Oracle of admission, by the rules of `waiting_queue.py` alone: watches a scheduler and objects.
+"""Oracle of admission, by the rules of `waiting_queue.py` alone: checks a scheduler's order of starts.
 
-Keeps accounts of its own of what every client was served. At every admission nobody who comes before the one that
-is let in may be left waiting, but for those who are delayed for a reason; and when admission ends, some first one
-must lack slots or blocks. Quadratic in the number of requests, and made of plain lists.
+It keeps its own accounts of the tokens that every client was served. When a sequence is admitted, every
+sequence before it in the order must have a reason for its delay; and when admission ends, the first one in
+the order must lack slots or blocks. Quadratic in the number of requests, and made of plain lists.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def sequences_of(scheduler: Scheduler) -> list[LlmRequest]:
 
 
 class Shares:
-    """Tokens that clients were served: start-time fair queueing, written down naively."""
+    """Tokens that clients were served: a naive start-time fair queueing."""
 
     def __init__(self) -> None:
         self._settled: dict[int, int] = {}  # by sequences that have ended
-        self._promised: Counter[int] = Counter()  # by those that run
+        self._promised: Counter[int] = Counter()  # by running sequences
         self._present: Counter[int] = Counter()
         self._queued: Counter[int] = Counter()  # never ran
         self._away: dict[int, int] = {}
@@ -40,11 +40,14 @@ class Shares:
         return self._settled[client] + self._promised[client]
 
     def hold(self, client: int) -> None:
-        """A request has come that is not queued yet."""
+        """Add a request that is not queued yet."""
         self._enter(client)
 
     def queue(self, client: int) -> None:
-        """One that nobody waited for begins where the one served last stands, or where it stood, if further."""
+        """Queue a request.
+
+        A client without waiting requests enters at the current virtual time, or its own if later.
+        """
         if not self._queued[client]:
             self._settled[client] = max(self._settled[client], self._virtual_time)
         self._queued[client] += 1
@@ -55,7 +58,7 @@ class Shares:
         self._present[client] += 1
 
     def charge(self, llm_request: LlmRequest) -> None:
-        """A sequence starts for the first time."""
+        """Charge a sequence that starts for the first time."""
         request = llm_request.request
         if llm_request.sequence_index:
             self._enter(request.client_id)
@@ -65,7 +68,7 @@ class Shares:
         self._promised[request.client_id] += cost_of(request)
 
     def leave(self, llm_request: LlmRequest, has_started: bool) -> None:
-        """A sequence has ended that ran."""
+        """Credit a sequence that ran and has ended."""
         request = llm_request.request
         client = request.client_id
         assert has_started, "it was charged nothing"
@@ -75,12 +78,12 @@ class Shares:
         self._depart(client)
 
     def give_up(self, client: int, was_queued: bool = True) -> None:
-        """A request has ended that never ran."""
+        """Drop a request that has ended without having run."""
         self._queued[client] -= was_queued
         self._depart(client)
 
     def _depart(self, client: int) -> None:
-        """A client has one sequence less; when nobody is left all begin anew."""
+        """Remove one of a client's sequences; without any sequence all accounts are reset."""
         self._present[client] -= 1
         if not self._present[client]:
             self._away[client] = self._settled.pop(client)
@@ -94,12 +97,12 @@ def cost_of(request: Request) -> int:
 
 
 class QueueOracle:
-    """Watches the admissions of one scheduler, over the method that admits.
+    """Oracle of one scheduler's admissions, wrapped around its method `admit`.
 
     Args:
-        scheduler: Whose.
-        config: What it was told.
-        cache: Knows who has reason to wait for somebody else's prompt, and is told who starts.
+        scheduler: The scheduler.
+        config: Its configuration.
+        cache: The cache's oracle, which knows which sequences may wait for another one's prompt.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class QueueOracle:
         cache: CacheOracle,
     ) -> None:
         self.shares = Shares()
-        self.num_adapter_waits = 0  # how often admission left somebody waiting for room for an adapter
+        self.num_adapter_waits = 0  # how often admission left a sequence waiting for adapter pages
         self.starts: list[LlmRequest] = []  # first starts, in order
         self.ended: list[LlmRequest] = []
         self._scheduler = scheduler
@@ -122,10 +125,10 @@ class QueueOracle:
         self._admit = scheduler._admission.admit
         scheduler._admission.admit = self._watched_admit
 
-    # ---------------------------------------------------------------- who comes and goes
+    # ---------------------------------------------------------------- arrivals and ends
 
     def too_many(self, requests: Collection[Request]) -> set[int]:
-        """List the requests of this iteration that find the queue full."""
+        """List the requests of this iteration that the full queue must refuse."""
         bound = self._config.max_queue_size
         waiting = [r.request for r in self._waiting() if _is_new(r)]
         waiting += [
@@ -157,7 +160,7 @@ class QueueOracle:
             if request is not None and event.request_id in self._cache.adapters:
                 del self._held[event.request_id]
                 leader = first.get(event.request_id)
-                if leader is None or leader.key in self._present:  # else another one computes the prompt
+                if leader is None or leader.key in self._present:  # else another sequence computes the prompt
                     self._queue(request)
         for request in requests:
             if request.request_id not in first:
@@ -172,7 +175,7 @@ class QueueOracle:
         self.shares.give_up(request.client_id, request.request_id in self._queued_at)
 
     def settle(self) -> None:
-        """After any call: who has ended gives back what it did not generate."""
+        """Credit ended sequences for tokens that they did not generate; called after every call."""
         for llm_request in list(self._present.values()):
             if llm_request.state is RequestState.FINISHED and not llm_request.slots:
                 del self._present[llm_request.key]
@@ -184,7 +187,7 @@ class QueueOracle:
                         llm_request.request.client_id, llm_request.request_id in self._queued_at
                     )
 
-    # ---------------------------------------------------------------- who starts
+    # ---------------------------------------------------------------- starts
 
     def _watched_admit(
         self, claimed_blocks: int, retrying: Collection[int]
@@ -236,7 +239,7 @@ class QueueOracle:
         assert in_the_way, f"request {first[0].request_id} could have started"
 
     def _precedes(self, one: LlmRequest, other: LlmRequest) -> bool:
-        """Whether one certainly comes before the other."""
+        """Whether the first sequence certainly precedes the second."""
         if one.request.priority != other.request.priority:
             return one.request.priority > other.request.priority
         if _is_new(one) != _is_new(other):
@@ -253,7 +256,7 @@ class QueueOracle:
         return served[0] < served[1]
 
     def _queued_in_order(self) -> bool:
-        """Whether all were queued in the order in which they came: then equal clients take turns in it, too."""
+        """Whether all were queued in order of arrival: then clients with equal accounts take turns in it."""
         return list(self._queued_at) == sorted(self._queued_at)
 
     def _fits(self, llm_request: LlmRequest, claimed_blocks: int, is_closed: bool) -> bool:
@@ -277,12 +280,13 @@ class QueueOracle:
         soon = len(llm_request.tokens) + max(1, llm_request.draft_length)
         return -(-min(soon, request.max_kv_tokens) // size)
 
-    # ---------------------------------------------------------------- who waits
+    # ---------------------------------------------------------------- delays
 
     def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
-        """Tell if the request is to end, or its adapter has no room or is claimed by a request before it.
+        """Tell if the sequence has a reason to wait.
 
-        Or it had better wait for somebody else's prompt, unless a static batch would be over by then.
+        Its request is to end, its adapter does not fit or is claimed by an earlier request, or another
+        sequence computes its prompt (unless a static batch would be over by then).
         """
         if self._is_to_end(llm_request):
             return True
@@ -298,22 +302,22 @@ class QueueOracle:
         return not (is_static and _is_new(llm_request)) and self._cache.is_promised(llm_request)
 
     def _is_to_end(self, llm_request: LlmRequest) -> bool:
-        """Whether its request has been stopped, or is out of time, and waits for its turn to end."""
+        """Whether its request was stopped or is past its deadline, and its end is pending."""
         pending = self._scheduler._to_end._queue
         return any(group is llm_request.group and index is None for group, index, _ in pending)
 
     def _lacks_pages(self, llm_request: LlmRequest) -> bool:
-        """Whether its adapter is not on the device, and has no room there either."""
+        """Whether its adapter is not on the device and does not fit."""
         adapter = llm_request.group.adapter
         return adapter is not None and not self._scheduler._running.adapter_pages.may_start(adapter, None)
 
     def _in_use(self) -> set[int]:
-        """Handles of adapters of running sequences."""
+        """Return the handles of running sequences' adapters."""
         running = self._scheduler.running_sequences
         return {r.group.adapter.handle for r in running if r.group.adapter is not None}
 
     def _waiting(self) -> list[LlmRequest]:
-        """All that may start as soon as there is room; siblings wait for their prompt."""
+        """Return the sequences that may start when there is room; siblings wait for their prompt."""
         return [
             llm_request
             for llm_request in sequences_of(self._scheduler)
@@ -332,6 +336,6 @@ def _is_new(llm_request: LlmRequest) -> bool:
 
 
 def _has_prompt(llm_request: LlmRequest) -> bool:
-    """Whether its request's prompt was computed, or nobody else is to do it."""
+    """Whether its request's prompt is computed, or no other sequence will compute it."""
     leader = llm_request.group.sequences[llm_request.group.context_index]
     return leader is llm_request or leader.state is RequestState.FINISHED or leader.num_generated > 0

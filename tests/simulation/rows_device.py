@@ -1,7 +1,7 @@
-"""A device with linear caches: it attends to a slot's row, and blocks are where rows are filled from.
+"""A device with linear caches: attention reads a slot's row, which is filled from blocks.
 
-What `RowResidency` says is done, and nothing else. A row that holds something else than its blocks changes tokens,
-as do numbers that an earlier sequence has left behind a sequence's end.
+It makes exactly the copies that `RowResidency` requests. A row whose content differs from its blocks changes
+tokens, and so do values of an earlier sequence after a sequence's end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RowsDevice(SimulatedDevice):
     """A `SimulatedDevice` with a row for each slot.
 
     Attributes:
-        num_loads: Columns that were read from blocks.
-        num_spared: Columns that rows had already when a sequence started or a beam moved.
+        num_loads: Columns copied from blocks.
+        num_spared: Columns that rows already had when a sequence started or a beam moved.
     """
 
     num_loads = num_spared = 0
@@ -50,7 +50,7 @@ class RowsDevice(SimulatedDevice):
                 raise
 
     def break_down(self, batch: ScheduledBatch) -> None:
-        """As a `SimulatedDevice`; and rows may not be what they were to be."""
+        """Fail like a `SimulatedDevice`; rows may keep a wrong content."""
         self._is_breaking = True
         try:
             super().break_down(batch)
@@ -82,7 +82,7 @@ class RowsDevice(SimulatedDevice):
                 assert not any(behind), "something is left of the slot's last sequence"
 
     def _run_token(self, row: Any, token_id: int) -> int:
-        """As it is in the blocks, but what is read is in the slot's row."""
+        """Compute a token like the base class, but read the slot's row instead of blocks."""
         slot = next(slot for slot, held in self._slots.items() if held is row)
         position, size = row.num_tokens, self.limits.tokens_per_block
         held = [digest for block_id in row.block_table for digest in self._cache[block_id]]

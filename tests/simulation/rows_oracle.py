@@ -1,6 +1,6 @@
 """Oracle of an iteration's rows, by the rules of `micro_batch_scheduler.py`: watches one scheduler's choices.
 
-Nobody is left out for whom there were rows, and what comes first is served first.
+No sequence is left out while there are rows for it, and the order is kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .stages_oracle import waits_for_host
 
 
 class RowsOracle:
-    """Watches over the method that selects.
+    """Oracle wrapped around a scheduler's method that selects rows.
 
     Attributes:
-        num_divided: Iterations in which several contexts shared what was not enough for all of them.
-        num_shared: Iterations in which generation was left for other pipeline stages.
+        num_divided: Iterations in which several contexts shared too few rows.
+        num_shared: Iterations that left sequences in generation for other pipeline stages.
     """
 
     def __init__(self, scheduler: Scheduler, config: SchedulingConfig, limits: EngineLimits) -> None:
@@ -72,9 +72,9 @@ class RowsOracle:
         return selected
 
     def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
-        """List the requests to generate if there are rows; with a pipeline the least recently run ones.
+        """List the sequences that generate if there are rows; with a pipeline the least recently run ones.
 
-        Not those whose token in flight the host has to see first.
+        Sequences whose token in flight the host needs first are left out.
         """
         ready = [r for r in generating if r.next_position < r.request.max_kv_tokens]
         if self._num_stages == 1:
@@ -88,7 +88,7 @@ class RowsOracle:
         return ready[:share]
 
     def _pieces(self, llm_request: LlmRequest) -> list[int]:
-        """Rows up to every place where a chunk may end; its drafts stand behind its last token."""
+        """Return the numbers of rows at which a chunk may end; drafts follow the last token."""
         start, end = llm_request.next_position, llm_request.context_length
         boundaries = [at for at in range(start + 1, end) if at % self._size == 0]
         places = [start, *boundaries, end + llm_request.draft_length]

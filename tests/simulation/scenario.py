@@ -34,10 +34,10 @@ class Breakdowns:
     """Failures of the device.
 
     Attributes:
-        transient: Iterations whose batch fails, whatever is in it.
-        unusable: Iterations in which the device says itself that it is no use.
-        faulty: Requests whose rows make a batch fail, from the one that computes this position on.
-        failing_rows: Requests whose rows fail alone, from the one that follows so many generated tokens on.
+        transient: Iterations whose batch fails regardless of its rows.
+        unusable: Iterations in which the device reports itself as unusable.
+        faulty: By request id, the first position whose row makes a batch fail.
+        failing_rows: By request id, the number of generated tokens from which on its rows fail alone.
     """
 
     transient: frozenset[int] = frozenset()
@@ -51,11 +51,11 @@ class Breakdowns:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A whole run, before it happens.
+    """The inputs of a whole run.
 
     Attributes:
         arrivals, stops: By iteration.
-        invalid: Requests that are to be refused as they are.
+        invalid: Requests that must be refused.
     """
 
     seed: int
@@ -67,41 +67,41 @@ class Scenario:
     invalid: frozenset[int] = frozenset()
 
     def pipelined(self, num_micro_batches: int) -> Scenario:
-        """The same on a device of so many pipeline stages."""
+        """Return the scenario for a device of `stages` pipeline stages."""
         limits = replace(self.limits, num_micro_batches=num_micro_batches, overlaps_iterations=False)
         return replace(self, limits=limits)
 
     def in_turn(self) -> Scenario:
-        """The same with each batch back before the next is made."""
+        """Return the scenario with one batch in flight."""
         return self.pipelined(1)
 
     def ahead(self) -> Scenario:
-        """The same on a device that overlaps iterations."""
+        """Return the scenario for a device that overlaps iterations."""
         return replace(self, limits=replace(self.limits, num_micro_batches=1, overlaps_iterations=True))
 
     def undemanding(self) -> Scenario:
-        """The same with requests that never wait for the host."""
+        """Return the scenario with requests that never wait for the host."""
         arrivals = {at: tuple(map(_without_host, requests)) for at, requests in self.arrivals.items()}
         return replace(self, arrivals=arrivals)
 
     @property
     def depth(self) -> int:
-        """Most batches in flight."""
+        """Maximum number of batches in flight."""
         return self.limits.num_micro_batches + self.limits.overlaps_iterations
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether the device chooses no token before a batch comes back."""
+        """Whether the device chooses tokens only when a batch comes back."""
         return self.limits.num_micro_batches > 1
 
     @property
     def requests(self) -> dict[int, Request]:
-        """All of them, by id."""
+        """Return all requests by id."""
         return {request.request_id: request for each in self.arrivals.values() for request in each}
 
     @property
     def last_event(self) -> int:
-        """The iteration after which nothing more comes from outside."""
+        """Return the last iteration with requests or stops."""
         return max((*self.arrivals, *self.stops))
 
     def inputs(self, iteration: int) -> IterationInput:
@@ -111,7 +111,7 @@ class Scenario:
 
 
 def draw(seed: int) -> Scenario:
-    """A scenario in which every request can run, but rarely all at once."""
+    """Draw a scenario in which every request can run, but rarely all at once."""
     rng = random.Random(seed)
     habits = draw_habits(rng)
     requests = draw_requests(rng, habits)
@@ -143,13 +143,13 @@ def draw(seed: int) -> Scenario:
 
 
 def draw_with_a_bad_device(seed: int) -> Scenario:
-    """The same scenario with a device that fails again and again, whatever it is given."""
+    """Draw the same scenario with a device that fails repeatedly."""
     transient = random.Random(seed).sample(range(60), 20)
     return replace(draw(seed), breakdowns=Breakdowns(frozenset(transient)))
 
 
 def draw_with_failing_rows(seed: int) -> Scenario:
-    """The same scenario, in which rows of some requests fail alone, too."""
+    """Draw the same scenario with some requests whose rows fail alone."""
     rng, scenario = random.Random(seed), draw(seed)
     requests = [request for request in scenario.requests.values() if rng.random() < 0.4]
     failing = {request.request_id: rng.randrange(request.max_new_tokens) for request in requests}
@@ -157,7 +157,7 @@ def draw_with_failing_rows(seed: int) -> Scenario:
 
 
 def draw_with_everybody_leaving(seed: int) -> Scenario:
-    """The same scenario, in which all are stopped at once and an iteration ends few sequences."""
+    """Draw the same scenario with all requests stopped at once and a small bound of endings per iteration."""
     rng, scenario = random.Random(seed), draw(seed)
     at = max(scenario.arrivals) + rng.randint(0, 4)
     stops = tuple(StopSignal(request_id, StopReason.CANCELLED) for request_id in scenario.requests)

@@ -1,9 +1,8 @@
 """A whole server without model or threads: scheduler and fake device, driven by one random seed.
 
-`run` runs a scenario to the end. Oracles watch on the way who starts (`queue_oracle`), who gets rows
-(`rows_oracle`, `stages_oracle`), what is found in the cache (`cache_oracle`), who answers for failed iterations
-(`blame`) and what is told of it all (`accounts`); at the end every request must have had what it would have had
-alone (`endings`).
+`run` runs a scenario to the end. Oracles check the order of starts (`queue_oracle`), the choice of rows
+(`rows_oracle`, `stages_oracle`), reuse in the cache (`cache_oracle`), endings after failed iterations
+(`blame`) and reports (`accounts`); at the end every request must have the same result as alone (`endings`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def run(scenario: Scenario) -> Outcome:
 
 
 class SimulatedServer:
-    """One scheduler, one device, and everybody who watches them."""
+    """One scheduler and one device with all oracles."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -68,11 +67,11 @@ class SimulatedServer:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more can happen."""
+        """Whether the run has ended."""
         return self._iteration > self.scenario.last_event and not self.scheduler.num_active
 
     def step(self) -> None:
-        """One iteration, as `GptManager.step` makes it."""
+        """Run one iteration, as `GptManager.step` does."""
         assert self._iteration < _MOST_ITERATIONS, "the scheduler makes no progress"
         was_active = self.scheduler.num_active > 0
         inputs = self.scenario.inputs(self._iteration)
@@ -91,7 +90,7 @@ class SimulatedServer:
         self._iteration += 1
 
     def _check_iteration(self, flight: Flight | None) -> None:
-        if self._rng.random() < 0.3:  # what is out of order stays so
+        if self._rng.random() < 0.3:  # a broken invariant stays broken
             check_integrity(self.scheduler)
         batch, rows = (flight.batch, flight.rows) if flight else (None, ())
         self.accounts.check_iteration(batch, rows)
@@ -100,7 +99,7 @@ class SimulatedServer:
             self.accounts.check_request_stats(batch, rows)
 
     def check_end(self) -> None:
-        """When nothing more can happen."""
+        """Check the results after the run."""
         assert self.scheduler.kv_cache.pool.num_held == 0, "blocks leaked"
         outcome = self.outcome
         outcome.num_iterations = self._iteration
@@ -123,7 +122,7 @@ class SimulatedServer:
         self.accounts.check_end()
         check_endings(self.scenario, outcome)
 
-    # ---------------------------------------------------------------- the verbs of an iteration
+    # ---------------------------------------------------------------- the steps of an iteration
 
     def _accept(self, inputs: IterationInput) -> None:
         valid = [r for r in inputs.new_requests if r.request_id not in self.scenario.invalid]
@@ -199,13 +198,15 @@ class SimulatedServer:
         responses = self.scheduler.update(
             flight.batch, flight.outcome, now_ns=time_of_answer(self._iteration)
         )
-        self.cache.is_complete &= not flight.outcome.failures  # what such a row has computed is not published
+        self.cache.is_complete &= (
+            not flight.outcome.failures
+        )  # blocks computed by such a row are not published
         self.cache.updated(live)
         self._answered(responses)
 
     def _fail(self, flight: Flight, error: InflightError) -> None:
         convicted = self.blame.failed(flight, behind=self._in_flight)
-        # The contents of a faulty request's blocks may be the cause: no request may find them any more.
+        # The contents of a faulty request's blocks may be the cause: no request may reuse them.
         self.cache.is_complete &= not convicted
         kv_cache = self.scheduler.kv_cache
         suspicious = [
@@ -224,7 +225,7 @@ class SimulatedServer:
         self.accounts.answered(responses)
         self.outcome.record(self._iteration, responses)
 
-    # ---------------------------------------------------------------- what a batch is like
+    # ---------------------------------------------------------------- checks of batches
 
     def _check_batch(self, flight: Flight) -> None:
         batch, outcome = flight.batch, self.outcome

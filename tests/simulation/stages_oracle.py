@@ -14,7 +14,7 @@ from .blame import Flight
 
 
 class StagesOracle:
-    """Looks at every batch of one scheduler."""
+    """Oracle of every batch of one scheduler."""
 
     def __init__(self, scheduler: Scheduler, limits: EngineLimits) -> None:
         self._scheduler = scheduler
@@ -23,7 +23,7 @@ class StagesOracle:
         self._num_batches = 0
 
     def check(self, flight: Flight, ahead: Sequence[Flight]) -> None:
-        """A batch has been made, with others in flight ahead of it."""
+        """Check a new batch against the batches in flight."""
         assert flight.batch.micro_batch_id == self._num_batches % self._num_stages
         self._num_batches += 1
         self._check_overlap(flight, ahead)
@@ -43,7 +43,7 @@ class StagesOracle:
         )
 
     def _check_overlap(self, flight: Flight, ahead: Sequence[Flight]) -> None:
-        """It samples on the device if any of its rows can go on, and if not, nothing is made before it is back."""
+        """Check that it samples on the device if any row can continue, else is back before the next batch."""
         sampled = _sampled(flight)
         goes_on = not sampled or any(not waits_for_host(r.request) for r in sampled)
         assert flight.batch.samples_on_device == (self._overlaps_iterations and goes_on)
@@ -56,7 +56,7 @@ class StagesOracle:
 
 
 def _sampled(flight: Flight) -> list[LlmRequest]:
-    """Sequences that get a token."""
+    """Return the sequences that get a token."""
     slots = set(flight.batch.sampled_slots())
     return [r for r in flight.rows if slots.intersection(r.slots)]
 
@@ -70,7 +70,7 @@ def waits_for_host(request: Request) -> bool:
 
 
 def _generating(flight: Flight) -> list[LlmRequest]:
-    """Sequences with a row that is no context."""
+    """Return the sequences with a row in generation."""
     batch = flight.batch
     slots = {*batch.generation_slots, *(chunk.slot for chunk in batch.context if chunk.is_generation)}
     return [r for r in flight.rows if slots.intersection(r.slots)]

@@ -1,7 +1,7 @@
-"""Clients of one priority get equal shares: start-time fair queueing's own bound, on what a whole server does.
+"""Clients of one priority get equal shares, within the bound of start-time fair queueing.
 
 Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996), theorem 1: over any time in which two clients both
-have requests waiting, what they were served differs by no more than one largest request of each.
+have requests waiting, the tokens that they were served differ by at most one largest request of each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ VOCAB_SIZE = 50
 def draw_backlog(
     seed: int, end_ids: tuple[int, ...] = (), priorities: tuple[float, ...] = (0.5,)
 ) -> Scenario:
-    """Two to four clients whose requests all wait from the start; each has a size of its own."""
+    """Draw two to four clients whose requests all wait from the start.
+
+    Each client has its own size of requests.
+    """
     rng = random.Random(seed)
     requests: list[Request] = []
     for client in range(rng.randint(2, 4)):
@@ -75,7 +78,7 @@ def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> li
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
-    """Over any time: the difference between their shares never changes by more than that."""
+    """Over any time the difference between their shares changes by at most that."""
     server = run_to_the_end(draw_backlog(seed))
     clients = {request.client_id for request in server.scenario.requests.values()}
     for one, other in combinations(clients, 2):
@@ -90,8 +93,8 @@ def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
 
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
-def test_shares_of_tokens_that_are_not_generated_are_given_back(seed):
-    """With end ids requests end early: what clients really got differs by what runs, and a largest one each."""
+def test_charges_for_tokens_that_are_not_generated_are_credited(seed):
+    """With end ids, which end requests early, shares differ by running requests and a largest one each."""
     server = run_to_the_end(draw_backlog(seed, end_ids=tuple(range(0, VOCAB_SIZE, 5))))
     sequences = {r.request_id: r for r in server.queue.starts}
     clients = {request.client_id for request in server.scenario.requests.values()}
@@ -108,15 +111,15 @@ def test_shares_of_tokens_that_are_not_generated_are_given_back(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_shares_are_kept_over_many_priorities(seed):
-    """As many levels as there are requests, more or less: the order is watched at every start."""
+def test_order_holds_with_many_priorities(seed):
+    """There are about as many priorities as requests; the order is checked at every start."""
     server = run_to_the_end(draw_backlog(seed, priorities=tuple(level / 20 for level in range(20))))
     started = [r.request.priority for r in server.queue.starts]
     assert len(set(started)) > 10 and started == sorted(started, reverse=True)
 
 
-def test_a_client_that_comes_late_is_owed_nothing():
-    """It takes turns from its arrival on and does not catch up with what others got before."""
+def test_a_late_client_has_no_credit():
+    """It takes turns from its arrival on and gets no compensation for the time before."""
     early = tuple(Request(i, (i % 7 + 1,) * 4, 4, client_id=1) for i in range(30))
     late = tuple(Request(100 + i, (i % 7 + 11,) * 4, 4, client_id=2) for i in range(10))
     config = SchedulingConfig(max_num_tokens=64, enable_kv_cache_reuse=False)

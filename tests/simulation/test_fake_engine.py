@@ -1,4 +1,4 @@
-"""The fake device against its own definition, with batches made by hand."""
+"""The fake device compared with its definition, on handwritten batches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def start(
     load: AdapterLoad | None = None,
     **fields,
 ) -> ModelOutput:
-    """The whole prompt in slot 0 and blocks 0 to 3, with drafts behind it, and with the adapter that is loaded."""
+    """Make a batch with the whole prompt and drafts in slot 0 and blocks 0 to 3, and its adapter loaded."""
     chunk = ContextChunk(0, 0, PROMPT + drafts, True, len(drafts), wants_context=request.output.wants_context)
     token_ids = PROMPT if request.looks_back else ()
     index, adapter = fields.pop("sequence_index", 0), load.pages[0] if load else -1
@@ -86,7 +86,7 @@ def start(
         SamplingConfig(top_p=0.5, no_repeat_ngram_size=2),
     ],
 )
-def test_tokens_are_the_expected_ones(sampling, attend_to_all):
+def test_tokens_are_those_of_the_definition(sampling, attend_to_all):
     engine, request = make_engine(attend_to_all), make_request(sampling=sampling)
     tokens = list(start(engine, request, sequence_index=2).token_ids[0])
     while len(tokens) < 6:
@@ -104,8 +104,8 @@ def test_tokens_are_the_expected_ones(sampling, attend_to_all):
         Conditions(prompt_table=TABLE.digest),
     ],
 )
-def test_another_identity_is_another_prompt(conditions):
-    """So that a block that is shared across identities, adapters or tables gives wrong tokens."""
+def test_another_identity_gives_other_tokens(conditions):
+    """A block that is wrongly shared across identities, adapters or tables must give wrong tokens."""
     table = TABLE if conditions.prompt_table else None
     request = make_request(identity=conditions.identity, prompt_table=table, output=EVERYTHING)
     engine = make_engine()
@@ -140,7 +140,7 @@ def test_an_adapter_that_is_overwritten_gives_other_tokens():
 
 
 @pytest.mark.parametrize("num_right", range(4))
-def test_drafts_are_accepted_as_far_as_they_are_right(num_right):
+def test_drafts_are_accepted_up_to_the_first_wrong_token(num_right):
     sampling = SamplingConfig(top_k=5, repetition_penalty=1.5)
     expected = expected_tokens(PROMPT, 8, VOCAB_SIZE, sampling)
     drafts = [*expected[:num_right], *((token + 1) % VOCAB_SIZE for token in expected[num_right:3])]
@@ -171,7 +171,7 @@ def test_details_agree_with_one_another():
         assert list(top.log_probs) == sorted(log_softmax(logits), reverse=True)[:3]
 
 
-def test_context_outputs_are_of_the_prompts_rows():
+def test_context_outputs_have_the_prompts_rows():
     engine, request = make_engine(), make_request(output=EVERYTHING)
     context = start(engine, request, (1, 2)).context[0]
     logits = expected_logits(PROMPT[:1], (*PROMPT[1:], 0), VOCAB_SIZE)
@@ -179,7 +179,7 @@ def test_context_outputs_are_of_the_prompts_rows():
     assert list(context.log_probs) == expected_log_probs(PROMPT[:1], PROMPT[1:], VOCAB_SIZE)
 
 
-def test_a_chunk_in_the_middle_knows_the_token_after_it():
+def test_a_chunk_in_the_middle_has_the_log_prob_of_the_next_token():
     engine, request = make_engine(), make_request(output=EVERYTHING)
     chunk = ContextChunk(0, 0, PROMPT[:4], is_last=False, wants_context=True)
     starts = (SlotStart(0, request, 0, PROMPT),)
@@ -187,14 +187,14 @@ def test_a_chunk_in_the_middle_knows_the_token_after_it():
     assert output.token_ids == [] and len(output.context[0].log_probs) == 4
 
 
-def test_nothing_is_described_that_nobody_wants():
+def test_outputs_that_are_not_requested_are_empty():
     output = start(make_engine(), make_request())
     assert output.details == {} and output.context == {} and output.beams == []
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 def test_beams_move_all_at_once_and_write_into_copies(penalty):
-    """Two steps of a search whose beams cross over: each takes the other's place."""
+    """Two steps of a search whose beams swap their places."""
     sampling = SamplingConfig(beam_width=2, repetition_penalty=penalty)
     request = make_request(sampling=sampling, output=OutputOptions(return_log_probs=True))
     engine = make_engine()
@@ -233,7 +233,7 @@ def test_beams_move_all_at_once_and_write_into_copies(penalty):
         )
 
 
-def test_a_diversity_rate_counts_for_the_rank_alone():
+def test_a_diversity_rate_changes_only_the_rank():
     request = make_request(sampling=SamplingConfig(beam_width=2, beam_search_diversity_rate=100.0))
     plain = make_request(sampling=SamplingConfig(beam_width=2))
     ranked = []

@@ -1,4 +1,4 @@
-"""Proof that the simulation would notice if the core were wrong."""
+"""Planted faults of the core, each of which the simulation must detect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS = range(200)
 
 
 @pytest.mark.parametrize("plant", with_all(FAULTS, FAULTS[::5]), ids=lambda plant: plant.__name__)
-def test_a_planted_fault_is_noticed(plant, monkeypatch):
+def test_a_planted_fault_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 
@@ -28,7 +28,7 @@ def test_a_planted_fault_is_noticed(plant, monkeypatch):
 @pytest.mark.parametrize(
     "plant", with_all(FAULTS_OF_PIPELINES, FAULTS_OF_PIPELINES[::4]), ids=lambda plant: plant.__name__
 )
-def test_a_fault_planted_in_a_pipeline_is_noticed(plant, monkeypatch):
+def test_a_fault_planted_in_a_pipeline_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices_in_a_pipeline, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
 
@@ -47,7 +47,7 @@ def _notices_in_a_pipeline(seed: int) -> bool:
 
 
 def _is_noticed(*scenarios: Scenario) -> bool:
-    """Whether something is amiss, or the core breaks down over it."""
+    """Whether a check fails or the core raises."""
     try:
         for scenario in scenarios:
             run(scenario)

@@ -1,7 +1,7 @@
-"""How many blocks are reused and how many are not: reuse that does not happen is invisible in what comes back.
+"""Numbers of reused and missed blocks: missing reuse does not show in results.
 
-In the families there is room for everything, so that the counts follow from the prompts alone: a prefix is
-computed by the first that needs it, whenever that is, and found by all others, at once or after a wait.
+The families have room for all blocks, so that the counts follow from the prompts alone: a prefix is computed
+by the first request that needs it, and found by all others, at once or after a wait.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .scenario import Scenario
 from .simulated_server import SimulatedServer, run
 
 VOCAB_SIZE = 5000
-"""So many that nothing that is generated is somebody's prompt."""
+"""Size of the vocabulary, large enough that no generated text equals a prompt."""
 
 
 def draw_family(seed: int) -> Scenario:
-    """Prompts with common beginnings under several identities; none ends with a full block."""
+    """Draw prompts with common beginnings under several identities; none ends with a full block."""
     rng = random.Random(seed)
     size, slots = rng.choice([2, 3, 5]), rng.choice([2, 4, 8])
     stems = [draw_tokens(rng, VOCAB_SIZE, size * rng.randint(1, 6)) for _ in range(2)]
@@ -41,7 +41,7 @@ def draw_family(seed: int) -> Scenario:
         stem = rng.choice(stems)
         branch = draw_tokens(rng, 3, rng.randint(0, 2 * size))
         prompt = stem[: rng.randint(0, len(stem))] + branch
-        # One token more than full blocks: a last block that is full is computed, but nobody looks for it.
+        # One token more than full blocks, because a full last block is computed but never reused.
         prompt = prompt[: len(prompt) // size * size] + (rng.randrange(3),)
         at = rng.randint(0, 20)
         request = Request(
@@ -72,7 +72,7 @@ def _with_extra_ids(rng: random.Random, identity: PrefixIdentity, prompt_length:
 
 
 def prefixes_of(request: Request, tokens_per_block: int) -> list[Hashable]:
-    """All that each full block of a prompt depends on, but the last token's."""
+    """Return everything that each reusable full block of a prompt depends on."""
     identity, prompt = request.identity, request.input_token_ids
     scope = identity.cache_salt_id, request.prompt_table
     extra_ids = identity.extra_ids or (0,) * len(prompt)
@@ -107,13 +107,13 @@ def test_every_prefix_is_computed_once(seed):
     assert sum(each.num_reused_blocks for each in told) == stats.num_reused_blocks
 
 
-def test_the_families_have_something_in_common():
+def test_the_families_share_prefixes():
     outcomes = [run(draw_family(seed)) for seed in range(20)]
     assert sum(outcome.reused.total() >= outcome.missed.total() for outcome in outcomes) > 5
     assert sum(outcome.missed.total() > 10 for outcome in outcomes) > 5
 
 
-# ---------------------------------------------------------------------- what is evicted
+# ---------------------------------------------------------------------- eviction
 
 SIZE = 4
 PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks
@@ -121,7 +121,7 @@ OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three
 
 
 def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:
-    """Each arrives when the one before is long gone."""
+    """Run requests of which each arrives long after the previous one has ended."""
     config = SchedulingConfig(max_num_tokens=64)
     arrivals = {gap * place: (request,) for place, request in enumerate(requests)}
     return run(Scenario(0, EngineLimits(VOCAB_SIZE, 100, 2, num_blocks, SIZE), config, arrivals, {}))
@@ -135,7 +135,7 @@ def make_request(
 
 
 def pressed_by(num_blocks: int, first_token: int = 500) -> tuple[int, ...]:
-    """A prompt that has nothing in common with the others."""
+    """A prompt without a common beginning with the others."""
     return tuple(range(first_token, first_token + num_blocks * SIZE))
 
 
@@ -151,8 +151,8 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (3, 3)
 
 
-def test_a_block_of_low_priority_stays_while_blocks_that_follow_it_do():
-    """The beginning has priority 0 and the rest 100: nothing of it goes before all of the other prompt has."""
+def test_a_block_of_low_priority_stays_while_its_children_do():
+    """The beginning has priority 0 and the rest 100: the other prompt is evicted before any of its blocks."""
     low, high = Retention(0), Retention(100)
     kept = make_request(1, PROMPT, (0, 2 * SIZE, low), (2 * SIZE, None, high))
     outcome = run_one_after_another(
@@ -162,8 +162,8 @@ def test_a_block_of_low_priority_stays_while_blocks_that_follow_it_do():
 
 
 @pytest.mark.parametrize(("duration_ms", "num_found"), [(None, 6), (10_000, 6), (40, 3)])
-def test_a_priority_for_a_time_holds_for_that_time(duration_ms, num_found):
-    """The iterations between are 50 ms: after 40 the prompt is worth no more than the younger one."""
+def test_a_timed_priority_holds_for_its_duration(duration_ms, num_found):
+    """The iterations between take 50 ms; after 40 ms the prompt has the default priority again."""
     kept = make_request(1, PROMPT, (0, None, Retention(100, duration_ms)))
     outcome = run_one_after_another(
         10, kept, make_request(2, OTHER), make_request(3, pressed_by(4)), make_request(4, PROMPT)

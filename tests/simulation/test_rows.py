@@ -29,7 +29,7 @@ def scenarios(seed: int) -> list[Scenario]:
     return [kinds[seed % 3], draw_with_a_bad_device(seed)] if seed % 5 == 0 else [kinds[seed % 3]]
 
 
-def test_rows_hold_what_their_blocks_do() -> None:
+def test_rows_have_the_content_of_their_blocks() -> None:
     num_failed = 0
     for seed in SEEDS:
         for scenario in scenarios(seed):
@@ -130,7 +130,7 @@ def failures_unnoticed(patch: pytest.MonkeyPatch) -> None:
     ),
     ids=lambda plant: plant.__name__,
 )
-def test_a_planted_fault_is_noticed(plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_fault_is_detected(plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
 
     def notices(seed: int) -> bool:

@@ -1,6 +1,6 @@
-"""Random runs in which `schedule` itself raises, at any line of the core or at a request of its own choice.
+"""Random runs in which `schedule` itself raises, at any line of the core or for a chosen request.
 
-Every request that is not at fault must have had what it would have had alone, and the books must agree afterwards.
+Every other request must have the same result as alone, and the scheduler's records must agree afterwards.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ PLANTED = StepFailed("planted")
 
 
 class Planted(Exception):
-    """A defect of the scheduler."""
+    """A planted exception of the scheduler."""
 
 
 class RandomLines:
-    """Makes `schedule` raise before any line of the core, now and then.
+    """A tracer that sometimes makes `schedule` raise before any line of the core.
 
     Args:
-        rng: Says when.
-        most: How many times.
+        rng: Chooses the lines.
+        most: Maximum number of exceptions.
     """
 
     def __init__(self, rng: random.Random, most: int) -> None:
@@ -60,7 +60,7 @@ class RandomLines:
 
     @contextmanager
     def armed(self) -> Iterator[None]:
-        """For the length of one call."""
+        """Trace during one call."""
         before = sys.gettrace()
         if self._left:
             sys.settrace(self._trace)
@@ -83,12 +83,12 @@ class RandomLines:
 
 
 class Run:
-    """A scenario from its beginning to its end on a scheduler that may raise.
+    """A run of a scenario on a scheduler that may raise.
 
     Attributes:
-        outcome: What came of it; `convicted` are those that ended with the scheduler's error.
-        num_faults: How often `schedule` raised.
-        num_crowded: Of these, with several requests running before.
+        outcome: Its outcome; `convicted` has the requests that ended with the scheduler's error.
+        num_faults: Number of exceptions of `schedule`.
+        num_crowded: Number of those with several running requests.
     """
 
     def __init__(self, scenario: Scenario, lines: RandomLines | None = None) -> None:
@@ -103,7 +103,7 @@ class Run:
         self._lone: set[int] = set()
 
     def to_the_end(self) -> Outcome:
-        """Check as it goes, and at the end."""
+        """Run to the end, with checks in every iteration and at the end."""
         iteration = 0
         while iteration <= self.scenario.last_event or self.scheduler.num_active or self._in_flight:
             assert iteration < MOST_ITERATIONS, "the scheduler makes no progress"
@@ -114,7 +114,7 @@ class Run:
         return self.outcome
 
     def _step(self, iteration: int) -> None:
-        """As `GptManager.step` makes it."""
+        """Run one iteration, as `GptManager.step` does."""
         scheduler = self.scheduler
         inputs = with_adapters(self._adapters, self.scenario.inputs(iteration), scheduler.is_active)
         responses = scheduler.accept(inputs)
@@ -156,10 +156,10 @@ def _unarmed() -> Iterator[None]:
 
 
 def scenario_of(seed: int) -> Scenario:
-    """Without a failing device, on one of the ways in which batches can be in flight."""
+    """Draw a scenario without device failures, with one of the possible kinds of batches in flight."""
     kind = (Scenario.in_turn, Scenario.ahead, lambda s: s.ahead().undemanding(), lambda s: s.pipelined(2))
     scenario = replace(kind[seed % 4](draw(seed)), breakdowns=Breakdowns())
-    # Earlier cache hits are not counted for a request that begins again.
+    # Earlier cache hits of a restarted request are not counted.
     arrivals = {
         at: tuple(replace(r, output=replace(r.output, return_perf_metrics=False)) for r in requests)
         for at, requests in scenario.arrivals.items()
@@ -168,7 +168,7 @@ def scenario_of(seed: int) -> Scenario:
 
 
 @pytest.mark.parametrize("seeds", with_all([range(75), range(75, 400)], [range(75)]), ids=str)
-def test_a_fault_at_any_line_of_the_core_leaves_everybody_with_what_he_has_alone(seeds):
+def test_a_fault_at_any_line_of_the_core_changes_no_result(seeds):
     num_faults, num_crowded, places = 0, 0, set()
     for seed in seeds:
         rng = random.Random(seed)
@@ -182,7 +182,7 @@ def test_a_fault_at_any_line_of_the_core_leaves_everybody_with_what_he_has_alone
     assert len(places) > 100 and len({name for name, _ in places}) > 10, "the faults are all in one place"
 
 
-# ---------------------------------------------------------------- a request that always makes it raise
+# ---------------------------------------------------------------- one request for which it always raises
 
 
 SITES: dict[str, tuple[type, str, Callable[..., list[Any]]]] = {
@@ -192,18 +192,18 @@ SITES: dict[str, tuple[type, str, Callable[..., list[Any]]]] = {
     "context": (BatchBuilder, "_add_chunk", lambda self, one, num_rows: [one]),
     "blocks": (KvCacheManager, "extend", lambda self, key, num_tokens: [key]),
 }
-"""Where it raises: a method of the core, and whom its arguments are about (sequences, or their keys)."""
+"""Methods of the core that raise, with the sequences, or their keys, in their arguments."""
 
 
 class Defect:
-    """A method of the core that raises whenever it deals with one request that has come so far.
+    """A method of the core that raises for one request from a position on.
 
     Args:
-        site: Which method.
-        is_late: Whether it does what it has to do before it raises.
-        run: Where.
+        site: The method.
+        is_late: Whether it raises after its work instead of before.
+        run: The run.
         faulty: The request.
-        position: From this position of its next token on.
+        position: First position of the request's next token at which it raises.
     """
 
     def __init__(self, site: str, is_late: bool, run: Run, faulty: int, position: int) -> None:
@@ -234,7 +234,7 @@ class Defect:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("site", with_all(SITES, ["admission", "blocks"]))
-def test_the_request_that_makes_schedule_raise_ends_and_nobody_else(site, is_late):
+def test_only_the_request_that_makes_schedule_raise_ends(site, is_late):
     num_seeds = examples(fast=50, all=100)
     num_convicted = num_crowded = 0
     for seed in range(num_seeds):

@@ -26,7 +26,7 @@ from .simulated_server import run
 SEEDS = with_all([range(150), range(150, 1000)], [range(150)])
 PIPELINED_SEEDS = with_all([range(75), range(75, 500)], [range(75)])
 NUM_OF_A_KIND = examples(fast=50, all=100)
-"""Seeds of scenarios that are drawn for one test."""
+"""Number of seeds of a test."""
 Outcomes = list[tuple[CapacityPolicy, Outcome]]
 
 
@@ -37,7 +37,7 @@ def seeds(request: pytest.FixtureRequest) -> range:
 
 @pytest.fixture(scope="module")
 def outcomes(seeds: range) -> Outcomes:
-    """Every scenario with one and with two batches in flight; their responses are checked and forgotten."""
+    """Run every scenario with one and with two batches in flight; responses are checked and dropped."""
     return [_outcome(one_in_flight(draw(seed))) for seed in seeds] + [
         _outcome(two_in_flight(draw(seed))) for seed in seeds
     ]
@@ -45,7 +45,7 @@ def outcomes(seeds: range) -> Outcomes:
 
 @pytest.fixture(scope="module", params=PIPELINED_SEEDS, ids=str)
 def pipelined_outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    """Half of the scenarios, on two or three pipeline stages."""
+    """Run half of the scenarios on two or three pipeline stages."""
     return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in request.param]
 
 
@@ -60,7 +60,10 @@ def one_in_flight(scenario: Scenario) -> Scenario:
 
 
 def two_in_flight(scenario: Scenario) -> Scenario:
-    """Every other one of requests that never make the device wait."""
+    """Return the scenario with two batches in flight.
+
+    For every other seed with requests that never need the host.
+    """
     ahead = scenario.ahead()
     return ahead.undemanding() if scenario.seed % 2 else ahead
 
@@ -73,7 +76,7 @@ def three_stages(scenario: Scenario) -> Scenario:
     return scenario.pipelined(3)
 
 
-def test_every_seed_gives_every_request_what_it_has_alone(outcomes, seeds):
+def test_every_seed_gives_each_request_its_result_alone(outcomes, seeds):
     assert len(outcomes) == 2 * len(seeds)
     ahead = [outcome for _, outcome in outcomes[len(seeds) :]]
     assert sum(outcome.num_ahead > 3 for outcome in ahead) > len(seeds) // 3
@@ -84,7 +87,7 @@ def test_every_seed_gives_every_request_what_it_has_alone(outcomes, seeds):
     )
 
 
-def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pipelined_outcomes):
+def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_busy(pipelined_outcomes):
     found = [outcome for _, outcome in pipelined_outcomes]
     assert sum(outcome.num_full_pipelines > 3 for outcome in found) > len(found) // 3
     assert sum(outcome.num_shared_generations > 0 for outcome in found) > len(found) // 4
@@ -95,8 +98,8 @@ def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_at_work(pi
 @pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
-def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
-    """So often that a request may well be alone in an iteration that fails: then it ends, whoever is to blame."""
+def test_a_device_that_fails_repeatedly_changes_no_tokens(kind):
+    """Failures are so frequent that a request may be alone in a failing iteration, and then ends."""
     outcomes = [run(kind(draw_with_a_bad_device(seed))) for seed in range(NUM_OF_A_KIND)]
     assert sum(outcome.num_failed_iterations for outcome in outcomes) > 3 * NUM_OF_A_KIND
     assert sum(bool(outcome.convicted) for outcome in outcomes) > NUM_OF_A_KIND // 2
@@ -105,8 +108,8 @@ def test_a_device_that_fails_again_and_again_changes_no_tokens(kind):
 @pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
-def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others(kind):
-    """Covers searches, drafts and siblings, beside failed iterations too."""
+def test_a_failed_row_ends_its_request_and_changes_no_other_tokens(kind):
+    """Searches, drafts and siblings are covered, also beside failed iterations."""
     outcomes = [run(kind(draw_with_failing_rows(seed))) for seed in range(2 * NUM_OF_A_KIND)]
     assert sum(len(outcome.convicted) for outcome in outcomes) > len(outcomes)
     both = sum(bool(outcome.convicted) and outcome.num_failed_iterations > 0 for outcome in outcomes)
@@ -116,7 +119,7 @@ def test_a_row_that_fails_alone_ends_its_request_and_changes_no_tokens_of_others
 @pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
-def test_when_everybody_leaves_an_iteration_ends_a_bounded_number(kind):
+def test_an_iteration_ends_a_bounded_number_when_all_requests_stop(kind):
     outcomes = [run(kind(draw_with_everybody_leaving(seed))) for seed in range(NUM_OF_A_KIND)]
     assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 0.3 * NUM_OF_A_KIND
 
@@ -131,8 +134,8 @@ def test_a_transient_failure_ends_no_request_that_was_in_a_larger_batch(kind):
     assert num_spared > 0.15 * NUM_OF_A_KIND
 
 
-def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes, seeds):
-    """Pauses, chunks, copies, rejected drafts: a simulation that never gets there proves nothing."""
+def test_the_seeds_cover_every_situation(outcomes, seeds):
+    """Pauses, chunks, copies and rejected drafts must occur in the runs."""
     often, seldom = len(seeds) // 8, len(seeds) // 12
 
     def count(reached: Callable[[Outcome], object]) -> int:
@@ -158,7 +161,7 @@ def test_the_seeds_reach_what_they_are_meant_to_reach(outcomes, seeds):
     assert count(lambda outcome: outcome.num_adapter_evictions) > len(seeds) // 20
 
 
-def test_the_seeds_reach_every_ending(outcomes, seeds):
+def test_the_seeds_cover_every_ending(outcomes, seeds):
     for code in ("INTERNAL", "UNAVAILABLE", "INVALID_ARG"):
         assert sum(outcome.errors[code] for _, outcome in outcomes) > len(seeds) // 20
     for reason in set(FinishReason) - {FinishReason.NOT_FINISHED}:
@@ -180,7 +183,7 @@ def test_a_run_is_a_function_of_its_seed():
 
 
 def undisturbed(seed: int, **config) -> Scenario:
-    """A scenario in which nothing but its requests has a say: no stops, no deadlines, no failures."""
+    """Return the scenario without stops, deadlines and failures."""
     scenario = draw(seed)
     arrivals = {
         iteration: tuple(dataclasses.replace(request, allotted_time_ms=0) for request in requests)
@@ -196,7 +199,7 @@ def undisturbed(seed: int, **config) -> Scenario:
 
 
 def whole_results(scenario: Scenario) -> dict[tuple[int, int], SequenceResult | None]:
-    """By (request id, sequence index), what all responses of a sequence say together, but for times and work."""
+    """Return each sequence's combined result by (request id, sequence index), without times and counts."""
     found = {}
     for request_id, responses in run(scenario).responses.items():
         for index in {r.sequence_index for r in responses}:
@@ -207,20 +210,20 @@ def whole_results(scenario: Scenario) -> dict[tuple[int, int], SequenceResult | 
     return found
 
 
-def test_reuse_is_invisible_in_what_comes_back():
+def test_reuse_does_not_change_results():
     for seed in range(examples(fast=30, all=60)):
         on, off = (undisturbed(seed, enable_kv_cache_reuse=reuse) for reuse in (True, False))
         assert whole_results(on) == whole_results(off)
 
 
-def test_the_policy_is_invisible_in_what_comes_back():
+def test_the_policy_does_not_change_results():
     for seed in range(examples(fast=15, all=30)):
         found = [whole_results(undisturbed(seed, policy=policy)) for policy in CapacityPolicy]
         assert found[0] == found[1] == found[2]
 
 
-def test_max_utilization_admits_at_least_as_early():
-    """With plenty of blocks the two policies make the same batches; looked-up drafts need reserved ones."""
+def test_max_utilization_admits_no_later_than_guaranteed_no_evict():
+    """With enough blocks both policies make the same batches, unless prompt lookup needs reserved blocks."""
     policies = CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.MAX_UTILIZATION
     for seed in range(examples(fast=30, all=60)):
         numbers = []

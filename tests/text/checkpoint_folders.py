@@ -1,7 +1,7 @@
-"""Checkpoint folders with tokenizers of every kind, and with files that say different things of special tokens.
+"""Checkpoint folders with tokenizers of every kind, and with files that disagree on special tokens.
 
-Each is what real checkpoints look like: of transformers before and after its fifth version, of "slow" tokenizers
-that were converted, with files that were changed by hand.
+They resemble real checkpoints: of transformers before and after version 5, of converted "slow" tokenizers,
+and with files that were changed by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def token(content: str, **flags: bool) -> Json:
 
 
 def listed(name: str, *tokens: Json, first: int | None = None) -> Json:
-    """`added_tokens_decoder` with the tokenizer's own tokens and these behind its vocabulary."""
+    """`added_tokens_decoder` with the tokenizer's own tokens and these after its vocabulary."""
     known = {
         str(token_id): token(added.content, special=added.special, normalized=added.normalized)
         for token_id, added in backend(name).get_added_tokens_decoder().items()
@@ -65,7 +65,7 @@ def write(
 
 
 def changed(name: str, **parts: Any) -> tokenizers.Tokenizer:
-    """One of the tiny tokenizers with other parts."""
+    """One of the tiny tokenizers with changed parts."""
     result = tokenizers.Tokenizer.from_str(backend(name).to_str())
     for part, value in parts.items():
         setattr(result, part, value)
@@ -134,7 +134,7 @@ def _bert() -> tokenizers.Tokenizer:
 
 
 FOLDERS: dict[str, Callable[[Path], None]] = {
-    # tokenizer.json says everything
+    # tokenizer.json is complete
     "byte level": lambda folder: write(folder, backend("byte_level"), FAST),
     "without settings": lambda folder: write(folder, backend("byte_level")),
     "byte level, NFC, single digits": lambda folder: write(folder, _digits(), FAST),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inflight.text.detokenizer import IncrementalDetokenizer
 from tests.text.tiny_tokenizers import BYTE_NAMES, NAMES, backend, byte_ids, tokenizer
 
-# Small fragments meet the edges more often than random code points do.
+# Small fragments reach edge cases more often than random code points.
 FRAGMENTS = st.sampled_from(
     [
         " ",
@@ -36,7 +36,7 @@ STREAMED = [name for name in NAMES if name != "word_suffix"]
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
-    """Any ids, some outside of the vocabulary, and many that are bytes."""
+    """Draw ids, some outside of the vocabulary, and many that are bytes."""
     size = tokenizer(name).vocab_size
     anything = st.integers(0, size + 3)
     if name in BYTE_NAMES:
@@ -56,7 +56,7 @@ def stream(detokenizer: IncrementalDetokenizer, ids: list[int], cuts: list[int] 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-def test_deltas_join_to_the_decoded_text(name: str, data: st.DataObject) -> None:
+def test_deltas_concatenate_to_the_decoded_text(name: str, data: st.DataObject) -> None:
     ids = data.draw(ids_of(name))
     cuts = data.draw(st.lists(st.integers(0, 7), max_size=10))
     skip = data.draw(st.booleans())
@@ -89,7 +89,7 @@ def test_with_a_prefix_the_deltas_continue_its_text(name: str, data: st.DataObje
 
 @pytest.mark.parametrize("name", STREAMED)
 @given(prompt=TEXTS, completion=TEXTS)
-def test_the_last_ids_of_a_prompt_do_as_well_as_all(name: str, prompt: str, completion: str) -> None:
+def test_the_last_ids_of_a_prompt_suffice(name: str, prompt: str, completion: str) -> None:
     prompt_ids, ids = tokenizer(name).encode(prompt), tokenizer(name).encode(completion)
     few = stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=prompt_ids[-16:]), ids)
     assert few == stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=prompt_ids), ids)
@@ -108,7 +108,7 @@ def test_at_most_three_bytes_are_held_back(name: str, data: bytes) -> None:
     assert text + detokenizer.flush() == tokenizer(name).decode(ids)
 
 
-def test_a_character_over_several_tokens_comes_once_and_whole() -> None:
+def test_a_character_over_several_tokens_is_returned_once() -> None:
     for name in BYTE_NAMES:
         ids = byte_ids(name, "你🎉".encode())
         deltas = stream(IncrementalDetokenizer(tokenizer(name)), ids)
@@ -116,7 +116,7 @@ def test_a_character_over_several_tokens_comes_once_and_whole() -> None:
         assert deltas[2] == "你"
 
 
-def test_bytes_that_cannot_complete_come_at_once() -> None:
+def test_bytes_that_cannot_become_a_character_are_returned_at_once() -> None:
     detokenizer = IncrementalDetokenizer(tokenizer("byte_level"))
     assert detokenizer.add(byte_ids("byte_level", b"\xff")) == "�"
     assert detokenizer.add(byte_ids("byte_level", b"\xe4\xbd")) == ""
@@ -139,7 +139,7 @@ def test_a_completion_keeps_its_leading_space_after_a_prompt() -> None:
 
 
 @pytest.mark.parametrize("name", BYTE_NAMES)
-def test_a_character_begun_in_the_prompt(name: str) -> None:
+def test_a_character_that_begins_in_the_prompt_is_completed(name: str) -> None:
     prompt = tokenizer(name).encode("the dog") + byte_ids(name, "你".encode()[:2])
     completes = byte_ids(name, "你".encode()[2:])
     breaks = byte_ids(name, b"a")
@@ -148,7 +148,7 @@ def test_a_character_begun_in_the_prompt(name: str) -> None:
     assert "".join(stream(IncrementalDetokenizer(tokenizer(name), prefix_ids=prompt), [])) == ""
 
 
-def test_a_decoder_that_looks_ahead_gives_its_text_at_the_end() -> None:
+def test_a_decoder_that_looks_ahead_returns_its_text_at_the_end() -> None:
     suffix = tokenizer("word_suffix")
     assert not suffix.token_decoder.is_token_by_token
     deltas = stream(IncrementalDetokenizer(suffix), suffix.encode("the dog sleeps"))
@@ -157,7 +157,7 @@ def test_a_decoder_that_looks_ahead_gives_its_text_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("name", STREAMED)
-def test_cost_per_token_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_per_token_does_not_grow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
     decoder = tokenizer(name).token_decoder
     join = decoder._join

@@ -1,4 +1,4 @@
-"""The finder against a search that looks at the whole text again for every character."""
+"""The finder of stop strings compared with a search of the whole text after every character."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def num_held(text: str, strings: list[str]) -> int:
 
 
 def pieces(text: str, sizes: list[int]) -> list[str]:
-    """`text` in pieces of these sizes, and the rest one by one."""
+    """Cut `text` into pieces of these sizes, and the rest into characters."""
     parts, position = [], 0
     for size in [*sizes, *[1] * len(text)]:
         parts.append(text[position : position + size])
@@ -55,14 +55,14 @@ def test_text_stops_where_the_first_string_is_complete(
     shown = ""
     for part in pieces(text, sizes):
         shown += finder.add(part)
-        # Nothing that is shown can be taken back, so a part of the stop string would be noticed here.
+        # Returned text cannot be taken back, so a returned part of the stop string would fail here.
         assert (text if wanted is None else wanted).startswith(shown)
     assert finder.stopped == (wanted is not None)
     assert shown + finder.flush() == (text if wanted is None else wanted)
 
 
 @given(TEXTS, STRINGS)
-def test_no_more_is_held_back_than_has_to_be(text: str, strings: list[str]) -> None:
+def test_no_more_text_is_held_back_than_necessary(text: str, strings: list[str]) -> None:
     finder = StopStringFinder(StopStrings(strings))
     shown = ""
     for end in range(1, len(text) + 1):
@@ -77,10 +77,10 @@ def test_no_more_is_held_back_than_has_to_be(text: str, strings: list[str]) -> N
     [
         ("xaab", ["aab", "ab"], "x"),  # end together: the longest
         ("xaab", ["ab", "aab", "b"], "x"),
-        ("xabcd", ["abcd", "bc"], "xa"),  # ends first, though another began before
+        ("xabcd", ["abcd", "bc"], "xa"),  # ends first, although another began before
         ("one\n\ntwo", ["\n\n"], "one"),
         ("你好。吗", ["。"], "你好"),
-        ("e\u0301x", ["\u0301"], "e"),  # code points, whatever they look like together
+        ("e\u0301x", ["\u0301"], "e"),  # compared by code points, not by appearance
         ("aaa", ["aaaa", "aa"], ""),
     ],
 )
@@ -90,19 +90,19 @@ def test_the_text_ends_before_the_first_complete_stop_string(
     assert whole(text, strings) == (shown, True)
 
 
-def test_text_that_was_held_back_comes_in_the_end() -> None:
+def test_text_that_was_held_back_is_returned_at_the_end() -> None:
     finder = StopStringFinder(StopStrings(["</done>"]))
     assert [finder.add("ok <"), finder.add("/do"), finder.flush()] == ["ok ", "", "</do"]
     assert not finder.stopped
 
 
-def test_nothing_comes_after_a_stop() -> None:
+def test_no_text_is_returned_after_a_stop() -> None:
     finder = StopStringFinder(StopStrings(["."]))
     assert [finder.add("a.b"), finder.add("c"), finder.flush()] == ["a", "", ""]
 
 
 @pytest.mark.parametrize("strings", [[], [""], ["", ""]])
-def test_an_empty_list_of_stop_strings_stops_nothing(strings: list[str]) -> None:
+def test_an_empty_list_of_stop_strings_never_stops(strings: list[str]) -> None:
     assert not StopStrings(strings)
     assert whole("any text", strings) == ("any text", False)
 
@@ -117,7 +117,7 @@ def test_the_text_held_back_does_not_grow_with_the_answer() -> None:
     assert shown >= 20_000 - 16
 
 
-# -------------------------------------------------------------------- text that is not shown
+# -------------------------------------------------------------------- hidden text
 
 PARTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.booleans()), max_size=12)
 
@@ -141,7 +141,7 @@ def cut_of_parts(parts: list[tuple[str, bool]], strings: list[str]) -> tuple[str
 @example([("a", True), ("b", False)], ["ab"])
 @example([("a", True), ("b", False), ("a", True)], ["aa"])
 @example([("aa", True), ("b", False), ("b", True)], ["ab", "aab", "bb"])
-def test_strings_are_found_with_what_is_hidden_and_without(
+def test_strings_are_found_with_and_without_hidden_text(
     parts: list[tuple[str, bool]], strings: list[str]
 ) -> None:
     wanted, is_cut = cut_of_parts(parts, strings)
@@ -152,7 +152,7 @@ def test_strings_are_found_with_what_is_hidden_and_without(
     assert (shown + finder.flush(), finder.stopped) == (wanted, is_cut)
 
 
-def test_a_copy_goes_on_by_itself() -> None:
+def test_a_copy_is_independent() -> None:
     finder = StopStringFinder(StopStrings(["abc"]))
     assert finder.add("xab") == "x"
     other = finder.copy()

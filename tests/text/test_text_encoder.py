@@ -1,4 +1,4 @@
-"""Prompts of a tokenizer that puts BOS in front: as transformers has it, and never twice if that is asked for."""
+"""Prompts of a tokenizer that adds BOS: as in transformers, and with `auto` never twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def encode(made: tokenizers.Tokenizer, special_tokens: SpecialTokens, text: str)
 
 @pytest.mark.parametrize("text", [BARE, TEMPLATED])
 @pytest.mark.parametrize("special_tokens", [SpecialTokens.ADDED, SpecialTokens.LEFT_OUT])
-def test_always_and_never_are_transformers(
+def test_always_and_never_agree_with_transformers(
     made: tokenizers.Tokenizer, special_tokens: SpecialTokens, text: str
 ) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
@@ -46,7 +46,7 @@ def test_always_and_never_are_transformers(
     assert encode(made, special_tokens, text) == expected
 
 
-def test_auto_adds_what_is_not_there_yet(made: tokenizers.Tokenizer) -> None:
+def test_auto_adds_only_missing_special_tokens(made: tokenizers.Tokenizer) -> None:
     bare = encode(made, SpecialTokens.AUTO, BARE)
     assert bare == encode(made, SpecialTokens.ADDED, BARE)
     ids = encode(made, SpecialTokens.AUTO, TEMPLATED)
@@ -55,7 +55,7 @@ def test_auto_adds_what_is_not_there_yet(made: tokenizers.Tokenizer) -> None:
     assert ids[len(without) :] == ([2] if bare[-1] == 2 else [])
 
 
-def test_auto_looks_at_each_text_of_a_batch(made: tokenizers.Tokenizer) -> None:
+def test_auto_decides_for_each_text_of_a_batch(made: tokenizers.Tokenizer) -> None:
     tokenizer = Tokenizer(made)
     encoder = TextEncoder(lambda: tokenizer, SpecialTokens.AUTO)
     assert encoder.prompts([BARE, TEMPLATED]) == [

@@ -1,4 +1,4 @@
-"""The bound on a token's text, against texts made to be as long as they can be."""
+"""The bound on the bytes of a token's text, compared with the longest possible texts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_allows(name: str, normalizer: s
 
 @functools.cache
 def longest_sources(form: str) -> dict[str, int]:
-    """Per character that does not decompose further, the bytes of the longest character that becomes it alone."""
+    """Return for each undecomposable character the bytes of the longest one that normalizes to it."""
     longest: dict[str, int] = defaultdict(int)
     for character in CHARACTERS:
         parts = unicodedata.normalize(form, character)

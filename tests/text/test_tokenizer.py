@@ -52,7 +52,9 @@ def test_ids_and_text_are_those_of_transformers(tmp_path: Path, name: str, add_s
 
 
 @pytest.mark.parametrize("settings", [{}, {"add_bos_token": False}, {"add_eos_token": True}])
-def test_tokenizer_json_decides_what_goes_around_a_prompt(tmp_path: Path, settings: dict[str, bool]) -> None:
+def test_tokenizer_json_decides_the_special_tokens_around_a_prompt(
+    tmp_path: Path, settings: dict[str, bool]
+) -> None:
     eos = {"__type": "AddedToken", "content": "</s>", "special": True}
     folder = save("llama", tmp_path, bos_token="<s>", eos_token=eos, **settings)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -96,7 +98,7 @@ def test_truncation_and_padding_in_the_file_are_not_applied(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
-def test_decoding_is_the_library_s_where_bytes_are_valid(name: str, data: st.DataObject) -> None:
+def test_decoding_valid_bytes_agrees_with_the_library(name: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer(name).vocab_size + 5), max_size=30))
     skip = data.draw(st.booleans())
     expected = backend(name).decode(ids, skip_special_tokens=skip)

@@ -23,7 +23,7 @@ from tests.tiers import with_all
 
 @cache
 def loaded(name: str) -> tuple[Tokenizer, PreTrainedTokenizerBase]:
-    """Ours and theirs, of one folder."""
+    """Load our and transformers' tokenizer of one folder."""
     with TemporaryDirectory() as folder:
         FOLDERS[name](Path(folder))
         return Tokenizer.from_dir(folder), AutoTokenizer.from_pretrained(folder)
@@ -51,7 +51,7 @@ def test_ids_are_those_of_transformers(name: str, add_special_tokens: bool) -> N
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.parametrize("skip", [True, False])
-def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: bool) -> None:
+def test_text_is_that_of_transformers_whole_and_streamed(name: str, skip: bool) -> None:
     ours, theirs = loaded(name)
     for text in TEXTS:
         ids = theirs.encode(text)
@@ -64,7 +64,7 @@ def test_text_is_that_of_transformers_as_a_whole_and_streamed(name: str, skip: b
 
 @pytest.mark.parametrize("name", with_all(FOLDERS, ["byte level", "LlamaTokenizer", "Mistral"]))
 @given(data=st.data())
-def test_any_ids_streamed_are_the_whole_text(name: str, data: st.DataObject) -> None:
+def test_any_streamed_ids_give_the_whole_text(name: str, data: st.DataObject) -> None:
     ours, _ = loaded(name)
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 2), max_size=30))
     skip = data.draw(st.booleans())
@@ -103,7 +103,7 @@ def test_chat_tokens_are_one_token_each_and_are_skipped(name: str) -> None:
         assert word_ids(ours, content)[0] == (token_id,)
 
 
-def test_every_kind_of_model_has_the_class_that_transformers_gives_it() -> None:
+def test_every_model_type_has_transformers_tokenizer_class() -> None:
     known = {family.model_type for family in FAMILIES} | CLASS_OF_MODEL.keys()
     for model_type in known:
         theirs = TOKENIZER_MAPPING_NAMES.get(model_type)

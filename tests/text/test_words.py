@@ -9,11 +9,11 @@ from inflight.text.words import word_ids
 from tests.text.tiny_tokenizers import NAMES, backend, tokenizer
 
 WORDS = ["dog", "the", "sleeps", "今天", "naïve", "🎉"]
-SPACED = ["byte_level", "llama", "gemma"]  # tell a word after a space from one within another
+SPACED = ["byte_level", "llama", "gemma"]  # distinguishes a word after a space from one within another
 
 
 def continued(name: str, ids: tuple[int, ...]) -> str:
-    """The text that `ids` bring after some other text."""
+    """Return the text that `ids` add after another text."""
     prefix = tokenizer(name).encode("the")
     detokenizer = IncrementalDetokenizer(tokenizer(name), skip_special_tokens=False, prefix_ids=prefix)
     return detokenizer.add(ids) + detokenizer.flush()
@@ -21,7 +21,7 @@ def continued(name: str, ids: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("name", SPACED)
 @pytest.mark.parametrize("word", WORDS)
-def test_a_word_as_written_and_after_a_space(name: str, word: str) -> None:
+def test_a_word_has_ids_as_written_and_after_a_space(name: str, word: str) -> None:
     assert [continued(name, ids) for ids in word_ids(tokenizer(name), word)] == [word, f" {word}"]
 
 
@@ -38,7 +38,7 @@ def test_every_tokenizer_has_ids_for_a_word(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama"])
-def test_special_tokens_are_no_part_of_a_word(name: str) -> None:
+def test_special_tokens_are_not_part_of_a_word(name: str) -> None:
     special = set(range(3))
     assert not any(special & set(ids) for ids in word_ids(tokenizer(name), "dog"))
 
@@ -50,7 +50,7 @@ def test_a_word_that_begins_with_a_space_has_one_spelling(name: str, word: str) 
     assert continued(name, ids).lstrip(" ") == word.lstrip(" ")
 
 
-def test_no_word_has_no_ids() -> None:
+def test_an_empty_word_has_no_ids() -> None:
     assert word_ids(tokenizer("byte_level"), "") == ()
 
 
@@ -61,7 +61,7 @@ def test_the_name_of_an_added_token_is_that_token(name: str, word: str, token_id
     assert word_ids(tokenizer(name), word)[0] == (expected,)
 
 
-def test_the_name_of_a_special_token_that_texts_may_not_bring_is_that_token() -> None:
+def test_the_name_of_any_special_token_is_that_token() -> None:
     splitting = tokenizers.Tokenizer.from_str(backend("byte_level").to_str())
     splitting.encode_special_tokens = True
     ours = Tokenizer(splitting)
@@ -69,5 +69,5 @@ def test_the_name_of_a_special_token_that_texts_may_not_bring_is_that_token() ->
     assert word_ids(ours, "</s>")[0] == (2,)
 
 
-def test_a_special_token_within_a_word() -> None:
+def test_a_special_token_within_a_word_is_that_token() -> None:
     assert (*tokenizer("byte_level").encode("dog"), 2) in word_ids(tokenizer("byte_level"), "dog</s>")

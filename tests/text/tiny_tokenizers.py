@@ -40,7 +40,7 @@ def tokenizer(name: str) -> Tokenizer:
 def byte_ids(name: str, data: bytes) -> list[int]:
     """The ids that spell `data` byte by byte."""
     if name == "byte_level":
-        # One token per byte is found through the only text that has it: the byte-level spelling itself.
+        # The token of a byte is found by the byte-level spelling, the only text that contains it.
         spelling = {i: s for s, i in backend(name).get_vocab().items() if len(s) == 1}
         decoder = tokenizer(name).token_decoder
         by_byte = {decoder.raw_bytes(s): i for i, s in spelling.items()}
@@ -76,7 +76,7 @@ def _sentencepiece_bpe(decoder: decoders.Decoder, prepend: bool) -> tokenizers.T
         CORPUS,
         trainers.BpeTrainer(show_progress=False, vocab_size=150, limit_alphabet=45, max_token_length=6),
     )
-    # As SentencePiece does it: the bytes are ordinary tokens of the model, in front of what was learned.
+    # As in SentencePiece, bytes are ordinary tokens of the model, before the learned ones.
     learned = json.loads(trained.to_str())["model"]
     tokens = [*SPECIAL, *BYTE_TOKENS, *learned["vocab"]]
     trained.model = models.BPE(

@@ -1,4 +1,4 @@
-"""Factories with keyword defaults, and fakes of what stands around the front end."""
+"""Factories with keyword defaults, and fakes of the objects around the front end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values:
 def make_response(
     engine_id: int, ids: Sequence[int] = (8,), reason: FinishReason | None = None, **result: object
 ) -> Response:
-    """A delta, or with a reason the final response."""
+    """Make a delta, or with a finish reason the final response."""
     final = reason is not None
     return Response(
         engine_id, make_result(ids, reason or FinishReason.NOT_FINISHED, **result), is_final=final
@@ -84,16 +84,16 @@ def make_triton_request(
 
 @dataclass(slots=True)
 class FakeEngineClient:
-    """An EngineClient whose engine is the test: it says when which response comes.
+    """An EngineClient without an engine: the test decides which response comes when.
 
     Attributes:
-        description: What `describe` returns; an error is raised instead.
-        refusal: What `submit` raises.
-        submitted: Requests by the id they got.
+        description: Result of `describe`; an error is raised instead.
+        refusal: Error that `submit` raises.
+        submitted: Requests by their ids.
         stopped: (id, reason) in order.
-        read_state: What `state` does.
-        carry_out: What `adapters` does.
-        answers_stops: Whether a stop is followed at once by the final response, as `close` always is.
+        read_state: Implements `state`.
+        carry_out: Implements `adapters`.
+        answers_stops: Whether a stop is followed at once by the final response, as after `close`.
     """
 
     description: EngineDescription | InflightError = field(default_factory=make_description)
@@ -140,7 +140,7 @@ class FakeEngineClient:
             self.respond(make_response(engine_id, (), FinishReason.CANCELLED))
 
     def respond(self, response: Response) -> None:
-        """Let the engine answer; after the final response nothing more may come."""
+        """Deliver a response of the engine; none may follow a final response."""
         on_response = self._callbacks[response.request_id]
         if response.is_final:
             del self._callbacks[response.request_id]

@@ -1,8 +1,8 @@
-"""Custom metrics of the fake `triton_python_backend_utils`: families, metrics, and the page they would be on.
+"""Custom metrics of the fake `triton_python_backend_utils`: families, metrics, and their page.
 
-Refuses what the real server refuses, and writes the page as it does. As there, two objects with the same name and
-labels are one series. The real server is in danger when such an object is deleted; here `deleted` tells. Any
-thread.
+Refuses the same calls as the real server, and writes the page in the same format. As in the server, two
+objects with the same name and labels are one series. Deleting such an object endangers the real server; here
+`deleted` records it. Any thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(slots=True)
 class SeriesFamily:
-    """Everything of one name."""
+    """All series of one name."""
 
     name: str
     kind: str
@@ -43,14 +43,14 @@ class SeriesFamily:
 
 
 class FakeMetrics:
-    """The server's side.
+    """The server's side of the metrics.
 
     Attributes:
-        family_class: What a module has as `MetricFamily`; without the kinds that are not given.
-        failures: What the next calls that concern a family raise, by its name.
-        threads: Names of the threads that called.
+        family_class: The `MetricFamily` of a module; it lacks the kinds that are not given.
+        failures: Errors that the next calls about a family raise, by its name.
+        threads: Names of the calling threads.
         calls: "set name" and the like, in order.
-        deleted: Names of families that an object was deleted of.
+        deleted: Names of families of which an object was deleted.
     """
 
     def __init__(self, kinds: Sequence[str] = ("COUNTER", "GAUGE", "HISTOGRAM")) -> None:
@@ -63,21 +63,21 @@ class FakeMetrics:
         self.family_class: type[MetricFamily] = type("MetricFamily", (MetricFamily,), members)
 
     def said(self, name: str, call: str) -> None:
-        """Note a call, or raise what a test wants it to raise."""
+        """Record a call, or raise the error that a test has planned."""
         self.threads.add(threading.current_thread().name)
         self.calls.append(f"{call} {name}")
         if failure := self.failures.get(name):
             raise failure
 
     def family(self, name: str, kind: str, description: str) -> SeriesFamily:
-        """The one of that name, made if there is none."""
+        """Return the family of this name; make it if there is none."""
         found = self._families.setdefault(name, SeriesFamily(name, kind, description))
         if found.kind != kind:
             raise AssertionError(f"two kinds of {name}: the real server ends")
         return found
 
     def page(self) -> str:
-        """As /metrics has it."""
+        """Return the text of /metrics."""
         return "".join(line + "\n" for family in self._families.values() for line in _lines(family))
 
 
@@ -94,7 +94,7 @@ class MetricFamily:
         self._family = self.server.family(name, _KINDS[kind], description)
 
     def Metric(self, labels: Mapping[str, str], buckets: Sequence[float] | None = None) -> Metric:
-        """A handle of one series, new or not."""
+        """Return a handle of a series, which is made if it is new."""
         assert self._family is not None
         self.server.said(self._family.name, "add")
         if any(not isinstance(part, str) for pair in labels.items() for part in pair):
@@ -116,7 +116,7 @@ class MetricFamily:
 
 
 class Metric:
-    """A model's handle of one series."""
+    """A model's handle of a series."""
 
     def __init__(self, server: FakeMetrics, family: SeriesFamily, series: Series) -> None:
         self._server = server
@@ -124,19 +124,19 @@ class Metric:
         self._series = series
 
     def increment(self, value: float) -> None:
-        """Add to it."""
+        """Add `value` to the series."""
         self._asked("increment", "counter", "gauge")
         if value < 0 and self._family.kind == "counter":
             raise MetricError("can only be incremented monotonically by non-negative values.")
         self._series.value += float(value)
 
     def set(self, value: float) -> None:
-        """Replace it."""
+        """Replace the series' value."""
         self._asked("set", "gauge")
         self._series.value = float(value)
 
     def observe(self, value: float) -> None:
-        """One more observation."""
+        """Add an observation."""
         self._asked("observe", "histogram")
         self._series.counts[bisect_left(self._series.bounds, value)] += 1
         self._series.value += float(value)

@@ -1,11 +1,10 @@
 """A stand-in for Triton's `triton_python_backend_utils` module, for tests of models without a server.
 
-Owns what the tests need of that module: tensors, requests, responses, response senders that remember what was
-sent, errors with codes, custom metrics and a logger that remembers its lines. It is stricter than the real one
-where the real one misbehaves: touching a response sender after the final flag fails here and is undefined there.
-Any thread.
+Owns the parts of that module that the tests need: tensors, requests, responses, response senders that record
+the responses, errors with codes, custom metrics, and a logger that records its lines. It is stricter than the
+real one: using a response sender after the final flag is undefined there, and fails here. Any thread.
 
-A `FakePbUtils` object takes the module's place; put it into `sys.modules` for code that imports the module.
+A `FakePbUtils` object replaces the module; put it into `sys.modules` for code that imports the module.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Tensor:
         return self._name
 
     def as_numpy(self) -> np.ndarray:
-        """The array it was made of."""
+        """Return the tensor's array."""
         return self._array
 
 
@@ -51,11 +50,11 @@ class TritonError(Exception):
         self._code = code
 
     def message(self) -> str:
-        """The text."""
+        """Return the message."""
         return self._message
 
     def code(self) -> int:
-        """One of the class's constants."""
+        """Return the code, one of the class's constants."""
         return self._code
 
 
@@ -67,19 +66,19 @@ class InferenceResponse:
         self._error = error
 
     def output_tensors(self) -> list[Tensor]:
-        """The outputs."""
+        """Return the outputs."""
         return self._output_tensors
 
     def has_error(self) -> bool:
-        """Whether the response has an error."""
+        """Return whether the response has an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
-        """The error."""
+        """Return the error."""
         return self._error
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Outputs by name; the real class has no such method."""
+        """Return the outputs' arrays by name; the real class has no such method."""
         return {tensor.name(): tensor.as_numpy() for tensor in self._output_tensors}
 
 
@@ -92,7 +91,7 @@ class Sent:
 
 
 class ResponseSender:
-    """Remembers what was sent. Tests set `cancelled`, and `failures` for errors of the next sends."""
+    """Records the sent responses. Tests set `cancelled`, and `failures` for errors of the next sends."""
 
     def __init__(self) -> None:
         self.sent: list[Sent] = []
@@ -121,22 +120,23 @@ class ResponseSender:
         return self.cancelled
 
     def wait_final(self) -> list[Sent]:
-        """Everything that was sent, once the final flag is among it."""
+        """Wait for the final flag, and return everything that was sent."""
         if not self._finished.wait(_WAIT_S):
             raise AssertionError(f"no final response within {_WAIT_S:g} s; sent so far: {self.sent}")
         return self.sent
 
 
 class InferenceRequest:
-    """One request as `execute` gets it.
+    """One request as `execute` receives it.
 
     Args:
         inputs: Arrays by name, in the shapes that a model sees.
-        requested_output_names: The real server puts all outputs here if the client named none.
-        request_id: The client's.
-        sender: Where responses go.
-        parameters: What the client sent beside tensors, as JSON.
-        timeout: The client's, in microseconds; 0 without one.
+        requested_output_names: Names of wanted outputs; the real server lists all outputs if the client named
+            none.
+        request_id: The client's id.
+        sender: Sender of its responses.
+        parameters: The client's request parameters, as JSON.
+        timeout: The client's timeout in microseconds; 0 without one.
     """
 
     def __init__(
@@ -156,55 +156,55 @@ class InferenceRequest:
         self._timeout = timeout
 
     def inputs(self) -> list[Tensor]:
-        """The input tensors."""
+        """Return the input tensors."""
         return self._inputs
 
     def requested_output_names(self) -> list[str]:
-        """Names of the outputs wanted."""
+        """Return the names of the wanted outputs."""
         return self._requested_output_names
 
     def request_id(self) -> str:
-        """The client's id, "" without one."""
+        """Return the client's id, or "" without one."""
         return self._request_id
 
     def parameters(self) -> str:
-        """A JSON object; HTTP generate puts every key there that is no input."""
+        """Return a JSON object; HTTP generate puts every key into it that is not an input."""
         return self._parameters
 
     def timeout(self) -> int:
-        """Microseconds, 0 without one; a negative one is what it is modulo 2**64."""
+        """Return the timeout in microseconds, 0 without one; a negative one is taken modulo 2**64."""
         return self._timeout
 
     def get_response_sender(self) -> ResponseSender:
-        """The way to answer later."""
+        """Return the sender of later responses."""
         return self.sender
 
 
 @dataclass(slots=True)
 class Logger:
-    """Remembers (level, line)."""
+    """Records (level, line)."""
 
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     def log_error(self, message: str) -> None:
-        """Level error."""
+        """Record an error."""
         self.lines.append(("error", message))
 
     def log_warn(self, message: str) -> None:
-        """Level warn."""
+        """Record a warning."""
         self.lines.append(("warn", message))
 
     def log_info(self, message: str) -> None:
-        """Level info."""
+        """Record a line at the level info."""
         self.lines.append(("info", message))
 
     def log_verbose(self, message: str) -> None:
-        """Level verbose."""
+        """Record a line at the level verbose."""
         self.lines.append(("verbose", message))
 
 
 class FakePbUtils:
-    """Looks like the module; every object has a logger of its own."""
+    """Stands in for the module; each object has a logger of its own."""
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = COMPLETE_FINAL
     Tensor = Tensor
@@ -213,7 +213,7 @@ class FakePbUtils:
     InferenceResponse = InferenceResponse
 
     def __init__(self, metrics: FakeMetrics | None = None) -> None:
-        """`metrics` says which kinds this server has; `self.metrics` is its page."""
+        """`metrics` decides which kinds this server has; `self.metrics` is its page."""
         self.Logger = Logger()
         self.metrics = metrics or FakeMetrics()
         self.MetricFamily = self.metrics.family_class

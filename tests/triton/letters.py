@@ -1,4 +1,4 @@
-"""A real tokenizer small enough to read: a token for every letter."""
+"""A real tokenizer that is small enough to read: one token per letter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps what a test does to the package's logger from the next test."""
+"""Restores the package's logger after a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A serving model on a stage: fake Triton requests in front, a fake engine behind."""
+"""A serving model between fake Triton requests and a fake engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Stage:
         return request.sender
 
     def finish(self, ids: list[int], **result: object) -> None:
-        """The engine's only response to the last request."""
+        """Send the engine's only response to the last request."""
         response = Response(
             self.client.last_id, make_result(ids, FinishReason.LENGTH, **result), is_final=True
         )

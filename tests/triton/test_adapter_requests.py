@@ -1,4 +1,4 @@
-"""Commands for adapters are carried out by a thread of their own, and never by execute's."""
+"""Adapter commands run on a thread of their own, and never on execute's thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(stage: Stage, **command: object) -> ResponseSender:
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_one_response_has_all_adapters(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
+def test_one_response_lists_all_adapters(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
     stage = build(vocabulary, decoupled)
     commands = []
     stage.client.carry_out = lambda command: commands.append(command) or (SQL, SENT)
@@ -68,12 +68,12 @@ def test_one_response_has_all_adapters(build: Build, vocabulary: Vocabulary, dec
     assert not stage.client.submitted
 
 
-def test_they_are_refused_where_they_are_not_enabled(build: Build) -> None:
+def test_adapter_commands_are_refused_unless_enabled(build: Build) -> None:
     code, message = error_of(ask(build(enabled=False), command="list").wait_final()[0])
     assert code == TritonError.UNSUPPORTED and "parameter enable_adapter_commands" in message
 
 
-def test_a_bad_command_is_the_clients_fault(build: Build) -> None:
+def test_a_bad_adapter_command_is_an_invalid_argument(build: Build) -> None:
     code, message = error_of(ask(build(), command="drop").wait_final()[0])
     assert code == TritonError.INVALID_ARG and message.startswith("lora_command has no command")
 
@@ -82,7 +82,9 @@ def test_a_bad_command_is_the_clients_fault(build: Build) -> None:
     ("error", "code"),
     [(NotFound("no adapter sql"), TritonError.NOT_FOUND), (OSError("a bug"), TritonError.INTERNAL)],
 )
-def test_errors_are_answered_and_the_thread_goes_on(build: Build, error: Exception, code: int) -> None:
+def test_errors_of_adapter_commands_are_answered_and_later_commands_run(
+    build: Build, error: Exception, code: int
+) -> None:
     def carry_out(command: AdapterCommand) -> tuple[AdapterState, ...]:
         raise error
 
@@ -93,7 +95,7 @@ def test_errors_are_answered_and_the_thread_goes_on(build: Build, error: Excepti
         assert found == code and str(error) in message
 
 
-def test_execute_goes_on_while_one_is_carried_out(build: Build) -> None:
+def test_execute_does_not_wait_for_an_adapter_command(build: Build) -> None:
     may = threading.Event()
     stage = build()
     stage.client.carry_out = lambda command: (may.wait(PATIENCE_S), (SQL,))[1]
@@ -106,7 +108,7 @@ def test_execute_goes_on_while_one_is_carried_out(build: Build) -> None:
     assert json.loads(value_of(waiting.wait_final()[0], "adapters")[0])["adapters"][0]["name"] == "sql"
 
 
-def test_an_empty_command_asks_for_nothing(build: Build) -> None:
+def test_an_empty_adapter_command_is_a_generation_request(build: Build) -> None:
     stage = build(enabled=False)
     sender = stage.take(make_triton_request(token_inputs(lora_command=b"")))
     stage.finish([8])

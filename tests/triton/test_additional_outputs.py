@@ -1,4 +1,4 @@
-"""Outputs that the parameter additional_model_outputs adds: declared, asked for, and sent."""
+"""Outputs that the parameter additional_model_outputs adds: declared, requested and sent."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def rows(count: int, width: int = WIDTH) -> FloatTensor:
     return FloatTensor((count, width), np.arange(count * width, dtype=np.float32).tobytes())
 
 
-def test_unasked_nothing_of_them_comes(stage: Stage) -> None:
+def test_additional_outputs_are_sent_only_on_request(stage: Stage) -> None:
     stage.take()
     assert stage.asked == ()
 
@@ -96,12 +96,12 @@ def test_unasked_nothing_of_them_comes(stage: Stage) -> None:
         (NAMES[1:2], (WantedOutput("last_hidden_state"),)),
     ],
 )
-def test_naming_one_is_asking_for_it(stage: Stage, names: tuple[str, ...], asked: object) -> None:
+def test_naming_an_additional_output_requests_it(stage: Stage, names: tuple[str, ...], asked: object) -> None:
     stage.take(frozenset(names))
     assert stage.asked == asked
 
 
-def test_a_client_that_names_no_outputs_asks_by_a_tensor(stage: Stage) -> None:
+def test_additional_outputs_can_be_requested_by_a_tensor(stage: Stage) -> None:
     stage.take(additional_outputs=[[b"generation_top_2_logits", b"context_last_hidden_state"]])
     assert {*stage.asked} == {
         WantedOutput("last_hidden_state", True),
@@ -109,7 +109,7 @@ def test_a_client_that_names_no_outputs_asks_by_a_tensor(stage: Stage) -> None:
     }
 
 
-def test_a_name_that_is_not_declared_is_refused_with_those_that_are(stage: Stage) -> None:
+def test_an_undeclared_output_is_refused_with_the_declared_names(stage: Stage) -> None:
     (sent,) = stage.take(additional_outputs=[[b"generation_top_3_logits"]]).wait_final()
     code, message = error_of(sent)
     assert code == TritonError.INVALID_ARG
@@ -118,14 +118,14 @@ def test_a_name_that_is_not_declared_is_refused_with_those_that_are(stage: Stage
     assert not stage.client.submitted
 
 
-def test_outputs_that_the_engine_lacks_are_refused() -> None:
+def test_additional_outputs_that_the_engine_lacks_are_refused() -> None:
     stage = Stage(model_args(PARAMETER + ", top_3_logits", (*NAMES, "generation_top_3_logits")))
     (sent,) = stage.take(frozenset({"generation_top_3_logits"})).wait_final()
     assert "this engine has no output 'top_3_logits'" in error_of(sent)[1]
     stage.front_end.close()
 
 
-def test_an_answer_that_would_not_fit_is_refused_before_anything_is_computed(stage: Stage) -> None:
+def test_a_request_whose_response_is_too_large_is_refused_at_once(stage: Stage) -> None:
     wide = (OfferedOutput("last_hidden_state", True, 1 << 20), OFFERED[1])
     stage.client.description = make_description(limits=make_limits(additional_outputs=wide))
     stage.front_end._budget = ResponseBudget(lambda: (16 << 20, 16 << 20))
@@ -136,7 +136,7 @@ def test_an_answer_that_would_not_fit_is_refused_before_anything_is_computed(sta
     assert not stage.client.submitted
 
 
-def test_each_response_has_the_new_rows_and_the_first_the_prompts(stage: Stage) -> None:
+def test_each_response_has_new_rows_and_the_first_also_the_prompts_rows(stage: Stage) -> None:
     sender = stage.take(frozenset(NAMES), streaming=True)
     engine_id = stage.client.last_id
     first = (
@@ -168,20 +168,20 @@ def test_each_response_has_the_new_rows_and_the_first_the_prompts(stage: Stage) 
         ("", NAMES[:1], "outputs that additional_model_outputs does not have: context_last_hidden_state"),
     ],
 )
-def test_the_parameter_and_the_declared_outputs_have_to_agree(
+def test_the_parameter_and_the_declared_outputs_must_agree(
     parameter: str, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         model_args(parameter, names)
 
 
-def test_a_type_they_cannot_be_sent_in_is_refused() -> None:
+def test_an_unsupported_type_of_an_additional_output_is_refused() -> None:
     with pytest.raises(ConfigError, match="context_last_hidden_state as TYPE_INT32, expected TYPE_FP32 or"):
         model_args(output=declared(*NAMES, dtype="TYPE_INT32"))
 
 
 class ModelConfig:
-    """In the place of the stub's class of this name, as far as it is asked."""
+    """Stand-in for the stub's class of this name, with the methods that are used."""
 
     def __init__(self, **parameters: str) -> None:
         self.outputs: list[dict[str, object]] = []
@@ -196,7 +196,7 @@ class ModelConfig:
 
 
 @pytest.mark.parametrize("model", [TritonPythonModel, Infer, Ensemble])
-def test_triton_completes_a_config_that_nobody_filled_in(model: type) -> None:
+def test_auto_complete_adds_the_additional_outputs(model: type) -> None:
     config = model.auto_complete_config(ModelConfig(additional_model_outputs=PARAMETER))
     assert [each["name"] for each in config.outputs] == list(NAMES)
     assert [each["dims"] for each in config.outputs] == [[-1, -1], [-1, -1, -1], [-1, -1, -1]]
@@ -205,7 +205,7 @@ def test_triton_completes_a_config_that_nobody_filled_in(model: type) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"), [("TYPE_FP32", "TYPE_FP32"), ("", "TYPE_FP16"), ("X", "TYPE_FP16")]
 )
-def test_triton_completes_the_type_of_an_input(text: str, expected: str) -> None:
+def test_auto_complete_sets_the_type_of_an_input(text: str, expected: str) -> None:
     config = ModelConfig(lora_weights_data_type=text)
     config.as_dict()["input"] = [
         {"name": name, "data_type": "TYPE_FP16"} for name in ("lora_weights", "draft_logits")
@@ -215,5 +215,5 @@ def test_triton_completes_the_type_of_an_input(text: str, expected: str) -> None
 
 
 @pytest.mark.parametrize("text", ["", "${additional_model_outputs}", "no such output"])
-def test_a_config_without_them_stays_as_it_is(text: str) -> None:
+def test_auto_complete_changes_no_config_without_additional_outputs(text: str) -> None:
     assert complete_config(ModelConfig(additional_model_outputs=text)).outputs == []

@@ -1,4 +1,4 @@
-"""Threads that let the model have the processors first."""
+"""Background threads lower their priority, so that the model gets the processors first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def nicer_by(more: int) -> Callable[[], int]:
     return work
 
 
-def test_a_thread_gives_way_and_no_other_does() -> None:
+def test_only_the_thread_that_gives_way_gets_a_higher_niceness() -> None:
     before = niceness()
     assert in_thread(nicer_by(0)) == max(before, NICENESS)
     assert niceness() == before
@@ -52,7 +52,7 @@ def test_a_nicer_thread_keeps_its_niceness() -> None:
 
 
 class Stream(ResponseSender):
-    """Remembers how nice who sends and who asks is."""
+    """Records the niceness of the threads that send and that ask for cancellations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Stream(ResponseSender):
         return super().is_cancelled()
 
 
-def test_sending_and_asking_give_way() -> None:
+def test_sending_and_cancellation_checks_give_way() -> None:
     stream, in_flight = Stream(), InFlight(FakeEngineClient())
     sender = Sender(in_flight, ResponseBuilder(FakePbUtils()), ResponseBudget())
     watcher = CancellationWatcher(in_flight, period_s=0.001)

@@ -1,4 +1,4 @@
-"""`tensorrt_llm_bls` as Triton drives it, with two fake engines behind real endpoints."""
+"""`tensorrt_llm_bls` as Triton calls it, with two fake engines behind real endpoints."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def engines(folder: Path) -> Iterator[None]:
-    """A target and a draft model that is as good."""
+    """A target and an equally good draft model."""
     models = [fake_server.TritonPythonModel() for _ in ENGINES]
     for name, model in zip(ENGINES, models):
-        # More tokens than letters: text is what can be spelt, ids are all there.
+        # There are more tokens than letters: text has only letters, ids may be any token.
         args = {"fake_engine": "vocab=26,step_us=0", "tokenizer_dir": str(folder)}
         model.initialize(make_args(**args, engine_endpoint=str(folder / f"{name}.sock")))
     yield
@@ -76,7 +76,7 @@ def texts(answers: list[Sent]) -> list[bytes]:
 
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("excluded", [False, True])
-def test_text_is_that_of_the_target_alone(bls: Bls, weighs: bool, excluded: bool) -> None:
+def test_drafted_text_equals_that_of_the_target_model_alone(bls: Bls, weighs: bool, excluded: bool) -> None:
     (plain,) = ask(bls, exclude_input_in_output=excluded)
     (drafted,) = ask(bls, num_draft_tokens=4, use_draft_logits=weighs, exclude_input_in_output=excluded)
     for name in ("text_output", "finish_reason"):
@@ -84,20 +84,20 @@ def test_text_is_that_of_the_target_alone(bls: Bls, weighs: bool, excluded: bool
     assert value_of(plain, "text_output")[0].startswith(b"hello") is not excluded
 
 
-def test_drafts_and_what_became_of_them_are_counted(bls: Bls) -> None:
+def test_drafted_and_accepted_tokens_are_counted(bls: Bls) -> None:
     (answer,) = ask(bls, num_draft_tokens=5, return_perf_metrics=True, return_num_output_tokens=True)
     counts = [value_of(answer, f"total_{name}draft_tokens")[0] for name in ("", "accepted_")]
     assert counts == [10, 10] and value_of(answer, "acceptance_rate") == [1.0]
     assert value_of(answer, "num_output_tokens") == [12]
 
 
-def test_a_stream_has_a_response_for_each_round_or_those_that_waited_in_one(bls: Bls) -> None:
+def test_a_stream_has_one_response_per_drafting_round_unless_merged(bls: Bls) -> None:
     (whole,) = texts(ask(bls, exclude_input_in_output=True))
     streamed = texts(ask(bls, num_draft_tokens=3, stream=True))
     assert len(streamed) <= 3 and b"".join(streamed) == whole
 
 
-def test_a_stop_string_ends_it_between_rounds(bls: Bls) -> None:
+def test_a_stop_string_ends_a_drafted_stream_between_rounds(bls: Bls) -> None:
     (whole,) = texts(ask(bls, exclude_input_in_output=True))
     stop = whole[5:7]
     (stopped,) = ask(bls, num_draft_tokens=3, exclude_input_in_output=True, stop_words=[[stop]])
@@ -112,21 +112,21 @@ def test_texts_accumulate(engines: None, folder: Path, num_draft_tokens: int | N
     streamed = texts(ask(model, stream=True, num_draft_tokens=num_draft_tokens))
     assert streamed[-1] == whole
     assert all(later.startswith(earlier) for earlier, later in pairwise(streamed))
-    # With a stop string, too, the last response has all that was said.
+    # With a stop string, too, the last response has the whole text.
     stop = whole[5:7]
     streamed = texts(ask(model, stream=True, stop_words=[[stop]], num_draft_tokens=num_draft_tokens))
     assert streamed[-1] == whole[: whole.index(stop)]
     model.finalize()
 
 
-def test_one_response_to_a_request_if_it_is_not_decoupled(engines: None, folder: Path) -> None:
+def test_a_model_that_is_not_decoupled_sends_one_response(engines: None, folder: Path) -> None:
     model = make_bls(folder, decoupled=False, **with_draft(folder))
     (plain,), (drafted,) = ask(model), ask(model, num_draft_tokens=4)
     assert value_of(drafted, "text_output") == value_of(plain, "text_output")
     model.finalize()
 
 
-def test_prompts_of_a_batch_are_drafted_for_one_by_one(bls: Bls) -> None:
+def test_prompts_of_a_batch_are_drafted_separately(bls: Bls) -> None:
     answers = ask(
         bls,
         text_input=[[b"hello"], [b"world"]],
@@ -141,7 +141,7 @@ def test_prompts_of_a_batch_are_drafted_for_one_by_one(bls: Bls) -> None:
         ]
 
 
-def test_options_that_cannot_be_drafted_for_are_refused_by_the_clients_names(bls: Bls) -> None:
+def test_options_unsupported_with_drafts_are_refused_by_the_clients_names(bls: Bls) -> None:
     for tensors, said in (
         ({"num_draft_tokens": 3, "beam_width": 2}, "num_draft_tokens is 3: leave beam_width out then"),
         ({"num_draft_tokens": 3, "top_p": 0.5, "top_p_decay": 0.5}, "leave top_p_decay out then"),
@@ -154,7 +154,9 @@ def test_options_that_cannot_be_drafted_for_are_refused_by_the_clients_names(bls
 
 
 @pytest.mark.parametrize("model_class", [Bls, Ensemble])
-def test_without_a_draft_model_the_parameter_is_named(engines: None, folder: Path, model_class: type) -> None:
+def test_drafting_without_a_draft_model_is_refused_with_the_parameters_name(
+    engines: None, folder: Path, model_class: type
+) -> None:
     model = make_bls(folder, model_class)
     (refused,) = ask(model, num_draft_tokens=3)
     code, message = error_of(refused)

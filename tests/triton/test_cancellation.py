@@ -1,4 +1,4 @@
-"""The cancellation watch on a manual clock: who is asked when, and with what share of the time."""
+"""The cancellation watch on a manual clock: when each request is checked, and with what share of the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.triton.fake_pb_utils import ResponseSender
 
 @dataclass
 class ManualClock:
-    """Time that passes only when something takes or waits for it."""
+    """Time that advances only when something takes or waits for it."""
 
     now: float = 0.0
     paused: float = 0.0
@@ -32,7 +32,7 @@ class ManualClock:
 
 
 class AskedSender(ResponseSender):
-    """Takes `cost` seconds to be asked, and remembers when it was."""
+    """A sender whose cancellation check takes `cost` seconds; records the times of the checks."""
 
     def __init__(self, clock: ManualClock, cost: float) -> None:
         super().__init__()
@@ -68,21 +68,21 @@ def longest_silence(num_requests: int, cost: float) -> float:
     return max(later - earlier for asked in times for earlier, later in itertools.pairwise(asked))
 
 
-def test_a_few_streams_are_asked_once_a_period() -> None:
+def test_few_streams_are_checked_once_per_period() -> None:
     scene = Scene(num_requests=2, cost=0.0001)
     scene.round()
     assert abs(scene.clock.now - 0.02) < 1e-9
     assert [sender.times_asked for sender in scene.senders] == [1, 1]
 
 
-def test_everyone_hears_within_the_promised_time() -> None:
-    """A question alone costs 0.1 to 0.15 ms."""
+def test_every_stream_is_checked_within_the_promised_time() -> None:
+    """One check alone takes 0.1 to 0.15 ms."""
     assert longest_silence(16, 0.00015) <= 0.050
     assert longest_silence(256, 0.00015) <= 0.250
 
 
-def test_everyone_hears_in_time_under_load_too() -> None:
-    """While the sender thread sends as fast as it can, a question waits behind a response."""
+def test_every_stream_is_checked_in_time_under_load() -> None:
+    """While the sender thread sends as fast as it can, a check waits for a response."""
     assert longest_silence(256, 0.00035) <= 0.250
 
 
@@ -91,7 +91,9 @@ def test_everyone_hears_in_time_under_load_too() -> None:
     [(16, 0.001, 0.15), (64, 0.004, 0.8)],
     ids=["a small one", "a large one where a round would take too long"],
 )
-def test_asking_takes_a_bounded_share_of_the_time(num_requests: int, cost: float, share: float) -> None:
+def test_cancellation_checks_take_a_bounded_share_of_the_time(
+    num_requests: int, cost: float, share: float
+) -> None:
     scene = Scene(num_requests, cost)
     scene.round()
     assert num_requests * cost / scene.clock.now <= share + 1e-9
@@ -105,7 +107,7 @@ def test_cancellation_is_polled_in_bursts() -> None:
     assert [at for at, is_pause in enumerate(pauses, start=1) if is_pause] == [32]
 
 
-def test_the_request_of_a_client_that_is_gone_is_cancelled_once() -> None:
+def test_the_request_of_a_disconnected_client_is_cancelled_once() -> None:
     scene = Scene(num_requests=3, cost=0.0001)
     scene.senders[1].cancelled = True
     scene.round()
@@ -123,7 +125,7 @@ def test_finished_requests_are_not_checked_for_cancellation() -> None:
     assert [sender.times_asked for sender in scene.senders] == [0, 1]
 
 
-def test_the_thread_notices_and_ends_at_close() -> None:
+def test_the_thread_detects_cancellations_and_ends_at_close() -> None:
     stopped = threading.Event()
 
     class Client(FakeEngineClient):

@@ -1,4 +1,4 @@
-"""The final flag goes out once, and nobody touches the sender afterwards."""
+"""The final flag is sent once, and the sender is not used afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.triton.factories import make_stream
 from tests.triton.fake_pb_utils import InferenceResponse, ResponseSender
 
 
-def test_responses_and_the_end() -> None:
+def test_responses_are_sent_before_the_final_flag() -> None:
     sender = ResponseSender()
     stream = make_stream(sender)
     first, last = InferenceResponse(), InferenceResponse()
@@ -19,7 +19,7 @@ def test_responses_and_the_end() -> None:
     assert [(sent.response, sent.is_final) for sent in sender.sent] == [(first, False), (last, True)]
 
 
-def test_the_end_alone() -> None:
+def test_the_final_flag_can_be_sent_without_a_response() -> None:
     sender = ResponseSender()
     make_stream(sender).finish()
     assert [(sent.response, sent.is_final) for sent in sender.sent] == [(None, True)]
@@ -33,7 +33,7 @@ def test_only_the_first_finish_counts() -> None:
     assert len(sender.sent) == 1
 
 
-def test_nobody_is_asked_after_the_end() -> None:
+def test_no_cancellation_check_after_the_final_flag() -> None:
     sender = ResponseSender()
     sender.cancelled = True
     stream = make_stream(sender)
@@ -51,8 +51,8 @@ def test_a_final_response_that_cannot_be_sent_still_ends_the_request() -> None:
     assert [(sent.response, sent.is_final) for sent in sender.sent] == [(None, True)]
 
 
-def test_asking_and_finishing_exclude_each_other() -> None:
-    """While one thread asks, another that finishes has to wait: the final flag frees what is asked about."""
+def test_cancellation_checks_and_finish_exclude_each_other() -> None:
+    """A thread that finishes waits for a cancellation check, because the final flag frees the checked data."""
     asking, may_answer = threading.Event(), threading.Event()
 
     class SlowSender(ResponseSender):

@@ -1,4 +1,4 @@
-"""config.pbtxt says what the tables say, and Triton's own schema can read it."""
+"""config.pbtxt files match the tables, and Triton's own schema can parse them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def parsed(model: ModelSpec) -> model_config_pb2.ModelConfig:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_files_are_what_the_tables_say(model: ModelSpec) -> None:
+def test_the_files_match_the_tables(model: ModelSpec) -> None:
     text = (REPOSITORY / model.name / "config.pbtxt").read_text(encoding="utf-8")
     assert text == render(model), "run scripts/write_configs"
 
 
 @pytest.mark.parametrize("model", TEMPLATED, ids=lambda model: model.name)
-def test_the_templates_are_what_the_tables_say(model: ModelSpec) -> None:
+def test_the_templates_match_the_tables(model: ModelSpec) -> None:
     folder = ROOT / TEMPLATES / model.name
     assert model.template is not None
     text = (folder / "config.pbtxt").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_the_templates_are_what_the_tables_say(model: ModelSpec) -> None:
     assert (folder / "1" / "model.py").read_text(encoding="utf-8") == code, "run scripts/write_configs"
 
 
-def test_the_model_without_a_batch_dimension_is_what_the_tables_say(tmp_path: Path) -> None:
+def test_the_model_without_a_batch_dimension_matches_the_tables(tmp_path: Path) -> None:
     write_llmapi(tmp_path, REPOSITORY)
     written = tmp_path / "tensorrt_llm"
     for name in ("config.pbtxt", "1/model.py"):
@@ -53,7 +53,7 @@ def test_the_model_without_a_batch_dimension_is_what_the_tables_say(tmp_path: Pa
 
 
 def filled(name: str, arguments: str) -> tuple[model_config_pb2.ModelConfig, Parameters]:
-    """A template after one of upstream's command lines: what Triton reads, and what the model does."""
+    """Fill a template with an upstream command line; return the parsed file and the model's parameters."""
     text = (ROOT / TEMPLATES / name / "config.pbtxt").read_text(encoding="utf-8")
     config = text_format.Parse(fill_template(text, arguments), model_config_pb2.ModelConfig())
     given = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
@@ -70,7 +70,7 @@ def test_upstreams_documented_command_lines_fill_the_templates(name: str, argume
     assert config.max_batch_size in (4, 64)
 
 
-def test_template_variables_mean_what_they_say() -> None:
+def test_template_variables_set_their_parameters() -> None:
     arguments = (
         "triton_backend:tensorrtllm,triton_max_batch_size:7,decoupled_mode:False,logits_datatype:TYPE_FP16,"
         "max_queue_size:9,max_queue_delay_microseconds:100,engine_dir:/models/x,batching_strategy:v1,"
@@ -96,14 +96,14 @@ def test_template_variables_mean_what_they_say() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), upstream_files.TENSORS)
-def test_upstreams_tensors_are_declared_as_upstream_does(name: str, kind: str) -> None:
+def test_upstreams_tensors_are_declared_with_upstreams_types_and_dims(name: str, kind: str) -> None:
     model = next(model for model in MODELS if model.name == name)
     rows = dict((model.inputs if kind == "input" else model.outputs).declared(model.vocabulary))
     for line in upstream_files.TENSORS[name, kind].split(";"):
         tensor, dtype, dims = line.split()
         spec = rows[tensor]
         assert dtype in ("*", spec.dtype, *spec.other_dtypes), tensor
-        # Its own converter writes four numbers a row for DoRA.
+        # Upstream's own converter writes four numbers per row for DoRA.
         wanted = {"lora_config": "-1,-1"}.get(tensor, dims)
         assert ",".join(map(str, spec.dims or (1,))) == wanted, tensor
 
@@ -140,12 +140,12 @@ def test_tensors_are_declared_as_in_the_table(model: ModelSpec) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_no_input_is_required_by_triton(model: ModelSpec) -> None:
-    """So that what is missing is said in words, and a stop request needs nothing else."""
+    """Missing inputs are then reported in words, and a stop request needs no other input."""
     assert all(tensor.optional for tensor in parsed(model).input)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_every_parameter_is_there_and_the_file_loads(model: ModelSpec) -> None:
+def test_every_parameter_is_declared_and_the_file_loads(model: ModelSpec) -> None:
     config = parsed(model)
     assert set(config.parameters) == {spec.key for spec in PARAMETERS if model.role in spec.roles}
     given = {key: {"string_value": value.string_value} for key, value in config.parameters.items()}
@@ -161,7 +161,7 @@ def test_template_variables_are_distinct() -> None:
     assert len(unfilled) == len(set(unfilled))
 
 
-def test_which_models_are_decoupled() -> None:
+def test_only_the_streaming_models_are_decoupled() -> None:
     decoupled = {model.name for model in MODELS if parsed(model).model_transaction_policy.decoupled}
     assert decoupled == {"tensorrt_llm", "ensemble", "tensorrt_llm_bls"}
 

@@ -1,7 +1,7 @@
-"""The code and text of the error that a client gets for each bad input of each tensor, as a file has them.
+"""The code and text of the error that a client gets for each invalid value of each tensor, kept in a file.
 
-Clients match on these texts. After a deliberate change, rewrite the file by
-`python -m tests.triton.test_error_messages` and read its diff.
+Clients match these texts. After a deliberate change, rewrite the file with
+`python -m tests.triton.test_error_messages` and review its diff.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TEXT_MODELS: dict[type[TextModel], dict[str, np.ndarray]] = {
     Preprocessing: {"QUERY": np.array([[b"abc"]], np.object_)},
     Postprocessing: {"TOKENS_BATCH": np.array([[[0, 1, 2]]], np.int32)},
 }
-"""Models, each with what a request needs."""
+"""Models, with the tensors that a request needs."""
 
-# By the names of tensorrt_llm: tensors that are wrong together, or in a way of their own.
+# Tensors, by their names in tensorrt_llm, that are invalid together or in a special way.
 COMPANIONS: list[dict[str, object]] = [
     {"input_ids": None},
     {"request_output_len": None},
@@ -125,7 +125,7 @@ OF_A_MANAGER: list[dict[str, object]] = [
 
 
 def bad_values(spec: TensorSpec) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (what is wrong, the tensor)."""
+    """Yield (description of the defect, the tensor)."""
     dtype, length = NUMPY_TYPES[spec.dtype], 2
     shape = [1, *(length if each == -1 else each for each in spec.dims)]
     yield "float64", np.ones(shape, np.float64)
@@ -172,7 +172,7 @@ def error_in(response: InferenceResponse | None) -> str:
 
 
 def refusal_by_a_text_model(made: type[TextModel], inputs: dict[str, np.ndarray]) -> str:
-    """Have `preprocessing` or `postprocessing` answer, as if Triton had initialized it."""
+    """Let `preprocessing` or `postprocessing` answer, as if Triton had initialized it."""
     model = made()
     model._pb_utils = FakePbUtils()
     model.parameters = make_parameters(made.role)
@@ -202,7 +202,7 @@ def _shown(value: object) -> str:
 
 
 def all_messages() -> dict[str, dict[str, str]]:
-    """Make every bad request; by tensor, then by what is wrong."""
+    """Make every invalid request; return the messages by tensor and defect."""
     found: dict[str, dict[str, str]] = {}
     for vocabulary in Vocabulary:
         plain = token_inputs() if vocabulary is Vocabulary.TOKENS else text_inputs()

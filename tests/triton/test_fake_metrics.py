@@ -1,4 +1,4 @@
-"""The fake's metrics behave where the tests rely on them; the words and the page are the real server's."""
+"""The fake's metrics behave like the real server's where tests rely on it, with the same messages and page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def server() -> FakeMetrics:
     return FakeMetrics()
 
 
-def test_the_page_is_written_as_the_server_writes_it(server):
+def test_the_fake_page_equals_the_servers_page(server):
     family = server.family_class
     gauge = family(name="g", description="a gauge", kind=family.GAUGE)
     gauge.Metric(labels={"version": "1", "model": "m"}).set(1785000000123456.0)
@@ -71,5 +71,5 @@ def test_a_deleted_family_is_noticed(server):
     assert server.deleted == ["g"]
 
 
-def test_a_server_may_lack_a_kind():
+def test_a_fake_server_may_lack_a_kind_of_metric():
     assert not hasattr(FakeMetrics(kinds=("COUNTER", "GAUGE")).family_class, "HISTOGRAM")

@@ -1,4 +1,4 @@
-"""The fake behaves where the tests rely on it; that the real module agrees is checked on the real server."""
+"""The fake behaves as the tests rely on; tests on the real server check that the real module agrees."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_send_needs_a_response_or_the_final_flag() -> None:
         ResponseSender().send()
 
 
-def test_asking_after_the_final_flag_is_an_error() -> None:
+def test_a_cancellation_check_after_the_final_flag_is_an_error() -> None:
     sender = ResponseSender()
     assert not sender.is_cancelled()
     sender.send(flags=COMPLETE_FINAL)
@@ -46,7 +46,7 @@ def test_planned_failures_of_a_sender_come_before_its_responses() -> None:
     assert len(sender.sent) == 1
 
 
-def test_requests_and_tensors() -> None:
+def test_fake_requests_and_tensors_return_their_values() -> None:
     request = InferenceRequest({"a": np.zeros([1])}, ["x"], "id")
     (tensor,) = request.inputs()
     assert (tensor.name(), tensor.as_numpy().tolist()) == ("a", [0.0])
@@ -56,7 +56,7 @@ def test_requests_and_tensors() -> None:
         Tensor("a", [1])
 
 
-def test_every_module_has_its_own_log() -> None:
+def test_every_fake_module_has_its_own_log() -> None:
     one, other = FakePbUtils(), FakePbUtils()
     one.Logger.log_warn("hm")
     assert one.Logger.lines == [("warn", "hm")] and not other.Logger.lines

@@ -1,4 +1,4 @@
-"""A serving model between fake Triton requests and a fake engine: every path ends in one final response."""
+"""A serving model between fake Triton requests and a fake engine: every path ends with one final response."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def ids_of(text: str) -> list[int]:
     return letter_tokenizer().encode(text)
 
 
-def test_ids_in_ids_out(build: Build) -> None:
+def test_token_ids_in_token_ids_out(build: Build) -> None:
     stage = build()
     sender = stage.take(make_triton_request())
     assert stage.client.submitted[stage.client.last_id].input_token_ids == (5, 6, 7)
@@ -68,7 +68,7 @@ def test_exclude_input_in_output_leaves_the_prompt_out_of_the_text(build: Build)
     assert value_of(sender.wait_final()[0], "text_output") == [b"cd"]
 
 
-def test_ids_in_text_out(build: Build) -> None:
+def test_token_ids_in_text_out(build: Build) -> None:
     stage = build()
     prompt = ids_of("ab")
     sender = stage.take(make_triton_request(token_inputs(input_ids=[prompt])))
@@ -86,7 +86,7 @@ def test_streamed_texts_together_are_the_completion(build: Build) -> None:
     assert b"".join(texts) == b"cde"
 
 
-def test_text_is_not_made_unless_it_is_wanted(build: Build) -> None:
+def test_text_is_not_decoded_unless_requested(build: Build) -> None:
     stage = build()
     sender = stage.take(make_triton_request(outputs=ALL_OUTPUTS - {"text_output"}))
     stage.finish([8])
@@ -129,7 +129,7 @@ def test_a_bad_request_is_answered_alone(build: Build) -> None:
     assert len(good.sender.wait_final()) == 1
 
 
-def test_an_unforeseen_failure_is_answered_alone_and_logged(build: Build) -> None:
+def test_an_unexpected_failure_affects_one_request_and_is_logged(build: Build) -> None:
     class BrokenRequest(InferenceRequest):
         def inputs(self) -> list:
             raise OSError("shared memory is gone")
@@ -157,7 +157,7 @@ def test_unavailable_until_the_engine_can_be_described(build: Build) -> None:
     assert error_of(stage.take(make_triton_request()).wait_final()[0])[0] == TritonError.UNAVAILABLE
 
 
-def test_a_duplicate_is_refused_and_the_first_goes_on(build: Build) -> None:
+def test_a_duplicate_id_is_refused_and_the_first_request_continues(build: Build) -> None:
     stage = build()
     first = stage.take(make_triton_request(request_id="a"))
     code, message = error_of(stage.take(make_triton_request(request_id="a")).wait_final()[0])
@@ -167,7 +167,7 @@ def test_a_duplicate_is_refused_and_the_first_goes_on(build: Build) -> None:
     assert value_of(first.wait_final()[0], "output_ids") == [8]
 
 
-def test_stop_answers_both(build: Build) -> None:
+def test_a_stop_answers_the_stopped_request_and_the_stop_request(build: Build) -> None:
     stage = build()
     stopped = stage.take(make_triton_request(request_id="a"))
     zeros = token_inputs(input_ids=[[0]], input_lengths=0, request_output_len=0, stop=True)
@@ -182,18 +182,18 @@ def test_stop_answers_both(build: Build) -> None:
     assert stage.client.stopped == [(stage.client.last_id, StopReason.CANCELLED)]
 
 
-def test_stop_of_an_unknown_id_is_answered_too(build: Build) -> None:
+def test_a_stop_of_an_unknown_id_is_answered(build: Build) -> None:
     sender = build().take(make_triton_request(token_inputs(stop=True), request_id="nobody"))
     assert [sent.is_final for sent in sender.wait_final()] == [True]
 
 
-def test_stop_without_an_id_is_refused(build: Build) -> None:
+def test_a_stop_without_an_id_is_refused(build: Build) -> None:
     sender = build().take(make_triton_request(token_inputs(stop=True)))
     expected = (TritonError.INVALID_ARG, "Cannot send stop request without specifying a request_id")
     assert error_of(sender.wait_final()[0]) == expected
 
 
-def test_a_client_that_goes_away_is_noticed(build: Build) -> None:
+def test_a_clients_disconnection_is_detected(build: Build) -> None:
     stage = build(cancellation_check_period_ms="1")
     request = make_triton_request()
     request.sender.cancelled = True
@@ -201,13 +201,13 @@ def test_a_client_that_goes_away_is_noticed(build: Build) -> None:
     assert error_of(sent)[0] == TritonError.CANCELLED
 
 
-def test_streaming_is_refused_where_there_is_one_response(build: Build) -> None:
+def test_streaming_is_refused_by_a_model_that_is_not_decoupled(build: Build) -> None:
     sender = build(decoupled=False).take(make_triton_request(token_inputs(streaming=True)))
     code, message = error_of(sender.wait_final()[0])
     assert code == TritonError.INVALID_ARG and "tensorrt_llm" in message
 
 
-def test_close_answers_what_is_in_flight_and_takes_nothing_more() -> None:
+def test_close_answers_requests_in_flight_and_refuses_new_ones() -> None:
     stage = Stage()
     senders = [stage.take(make_triton_request()) for _ in range(3)]
     stage.front_end.close()
@@ -217,7 +217,7 @@ def test_close_answers_what_is_in_flight_and_takes_nothing_more() -> None:
     stage.front_end.close()
 
 
-def test_close_answers_even_what_the_engine_client_forgot() -> None:
+def test_close_answers_requests_that_the_engine_client_left_unanswered() -> None:
     stage = Stage()
     stage.client.answers_stops = False
     sender = stage.take(make_triton_request())
@@ -238,10 +238,10 @@ def test_close_answers_even_what_the_engine_client_forgot() -> None:
         (Vocabulary.TOKENS, "top_p", "here it is called runtime_top_p"),
     ],
 )
-def test_a_tensor_under_the_other_vocabularys_name_is_not_ignored(
+def test_a_tensor_name_of_the_other_vocabulary_is_refused(
     build: Build, vocabulary: Vocabulary, key: str, message: str
 ) -> None:
-    """HTTP generate hands a key that is no input on as a parameter."""
+    """HTTP generate passes a key that is not an input on as a parameter."""
     inputs = text_inputs() if vocabulary is Vocabulary.TEXT else token_inputs()
     request = InferenceRequest(inputs, sorted(ALL_OUTPUTS), parameters=json.dumps({key: 5}))
     (sent,) = build(vocabulary).take(request).wait_final()
@@ -269,8 +269,8 @@ def test_a_bad_parameter_is_refused_by_name(build: Build) -> None:
 CODED = '{"error_codes": true}'
 
 
-def test_errors_begin_with_their_codes_for_who_asks(build: Build) -> None:
-    """Errors found at once and errors of the engine alike; requests that do not ask get no codes."""
+def test_errors_begin_with_their_codes_on_request(build: Build) -> None:
+    """This holds for errors of the front end and the engine; other requests get messages without codes."""
     stage = build()
     bad = token_inputs(temperature=-1.0)
     plain = error_of(stage.take(InferenceRequest(bad, sorted(ALL_OUTPUTS))).wait_final()[0])
@@ -284,14 +284,14 @@ def test_errors_begin_with_their_codes_for_who_asks(build: Build) -> None:
     assert error_of(sender.wait_final()[0]) == expected
 
 
-def test_an_answer_is_the_same_with_error_codes(build: Build) -> None:
+def test_a_successful_response_is_the_same_with_error_codes(build: Build) -> None:
     stage = build()
     sender = stage.take(InferenceRequest(token_inputs(), sorted(ALL_OUTPUTS), parameters=CODED))
     stage.finish([5, 6])
     assert value_of(sender.wait_final()[0], "output_ids")[-2:] == [5, 6]
 
 
-def test_parameters_that_clients_are_known_to_send_pass(build: Build) -> None:
+def test_known_parameters_of_clients_are_accepted(build: Build) -> None:
     stage = build()
     request = InferenceRequest(
         token_inputs(), sorted(ALL_OUTPUTS), parameters='{"Streaming": true, "model": "m"}'
@@ -300,7 +300,7 @@ def test_parameters_that_clients_are_known_to_send_pass(build: Build) -> None:
     assert len(stage.client.submitted) == 1
 
 
-def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_way() -> None:
+def test_special_tokens_follow_the_parameter_in_text_and_always_stop() -> None:
     the, special, dog = tokenizer("byte_level").encode("the"), 2, tokenizer("byte_level").encode(" dog")
     for skip, shown in (("true", b"the dog"), ("false", b"the</s> dog")):
         stage = Stage(Vocabulary.TEXT)
@@ -324,13 +324,13 @@ def test_special_tokens_are_shown_where_the_parameter_says_so_and_stop_either_wa
         front_end.close()
 
 
-def test_a_front_end_keeps_no_weights_that_it_has_handed_on(build: Build) -> None:
-    """A reply lives as long as its request, and adapters are large."""
+def test_a_front_end_does_not_keep_submitted_adapter_weights(build: Build) -> None:
+    """A reply lives as long as its request, and adapters' weights are large."""
     stage = build()
     rows, config = np.ones([1, 2, 6], np.float16), np.array([[[1, 0, 2, 0], [3, 1, 1, 1]]], np.int32)
     stage.take(make_triton_request(token_inputs(lora_task_id=7, lora_weights=rows, lora_config=config)))
     (_, request) = stage.client.submitted.popitem()
     assert request.lora is not None and request.lora.weights is not None
     weights = request.lora.weights
-    del request  # the engine has given them to its cache
+    del request  # the engine has put them into its cache
     assert not [each for each in gc.get_referrers(weights) if isinstance(each, LoraRequest)]

@@ -1,4 +1,4 @@
-"""Several prompts, several sequences, texts that stop: one Triton request, one ending."""
+"""Requests with several prompts, several sequences or stop strings have one ending."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ids_of(text: str) -> list[int]:
     return letter_tokenizer().encode(text)
 
 
-def test_a_batch_becomes_requests_and_their_responses_are_tagged(decoupled: Stage) -> None:
+def test_each_prompt_of_a_batch_is_a_request_with_tagged_responses(decoupled: Stage) -> None:
     sender = decoupled.take(make_triton_request(batch()))
     first, second = decoupled.client.submitted
     assert [r.input_token_ids for r in decoupled.client.submitted.values()] == [(5, 6), (7, 8)]
@@ -69,7 +69,7 @@ def test_a_batch_becomes_requests_and_their_responses_are_tagged(decoupled: Stag
     assert [one.is_final for one in sent] == [False, True]
 
 
-def test_a_batch_is_one_response_where_there_is_one(in_one: Stage) -> None:
+def test_a_batch_has_one_response_if_not_decoupled(in_one: Stage) -> None:
     sender = in_one.take(make_triton_request(batch()))
     first, second = in_one.client.submitted
     answer(in_one, second, [20, 21])
@@ -80,7 +80,7 @@ def test_a_batch_is_one_response_where_there_is_one(in_one: Stage) -> None:
     assert sent.response.arrays()["batch_index"].tolist() == [[0], [1]]
 
 
-def test_two_requests_of_one_call_are_no_batch(decoupled: Stage) -> None:
+def test_two_requests_of_one_call_are_not_a_batch(decoupled: Stage) -> None:
     requests = [make_triton_request(), make_triton_request()]
     decoupled.front_end.execute(requests)
     for engine_id in list(decoupled.client.submitted):
@@ -90,7 +90,7 @@ def test_two_requests_of_one_call_are_no_batch(decoupled: Stage) -> None:
         assert sent.response is not None and "batch_index" not in sent.response.arrays()
 
 
-def test_a_wrong_row_refuses_the_batch_before_anything_runs(decoupled: Stage) -> None:
+def test_an_invalid_row_refuses_the_whole_batch(decoupled: Stage) -> None:
     sender = decoupled.take(make_triton_request(batch(request_output_len=np.array([4, 0], np.int32))))
     code, message = error_of(sender.wait_final()[0])
     assert code == TritonError.INVALID_ARG
@@ -113,7 +113,7 @@ def test_a_stop_reaches_every_prompt_of_a_batch(decoupled: Stage) -> None:
     assert len(decoupled.client.stopped) == 2
 
 
-def test_an_engine_that_goes_away_answers_a_batch_once(decoupled: Stage) -> None:
+def test_a_batch_is_answered_once_when_the_engine_is_lost(decoupled: Stage) -> None:
     sender = decoupled.take(make_triton_request(batch()))
     for engine_id in list(decoupled.client.submitted):
         decoupled.client.respond(Response(engine_id, error=Unavailable("gone"), is_final=True))
@@ -121,7 +121,7 @@ def test_an_engine_that_goes_away_answers_a_batch_once(decoupled: Stage) -> None
     assert len(sender.sent) == 1
 
 
-def test_sequences_come_apart_and_tagged(decoupled: Stage) -> None:
+def test_sequences_have_separate_tagged_responses(decoupled: Stage) -> None:
     inputs = token_inputs(num_return_sequences=2, runtime_top_k=5, exclude_input_in_output=True)
     sender = decoupled.take(make_triton_request(inputs))
     engine_id = decoupled.client.last_id
@@ -133,7 +133,7 @@ def test_sequences_come_apart_and_tagged(decoupled: Stage) -> None:
     assert [one.is_final for one in sent] == [False, True]
 
 
-def test_sequences_are_rows_where_there_is_one_response(in_one: Stage) -> None:
+def test_sequences_are_rows_of_one_response_if_not_decoupled(in_one: Stage) -> None:
     inputs = token_inputs(num_return_sequences=2, runtime_top_k=5, exclude_input_in_output=True)
     sender = in_one.take(make_triton_request(inputs))
     engine_id = in_one.client.last_id
@@ -165,7 +165,7 @@ def test_a_stop_string_ends_text_and_ids(decoupled: Stage, streaming: bool) -> N
     assert {value_of(one, "finish_reason")[0] for one in sent} == {b"STOP_WORDS"}
 
 
-def test_a_stop_string_works_where_no_text_is_wanted(in_one: Stage) -> None:
+def test_a_stop_string_works_without_text_outputs(in_one: Stage) -> None:
     in_one.client.answers_stops = True
     inputs = token_inputs(stop_words=[[b"d"]], exclude_input_in_output=True)
     sender = in_one.take(make_triton_request(inputs, outputs=frozenset({"output_ids"})))
@@ -186,7 +186,7 @@ def test_a_stop_string_works_where_no_text_is_wanted(in_one: Stage) -> None:
     ],
     ids=["text_output", "stop_words", "bad_words"],
 )
-def test_text_that_cannot_be_is_refused_and_not_left_out(
+def test_text_options_without_a_tokenizer_are_refused(
     inputs: dict[str, np.ndarray], outputs: frozenset[str]
 ) -> None:
     def fail(directory: str) -> None:
@@ -209,7 +209,7 @@ def test_text_that_cannot_be_is_refused_and_not_left_out(
     stage.front_end.close()
 
 
-def test_bad_words_reach_the_engine_as_ids() -> None:
+def test_bad_words_reach_the_engine_as_token_ids() -> None:
     stage = Stage(Vocabulary.TEXT)
     stage.take(make_triton_request(text_inputs(bad_words=[[b"ab"]])))
     assert tuple(ids_of("ab")) in stage.client.submitted[stage.client.last_id].bad_words
@@ -226,8 +226,8 @@ def test_a_response_too_large_to_be_sent_is_refused_at_once(decoupled: Stage) ->
     assert not decoupled.client.submitted
 
 
-def test_room_is_made_for_the_prompt_of_a_batch_that_is_not_streamed(decoupled: Stage) -> None:
-    """The response needs room for the prompt's logits of two beams, which no stream returns."""
+def test_the_reservation_covers_the_prompts_of_a_batch_that_is_not_streamed(decoupled: Stage) -> None:
+    """The response needs room for the prompt's logits of two beams, which a stream does not return."""
     reserved: list[bool] = []
 
     def reserve(requests: object, vocab_size: int, streaming: bool, in_one: bool, offered) -> int:
@@ -251,7 +251,7 @@ def test_the_rows_of_a_batch_are_read_once(
         return rows(reader)
 
     monkeypatch.setattr(TensorReader, "rows", counted)
-    words = np.full([2, 20], b"ab", np.object_)  # more of them take longer than execute may
+    words = np.full([2, 20], b"ab", np.object_)  # so many that they are not tokenized in execute
     sender = decoupled.take(make_triton_request(batch(**({"bad_words": words} if long else {}))))
     decoupled.front_end.close()
     assert sender.wait_final() and len(read) == 1

@@ -1,4 +1,4 @@
-"""Inputs of Triton's type BF16, for which numpy has no type."""
+"""Inputs of Triton's type BF16, which numpy lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tensors.factories import make_reader
 
 
 class BFloat16Tensor:
-    """An input of Triton's of the type BF16, which numpy cannot have."""
+    """An input of Triton of the type BF16, which numpy lacks."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor = name, tensor
@@ -34,7 +34,7 @@ class BFloat16Tensor:
 
 
 class Inputs:
-    """A request of Triton's, of which only the inputs are looked at."""
+    """A request of Triton that only has inputs."""
 
     def __init__(self, *tensors: BFloat16Tensor) -> None:
         self._tensors = list(tensors)
@@ -47,7 +47,7 @@ def read(*tensors: BFloat16Tensor) -> TensorReader:
     return TensorReader(input_arrays(Inputs(*tensors)), INPUTS, Vocabulary.TOKENS)
 
 
-def test_bfloat16_crosses_bit_by_bit() -> None:
+def test_bfloat16_inputs_keep_their_bits() -> None:
     tensor = torch.randn(1, 3, 5).bfloat16()
     found = read(BFloat16Tensor("lora_weights", tensor)).array("lora_weights")
     assert found is not None and found.shape == (3, 5)

@@ -1,4 +1,4 @@
-"""Integers that clients send: however large, none becomes a size beyond what the model can take."""
+"""Integers from clients, however large, never become a size beyond the model's limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ROOM_BYTES = 1 << 30
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """A gigabyte beyond what there is: whoever makes two billion of anything gets a MemoryError."""
+    """Limit memory to a gigabyte more than is used, so that two billion elements raise MemoryError."""
     (kilobytes,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(kilobytes) * 1024 + _ROOM_BYTES, before[1]))
@@ -48,7 +48,7 @@ def little_memory() -> Iterator[None]:
 
 
 def extremes(spec: TensorSpec) -> list[np.ndarray]:
-    """A tensor of the largest number, and one of the smallest."""
+    """Return a tensor with the largest number, and one with the smallest."""
     limits = np.iinfo(NUMPY_TYPES[spec.dtype])
     shape = [1, *(1 if length == -1 else length for length in spec.dims)]
     return [np.full(shape, value, NUMPY_TYPES[spec.dtype]) for value in (limits.max, limits.min)]
@@ -118,7 +118,7 @@ def test_a_table_has_no_more_rows_than_a_prompt_has_tokens(
         assert arrays["INPUT_ID"].shape == (1, most + 3)
 
 
-def test_a_batch_asks_for_a_bounded_number_of_sequences() -> None:
+def test_the_number_of_sequences_of_a_batch_is_bounded() -> None:
     description = make_description(limits=make_limits(max_sequences_per_request=8))
     context = make_context(description=description)
     ids = {"input_ids": [[5, 6], [7, 8]], "request_output_len": [[4], [4]]}

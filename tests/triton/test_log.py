@@ -1,4 +1,4 @@
-"""The package's log lines arrive in Triton's log at the same weight, once."""
+"""The package's log lines appear in Triton's log once, at the corresponding level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts are tokenized beside execute; who comes meanwhile does not wait, and every promise holds."""
+"""Long texts are tokenized outside of execute; other requests do not wait, and every promise holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS = make_limits(max_input_length=20_000, max_sequence_length=30_000, num_bl
 
 
 class SlowTokenizer(Tokenizer):
-    """Waits with long texts until it is let go; says which it has been given."""
+    """Waits with long texts until it is released; records the texts that it was given."""
 
     def __init__(self) -> None:
         super().__init__(backend("byte_level"))
@@ -46,7 +46,7 @@ class SlowTokenizer(Tokenizer):
 
 
 class LongTextStage(Stage):
-    """A front end of `ensemble` with that tokenizer."""
+    """A front end of `ensemble` with the slow tokenizer."""
 
     def __init__(self) -> None:
         super().__init__(Vocabulary.TEXT)
@@ -90,7 +90,7 @@ def prompt(text: bytes, request_id: str = "", **tensors: object) -> InferenceReq
     return make_triton_request(text_inputs(text_input=text, **tensors), request_id=request_id)
 
 
-def test_others_do_not_wait_for_a_long_text(stage: LongTextStage) -> None:
+def test_other_requests_do_not_wait_for_a_long_text(stage: LongTextStage) -> None:
     stage.take(prompt(LONG))
     stage.take(prompt(b"the"))
     assert len(stage.client.submitted) == 1
@@ -101,7 +101,7 @@ def test_others_do_not_wait_for_a_long_text(stage: LongTextStage) -> None:
     assert len(stage.tokenizer.threads) == 2
 
 
-def test_a_clients_requests_start_in_their_order(stage: LongTextStage) -> None:
+def test_requests_of_a_client_start_in_order(stage: LongTextStage) -> None:
     stage.take(prompt(LONG, client_id=7))
     stage.take(prompt(b"the", client_id=7))
     stage.take(prompt(b"the dog", client_id=8))
@@ -113,7 +113,7 @@ def test_a_clients_requests_start_in_their_order(stage: LongTextStage) -> None:
     assert lengths[1] > lengths[2]
 
 
-def test_the_tensors_of_a_long_text_may_be_gone_when_it_is_tokenized(stage: LongTextStage) -> None:
+def test_a_long_text_is_copied_before_it_is_tokenized(stage: LongTextStage) -> None:
     inputs = text_inputs(text_input=LONG, max_tokens=5, stop_words=[[b"stop"]])
     stage.take(make_triton_request(inputs))
     inputs["max_tokens"][...] = 999
@@ -133,7 +133,7 @@ def test_an_id_whose_text_is_being_tokenized_is_in_flight(stage: LongTextStage) 
     assert len(first.wait_final()) == 1
 
 
-def test_a_stop_while_tokenizing_ends_it_normally(stage: LongTextStage) -> None:
+def test_a_stop_while_tokenizing_ends_the_request_normally(stage: LongTextStage) -> None:
     sender = stage.take(prompt(LONG, "a"))
     stopping = stage.take(
         make_triton_request(text_inputs(text_input=None, max_tokens=None, stop=True), request_id="a")
@@ -145,7 +145,7 @@ def test_a_stop_while_tokenizing_ends_it_normally(stage: LongTextStage) -> None:
     assert [reason for _, reason in stage.client.stopped] == [StopReason.CANCELLED]
 
 
-def test_a_client_that_goes_while_its_text_is_tokenized_costs_nothing_more(stage: LongTextStage) -> None:
+def test_a_request_cancelled_while_tokenizing_never_reaches_the_engine(stage: LongTextStage) -> None:
     request = prompt(LONG, "a")
     sender = stage.take(request)
     stage.wait_for_batches(1)
@@ -174,7 +174,7 @@ def test_a_long_text_with_an_error_is_answered_alone(stage: LongTextStage) -> No
     assert len(stage.client.submitted) == 2
 
 
-def test_an_unload_answers_what_is_being_tokenized_and_what_waits_behind_it(stage: LongTextStage) -> None:
+def test_an_unload_answers_requests_being_tokenized_and_waiting(stage: LongTextStage) -> None:
     senders = [stage.take(prompt(LONG, client_id=7)) for _ in range(3)]
     stage.wait_for_batches(1)
     closing = threading.Thread(target=stage.front_end.close)
@@ -189,7 +189,7 @@ def test_an_unload_answers_what_is_being_tokenized_and_what_waits_behind_it(stag
     assert all(len(sender.sent) == 1 for sender in senders)
 
 
-def test_a_batch_is_tokenized_as_one(stage: LongTextStage) -> None:
+def test_a_batch_is_tokenized_in_one_call(stage: LongTextStage) -> None:
     texts = np.array([[b"the"], [b"the dog"], [b"a"]], dtype=np.object_)
     stage.take(make_triton_request(text_inputs(text_input=texts, max_tokens=[[4], [4], [4]])))
     assert stage.tokenizer.batches == [(3, 7, 1)]
@@ -197,7 +197,7 @@ def test_a_batch_is_tokenized_as_one(stage: LongTextStage) -> None:
     assert [request.input_token_ids for request in stage.client.submitted.values()] == expected
 
 
-def test_a_batch_in_parallel_has_the_ids_of_each_alone() -> None:
+def test_parallel_tokenization_of_a_batch_gives_the_same_ids() -> None:
     tokenizer = Tokenizer(backend("llama"))
     texts = [f"the dog {number} " * 500 for number in range(6)] + ["", " "]
     assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
@@ -208,7 +208,7 @@ def test_a_batch_in_parallel_has_the_ids_of_each_alone() -> None:
 
 
 class Bound(Tokenizer):
-    """A tokenizer as far as bounds go: of four bytes a token, or of no such bound."""
+    """A stand-in for a tokenizer with a bound of four bytes per token, or without one."""
 
     def __init__(self, max_bytes: int | None = 4) -> None:
         self.max_bytes_per_token = max_bytes
@@ -220,7 +220,7 @@ def check(max_bytes: int | None = 4, **tensors: object) -> None:
     check_texts(rows, encoder, make_limits(max_input_length=10))
 
 
-def test_a_text_that_cannot_fit_is_refused_unread(stage: LongTextStage) -> None:
+def test_a_text_that_cannot_fit_is_refused_without_tokenizing(stage: LongTextStage) -> None:
     text = b"x" * 10_000_000
     code, message = error_of(stage.take(prompt(text)).wait_final()[0])
     assert code == TritonError.INVALID_ARG
@@ -233,7 +233,7 @@ def test_a_text_that_cannot_fit_is_refused_unread(stage: LongTextStage) -> None:
     assert not stage.tokenizer.batches
 
 
-def test_the_bound_is_the_longest_prompt_in_its_longest_tokens() -> None:
+def test_the_bound_is_the_longest_prompt_times_the_longest_token() -> None:
     check(text_input=b"x" * 40)
     with pytest.raises(InvalidArgument, match=r"text_input has 41 bytes; .* at most 10 tokens, .* 40 bytes"):
         check(text_input=b"x" * 41)
@@ -264,6 +264,6 @@ def test_many_words_are_tokenized_beside_execute(stage: LongTextStage) -> None:
     assert stage.tokenizer.threads != {threading.current_thread().name}
 
 
-def test_ids_are_not_bounded_here() -> None:
+def test_token_ids_have_no_bound_on_bytes() -> None:
     rows = make_rows(token_inputs(input_ids=[[1] * 5000]))
     check_texts(rows, NO_TEXT, make_limits(max_input_length=10))

@@ -49,7 +49,7 @@ TIMEOUT_S = 30
 
 
 class Stage:
-    """A publisher on a fake server, and the lines it logs."""
+    """A publisher on a fake server, and its log lines."""
 
     def __init__(self, pb_utils: FakePbUtils | SimpleNamespace, batching: Batching) -> None:
         self.pb_utils = pb_utils
@@ -57,7 +57,7 @@ class Stage:
         self.publisher = MetricsPublisher(pb_utils, "tensorrt_llm", "1", self.lines.put, batching, 0.0)
 
     def publish(self, stats: IterationCounts = STATS, metrics=NOTHING, wall_clock_s: float = NOW) -> dict:
-        """The log line's fields once the publication is over."""
+        """Publish, and return the log line's fields."""
         self.publisher.put(stats, metrics, wall_clock_s)
         return json.loads(self.lines.get(timeout=TIMEOUT_S))
 
@@ -70,7 +70,7 @@ class Stage:
 def stage(
     pb_utils: FakePbUtils | SimpleNamespace | None = None, stats: IterationCounts = STATS
 ) -> Iterator[Stage]:
-    """A stage for an engine that batches as `stats` say."""
+    """Make a stage for an engine with the batching mode of `stats`."""
     on_stage = Stage(pb_utils or FakePbUtils(), Batching.STATIC if stats.static_batch else Batching.INFLIGHT)
     try:
         yield on_stage
@@ -79,7 +79,7 @@ def stage(
 
 
 @pytest.mark.parametrize("stats", [STATS, STATIC], ids=["in flight", "static"])
-def test_every_gauge_shows_what_the_log_line_says_and_the_line_says_no_more(stats):
+def test_gauges_and_the_log_line_have_the_same_values(stats):
     with stage(stats=stats) as on:
         fields = on.publish(stats)
         page = shown(on.page)
@@ -102,7 +102,7 @@ def test_the_kind_of_batching_decides_one_family(stats, there, absent):
         assert on.page.has(there) and not on.page.has(absent)
 
 
-def test_all_metrics_say_which_model():
+def test_all_metrics_have_the_models_label():
     with stage() as on:
         on.publish()
         values = on.page.values
@@ -110,7 +110,7 @@ def test_all_metrics_say_which_model():
     assert all({("model", "tensorrt_llm"), ("version", "1")} <= labels for _, labels in values)
 
 
-def test_gauges_follow_and_fall():
+def test_gauges_rise_and_fall_with_the_statistics():
     idle = replace(STATS, iteration=18, num_active_requests=0, num_scheduled_requests=0, num_free_blocks=300)
     with stage() as on:
         on.publish()
@@ -137,7 +137,7 @@ def test_only_changed_metrics_are_set(monkeypatch):
 # ---------------------------------------------------------------- counters and histograms
 
 
-def test_counters_are_there_from_the_start_and_grow():
+def test_counters_start_at_zero_and_grow():
     metrics = ServiceMetrics(num_preemptions=2, num_hit_tokens=96, num_missed_tokens=32)
     metrics.finished = {FinishReason.LENGTH: 3, FinishReason.CANCELLED: 1}
     metrics.failed = {"UNAVAILABLE": 4}
@@ -162,7 +162,7 @@ def test_counters_are_there_from_the_start_and_grow():
     assert page.value("inflight_kv_cache_missed_tokens_total") == 32
 
 
-def test_levels_rise_and_fall_and_those_of_names_come_with_them():
+def test_levels_rise_and_fall_and_new_labels_appear():
     metrics = ServiceMetrics(adapters=AdapterStats(3, 2, 8, 4, 5, 1))
     metrics.running_by_adapter = Counter({"tidy": 2})
     with stage() as on:
@@ -207,8 +207,8 @@ def test_every_histogram_has_its_own_observations():
 @given(
     st.lists(st.lists(st.floats(0, 200), max_size=20), min_size=1, max_size=5),
 )
-def test_a_histogram_of_counters_is_a_histogram(periods):
-    """At every call: cumulative, never fuller than a wider bucket; and in the end exact."""
+def test_counters_of_a_histogram_are_consistent_after_every_call(periods):
+    """After every call buckets are cumulative, and in the end they are exact."""
     server = FakeMetrics()
     spec = HistogramFamily("h", "help", "seconds", "end_to_end")
     update = FamilyMaker(server.family_class, {}).make(spec)
@@ -233,7 +233,7 @@ def test_a_histogram_of_counters_is_a_histogram(periods):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 200_000), max_size=30), st.lists(st.integers(0, 200_000), max_size=30))
-def test_lengths_make_up_the_difference_of_two_snapshots(first, then):
+def test_generated_lengths_reproduce_the_difference_of_two_snapshots(first, then):
     histogram = Histogram(TOKENS)
     for value in first:
         histogram.observe(value)
@@ -267,7 +267,7 @@ def test_lengths_are_histograms_of_the_server_with_its_labels():
         assert f'nv_llm_input_token_len_bucket{{{labels},le="{le}"}} {count}\n' in text
 
 
-def test_the_buckets_of_lengths_are_among_those_that_are_counted():
+def test_the_buckets_of_lengths_are_a_subset_of_the_counted_ones():
     for family in LENGTHS:
         assert set(family.bounds) <= set(family.read(NOTHING).bounds)
 
@@ -275,13 +275,13 @@ def test_the_buckets_of_lengths_are_among_those_that_are_counted():
 # ---------------------------------------------------------------- threads
 
 
-def test_the_server_is_called_by_the_publisher_alone():
+def test_only_the_publishers_thread_calls_the_server():
     with stage() as on:
         on.publish()
         assert on.pb_utils.metrics.threads == {"inflight-metrics"}
 
 
-def test_the_newest_wins_and_nobody_waits():
+def test_the_newest_statistics_replace_waiting_ones_without_blocking():
     held, release = threading.Event(), threading.Event()
     lines: list[str] = []
 
@@ -300,7 +300,7 @@ def test_the_newest_wins_and_nobody_waits():
     assert [json.loads(line)["Iteration Counter"] for line in lines] == [17, 29]
 
 
-def test_closing_publishes_the_last_though_the_publisher_rests():
+def test_close_publishes_the_last_statistics_during_a_pause():
     pb_utils, lines = FakePbUtils(), queue.Queue()
     publisher = MetricsPublisher(pb_utils, "m", "1", lines.put, seconds_per_call=1000.0)
     publisher.put(STATS, NOTHING, NOW)
@@ -312,7 +312,7 @@ def test_closing_publishes_the_last_though_the_publisher_rests():
     publisher.close()
 
 
-def test_a_waiting_page_gets_the_last_metrics_although_the_publisher_rests():
+def test_flush_publishes_the_last_metrics_during_a_pause():
     pb_utils, lines = FakePbUtils(), queue.Queue()
     publisher = MetricsPublisher(pb_utils, "m", "1", lines.put, seconds_per_call=1000.0)
     publisher.put(STATS, NOTHING, NOW)
@@ -323,8 +323,8 @@ def test_a_waiting_page_gets_the_last_metrics_although_the_publisher_rests():
     publisher.close()
 
 
-def test_the_next_process_of_a_model_takes_over_and_the_last_deletes_nothing():
-    """Triton loads the next before it unloads the last; the server does not survive a deletion then."""
+def test_a_models_next_process_continues_the_series_and_the_last_deletes_none():
+    """Triton loads the next process before it unloads the last, and a deletion would then end the server."""
     pb_utils = FakePbUtils()
     metrics = ServiceMetrics(num_preemptions=2)
     idle = replace(STATS, num_active_requests=0)
@@ -339,7 +339,7 @@ def test_the_next_process_of_a_model_takes_over_and_the_last_deletes_nothing():
     assert pb_utils.metrics.deleted == []
 
 
-def test_closing_without_news_says_nothing():
+def test_close_without_new_statistics_publishes_nothing():
     with stage() as on:
         pass
     assert on.lines.empty()
@@ -361,14 +361,14 @@ def heard(caplog) -> Iterator[pytest.LogCaptureFixture]:
     logger.propagate = before
 
 
-def test_without_custom_metrics_there_is_still_the_line(heard):
+def test_the_log_line_is_written_without_custom_metrics(heard):
     with stage(SimpleNamespace()) as on:
         assert on.publish()["Active Request Count"] == 9
         on.publish()
     assert messages_of(heard) == ["this server has no custom metrics: statistics go to the log only"]
 
 
-def test_without_histograms_everything_else_is_there(heard):
+def test_without_histograms_all_other_metrics_are_published(heard):
     with stage(FakePbUtils(FakeMetrics(kinds=("COUNTER", "GAUGE")))) as on:
         fields = on.publish()
         page = on.page
@@ -387,7 +387,7 @@ def test_a_family_that_the_server_refuses_is_left_out(heard):
     assert messages_of(heard) == ["metric nv_trt_llm_request_metrics is not published: not now"]
 
 
-def test_a_family_that_fails_later_disturbs_no_other(heard):
+def test_a_family_that_fails_later_does_not_affect_others(heard):
     with stage() as on:
         on.publish()
         on.pb_utils.metrics.failures["nv_trt_llm_request_metrics"] = RuntimeError("gone")
@@ -398,7 +398,7 @@ def test_a_family_that_fails_later_disturbs_no_other(heard):
     assert messages_of(heard) == ["metric nv_trt_llm_request_metrics is not published any more: gone"]
 
 
-def test_a_line_that_cannot_be_logged_is_not_the_end(heard):
+def test_publishing_continues_after_a_log_line_fails(heard):
     iterations: list[int] = []
     failed = threading.Event()
 
@@ -424,7 +424,7 @@ def fake_torch(initialized: bool, **cuda) -> SimpleNamespace:
     return SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: initialized, **cuda))
 
 
-def test_memory_of_devices_is_what_torch_has_reserved():
+def test_device_memory_is_the_memory_reserved_by_torch():
     cuda = {"device_count": lambda: 2, "memory_reserved": lambda device: 100 + device}
     assert _torch_memory(fake_torch(True, **cuda)) == (201, 0)
     cuda["host_memory_stats"] = lambda: {"allocated_bytes.current": 64}
@@ -432,13 +432,13 @@ def test_memory_of_devices_is_what_torch_has_reserved():
 
 
 @pytest.mark.parametrize("torch", [None, SimpleNamespace(), fake_torch(False)], ids=["none", "half", "idle"])
-def test_torch_is_not_asked_where_no_device_is_in_use(torch):
+def test_torch_is_not_called_without_a_device_in_use(torch):
     assert _torch_memory(torch) == (0, 0)
 
 
-def test_resident_memory_grows_with_what_is_held():
+def test_resident_memory_grows_with_allocations():
     before = measure_memory().cpu
-    with mmap.mmap(-1, 50_000_000) as held:  # pages of its own: an allocator may have some to give back
+    with mmap.mmap(-1, 50_000_000) as held:  # pages of its own, because an allocator may have free ones
         held.write(b"x" * len(held))
         assert measure_memory().cpu - before > 40_000_000
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md says what is published."""
+"""docs/metrics.md matches what is published."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.triton.reference_pages import fill_in, metric_tables
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_the_page_is_what_the_table_says() -> None:
+def test_the_metrics_page_matches_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == fill_in(text, metric_tables()), "run scripts/write_configs"
 
@@ -23,8 +23,8 @@ def test_every_family_has_a_row() -> None:
     assert all(f"`{family.name}`" in text for family in FAMILIES) and len(FAMILIES) > 15
 
 
-def test_the_queries_ask_for_what_there_is() -> None:
-    """A histogram is asked for by its parts."""
+def test_the_queries_use_existing_metrics() -> None:
+    """A histogram is queried by its parts."""
     text = PAGE.read_text(encoding="utf-8")
     asked = {
         name
@@ -36,7 +36,7 @@ def test_the_queries_ask_for_what_there_is() -> None:
     assert all(re.sub(r"_(bucket|sum|count)$", "", name) in names for name in asked), asked
 
 
-def test_the_log_line_on_the_page_has_the_real_ones_keys() -> None:
+def test_the_log_line_on_the_page_has_the_real_keys() -> None:
     (line,) = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
     stats = IterationCounts(1, 0, 8, 300, 300, 16, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert list(json.loads(line)) == list(stats.log_fields(0.0, MemoryUsage()))

@@ -1,4 +1,4 @@
-"""Arguments that Triton passes to a model at load time."""
+"""Arguments that Triton passes to a model when it loads."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_an_engine_has_one_instance(groups):
     "groups", [[{"count": 2}], [{"count": 1}, {"count": 1}], [{"count": 1, "gpus": [0, 1]}]]
 )
 def test_an_engine_of_two_instances_is_refused(groups):
-    """The second would take the first one's place."""
+    """The second instance would take the place of the first."""
     with pytest.raises(ConfigError, match="instance_group: got 2 instances, expected 1"):
         read(instance_group=groups)
 
 
-def test_a_front_end_may_have_several():
+def test_a_front_end_may_have_several_instances():
     assert read(Role.FRONT_END, instance_group=[{"count": 2}]).name == "a_model"
 
 
@@ -72,7 +72,7 @@ def test_logits_may_be_declared_in_half_precision():
         ("output_ids", "TYPE_INT64", "TYPE_INT32"),
     ],
 )
-def test_a_type_that_an_output_cannot_be_sent_in_is_refused(name, dtype, expected):
+def test_an_unsupported_type_of_an_output_is_refused(name, dtype, expected):
     with pytest.raises(ConfigError, match=f"declares output {name} as {dtype}, expected {expected}"):
         read(output=outputs_of(**{name: dtype}))
 
@@ -91,7 +91,7 @@ def declared_inputs(data_type: str) -> dict[str, object]:
     }
 
 
-def test_an_input_is_declared_in_the_type_that_its_parameter_says():
+def test_an_inputs_declared_type_matches_its_parameter():
     assert read(**declared_inputs("TYPE_BF16")).parameters.lora_weights_data_type == "TYPE_BF16"
     with pytest.raises(
         ConfigError, match=r"lora_weights_data_type is TYPE_BF16, but .* lora_weights as TYPE_FP16"
@@ -111,7 +111,7 @@ def prompt_table_args(data_type: str | None, declared: str) -> dict[str, str]:
     return {"model_config": json.dumps(config), **place}
 
 
-def test_the_declared_type_of_a_prompt_table_has_to_be_the_parameters() -> None:
+def test_the_declared_type_of_a_prompt_table_must_match_the_parameter() -> None:
     for said, declared in ((None, "TYPE_FP32"), ("TYPE_BF16", "TYPE_BF16"), ("${x}", "TYPE_FP16")):
         read_model_args(prompt_table_args(said, declared), Role.FRONT_END)
     problem = r"is TYPE_BF16, but config\.pbtxt declares the input prompt_embedding_table as TYPE_FP16"

@@ -1,4 +1,4 @@
-"""The models as Triton drives them: initialize, execute, finalize, with a fake engine and the real endpoint."""
+"""The models as Triton calls them (initialize, execute, finalize) with a fake engine and real endpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_engine_model_serves_ids(engine_model: engine.TritonPythonModel) -> 
     assert arrays["output_ids"].shape == (1, 1, 7) and len(arrays["text_output"].item()) == 7
 
 
-def test_the_front_ends_reach_it_and_give_its_answers(
+def test_the_front_ends_return_the_engine_models_responses(
     engine_model: engine.TritonPythonModel, folder: Path
 ) -> None:
     by_ids = make_triton_request(token_inputs(input_ids=[letter_tokenizer().encode("hello")]))
@@ -100,7 +100,9 @@ def test_the_front_ends_reach_it_and_give_its_answers(
         model.finalize()
 
 
-def test_a_front_end_loads_without_an_engine_and_says_so(pb_utils: FakePbUtils, tmp_path: Path) -> None:
+def test_a_front_end_loads_without_an_engine_and_answers_unavailable(
+    pb_utils: FakePbUtils, tmp_path: Path
+) -> None:
     model = Ensemble()
     model.initialize(make_args(engine_endpoint=str(tmp_path / "nobody.sock")))
     request = make_triton_request(text_inputs())
@@ -133,7 +135,7 @@ def test_max_beam_width_bounds_requests(pb_utils: FakePbUtils, folder: Path) -> 
     model.finalize()
 
 
-def test_more_beams_than_slots_fail_the_load_and_say_why(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_more_beams_than_slots_fail_the_load_with_the_reason(pb_utils: FakePbUtils, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_beam_width is 9; it can be at most max_batch_size \(8\)"):
         fake_server.TritonPythonModel().initialize(
             make_args(max_beam_width="9", fake_engine="vocab=26", engine_endpoint=str(folder / "e.sock"))
@@ -160,7 +162,7 @@ def test_a_load_that_fails_leaves_no_thread(
     ("parameters", "words"),
     [({"max_num_tokens": "4"}, "max_num_tokens is 4"), ({"max_beam_width": "9"}, "max_beam_width is 9")],
 )
-def test_parameters_that_do_not_go_together_leave_the_last_engine_alone(
+def test_a_load_with_contradicting_parameters_does_not_end_the_last_engine(
     engine_model: engine.TritonPythonModel, folder: Path, monkeypatch: pytest.MonkeyPatch, parameters, words
 ) -> None:
     monkeypatch.setattr(endpoint_client, "peer_has_this_parent", lambda connected: True)
@@ -215,7 +217,7 @@ def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
 
 
 def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Path) -> None:
-    """Each token of a word, as often as it is there; as many values as the model has logits."""
+    """A token counts as often as the words have it; there are as many values as the model has logits."""
     asked = {
         "QUERY": words(b"abc"),
         "EMBEDDING_BIAS_WORDS": words(b"bcb", b"", b"c"),
@@ -226,7 +228,7 @@ def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Pa
     arrays = answer(make_text_model(Preprocessing, folder), **asked).arrays()
     (bias,) = arrays["EMBEDDING_BIAS"]
     assert {index: value for index, value in enumerate(bias) if value} == {1: 4.0, 2: 1.5}
-    assert len(bias) == 27  # of the tokenizer
+    assert len(bias) == 27  # the tokenizer's size
     assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[0, 0, 0]]
     assert arrays["DECODER_INPUT_ID"].tolist() == arrays["OUT_PAD_ID"].tolist() == [[7]]
     (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
@@ -255,8 +257,8 @@ def test_preprocessing_needs_to_know_where_the_vocabulary_ends(pb_utils: FakePbU
         assert "PROMPT_VOCAB_SIZE" in str(error) and words_of_error in str(error)
 
 
-def test_preprocessing_ends_and_pads_with_the_tokenizers_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
-    """tensorrtllm_backend does the same, so that a client that passes the ids on gets answers that end."""
+def test_preprocessing_returns_the_tokenizers_end_and_pad_tokens(pb_utils: FakePbUtils, folder: Path) -> None:
+    """tensorrtllm_backend does the same, so that a client that passes the ids on gets responses that end."""
     for settings, end_and_pad in (({}, [-1, -1]), ({"eos_token": "z"}, [25, 25])):
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
         arrays = answer(make_text_model(Preprocessing, folder), QUERY=words(b"abc")).arrays()
@@ -362,7 +364,7 @@ BAD_TEXT_REQUESTS = [
 @pytest.mark.parametrize(
     ("model_class", "inputs", "message"), BAD_TEXT_REQUESTS, ids=lambda part: str(part)[:30]
 )
-def test_text_models_answer_a_bad_request_alone(
+def test_a_bad_request_to_a_text_model_affects_no_other(
     pb_utils: FakePbUtils,
     folder: Path,
     model_class: type[TextModel],
@@ -374,14 +376,14 @@ def test_text_models_answer_a_bad_request_alone(
     assert error.code() in (TritonError.INVALID_ARG, TritonError.UNSUPPORTED)
 
 
-def test_text_models_load_without_a_tokenizer_and_say_so(pb_utils: FakePbUtils) -> None:
+def test_text_models_without_a_tokenizer_load_and_refuse_requests(pb_utils: FakePbUtils) -> None:
     error = answer(make_text_model(Preprocessing, None), QUERY=words(b"abc")).error()
     assert error is not None and error.code() == TritonError.UNSUPPORTED
     assert "tokenizer_dir" in error.message()
 
 
 def test_front_ends_import_no_torch() -> None:
-    """Only the engine's process pays for it."""
+    """Only the engine's process imports it."""
     modules = "remote, text_models"
     code = f"from inflight.triton.models import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

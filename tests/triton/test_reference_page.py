@@ -1,4 +1,4 @@
-"""docs/tensors.md says what the tables say."""
+"""docs/tensors.md matches the tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.triton.reference_pages import fill_in, tensor_tables
 PAGE = Path(__file__).parents[2] / "docs" / "tensors.md"
 
 
-def test_the_page_is_what_the_tables_say() -> None:
+def test_the_tensors_page_matches_the_tables() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == fill_in(text, tensor_tables()), "run scripts/write_configs"
 
@@ -20,7 +20,7 @@ def test_text_around_the_tables_stays() -> None:
     assert filled.startswith("before\n") and filled.endswith("\nafter\n") and "said before" not in filled
 
 
-def test_the_tests_that_the_page_names_are_there() -> None:
+def test_the_tests_named_on_the_page_exist() -> None:
     text = PAGE.read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
     assert len(named) > 20

@@ -1,4 +1,4 @@
-"""From outputs to a response: exactly the wanted tensors, in the table's types; errors with their codes."""
+"""A response has exactly the wanted tensors, in the table's types; errors have their codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def arrays_of(*names: str, texts: tuple[str, ...] | None = ("text",), **result: 
     return BUILDER.outputs([Output(prompt, make_result(**result), texts)]).arrays()
 
 
-def test_values_and_shapes() -> None:
+def test_outputs_have_the_expected_values_and_shapes() -> None:
     arrays = arrays_of(ids=[8, 9], reason=FinishReason.LENGTH, texts=("téxt",))
     assert arrays["output_ids"].tolist() == [[[8, 9]]]
     assert arrays["sequence_length"].tolist() == [[2]]
@@ -38,7 +38,7 @@ def test_values_and_shapes() -> None:
     assert arrays["num_output_tokens"].tolist() == [[2]]
 
 
-def test_no_tokens_is_still_an_output() -> None:
+def test_an_output_without_tokens_is_sent_empty() -> None:
     arrays = arrays_of(ids=[], reason=FinishReason.CANCELLED, texts=None)
     assert arrays["output_ids"].shape == (1, 1, 0)
     assert arrays["sequence_length"].tolist() == [[0]]
@@ -46,7 +46,7 @@ def test_no_tokens_is_still_an_output() -> None:
 
 
 @pytest.mark.parametrize("name", ["output_ids", "sequence_length", "finish_reason", "text_output"])
-def test_only_what_was_requested(name: str) -> None:
+def test_only_requested_outputs_are_sent(name: str) -> None:
     assert set(arrays_of(name)) == {name}
 
 
@@ -55,7 +55,7 @@ def test_text_output_needs_a_tokenizer() -> None:
     assert "text_output" in arrays_of(texts=("",))
 
 
-def test_outputs_that_one_prompt_of_a_batch_wants_come_for_all() -> None:
+def test_an_output_requested_by_one_prompt_is_sent_for_the_whole_batch() -> None:
     plain = Output(make_prompt(frozenset({"output_ids"})), make_result(), None)
     curious = Output(
         make_prompt(frozenset({"output_ids", "cum_log_probs"})), make_result(cum_log_probs=(-1.5,)), None

@@ -1,4 +1,4 @@
-"""The sender thread: order, joining, one final response each, and clients that cannot be answered."""
+"""The sender thread: order, merging, one final response per request, and clients that cannot be answered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.triton.letters import letter_tokenizer
 
 
 class CountingBudget(ResponseBudget):
-    """Remembers what was released, and has no room when it is told so."""
+    """Records the released tickets, and refuses sends while `is_full` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_tokens_arrive_in_order_and_the_last_response_is_final(desk: Desk) -> No
 
 
 class SlowSender(ResponseSender):
-    """Holds up the sender thread in its first send, until the test says so."""
+    """Blocks the sender thread in its first send until the test releases it."""
 
     def __init__(self, desk: Desk) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class SlowSender(ResponseSender):
         self.behind = []
 
 
-def test_a_stream_that_has_fallen_behind_gets_what_waits_in_one_response(desk: Desk) -> None:
+def test_waiting_responses_of_a_stream_are_merged(desk: Desk) -> None:
     slow = SlowSender(desk)
     other = ResponseSender()
     entry, second = desk.start(slow), desk.start(other)
@@ -137,10 +137,10 @@ def test_a_stream_that_has_fallen_behind_gets_what_waits_in_one_response(desk: D
 
 
 class BusyEngine:
-    """Makes tokens for every stream while a response is on its way, for so many responses.
+    """Makes tokens for every stream during each send, for a number of sends.
 
     Attributes:
-        sends: For each response that was sent, whose it was and how many tokens it had.
+        sends: Stream and number of tokens of each response that was sent.
     """
 
     def __init__(self, desk: Desk, tokens_per_send: int, num_sends: int) -> None:
@@ -180,10 +180,10 @@ class BusySender(ResponseSender):
 
 @pytest.mark.parametrize("num_streams", [1, 2, 16])
 @pytest.mark.parametrize("tokens_per_send", [1, 3])
-def test_a_stream_waits_for_one_response_to_each_of_the_others_however_slow_sends_are(
+def test_a_stream_waits_for_at_most_one_response_to_each_other_stream(
     desk: Desk, num_streams: int, tokens_per_send: int
 ) -> None:
-    """So a lag is bounded by the number of streams, and no stream's is longer than another's."""
+    """So the number of streams bounds a stream's lag, and all streams have the same bound."""
     engine = BusyEngine(desk, tokens_per_send, num_sends=6 * num_streams)
     streams = [BusySender(engine, number) for number in range(num_streams)]
     engine.entries = [desk.start(stream) for stream in streams]
@@ -229,8 +229,8 @@ def test_a_stopped_request_ends_normally(desk: Desk) -> None:
     assert last.response.arrays()["output_ids"].shape == (1, 1, 0)
 
 
-def test_a_request_ended_here_ends_with_an_error_even_if_the_engine_was_faster(desk: Desk) -> None:
-    """Responses after that are not sent any more, so a normal ending would hide a gap."""
+def test_a_request_cancelled_by_the_front_end_ends_with_an_error_despite_a_final_response(desk: Desk) -> None:
+    """Later responses are not sent, so a normal ending would hide a gap."""
     stream = ResponseSender()
     entry = desk.start(stream)
     desk.client.answers_stops = False
@@ -256,7 +256,9 @@ def test_the_id_is_free_when_the_final_response_arrives(desk: Desk) -> None:
     assert seen[-1] is None
 
 
-def test_a_client_that_cannot_be_answered_is_given_up(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_whose_client_cannot_be_answered_is_dropped(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "inflight.serving.sender")
     stream = ResponseSender()
     stream.failures = [RuntimeError("gone")]
@@ -276,7 +278,7 @@ def test_a_final_response_that_cannot_be_sent_still_ends_the_request(desk: Desk)
     assert last.is_final and last.response is None
 
 
-def test_text_that_cannot_be_made_is_an_error_of_that_request_alone(desk: Desk) -> None:
+def test_a_failure_of_decoding_ends_one_request_only(desk: Desk) -> None:
     def fail() -> CompletionText:
         raise KeyError("no such token")
 
@@ -305,7 +307,7 @@ def test_a_batch_ends_with_its_last_prompt(desk: Desk) -> None:
     assert [one.is_final for one in sent] == [False] * (len(sent) - 1) + [True]
 
 
-def test_a_batch_in_one_response(desk: Desk) -> None:
+def test_a_batch_is_answered_in_one_response(desk: Desk) -> None:
     stream = ResponseSender()
     entry = desk.start(stream, reply=two_prompts(in_one=True), size=2)
     desk.respond(entry, [8, 9], FinishReason.LENGTH, index=1)
@@ -316,7 +318,7 @@ def test_a_batch_in_one_response(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("in_one", [True, False], ids=["in one", "apart"])
-def test_an_error_of_one_prompt_is_the_batchs_error_and_its_end(desk: Desk, in_one: bool) -> None:
+def test_an_error_of_one_prompt_ends_the_batch(desk: Desk, in_one: bool) -> None:
     stream = ResponseSender()
     entry = desk.start(stream, "a", two_prompts(in_one), size=2)
     desk.client.respond(Response(entry.engine_ids[1], error=StepFailed("device lost"), is_final=True))
@@ -338,7 +340,7 @@ def test_a_stop_string_stops_the_engine(desk: Desk) -> None:
     reply = make_reply(new_text=lambda: CompletionText(letter_tokenizer(), (), stop_strings=stop_strings))
     stream = ResponseSender()
     entry = desk.start(stream, reply=reply)
-    desk.respond(entry, letter_tokenizer().encode("cde"))  # and the stop brings the final response
+    desk.respond(entry, letter_tokenizer().encode("cde"))  # the stop makes this the final response
     sent = stream.wait_final()
     assert desk.client.stopped == [(entry.engine_ids[0], StopReason.STOP_WORDS, 0)]
     assert [one.response.arrays()["finish_reason"].item() for one in sent] == [b"STOP_WORDS"] * 2
@@ -346,8 +348,10 @@ def test_a_stop_string_stops_the_engine(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, None], ids=["the last", "one of a stream"])
-def test_a_response_without_room_is_an_error_in_its_place(desk: Desk, reason: FinishReason | None) -> None:
-    """Nothing was sent, so the error still can be; it says why."""
+def test_a_response_without_shared_memory_is_replaced_by_an_error(
+    desk: Desk, reason: FinishReason | None
+) -> None:
+    """No response was sent yet, so the error can be sent in its place."""
     stream = ResponseSender()
     entry = desk.start(stream)
     desk.budget.is_full = True
@@ -355,7 +359,7 @@ def test_a_response_without_room_is_an_error_in_its_place(desk: Desk, reason: Fi
     assert [code_of(one) for one in stream.wait_final()] == [TritonError.UNAVAILABLE]
 
 
-def test_the_room_of_a_response_is_given_back_once_it_is_sent(desk: Desk) -> None:
+def test_the_reservation_of_a_response_is_released_once_it_is_sent(desk: Desk) -> None:
     fine, broken, batch = ResponseSender(), ResponseSender(), ResponseSender()
     broken.failures = [RuntimeError("too large")]
     desk.respond(desk.start(fine), [8], FinishReason.LENGTH)
@@ -366,7 +370,7 @@ def test_the_room_of_a_response_is_given_back_once_it_is_sent(desk: Desk) -> Non
     assert desk.budget.released == [1, 2, 3]
 
 
-def test_close_sends_what_waits() -> None:
+def test_close_sends_waiting_responses() -> None:
     desk = Desk()
     streams = [ResponseSender() for _ in range(20)]
     for stream in streams:
@@ -375,7 +379,7 @@ def test_close_sends_what_waits() -> None:
     assert all(len(stream.sent) == 1 for stream in streams)
 
 
-def test_an_unknown_id_is_nobodys(desk: Desk) -> None:
+def test_a_response_to_an_unknown_id_is_ignored(desk: Desk) -> None:
     desk.sender.put(make_response(12345, [1], FinishReason.END_ID))
     stream = ResponseSender()
     desk.respond(desk.start(stream), [8], FinishReason.LENGTH)

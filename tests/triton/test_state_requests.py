@@ -1,4 +1,4 @@
-"""The state is told by its own thread, to whoever asked, and never by execute's."""
+"""The state is read on a thread of its own for all waiting requests, and never on execute's thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Build = Callable[..., Stage]
 
 
 class Patient:
-    """A batcher that says nothing of itself until it may; counts how often it was asked."""
+    """A state that cannot be read until the test allows it; counts the reads."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -57,7 +57,9 @@ def ask(stage: Stage) -> ResponseSender:
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_one_response_holds_the_state(build: Build, vocabulary: Vocabulary, decoupled: bool) -> None:
+def test_a_state_request_has_one_response_with_the_state(
+    build: Build, vocabulary: Vocabulary, decoupled: bool
+) -> None:
     stage = build(vocabulary, decoupled)
     stage.client.read_state = lambda timeout_s: '{"è": 1}'
     (sent,) = ask(stage).wait_final()
@@ -67,19 +69,19 @@ def test_one_response_holds_the_state(build: Build, vocabulary: Vocabulary, deco
     assert not stage.client.submitted
 
 
-def test_it_is_refused_where_it_is_not_enabled(build: Build) -> None:
+def test_state_requests_are_refused_unless_enabled(build: Build) -> None:
     code, message = error_of(ask(build(enabled=False)).wait_final()[0])
     assert code == TritonError.UNSUPPORTED and "parameter enable_state_requests" in message
 
 
-def test_nothing_is_asked_by_false(build: Build) -> None:
+def test_state_false_is_not_a_state_request(build: Build) -> None:
     stage = build(enabled=False)
     sender = stage.take(make_triton_request(token_inputs(state=False)))
     stage.finish([8])
     assert "state" not in sender.wait_final()[0].response.arrays()
 
 
-def test_execute_goes_on_while_it_is_read_and_who_asks_meanwhile_shares(build: Build) -> None:
+def test_execute_does_not_wait_for_the_state_and_waiting_requests_share_it(build: Build) -> None:
     stage = build()
     stage.client.read_state = patient = Patient()
     first = ask(stage)
@@ -100,18 +102,20 @@ def test_execute_goes_on_while_it_is_read_and_who_asks_meanwhile_shares(build: B
     ("error", "code"),
     [(Unavailable("hangs"), TritonError.UNAVAILABLE), (OSError("hangs"), TritonError.INTERNAL)],
 )
-def test_why_it_cannot_be_read(build: Build, error: Exception, code: int) -> None:
+def test_a_state_request_gets_the_error_of_reading_the_state(
+    build: Build, error: Exception, code: int
+) -> None:
     def read_state(timeout_s: float) -> str:
         raise error
 
     stage = build()
     stage.client.read_state = read_state
-    for _ in range(2):  # and the thread lives on
+    for _ in range(2):  # the thread survives an error
         found, message = error_of(ask(stage).wait_final()[0])
         assert found == code and "hangs" in message
 
 
-def test_a_client_that_is_gone_keeps_nobody_from_an_answer(build: Build) -> None:
+def test_a_disconnected_client_does_not_keep_others_from_the_state(build: Build) -> None:
     stage = build()
     broken = make_triton_request({"state": np.array([True])})
     broken.sender.failures = [RuntimeError("gone"), RuntimeError("gone")]
@@ -119,7 +123,7 @@ def test_a_client_that_is_gone_keeps_nobody_from_an_answer(build: Build) -> None
     assert value_of(ask(stage).wait_final()[0], "state") == [b"{}"]
 
 
-def test_waiting_requests_are_answered_when_the_front_end_closes() -> None:
+def test_waiting_state_requests_are_answered_when_the_front_end_closes() -> None:
     stage = Stage()
     stage.client.description = make_description(state_enabled=True)
     stage.client.read_state = patient = Patient()

@@ -1,4 +1,4 @@
-"""Every output in the responses of a stream and in one that is not streamed, as the table of tensors says."""
+"""Every output in the responses of a stream and in a single response matches the table of tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine_result(ids: str, is_first: bool, is_last: bool) -> SequenceResult:
 
 
 def every_output(stage: Stage, streaming: bool, *parts: str) -> list[dict[str, np.ndarray]]:
-    """The arrays of all responses to a request whose engine gives `parts`."""
+    """Return the arrays of all responses to a request whose engine returns `parts`."""
     stage.client.description = make_description(
         tokenizer_dir="letters", limits=make_limits(vocab_size=VOCABULARY)
     )
@@ -60,13 +60,13 @@ def every_output(stage: Stage, streaming: bool, *parts: str) -> list[dict[str, n
     for number, ids in enumerate(parts):
         result = engine_result(ids, number == 0, number == len(parts) - 1)
         stage.client.respond(Response(stage.client.last_id, result, is_final=result.is_sequence_final))
-        while streaming and len(sender.sent) <= number:  # else what waits would be joined
+        while streaming and len(sender.sent) <= number:  # otherwise waiting responses would be merged
             time.sleep(0.001)
     return [sent.response.arrays() for sent in sender.wait_final() if sent.response is not None]
 
 
 @pytest.mark.parametrize("spec", MINE, ids=lambda spec: spec.name)
-def test_a_stream_says_in_every_output_what_the_table_says(stage: Stage, spec: TensorSpec) -> None:
+def test_every_output_of_a_stream_matches_the_table(stage: Stage, spec: TensorSpec) -> None:
     (whole,) = every_output(stage, False, "cde")
     first, second = every_output(stage, True, "c", "de")
     assert spec.name in whole and spec.name in first and spec.name in second
@@ -86,7 +86,7 @@ def _said(array: np.ndarray) -> tuple:
 
 
 def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> tuple:
-    """Join two responses as one: counts of new tokens add up, and the rest continues along its tokens."""
+    """Join two responses: counts of new tokens add up, and other outputs continue along their tokens."""
     one, two = first[name], second[name]
     if name in ("sequence_length", "num_output_tokens"):
         return _said(one + two)
@@ -95,7 +95,7 @@ def _joined(name: str, first: dict[str, np.ndarray], second: dict[str, np.ndarra
     return _said(np.concatenate([one, two], axis=2))
 
 
-def test_no_response_is_larger_than_what_was_reserved_for_it(stage: Stage) -> None:
+def test_no_response_is_larger_than_its_reservation(stage: Stage) -> None:
     """Outputs that a stream repeats count in the size of every response."""
     request = replace(
         make_request(),

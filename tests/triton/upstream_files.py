@@ -1,4 +1,4 @@
-"""Files of tensorrtllm_backend's users: its documented command lines, and the work of its fill_template."""
+"""Files of tensorrtllm_backend's users: documented command lines, and a version of its fill_template."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ QUICK_START = [
         "logits_datatype:TYPE_FP32",
     ),
 ]
-"""Of its README."""
+"""Command lines of its README."""
 
 DOCUMENTED = [
     *QUICK_START,
-    # its documentation of speculative decoding
+    # from its documentation of speculative decoding
     (
         "tensorrt_llm_bls",
         "triton_max_batch_size:4,decoupled_mode:False,bls_instance_count:1,accumulate_tokens:False,"
         "logits_datatype:TYPE_FP32,tensorrt_llm_model_name:tensorrt_llm,"
         "tensorrt_llm_draft_model_name:tensorrt_llm_draft",
     ),
-    # docs/llama.md
+    # from docs/llama.md
     (
         "tensorrt_llm",
         "triton_backend:tensorrtllm,triton_max_batch_size:64,decoupled_mode:True,max_beam_width:1,"
@@ -42,7 +42,7 @@ DOCUMENTED = [
         "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32,"
         "prompt_embedding_table_data_type:TYPE_FP16",
     ),
-    # of an older version
+    # from an older version
     (
         "preprocessing",
         "tokenizer_dir:/models/x,tokenizer_type:sp,triton_max_batch_size:64,preprocessing_instance_count:1,"
@@ -53,13 +53,13 @@ DOCUMENTED = [
         "tokenizer_dir:/models/x,tokenizer_type:sp,triton_max_batch_size:64,postprocessing_instance_count:1,"
         "skip_special_tokens:True",
     ),
-    # its documentation of several modalities, for a text model
+    # from its documentation of multimodal models, for a text model
     (
         "preprocessing",
         "tokenizer_dir:/models/x,triton_max_batch_size:4,preprocessing_instance_count:1,multimodal_model_path:,"
         "engine_dir:/models/x,max_num_images:1,max_queue_delay_microseconds:20000",
     ),
-    # its tests: every variable of the file, some of them empty
+    # from its tests: every variable of the file, some of them empty
     (
         "tensorrt_llm",
         "triton_backend:python,engine_dir:/models/x,decoupled_mode:False,max_tokens_in_paged_kv_cache:,"
@@ -73,14 +73,13 @@ DOCUMENTED = [
         "lookahead_verification_set_size:",
     ),
 ]
-"""(model, second argument of fill_template.py)."""
+"""Pairs (model, second argument of fill_template.py)."""
 
 
 def fill_template(text: str, arguments: str) -> str:
-    """The text with `name:value,name:value` filled in; a backslash takes the next character as it is.
+    """Return the text with `name:value,name:value` filled in; a backslash escapes the next character.
 
-    Variables that are not named stay, but for two that have a value of 0 then; a name that is nowhere in the text
-    is an error.
+    Variables without a value stay, except for two that default to 0. An unknown name is an error.
     """
     values = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
     for argument in re.split(r"(?<!\\),", arguments):
@@ -90,7 +89,7 @@ def fill_template(text: str, arguments: str) -> str:
     return Template(text).safe_substitute(values)
 
 
-# Declarations in its files of 2025: name, data type and dims, "*" where a template variable decides the type.
+# Declarations in its files of 2025: name, data type and dims; type "*" if a template variable decides it.
 TENSORS = {
     ("tensorrt_llm", "input"): """
         input_ids INT32 -1; encoder_input_features * -1,-1; encoder_output_lengths INT32 1; input_lengths INT32 1;
@@ -120,7 +119,7 @@ TENSORS = {
         first_token_time_ns INT64 1; last_token_time_ns INT64 1; acceptance_rate FP32 1;
         total_accepted_draft_tokens INT32 1; total_draft_tokens INT32 1; num_input_tokens INT32 1;
         num_output_tokens INT32 1""",
-    # and what tensorrt_llm_bls and llmapi have beside its ensemble
+    # tensors that tensorrt_llm_bls and llmapi have in addition to its ensemble
     ("ensemble", "input"): """
         text_input BYTES 1; decoder_text_input BYTES 1; max_tokens INT32 1; num_return_sequences INT32 1;
         bad_words BYTES -1; stop_words BYTES -1; exclude_input_in_output BOOL 1; end_id INT32 1; pad_id INT32 1;
@@ -199,11 +198,11 @@ FILLED = {
     "lora_cache_host_memory_bytes": "1073741824",
     "max_num_images": "1",
 }
-"""Some of them filled in; the others are left as they come."""
+"""Values of some parameters; the others stay template variables."""
 
 
 def engine_config(parameters: dict[str, str]) -> str:
-    """Its config.pbtxt of `tensorrt_llm`, filled in: what TENSORS says, and these parameters over FILLED."""
+    """Return its filled-in config.pbtxt of `tensorrt_llm`: TENSORS, and these parameters over FILLED."""
     values = {**FILLED, **parameters}
     types = {"*": "TYPE_FP16", "BYTES": "TYPE_STRING"}
     blocks = [
@@ -217,7 +216,7 @@ def engine_config(parameters: dict[str, str]) -> str:
         for line in TENSORS["tensorrt_llm", kind].split(";"):
             name, dtype, dims = line.split()
             row = f'    name: "{name}"\n    data_type: {types.get(dtype, f"TYPE_{dtype}")}\n    dims: [ {dims} ]\n'
-            # Most scalars have a reshape; some are arrays of one.
+            # Most scalars have a reshape; some are arrays of one element.
             is_scalar = dims == "1" and not name.startswith(
                 ("retention_", "lookahead_", "guided_", "mrope_", "skip_")
             )
@@ -238,7 +237,7 @@ ENSEMBLE_OUTPUTS = [
     for line in TENSORS["tensorrt_llm", "output"].split(";")
     if "context_phase_params" not in line
 ]
-"""What its ensemble has tensorrt_llm answer, whatever a request asks for: all but output_ids go to the client."""
+"""Outputs that its ensemble always requests from tensorrt_llm; all but output_ids go to the client."""
 
 _TO_PREPROCESSING = """
     QUERY text_input; DECODER_QUERY decoder_text_input; REQUEST_OUTPUT_LEN max_tokens; BAD_WORDS_DICT bad_words;
@@ -264,7 +263,7 @@ _HANDED_ON = """
 
 
 def ensemble_config(batch_size: int = 4) -> str:
-    """Its config.pbtxt of `ensemble`, filled in: a Triton ensemble of three models."""
+    """Return its filled-in config.pbtxt of `ensemble`: a Triton ensemble of three models."""
     pairs = [line.split() for line in _TO_PREPROCESSING.split(";")]
     names = {*(wire for _, wire in pairs), *_HANDED_ON.split()}
     inputs = [

@@ -1,5 +1,6 @@
 """Checks of a machine and its installation before a server is started: `scripts/doctor`.
 
-Each check asks the functions that a start asks too, and imports what it needs while it runs, so that it can say
-what is missing on a machine where nothing is installed yet. Nothing else imports this package. One thread.
+Each check calls the functions that a start calls. It imports what it needs when it runs, so that it can
+report missing packages on a machine where nothing is installed yet. No other package imports this one. One
+thread.
 """

@@ -1,4 +1,4 @@
-"""`scripts/doctor`, or `python -m inflight.doctor`: options in, findings out, status 1 if any is red."""
+"""`scripts/doctor`, or `python -m inflight.doctor`: run checks, print findings, exit with 1 if any is red."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Examine, and write what was found to stdout; the exit status."""
+    """Run the checks and write the findings to stdout; return the exit status."""
     given = _parser().parse_args(arguments)
     findings: list[Finding] = []
     for name, check in _checks(given):
@@ -59,15 +59,15 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/doctor",
-        description="Say what this machine will do: green, yellow or red, and what mends it. Starts nothing.",
+        description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_HF_ID", help="a checkpoint: will it be loaded, and will it fit?")
+    add("--model", metavar="DIR_OR_HF_ID", help="checkpoint to check: can it be loaded, and does it fit?")
     add(
         "--revision",
         metavar="REVISION",
-        help="of a checkpoint from the Hugging Face hub, as for scripts/serve",
+        help="branch, tag or commit on the Hugging Face hub, as for scripts/serve",
     )
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), help="as for scripts/serve")
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     for service, default in _PORTS.items():
         add(f"--{service}-port", type=port, default=default, metavar="PORT", help="default: %(default)s")
     add("--tritonserver", type=Path, metavar="PATH", help="as for scripts/serve")
-    add("--json", action="store_true", help="one JSON object instead of lines")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint (`--model`): what it is, whether it will be loaded, and what is left for the KV cache beside it.
+"""Checks of a checkpoint (`--model`): its kind, whether it will load, and the room for its KV cache.
 
-It is read by the functions that load it, and laid out in a model repository as `scripts/serve` does that, but no
-weights are read. One thread.
+The same functions read it as at a load, and it is laid out in a model repository like `scripts/serve` does
+it, but no weights are read. One thread.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _GIB = 2**30
 def check_checkpoint(
     model: str, revision: str | None, dtype: str | None, settings: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Everything about one checkpoint.
+    """Report everything about one checkpoint.
 
     Args:
-        model: A folder or a name, as for `scripts/serve --model`; what is not on this machine is not fetched.
+        model: Folder or name, as for `scripts/serve --model`; missing files are not fetched.
         revision: As for `scripts/serve --revision`.
         dtype: As for `scripts/serve --dtype`.
         settings: As for `scripts/serve --set`.
@@ -75,7 +75,7 @@ def _mend_settings(reason: str) -> str:
 
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
-    """The engine parameters that config.pbtxt would have, laid out as for a start."""
+    """Return the engine parameters from the config.pbtxt that a start would write."""
     from inflight.config import Role, read_parameters
     from inflight.server import config_text
     from inflight.server.repository import Wanted, assemble, default_repository
@@ -132,7 +132,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 
 def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    """Whether plans of TensorRT would run here, by what a load looks at before it reads them."""
+    """Report whether TensorRT plans would run here, by the checks that a load makes before it reads them."""
     from inflight.engine.room import find_device
     from inflight.engine.tensorrt.checks import (
         check_model,
@@ -172,7 +172,7 @@ def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 
 def _check_transformers(folder: Path) -> Iterator[Finding]:
-    """Whether transformers' own code may run it, as far as config.json tells."""
+    """Report whether transformers' own code may run the checkpoint, judging by config.json."""
     from inflight.checkpoint_config import read_config_file
     from inflight.errors import ConfigError
 
@@ -196,12 +196,12 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
 
 
 def _count(number: int) -> str:
-    """A number of parameters, as one speaks of models."""
+    """Format a number of parameters the way people quote a model's size."""
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 
 def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
-    """How weights are stored that will be loaded, and what becomes of them."""
+    """Describe the quantization of the stored weights, and whether it is kept when they are loaded."""
     if facts.quantization is None:
         return "not quantized"
     method = facts.quantization.text_or_none("quant_method")
@@ -212,22 +212,20 @@ def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
 
 def _mend(reason: str) -> str:
     if "quantiz" in reason:
-        return "take the checkpoint that is not quantized, with --dtype int8 if memory is short"
+        return "use the unquantized checkpoint, with --dtype int8 if memory is short"
     if "safetensors files only" in reason:
         return "convert it: AutoModelForCausalLM.from_pretrained(A).save_pretrained(B) of transformers"
     if "cannot be mapped" in reason:
         return 'write it in smaller files: save_pretrained(B, max_shard_size="5GB") of transformers'
     if "cannot be read" in reason or "does not exist" in reason or "missing" in reason:
         return "download the checkpoint again: files are missing or damaged"
-    return "take a checkpoint of a supported family (README.md lists them), or correct what is named"
+    return "take a checkpoint of a supported family (README.md lists them), or fix what the message says"
 
 
 def _check_path(
     config: EngineConfig, description: ModelDescription, dtype: torch.dtype, device: torch.device
 ) -> tuple[Finding, torch.dtype, frozenset[MatrixKind]]:
-    """The way the layers will be computed, the dtype of their matrices, and the quantized kinds that stay
-    quantized.
-    """
+    """Return a finding about the layers' implementation, their matrices' dtype, and kinds kept quantized."""
     import torch
 
     from inflight.config import INT8, QUANTIZED
@@ -275,9 +273,9 @@ def _check_room(
     num_bytes: int,
     longest: int,
 ) -> Iterator[Finding]:
-    """The KV cache that the load would make in what the weights leave.
+    """Report the size of the KV cache that a load would make in the memory that the weights leave.
 
-    `dtypes`: of activations and KV cache, and of the layers' matrices.
+    `dtypes` are the dtype of activations and KV cache, and the dtype of the layers' matrices.
     """
     from inflight.engine.kv_cache import block_bytes
     from inflight.engine.kv_rounding import find_rounding
@@ -314,7 +312,7 @@ def _check_room(
 
 
 def _smaller(dtype: torch.dtype) -> list[str]:
-    """The --dtype that takes less memory than a type, if there is one."""
+    """Return advice to use a --dtype that takes less memory than `dtype`; [] if there is none."""
     smaller = ["bfloat16"] * (dtype.itemsize > 2) + ["int8"] * (dtype.itemsize > 1)
     return [f"--dtype {' or '.join(smaller)}"] if smaller else []
 

@@ -1,4 +1,4 @@
-"""The finding of a check, its severity, and the command that fixes it. Standard library only."""
+"""The finding of a check: its severity, and how to fix it. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INSTALL = "scripts/serve (it installs what is missing into .venv)"
 
 
 class Level(Enum):
-    """How a machine is in one respect: as it should be; worse than it could be; such that nothing is served."""
+    """Severity of a finding: nothing to do; could be better; a server does not start or serve."""
 
     GREEN = "green"
     YELLOW = "yellow"
@@ -23,10 +23,10 @@ class Finding:
     """The outcome of a check.
 
     Attributes:
-        name: What was looked at.
-        level: How it is.
+        name: What was checked.
+        level: Severity.
         says: What was found, in words.
-        mend: What to do about it, a command if there is one; "" where there is nothing to be done.
+        mend: How to fix it, a command if there is one; "" if there is nothing to fix.
     """
 
     name: str
@@ -36,22 +36,22 @@ class Finding:
 
 
 def green(name: str, says: str) -> Finding:
-    """It is as it should be."""
+    """Make a finding of something that is as it should be."""
     return Finding(name, Level.GREEN, says)
 
 
 def yellow(name: str, says: str, mend: str) -> Finding:
-    """It will do, and could be better."""
+    """Make a finding of something that works, but could be better."""
     return Finding(name, Level.YELLOW, says, mend)
 
 
 def red(name: str, says: str, mend: str) -> Finding:
-    """A server does not start, or does not serve, as long as this is so."""
+    """Make a finding of something that keeps a server from starting or serving."""
     return Finding(name, Level.RED, says, mend)
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The findings of a check; a missing package or a failure of the check itself is a finding too."""
+    """Return the findings of a check; a missing package or an error of the check is a red finding."""
     try:
         return list(check())
     except ImportError as error:
@@ -59,7 +59,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         if missing == "inflight" or _can_import(missing):
             return [red(name, f"cannot be examined: {error}", INSTALL)]
         return [red(name, f"cannot be examined: the package {missing} is not installed", INSTALL)]
-    except Exception as error:  # a check that fails must not hide what the others find
+    except Exception as error:  # a failing check must not hide the findings of the others
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return [
             red(name, f"the check itself failed: {said}", "this is a defect of the doctor: please report it")
@@ -67,7 +67,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def worst(findings: Iterable[Finding]) -> Level:
-    """The worst level among findings; GREEN without any."""
+    """Return the most severe level of the findings; GREEN without findings."""
     order = list(Level)
     return max((finding.level for finding in findings), key=order.index, default=Level.GREEN)
 

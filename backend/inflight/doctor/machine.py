@@ -1,6 +1,6 @@
-"""The machine itself: Python, processors, memory, shared memory, ports, a GPU and its driver.
+"""Checks of the machine: Python, processors, memory, shared memory, ports, a GPU and its driver.
 
-Needs nothing but the standard library, so that it runs before anything is installed. One thread.
+Standard library only, so that it runs before anything is installed. One thread.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 4 << 30, 1 << 30
 _MODELS, _SHARED_BYTES_OF_MODEL = (
     6,
     4 << 20,
-)  # as much each of model_repository's takes at the start (launch.py)
+)  # number of models, and the shared memory of each at the start (launch.py)
 _LITTLE_SHARED_MEMORY = 256 << 20
 _ROOT = Path("/")
 _KINDS = (("bfloat16", False), ("float32", False), ("bfloat16", True))
 
 
 def check_python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Finding]:
-    """Whether torch and the server's Python backend exist for this Python."""
+    """Report whether torch and the server's Python backend support this Python version."""
     text = ".".join(map(str, version[:3]))
     if _OLDEST <= tuple(version[:2]) <= _NEWEST:
         yield green("Python", f"{text}, {sys.prefix}")
@@ -40,7 +40,7 @@ def check_python(version: Sequence[int] = sys.version_info[:3]) -> Iterator[Find
 
 
 def check_packages() -> Iterator[Finding]:
-    """Whether everything that inflight needs is installed beside this Python."""
+    """Report whether all of inflight's dependencies are installed in this Python environment."""
     from importlib import metadata
 
     try:
@@ -57,7 +57,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
-    """How many processors this process may use, by its affinity and by the control group's quota."""
+    """Report the number of usable processors, by affinity and by the control group's quota."""
     cores = len(os.sched_getaffinity(0))
     quota = _processor_quota(root)
     if quota is not None and quota < cores:
@@ -76,7 +76,7 @@ def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report the memory that is left for weights and KV cache, as the engine will see it."""
+    """Report the memory for weights and KV cache, as the engine will see it."""
     from inflight.engine.memory import available_cpu_memory
 
     free = available_cpu_memory(root)
@@ -128,19 +128,17 @@ def _mend_layers(reason: str) -> str:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Whether responses can cross /dev/shm: every model takes 4 MiB there from its start."""
+    """Report whether /dev/shm has room for the models' responses; each model takes 4 MiB at its start."""
     needed = _MODELS * _SHARED_BYTES_OF_MODEL
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        yield red(
-            str(folder), "is no folder that can be written to", "mount -t tmpfs -o size=1g tmpfs /dev/shm"
-        )
+        yield red(str(folder), "is not a writable folder", "mount -t tmpfs -o size=1g tmpfs /dev/shm")
         return
     usage = shutil.disk_usage(folder)
     says = f"{usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free"
     mend = "docker run --shm-size=1g"
     if leftovers := sorted(path.name for path in folder.glob("inflight-server-*")):
         says += f", {len(leftovers)} files of servers that run, or were killed"
-        mend = f"ls {folder}/inflight-server-* (remove those of servers that do not run any more), or {mend}"
+        mend = f"ls {folder}/inflight-server-* (remove the files of servers that have ended), or {mend}"
     if usage.free < needed:
         yield red(str(folder), f"{says}; the models need {needed >> 20} MiB to start", mend)
     elif usage.free < _LITTLE_SHARED_MEMORY:
@@ -150,7 +148,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
 
 
 def check_ports(host: str, ports: Mapping[str, int]) -> Iterator[Finding]:
-    """Whether each port can be listened on, as `scripts/serve` will try; if not, who has it."""
+    """Report whether `scripts/serve` can listen on each port, and if not, which processes listen there."""
     from inflight.server.errors import OptionError
     from inflight.server.ports import Ports, resolve_host, resolve_ports
 
@@ -186,11 +184,11 @@ def _described_owner(port: int) -> str:
 
 
 def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
-    """Processes that listen on a TCP port, and their names; without those of other users."""
+    """Return (process id, name) of the processes that listen on a TCP port, except those of other users."""
     inodes = set(_listening_sockets(port, root))
     found: list[tuple[int, str]] = []
     for folder in (root / "proc").glob("[0-9]*") if inodes else ():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if inodes & set(_links(folder / "fd")):
                 found.append((int(folder.name), (folder / "comm").read_text().strip()))
     return sorted(found)
@@ -198,7 +196,7 @@ def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
 
 def _links(folder: Path) -> Iterator[str]:
     for link in folder.iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # the file was closed meanwhile
             yield os.readlink(link)
 
 
@@ -214,12 +212,12 @@ def _listening_sockets(port: int, root: Path) -> Iterator[str]:
 
 
 def has_gpu(root: Path = _ROOT) -> bool:
-    """Whether the kernel has an NVIDIA device, which is what a start looks for too."""
+    """Return whether the kernel has an NVIDIA device, as a start determines it."""
     return (root / "dev/nvidiactl").exists()
 
 
 def check_driver(root: Path = _ROOT) -> Iterator[Finding]:
-    """Whether there is an NVIDIA GPU, and its driver."""
+    """Report whether there is an NVIDIA GPU, and its driver's version."""
     if not has_gpu(root):
         if shutil.which("nvidia-smi") is None:
             yield green("GPU", "no NVIDIA GPU: the layers run on the processors")
@@ -233,14 +231,14 @@ def check_driver(root: Path = _ROOT) -> Iterator[Finding]:
     try:
         line = (root / "proc/driver/nvidia/version").read_text().splitlines()[0]
     except (OSError, IndexError):
-        yield yellow("driver", "its version is not to be had", "nvidia-smi")
+        yield yellow("driver", "its version cannot be read", "nvidia-smi")
         return
     version = re.search(r"\d+\.\d[\d.]*", line)
     yield green("driver", version[0] if version else line)
 
 
 def _processor_quota(root: Path) -> float | None:
-    """Processors' time that this process's control groups grant; None without a limit."""
+    """Return the processors' time that this process's control groups grant; None without a limit."""
     mount = root / "sys/fs/cgroup"
     try:
         entries = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()

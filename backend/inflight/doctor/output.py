@@ -1,4 +1,4 @@
-"""How findings are written: in colours by rich on a terminal, as plain lines elsewhere, or as JSON."""
+"""Write findings: in colours by rich on a terminal, as plain lines elsewhere, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SUMMARY = {
 
 
 def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
-    """One object: `status`, the worst level, and `findings`, each with name, level, says and mend."""
+    """Write an object: `status`, the worst level, and `findings` with name, level, says and mend."""
     values = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     json.dump({"status": worst(findings).value, "findings": values}, stream, indent=2)
     stream.write("\n")
 
 
 def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
-    """A line for each finding, in colours where the stream is a terminal and rich is installed."""
+    """Write a line per finding, in colours if the stream is a terminal and rich is installed."""
     if stream.isatty():
         try:
             _write_rich(findings, stream)

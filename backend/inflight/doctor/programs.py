@@ -1,4 +1,4 @@
-"""Checks of what is installed: torch and its use of a GPU, tritonserver with its Python backend, MPI.
+"""Checks of installed programs: torch and its use of a GPU, tritonserver with its Python backend, MPI.
 
 One thread.
 """
@@ -24,7 +24,7 @@ _HOPPER = 9
 
 
 def check_torch(has_gpu: bool) -> Iterator[Finding]:
-    """torch's version and build, and whether it sees the GPU that the machine has."""
+    """Report torch's version and build, and whether it sees the machine's GPU."""
     import torch
 
     cuda = torch.version.cuda
@@ -53,7 +53,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
             f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         )
         if free < total / 2:
-            yield yellow(f"GPU {index}", f"{says}: somebody else uses it", "nvidia-smi (who has the memory?)")
+            yield yellow(f"GPU {index}", f"{says}: other processes use it", "nvidia-smi")
         else:
             yield green(f"GPU {index}", says)
 
@@ -61,13 +61,14 @@ def _devices(torch: Any) -> Iterator[Finding]:
 def check_attention(
     model: Path | None, dtype: str | None = None, kv_cache_dtype: str = "auto"
 ) -> Iterator[Finding]:
-    """Report the attention kernel that a model gets on the device, tried as a load tries it, and why not a
-    faster one.
+    """Report which attention kernel a model gets on the device, and why not a faster one.
+
+    Kernels are tried as at a load.
 
     Args:
-        model: A checkpoint folder; None: the demo model, whose shape stands for others.
-        dtype: As the parameter of config.pbtxt.
-        kv_cache_dtype: Likewise.
+        model: Checkpoint folder; None: the demo model, as an example.
+        dtype: Value of the parameter in config.pbtxt.
+        kv_cache_dtype: Value of the parameter in config.pbtxt.
     """
     import torch
 
@@ -83,7 +84,7 @@ def check_attention(
     try:
         description = read_model_description(folder)
     except UnknownFamily as error:
-        yield green("attention", f"that of {error.family} is tried when it is loaded")
+        yield green("attention", f"found when a model of the family {error.family} is loaded")
         return
     config = EngineConfig(gpt_model_path=str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     device = find_device(None)
@@ -119,7 +120,7 @@ def check_attention(
 
 
 def check_mpi() -> Iterator[Finding]:
-    """mpirun and mpi4py, which several ranks need."""
+    """Report mpirun and mpi4py, which are needed for several ranks."""
     from inflight.errors import ConfigError
     from inflight.ranks.launch import find_mpirun
 
@@ -140,7 +141,7 @@ def check_mpi() -> Iterator[Finding]:
 
 
 def check_tritonserver(program: Path | None = None) -> Iterator[Finding]:
-    """The server, found as `scripts/serve` finds it, and its Python backend; `program`: another one."""
+    """Report the tritonserver that `scripts/serve` would find, or `program`, and its Python backend."""
     from inflight.server import installation
     from inflight.server.errors import ServeError
 
@@ -154,7 +155,7 @@ def check_tritonserver(program: Path | None = None) -> Iterator[Finding]:
             yield red("tritonserver", str(error), _mend_server(str(error)))
             return
         says = f"{found.program}{_wheel_version() if program is None else _image_version(found.program)}"
-        # It has no option for its version, but that for its usage shows whether it can be loaded at all.
+        # It has no option to print its version; --help shows whether it can be loaded at all.
         if _first_line([str(found.program), "--help"], found.environment()) is None:
             yield red("tritonserver", f"{says} does not start: a library is missing", f"ldd {found.program}")
             return
@@ -185,7 +186,7 @@ def _wheel_version() -> str:
 
 
 def _image_version(program: Path) -> str:
-    """The version of a server in one of NVIDIA's images, read from its file; "" elsewhere."""
+    """Return the version of a server in one of NVIDIA's images, read from a file; "" elsewhere."""
     try:
         return f", {(program.parent.parent / 'TRITON_VERSION').read_text().strip()}"
     except OSError:
@@ -193,7 +194,7 @@ def _image_version(program: Path) -> str:
 
 
 def _first_line(command: list[str], environment: dict[str, str] | None = None) -> str | None:
-    """The first line that a program writes; None if it writes none or cannot be run."""
+    """Return the first line that a program writes; None if it writes none or cannot be run."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
-"""A checkpoint, before anything is started: where `--model` is, and in how many parts it can be cut.
+"""Checks of a checkpoint before a start: where `--model` is, and into how many ranks it can be divided.
 
-Where that is, `inflight.hub` finds out. A model whose config.json states no sizes is taken as it is: the engine
-itself refuses what cannot be done.
+`inflight.hub` finds the folder. A model whose config.json states no sizes is not checked here: the engine
+itself refuses what it cannot do.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from inflight.server.errors import OptionError
 
 
 def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The folder that holds `model`; raises OptionError where there is none to be had."""
+    """Return the folder that holds `model`; raises OptionError if there is none."""
     try:
         folder = hub.find_checkpoint(model, revision)
     except ConfigError as error:
@@ -23,13 +23,13 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
 
 
 def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
-    """Raise OptionError if the model cannot be cut so, with what would do."""
+    """Raise OptionError, with the possible sizes, if the model cannot be divided among these ranks."""
     if tp == pp == 1:
         return
     try:
         facts = CheckpointFacts.read(checkpoint)
     except ConfigError:
-        return  # loading it says what is wrong
+        return  # loading the model reports the error
     name = hub.checkpoint_name(checkpoint)
     if facts.num_layers is not None and pp > facts.num_layers:
         raise OptionError(
@@ -43,7 +43,7 @@ def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
         _check_experts(name, facts.num_experts, tp, ep)
     sizes = tensor_parallel_sizes(
         num_heads, num_kv_heads, inner * ep
-    )  # an expert is for the ranks of a group
+    )  # each expert is divided among the ranks of one group
     if tp not in sizes:
         raise OptionError(
             f"--tp {tp}: does not divide {name}, which has {num_heads} heads, {num_kv_heads} key heads "
@@ -63,7 +63,7 @@ def _check_experts(name: str, count: int | None, tp: int, ep: int) -> None:
 
 
 def _check_spelling(model: str, folder: Path) -> Path:
-    """Return the folder; OptionError if config.pbtxt, which is UTF-8, cannot say where it is."""
+    """Return the folder; raises OptionError if its path is not UTF-8, as config.pbtxt must be."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:

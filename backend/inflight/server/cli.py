@@ -1,7 +1,7 @@
-"""The command line of `scripts/serve`: options in, a READY line out.
+"""The command line of `scripts/serve`: parses options, runs the server, and prints a READY line.
 
-Keeping the server up is `supervisor.py`'s affair. Runs on the main thread alone; the server's log is copied to
-stderr by a thread of `log.ServerLog`.
+`supervisor.py` keeps the server running. This module runs on the main thread; a thread of `log.ServerLog`
+copies the server's log to stderr.
 """
 
 import argparse
@@ -33,12 +33,12 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal says to end; returns the exit status."""
+    """Serve until a signal ends it; return the exit status."""
     raise_descriptor_limit()
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
-            os.environ.pop(variable, None)  # which are none of the models' business
+            os.environ.pop(variable, None)  # the models must not see them
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
-    """The options a command line stands for; raises OptionError, or ends the program for wrong usage."""
+    """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
     given = _parser().parse_args(arguments)
     _check_engine(given)
     return ServerOptions(
@@ -118,11 +118,11 @@ def _openai_options(given: argparse.Namespace) -> OpenAiOptions:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/serve",
-        description="Start tritonserver in the foreground and say READY when every model is.",
-        epilog="--no-venv, first seen by the script, uses the active Python environment instead of .venv. "
-        "model_repository/tensorrt_llm/config.pbtxt says what can be --set; "
-        "--set max_batch_size=N is how many sequences run at a time; --set decoupled_mode=false has tensorrt_llm "
-        "and ensemble give one response to a request.",
+        description="Start tritonserver in the foreground, and print READY when every model is ready.",
+        epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "
+        "model_repository/tensorrt_llm/config.pbtxt lists the parameters for --set; "
+        "--set max_batch_size=N is the number of sequences that run at a time; with "
+        "--set decoupled_mode=false, tensorrt_llm and ensemble give one response per request.",
         allow_abbrev=False,
     )
     _add_model_options(parser)
@@ -150,7 +150,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=named_folder,
         action="append",
         default=[],
-        help="a LoRA adapter that requests may name, as often as wanted",
+        help="a LoRA adapter that requests may name; may be repeated",
     )
     add(
         "--set",
@@ -158,7 +158,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         action="append",
         default=[],
-        help="a config.pbtxt parameter, as often as wanted",
+        help="a parameter of config.pbtxt; may be repeated",
     )
 
 
@@ -168,7 +168,7 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
         explanation = "default: %(default)s; 0: any free one"
         add(f"--{service}-port", type=port, default=default, metavar="PORT", help=explanation)
-    add("--no-openai", action="store_true", help="serve Triton's endpoints alone, and no /v1")
+    add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
 
 
 def _add_running_options(parser: argparse.ArgumentParser) -> None:
@@ -178,38 +178,37 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=30,
         metavar="SECONDS",
-        help="for requests in flight at the end (default: %(default)s)",
+        help="time for requests in flight when the server is told to end (default: %(default)s)",
     )
     add(
         "--ready-timeout",
         type=count,
         default=300,
         metavar="SECONDS",
-        help="give up a server that is not ready and has made no progress for so long: no line in its log, no "
-        "file read, no memory filled (default: %(default)s)",
+        help="give up a server that is not ready after this time without progress: no line in its log, no file "
+        "read, no memory filled (default: %(default)s)",
     )
     add(
         "--restarts",
         type=whole,
         default=5,
         metavar="N",
-        help="start a server that has ended by itself again, and give up after N starts in a row that came to "
-        "nothing; 0: never start it again (default: %(default)s)",
+        help="restart a server that has ended by itself, and give up after N failed starts in a row; 0: never "
+        "restart it (default: %(default)s)",
     )
     add(
         "--no-request-checks",
         action="store_true",
-        help="do not look for requests that end tritonserver (empty batches, shapes that overflow, ...) before it "
-        "sees them",
+        help="do not refuse requests that would end tritonserver (empty batches, shapes that overflow, ...)",
     )
     add(
         "--model-control",
         choices=("none", "explicit"),
         default="none",
-        help="explicit: models can be unloaded and loaded by requests that bring the key of "
+        help="explicit: models can be unloaded and loaded by requests with the key of "
         f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
     )
-    add("--log-verbose", action="store_true", help="tritonserver's verbose log, and nothing left out of it")
+    add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
 
 
 def _add_api_options(parser: argparse.ArgumentParser) -> None:
@@ -225,8 +224,8 @@ def _add_api_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--allow-model-config",
         action="store_true",
-        help="let every client read the models' configurations, which name folders of this machine: perf_analyzer "
-        "and /v1 of another host (--triton) ask for them",
+        help="let every client read the models' configurations, which name folders of this machine; "
+        "perf_analyzer and /v1 on another host (--triton) need them",
     )
 
 
@@ -237,9 +236,9 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--write-repository",
         type=Path,
         metavar="DIR",
-        help="start nothing: lay the models out in this new folder, for a tritonserver that something else starts",
+        help="start nothing: lay out the models in this new folder, for a tritonserver started by another program",
     )
-    add("--tritonserver", type=Path, metavar="PATH", help="another tritonserver, with its own backends")
+    add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
     add(
         "--engine",
         choices=("torch", "transformers", "tensorrt"),
@@ -251,7 +250,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--engine-dir",
         metavar="DIR",
         type=Path,
-        help="folder of plans that scripts/build wrote; without --model it has the tokenizer, too",
+        help="folder of plans that scripts/build wrote; without --model, the tokenizer is read from it too",
     )
 
 
@@ -269,18 +268,18 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--mode",
         choices=get_args(Mode),
-        help="who starts the ranks: leader, this command; orchestrator, the model itself, which starts them again "
-        "if one is lost (default: in_process for one rank, orchestrator for several)",
+        help="who starts the ranks: leader, this command; orchestrator, the model itself, which restarts them if "
+        "one is lost (default: in_process for one rank, orchestrator for several)",
     )
     add(
         "--mpirun-arguments",
         metavar="ARGUMENTS",
-        help='further arguments for mpirun, as one word: --mpirun-arguments="--hostfile hosts"',
+        help='further arguments for mpirun, in one argument: --mpirun-arguments="--hostfile hosts"',
     )
 
 
 def _check_engine(given: argparse.Namespace) -> None:
-    """Raise OptionError where --engine and --engine-dir do not go together."""
+    """Raise OptionError if --engine and --engine-dir contradict each other."""
     folder = given.engine_dir
     if folder is not None and given.engine not in (None, "tensorrt"):
         raise OptionError(f"--engine-dir {folder} is for --engine tensorrt, not {given.engine}")
@@ -299,7 +298,7 @@ def _serve(options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _echo() -> Generator[TextIO, None, None]:
-    """The stream of the server's log: stderr; on a terminal, lines about progress become a bar there."""
+    """Yield the stream of the server's log: stderr; on a terminal it shows progress as a bar."""
     if not sys.stderr.isatty():
         yield sys.stderr
         return
@@ -316,7 +315,7 @@ def _write(options: ServerOptions, target: Path) -> int:
 
 
 def ready_line(server: TritonServer) -> str:
-    """The line that tells where a ready server listens and what it serves."""
+    """Return the line that says where a ready server listens and what it serves."""
     model = server.repository.checkpoint or "none"
     openai = f" openai={server.openai}" if server.openai else ""
     return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics}{openai} model={model}"

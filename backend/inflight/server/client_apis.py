@@ -1,10 +1,10 @@
 """The APIs that Triton's HTTP and gRPC ports offer to clients, as arguments for tritonserver.
 
-Whoever may load a model may run code, as a load can bring files, `model.py` among them. Whoever may register
-shared memory may read and write any file in /dev/shm, the Python backend's too. Whoever may change the settings of
-the log and of traces can write files and silence errors. A model's configuration names folders and sockets of this
-machine. So these take a key. A model that has itself loaded again, as an orchestrator does, asks tritonserver in
-process, and needs none.
+A client that may load a model may run code, because a load request can contain files, including `model.py`. A
+client that may register shared memory may read and write any file in /dev/shm, including the Python
+backend's. A client that may change the settings of the log and of traces can write files and suppress errors.
+A model's configuration names folders and sockets of this machine. So these APIs require a key. A model that
+reloads itself, such as the model of an orchestrator, asks tritonserver in process, and needs no key.
 """
 
 import re
@@ -14,26 +14,28 @@ from dataclasses import dataclass
 from inflight.server.errors import OptionError
 
 CONTROL_KEY_VARIABLE = "INFLIGHT_CONTROL_KEY"
-"""The environment variable that has the key of an operator."""
+"""Environment variable with the operator's key."""
 
 CONTROL_KEY_HEADER = "inflight-control-key"
-"""The HTTP header that brings it; over gRPC `triton-grpc-protocol-` stands before the name."""
+"""HTTP header that carries the key; over gRPC, its name is prefixed with `triton-grpc-protocol-`."""
 
-# tritonserver takes a key by its arguments alone, which others on the machine can read. Without an operator's key
-# the header has a colon in its name. Neither HTTP nor gRPC can send such a header, so knowing the key is no help.
+# tritonserver takes a key only as an argument, which other users of the machine can read. So without an
+# operator's key, the header's name contains a colon: neither HTTP nor gRPC can send such a header, and the
+# key is of no use.
 _UNSENDABLE_HEADER = "nobody:has-this-key"
 
 
 @dataclass(frozen=True)
 class ClientApis:
-    """The operations that clients may use beside inference, health, metadata and statistics.
+    """The operations that clients may use besides inference, health, metadata and statistics.
 
     Attributes:
-        shared_memory: Pass tensors in shared memory that they register.
+        shared_memory: Register shared memory, and pass tensors in it.
         logging: Read and change the settings of the log.
         trace: Read and change the settings of traces.
         model_config: Read the models' configurations, as perf_analyzer does before its first request.
-        key: Opens all of these, and loading and unloading models, to requests that bring it; None: nobody has one.
+        key: Key that allows a request all of these, and loading and unloading models; None: no key is
+            accepted.
     """
 
     shared_memory: bool = False
@@ -47,7 +49,7 @@ class ClientApis:
             raise OptionError(f"{CONTROL_KEY_VARIABLE}: expected a word of visible ASCII characters")
 
     def arguments(self) -> list[str]:
-        """The arguments for tritonserver that restrict what is not offered."""
+        """Return the arguments for tritonserver that restrict the APIs that are not offered."""
         is_open = {
             "shared-memory": self.shared_memory,
             "logging": self.logging,

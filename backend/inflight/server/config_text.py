@@ -1,8 +1,8 @@
-"""Read and fill the `parameters` of a config.pbtxt without disturbing the rest of its text.
+"""Read and fill in the `parameters` of a config.pbtxt without changing the rest of its text.
 
-Owns just enough of protobuf's text format to find the entries: comments, quoted strings, braces and brackets; and
-what stands for a template variable outside of strings that nobody filled in. Does not know what any parameter
-means.
+Owns as much of protobuf's text format as is needed to find the entries: comments, quoted strings, braces and
+brackets. Also owns the defaults of template variables outside of strings that were not filled in. Does not
+know what a parameter means.
 """
 
 import re
@@ -36,7 +36,7 @@ _FIELD_DEFAULTS = {
     "encoder_input_features_data_type": "TYPE_FP16",
     "prompt_embedding_table_data_type": "TYPE_FP16",
 }
-"""tensorrtllm_backend's template variables that are no strings, and what this project's own files have there."""
+"""Defaults of tensorrtllm_backend's template variables outside of strings, as in this project's own files."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One `parameters` entry: its key, its value, and where the value's quoted text stands."""
+    """One `parameters` entry: its key, its value, and the position of the value's quoted text."""
 
     key: str
     value: str
@@ -58,12 +58,12 @@ class _Entry:
 
 
 def read_parameters(config_text: str) -> dict[str, str]:
-    """Every parameter with a string value, in the order of the file."""
+    """Return every parameter with a string value, in the order of the file."""
     return {entry.key: entry.value for entry in _entries(config_text)}
 
 
 def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
-    """The same text with these parameters replaced where they stand, or appended where they do not."""
+    """Return the text with these parameters replaced, or appended if it does not have them."""
     missing = dict(values)
     pieces: list[str] = []
     position = 0
@@ -80,7 +80,7 @@ def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
 
 
 def add_outputs(config_text: str, outputs: Mapping[str, int]) -> str:
-    """The same text with FP32 outputs of so many dimensions appended, but for those that it declares already."""
+    """Return the text with undeclared FP32 `outputs` appended; values are numbers of dimensions."""
     new = [name for name in outputs if not re.search(rf'name\s*:\s*"{re.escape(name)}"', config_text)]
     if not new:
         return config_text
@@ -92,15 +92,15 @@ def add_outputs(config_text: str, outputs: Mapping[str, int]) -> str:
 
 
 def set_input_type(config_text: str, name: str, data_type: str) -> str:
-    """The same text with another data type of the tensor `name`, where that stands behind its name, as usual."""
+    """Return the text with another data type for the tensor `name`, if the type follows the name directly."""
     pattern = rf'(name\s*:\s*"{re.escape(name)}"\s*,?\s*data_type\s*:\s*)\w+'
     return re.sub(pattern, rf"\g<1>{data_type}", config_text)
 
 
 def fill_fields(config_text: str) -> str:
-    """The same text with a default for every variable outside of a string, where it is no protobuf.
+    """Return the text with defaults for variables outside of strings, which would be invalid protobuf.
 
-    Variables that have none stay, and so do those in strings and comments.
+    Variables without a default stay, and so do variables in strings and comments.
     """
     return _UNQUOTED_VARIABLE.sub(
         lambda match: match["kept"] or _FIELD_DEFAULTS.get(match["name"], match[0]), config_text
@@ -108,7 +108,7 @@ def fill_fields(config_text: str) -> str:
 
 
 def set_max_batch_size(text: str, size: int) -> str:
-    """The text with another `max_batch_size`, if it has one."""
+    """Return the text with another `max_batch_size`, if it has one."""
     return re.sub(r"^max_batch_size\s*:\s*\d+", f"max_batch_size: {size}", text, flags=re.MULTILINE)
 
 
@@ -116,24 +116,24 @@ _DECOUPLED = re.compile(r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decouple
 
 
 def read_decoupled(text: str) -> bool | None:
-    """`decoupled` of the `model_transaction_policy`; None without one."""
+    """Return `decoupled` of the `model_transaction_policy`; None without one."""
     match = _DECOUPLED.search(text)
     return None if match is None else match["value"].lower() == "true"
 
 
 def set_decoupled(text: str, decoupled: bool) -> str:
-    """The text with another `decoupled` in its `model_transaction_policy`, if it has one."""
+    """Return the text with another `decoupled` in its `model_transaction_policy`, if it has one."""
     return _DECOUPLED.sub(lambda match: match["head"] + ("true" if decoupled else "false"), text)
 
 
 def quote(value: str) -> str:
-    """`value` as a quoted string of protobuf's text format."""
+    """Return `value` as a quoted string of protobuf's text format."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + escaped.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") + '"'
 
 
 def unquote(literal: str) -> str:
-    """The text that a quoted string stands for; numeric escapes are bytes of UTF-8."""
+    """Return the text of a quoted string; numeric escapes are bytes of UTF-8."""
     raw = _ESCAPE.sub(lambda match: _unescape(match[1]), literal[1:-1])
     return raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -172,7 +172,7 @@ def _entries(text: str) -> Iterator[_Entry]:
 
 
 def _end_of_block(tokens: list[_Token], index: int) -> int:
-    """The index behind the bracket that closes the block starting at `index` (a colon may come first)."""
+    """Return the index after the bracket that closes the block at `index`, which may begin with a colon."""
     depth = 0
     for position in range(index, len(tokens)):
         depth += (tokens[position].text in _OPEN) - (tokens[position].text in _CLOSE)
@@ -182,7 +182,7 @@ def _end_of_block(tokens: list[_Token], index: int) -> int:
 
 
 def _entries_in(block: list[_Token]) -> Iterator[_Entry]:
-    """`{ key: "k" value: { string_value: "v" } }`, or a list of such: a value belongs to the key before it."""
+    """Yield the entries of `{ key: "k" value: { string_value: "v" } }`, or of a list of these."""
     key: str | None = None
     for index, token in enumerate(block):
         if token.text == "key":
@@ -196,7 +196,7 @@ def _entries_in(block: list[_Token]) -> Iterator[_Entry]:
 
 
 def _strings_after(block: list[_Token], index: int) -> list[_Token]:
-    """The quoted strings behind a field name; adjacent ones are one value."""
+    """Return the quoted strings after a field name; adjacent strings are one value."""
     position = index + 1
     if position < len(block) and block[position].text == ":":
         position += 1

@@ -1,17 +1,17 @@
-"""How many files and connections each process of the server may have open, and what to say where they run out.
+"""The limit of open files and connections of each process of the server, and the advice when it is reached.
 
-A connection of a client is a file descriptor, so the limit is one on clients. Sessions of a shell or of systemd
-often have a soft limit of 1024 or fewer, which `scripts/serve` raises to the hard one.
+Each client connection is a file descriptor, so the limit bounds the number of clients. Sessions of a shell or
+of systemd often have a soft limit of 1024 or fewer, which `scripts/serve` raises to the hard limit.
 """
 
 import resource
 
 TOO_MANY = "Too many open files"
-"""How every process says that it has as many as it may."""
+"""Text in a process's error when it has reached the limit."""
 
 
 def explanation() -> str:
-    """Advice for the server's operator when it has run out of file descriptors."""
+    """Return advice for the server's operator after a process has run out of file descriptors."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
         f"a process of the server has {limit} files and connections open and may not have more: raise `ulimit -n` "

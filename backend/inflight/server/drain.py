@@ -1,9 +1,9 @@
-"""Whether a server that has been told to end still works on requests.
+"""Detect whether a server that was told to end still works on requests.
 
-The embedded tritonserver keeps a model loaded, and so itself alive, while any client holds a gRPC stream open,
-with or without requests on it; so the launcher has to see for itself that the last request is done. Engines are
-told to end, and say when they have answered everything (`EngineDrain`); models of a repository without an engine
-are known to be left without work by using no processor (`IdleWatch`).
+The embedded tritonserver keeps a model loaded, and so keeps running, while any client holds a gRPC stream
+open, with or without requests on it. So the launcher has to find out by other means that the last request is
+done. Engines are told to end, and report when they have answered all requests (`EngineDrain`). Models of a
+repository without an engine count as idle when they use no processor time (`IdleWatch`).
 """
 
 import os
@@ -16,21 +16,21 @@ import psutil
 
 from inflight.endpoint.client import drain_engine
 
-# What stubs use that only wait, with room for the resolution of the kernel's accounts.
+# Share of processor time that idle stubs use, with a margin for the resolution of the kernel's accounting.
 _RESTING_SHARE = 0.01
 _RESOLUTION_S = 0.02
 
 
 class EngineDrain:
-    """Tells a server's engines that it ends, and notes when they have answered everything.
+    """Tells a server's engines that the server ends, and records when they have answered all requests.
 
-    Triton gives a model no notice of its end while requests are in flight: past the exit timeout they would be
-    dropped without an answer. An engine that is told ends them with UNAVAILABLE in time. Construction starts one
-    thread for each engine.
+    Triton does not tell a model that it ends while requests are in flight; after the exit timeout they would
+    be dropped without an answer. An engine that is told ends its requests with UNAVAILABLE in time.
+    Construction starts one thread per engine.
 
     Args:
         sockets: The engines' endpoints.
-        timeout_s: How long their requests may go on.
+        timeout_s: Most seconds that their requests may go on.
     """
 
     def __init__(self, sockets: Sequence[Path], timeout_s: float) -> None:
@@ -40,7 +40,7 @@ class EngineDrain:
             threading.Thread(target=self._drain, args=(str(socket), timeout_s), daemon=True).start()
 
     def seconds(self) -> float:
-        """Seconds since the last engine had answered everything, 0 until then."""
+        """Return the seconds since the last engine has answered all requests; 0 before that."""
         return time.monotonic() - max(self._done_at) if len(self._done_at) == self._count else 0.0
 
     def _drain(self, path: str, timeout_s: float) -> None:
@@ -49,11 +49,11 @@ class EngineDrain:
 
 
 class IdleWatch:
-    """Says, whenever it is asked, for how long nothing has been going on.
+    """Measures for how long the watched processes have been idle.
 
     Args:
-        processor_time: Seconds of processor time that the watched processes have used so far.
-        now: Monotonic seconds.
+        processor_time: Returns the processor time that the watched processes have used so far, in seconds.
+        now: Returns monotonic seconds.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IdleWatch:
         self._restart(now())
 
     def seconds(self) -> float:
-        """Seconds since the last sign of work, or since the watch began."""
+        """Return the seconds since the last activity, or since the watch began."""
         now = self._now()
         if self._is_busy(now):
             self._restart(now)
@@ -80,7 +80,7 @@ class IdleWatch:
 
 
 def stubs_processor_time(group: int) -> float:
-    """Seconds of processor time used by a process group except for its leader."""
+    """Return the processor time of a process group without its leader, in seconds."""
     return sum(_time_in_group(pid, group) for pid in psutil.pids() if pid != group)
 
 

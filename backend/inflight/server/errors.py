@@ -1,8 +1,8 @@
-"""The errors between the command line and a ready server.
+"""Errors between the command line and a ready server.
 
 ServeError            starting or running the server failed            exit 1
-├── Starved           a start failed that may work when tried again    exit 1
-└── OptionError       what was asked for cannot be done as it stands   exit 2
+├── Starved           a start failed that may succeed when repeated    exit 1
+└── OptionError       the options ask for something impossible         exit 2
 """
 
 
@@ -13,7 +13,7 @@ class ServeError(Exception):
 
 
 class Starved(ServeError):
-    """The server ended before it was ready because the machine had no time for one of its processes."""
+    """The server ended before it was ready because one of its processes did not get enough processor time."""
 
 
 class OptionError(ServeError):

@@ -1,10 +1,11 @@
-"""A process beside that of every model: it ends the server if the model's process is killed.
+"""A process beside each model's process that ends the server if the model's process is killed.
 
-tritonserver 2.51 neither answers the requests of a model whose process is gone nor starts another one, and takes
-the model for ready all the while. `Guard` is the model's side; `python -m inflight.server.guard` the other. It
-reads a pipe that only the model's process holds: one that ends without a goodbye, falls silent or asks for it has
-the server ended within seconds, and with it the other models' processes, the ranks, and what all of them had in
-shared memory. `scripts/serve` then starts the server again.
+If a model's process is gone, tritonserver 2.51 neither answers its requests nor starts another process, and
+still reports the model as ready. `Guard` is the side in the model's process; the guard process runs
+`python -m inflight.server.guard`. It reads a pipe that only the model's process holds. If the model's process
+ends without dismissing it, falls silent, or asks for it, the guard ends the server within seconds, with the
+other models' processes, the ranks, and all of their shared memory. `scripts/serve` then starts the server
+again.
 """
 
 from __future__ import annotations
@@ -28,30 +29,31 @@ from inflight.server.runtime_directory import UMASK, note_loss
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
 _SHARED_MEMORY = Path("/dev/shm")
-_REGION = 2  # of a stub's arguments: the name of its shared memory
+_REGION = 2  # index of the name of the stub's shared memory in its arguments
 _STUB = b"triton_python_backend_stub"
 _SERVER_GRACE_S = 2.0
 _RANKS_GRACE_S = 1.0
 _KILLED_S = 2.0
 SILENCE_S = 20.0
-"""How long a model's process may be silent: one that is stopped, or whose native code holds Python's lock."""
+"""Most seconds of silence. A process is silent if it is stopped, or if native code holds the GIL."""
 
 _BEATS_PER_TIMEOUT = 5
-_STOPPED = 1.5  # a wait that takes so many times as long: this process was stopped itself
+_STOPPED = 1.5  # a wait that takes this many times its timeout means that the guard itself was stopped
 
 
 class Guard:
-    """The side of the model's process, whose parent is tritonserver; every such process has one. Any thread.
+    """The guard's side in a model's process, whose parent is tritonserver; one per process. Any thread.
 
     Args:
-        python: The interpreter.
+        python: The Python interpreter.
         model: The model's name, for the log.
-        kept_open: File descriptors that the guard holds as long as it lives.
+        kept_open: File descriptors that the guard process keeps open.
     """
 
     def __init__(self, python: str, model: str, *kept_open: int) -> None:
         self._process = subprocess.Popen(
-            # Its own region too, as the arguments of a process that has been killed cannot be read.
+            # Passes the name of its own shared memory too, because the arguments of a killed process cannot
+            # be read.
             [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],
             bufsize=0,  # so that a line is one write, from any thread
             stdin=subprocess.PIPE,
@@ -63,24 +65,24 @@ class Guard:
         self._has_ended = threading.Event()
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """End ranks with the server: `launcher` is what ends them, `folder` is theirs in shared memory."""
+        """End the ranks with the server, by ending `launcher`; remove `folder`, theirs in shared memory."""
         self._tell(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
 
     def remove_later(self, files: str) -> None:
-        """Remove files whose paths start with `files` when the server has been ended; "" for none."""
+        """Remove files whose paths start with `files` after the server has ended; "" for none."""
         if files:
             self._tell(b"%s %s" % (_FILES, os.fsencode(files)))
 
     def beat(self, timeout_s: float) -> None:
-        """Tell the guard regularly that this process lives; `timeout_s` seconds of silence count as its end."""
+        """Start a thread that sends beats; `timeout_s` seconds of silence count as this process's end."""
         threading.Thread(target=self._beat, args=(timeout_s,), name="guard-beat", daemon=True).start()
 
     def end_server(self) -> None:
-        """End the server and everything that belongs to it, this process too."""
+        """End the server and all of its processes, including this one."""
         self._tell(_END)
 
     def dismiss(self) -> None:
-        """This process ends in order, or another takes its place. Idempotent."""
+        """Dismiss the guard because this process ends in order or another takes its place. Idempotent."""
         self._has_ended.set()
         self._tell(_DISMISS)
         with contextlib.suppress(OSError):
@@ -89,7 +91,7 @@ class Guard:
         self._process.wait()
 
     def rest(self) -> None:
-        """Do nothing any more, but live as long as the server, and hold what is to be held."""
+        """Stop watching this process, but keep the guard and its descriptors until the server ends."""
         self._has_ended.set()
         self._tell(_REST)
 
@@ -99,15 +101,16 @@ class Guard:
             self._has_ended.wait(timeout_s / _BEATS_PER_TIMEOUT)
 
     def _tell(self, line: bytes) -> None:
-        with contextlib.suppress(OSError, ValueError):  # somebody has killed the guard, or it is dismissed
+        with contextlib.suppress(OSError, ValueError):  # the guard was killed or dismissed
             assert self._process.stdin is not None
             self._process.stdin.write(line + b"\n")
 
 
 def keep_private() -> None:
-    """Have nobody but this user read what this process makes, nor its shared memory; for a stub of tritonserver's.
+    """Make this process's new files and its stub's shared memory readable for this user only.
 
-    tritonserver lets everybody read a stub's shared memory, whatever the umask says.
+    tritonserver makes a stub's shared memory readable for all users, whatever the umask is. Has no effect
+    outside of a stub.
     """
     if name := _region(os.getpid()):
         os.umask(UMASK)
@@ -115,12 +118,12 @@ def keep_private() -> None:
 
 
 def guard_in_server(model: str) -> Guard | None:
-    """A guard of this process; None where it is not a stub of tritonserver's, and so has no server to end."""
+    """Make a guard of this process; None if it is not a stub of tritonserver, and so has no server."""
     return Guard(sys.executable, model) if _region(os.getpid()) else None
 
 
 def guard_of_front_end(model: str) -> Guard | None:
-    """The same for a model without an engine, whose silence counts as its end."""
+    """Make a guard of a model without an engine, whose silence counts as its end; None outside of a stub."""
     guard = guard_in_server(model)
     if guard is not None:
         guard.beat(SILENCE_S)
@@ -137,15 +140,16 @@ class _NextAction(Enum):
 
 @dataclass(slots=True)
 class _Leftovers:
-    """The processes and files that have to be ended and removed beside the server.
+    """The processes and files that are ended and removed with the server.
 
     Attributes:
-        region: The name of the shared memory of the model's process.
-        model: The model's name.
-        launcher: The process that ends the ranks.
+        region: Name of the shared memory of the model's process.
+        model: Name of the model.
+        launcher: Process that ends the ranks; None without ranks.
         folder: The ranks' folder in shared memory; "" without ranks.
-        files: The beginning of the paths of other files to remove; "" for none.
-        timeout_s: Seconds of silence after which the model's process counts as lost; None before its first beat.
+        files: Prefix of the paths of other files to remove; "" for none.
+        timeout_s: Seconds of silence after which the model's process counts as lost; None before its first
+            beat.
     """
 
     region: str
@@ -166,9 +170,9 @@ class _Leftovers:
 
 
 def main(server: ProcessId, region: str, model: str) -> None:
-    """Wait until the model's process says something or ends, or until the server ends."""
+    """Run the guard process until it is dismissed or the server has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the server
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the server
     leftovers = _Leftovers(region, model)
     with server.opened() as server_end:
         action = _NextAction.END if server_end is None else _listen(server_end, leftovers)
@@ -199,7 +203,7 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _NextAction:
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
-    """The descriptors that can be read; none after `timeout_s` seconds in which this process was not stopped."""
+    """Return the readable descriptors; [] after `timeout_s` seconds in which this process was not stopped."""
     while True:
         begun_s = time.monotonic()
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]
@@ -208,18 +212,18 @@ def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
 
 
 def _say(what: str) -> None:
-    """Write to the server's log as its own errors are written, so that this is found as the cause of the end."""
+    """Write to the server's log in the format of its errors, so that `find_cause` finds the line."""
     when = time.strftime("E%m%d %H:%M:%S.000000")
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # stderr is closed
         print(f"{when} {os.getpid()} guard.py] {what}: the server ends", file=sys.stderr)
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
-    # Whether or not the server still runs: told by a guard, it may end as if somebody had wanted it to, and mpirun
-    # may end with status 0 although its tritonserver was killed.
+    # Note the loss even if the server has already ended. When a guard ends tritonserver, its exit status may
+    # be that of an ordinary end, and mpirun's may be 0 although tritonserver was killed.
     note_loss()
     stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
-    # Exact names, as two servers may share a prefix.
+    # The names must match exactly, because one server's prefix may be the beginning of another's.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
     launcher = leftovers.launcher
     server.signal(signal.SIGTERM)
@@ -243,7 +247,7 @@ def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
 
 
 def _region(stub: int) -> str:
-    """The name of a stub's shared memory; "" of any other process."""
+    """Return the name of a stub's shared memory; "" for any other process."""
     arguments = _arguments(stub)
     if _STUB not in arguments[0] or len(arguments) <= _REGION:
         return ""

@@ -1,7 +1,7 @@
-"""The tritonserver to run, and the files it needs to run from a virtual environment.
+"""The tritonserver program to run, and the files that it needs in a virtual environment.
 
-Owns finding the server that comes with the nvidia-pytriton wheel and laying out its Python backend for the
-running Python version. Does not start anything.
+Owns how to find the server in the nvidia-pytriton wheel, and the layout of its Python backend for the running
+Python version. Does not start anything.
 """
 
 import ctypes.util
@@ -17,14 +17,14 @@ from inflight.server.errors import OptionError, ServeError
 
 @dataclass(frozen=True)
 class Installation:
-    """A tritonserver program, and what belongs to it.
+    """A tritonserver program with its arguments and libraries.
 
     Attributes:
-        program: The path of tritonserver.
-        interpreter: Folder of the `python3` that the Python backend takes its packages from.
-        arguments: The program's first arguments.
-        library_path: Folders that its loader has to search.
-        preloaded: Libraries that its loader has to load first.
+        program: Path of tritonserver.
+        interpreter: Folder of the `python3` that the Python backend imports packages with.
+        arguments: First arguments of the program.
+        library_path: Folders that its loader searches.
+        preloaded: Libraries that its loader loads first.
     """
 
     program: Path
@@ -34,11 +34,11 @@ class Installation:
     preloaded: tuple[Path, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """The environment to start it in."""
+        """Return the environment to start the program in."""
         return dict(os.environ) | self.variables()
 
     def variables(self) -> dict[str, str]:
-        """The variables that differ in it: the Python stub takes its interpreter from the first folder on PATH."""
+        """Return the environment variables to change. The Python stub runs the first `python3` on PATH."""
         paths = {
             "PATH": [self.interpreter],
             "LD_LIBRARY_PATH": list(self.library_path),
@@ -48,7 +48,7 @@ class Installation:
 
 
 def external(program: Path, folder: Path) -> Installation:
-    """A tritonserver from elsewhere, with its own backends; what has to be laid out is, under `folder`."""
+    """Return the installation of a tritonserver with its own backends; lay out files under `folder`."""
     if not os.access(program, os.X_OK) or program.is_dir():
         raise OptionError(f"--tritonserver {program}: not a program that can be run")
     program = program.resolve()
@@ -58,7 +58,7 @@ def external(program: Path, folder: Path) -> Installation:
 
 
 def embedded(folder: Path) -> Installation:
-    """The wheel's tritonserver, with its Python backend laid out under `folder` (a path without spaces)."""
+    """Return the wheel's tritonserver; lay out its Python backend under `folder`, a path without spaces."""
     package = _package_folder()
     server = package / "tritonserver"
     backends = folder / "backends"
@@ -68,7 +68,8 @@ def embedded(folder: Path) -> Installation:
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         (backend / name).symlink_to(server / "backends" / "python" / name)
     (backend / "triton_python_backend_stub").symlink_to(_stub(server))
-    # Alone in a folder: its own may hold other libraries, which must not win over the environment's.
+    # libpython is linked alone: its own folder may have other libraries, which must not replace the
+    # environment's.
     if libpython := _libpython():
         (libraries / libpython.name).symlink_to(libpython)
     return Installation(
@@ -80,10 +81,11 @@ def embedded(folder: Path) -> Installation:
 
 
 def _interpreter(folder: Path) -> Path:
-    """The folder of this environment's `python3`, by a path that the stub's Python can spell.
+    """Return the folder of this environment's `python3`, by a path that the stub's Python can encode.
 
-    Packages, torch among them, encode the path that they are imported from, which fails where Python takes file
-    names for ASCII and the environment lies below other letters (see `file_names`): then it is linked to.
+    Packages such as torch encode the path that they are imported from. That fails if Python's file system
+    encoding is ASCII and the path has other letters (see `file_names`). Then the environment is linked to
+    under `folder`.
     """
     programs, environment = Path(sys.executable).parent, Path(sys.prefix)
     if str(environment).isascii():
@@ -94,7 +96,7 @@ def _interpreter(folder: Path) -> Path:
 
 
 def wheel_libraries(package: Path | None = None) -> Path:
-    """The folder of shared libraries that come with the wheel."""
+    """Return the folder of the wheel's shared libraries."""
     return (package or _package_folder()).parent / "nvidia_pytriton.libs"
 
 
@@ -118,7 +120,7 @@ def _stub(server: Path) -> Path:
 
 
 def _libpython() -> Path | None:
-    """The interpreter's shared library, or None where the loader finds it by itself."""
+    """Return the path of the interpreter's shared library; None if the loader finds it by itself."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     name = f"libpython{version}.so.1.0"
     for folder in (sysconfig.get_config_var("LIBDIR"), f"{sys.base_prefix}/lib"):

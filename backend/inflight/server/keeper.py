@@ -1,7 +1,7 @@
 """A process beside the launcher that ends the server and removes its folder if the launcher is killed.
 
-It does nothing but read a pipe that only the launcher holds: the pipe ends when the launcher does, in whatever
-way. `Keeper` is the launcher's side; `python -m inflight.server.keeper FOLDER` the other.
+It only reads a pipe whose other end the launcher holds: the pipe closes when the launcher ends, however it
+ends. `Keeper` is the side in the launcher; `python -m inflight.server.keeper FOLDER` is the keeper process.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _GRACE_S = 10.0
 
 
 class Keeper:
-    """The launcher's side; to be constructed before the server, so that the server is never without a keeper."""
+    """The keeper's side in the launcher; constructed before the server, which thus always has one."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -32,16 +32,16 @@ class Keeper:
         orphans.claim(self._process)
 
     def dismiss(self) -> None:
-        """End the keeper, as the server has ended and left nothing."""
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the keeper
+        """End the keeper after the server has ended without leftovers."""
+        with contextlib.suppress(BrokenPipeError):  # the keeper was killed
             self._process.communicate(_DONE)
         self._process.wait()
 
 
 def main(folder: Path) -> None:
-    """Wait until the launcher says that it is done, or ends."""
+    """Wait until the launcher dismisses the keeper or ends; in the latter case end the server."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the launcher
+        signal.signal(number, signal.SIG_IGN)  # these signals are meant for the launcher
     if sys.stdin.buffer.read() == _DONE:
         return
     _ask_to_end(folder)
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
 
 def _ask_to_end(folder: Path) -> None:
     pid = runtime_directory.read_pid(folder)
-    for process in runtime_directory.find_processes(folder):  # another may have its number by now
+    for process in runtime_directory.find_processes(folder):  # the process id may have been reused
         if process.pid == pid:
             process.signal(signal.SIGTERM)
             process.wait(_GRACE_S)

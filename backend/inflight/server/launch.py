@@ -1,6 +1,6 @@
-"""One running tritonserver: started on a private runtime repository, waited for, and ended without leftovers.
+"""One tritonserver: start it on a private runtime repository, wait for it, and end it without leftovers.
 
-`serve` is the context manager for tests and benchmarks, `TritonServer` the object behind it and behind the
+`serve` is the context manager for tests and benchmarks, `TritonServer` the class behind it and behind the
 command line. A keeper ends the server, its stubs and its ranks if the launcher dies.
 """
 
@@ -33,41 +33,43 @@ _T = TypeVar("_T")
 _STARVED = "as one of its processes got no processor time for a second or more while a model was loaded"
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
-_TRIES = 3  # of a start that was starved
-_UNREADY_GRACE_S = 5.0  # nothing can be in flight
-# How long a server with nothing left to do may take to end (see `drain` for why it may not end at all). Of an
-# engine it is known that there is nothing left; of other models it is concluded from this much quiet.
+_TRIES = 3  # attempts of `serve` if a start was starved
+_UNREADY_GRACE_S = 5.0  # nothing can be in flight before the server is ready
+# Most seconds that a server without requests may take to end (see `drain` for why it may not end at all).
+# Engines report that they have no requests; other models count as idle after this many seconds of quiet.
 _DRAINED_GRACE_S = 2.0
 _QUIET_S = 5.0
-# What is still in flight is answered with UNAVAILABLE so long before the server gives up on it.
+# Seconds before the exit timeout at which requests still in flight are answered with UNAVAILABLE.
 _ANSWER_MARGIN_S = 4.0
-# Of that, what the OpenAI endpoint has to send these answers in; tritonserver has the rest.
+# Share of that time in which the OpenAI endpoint sends these answers; tritonserver has the rest.
 _SENDING_SHARE = 0.25
-# What it takes to kill all processes and see them gone; a share of a short exit timeout.
+# Seconds to kill all processes and wait until they are gone; for a short exit timeout, a share of it.
 _KILL_S, _KILL_SHARE = 0.5, 0.25
-# Loading a large checkpoint happens inside the stub, which must not be taken for stuck.
+# Loading a large checkpoint happens inside the stub, which must not count as stuck meanwhile.
 _STUB_TIMEOUT_S = 1200
-_LAST_REQUESTS = 16  # of those that came before the server was lost
-# Each instance's share of /dev/shm to begin with; small enough for many models in a container's usual 64 MB.
+_LAST_REQUESTS = 16  # number of requests before a loss that are logged
+# Initial share of /dev/shm per instance; small enough for many models in a container's usual 64 MB.
 _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Everything that decides which server runs, on which models and at which addresses.
+    """Options of a server: its models, its addresses and how it runs.
 
     Attributes:
-        ports: A free port is chosen for each that is 0.
-        openai: How the OpenAI endpoint is to be, if `ports` has a port for it; host, port and metrics are the
-            server's.
-        ready_timeout_s: Give up after so many seconds without progress before the server is ready; None: never.
-        restarts: A supervisor gives up after so many starts in a row that came to nothing; 0: after the first.
-        request_checks: Whether tritonserver loads a library that refuses requests which would end it.
-        model_control: Triton's model control mode. With "explicit" models are unloaded and loaded by request, as
-            an orchestrator does itself; everything in the repository is loaded at first in any mode.
-        client_apis: Which of Triton's APIs clients may use; to load and unload models takes its key.
-        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: what the repository says.
-        write_repository: A folder to lay the models out in, for another program to load; nothing is started then.
+        ports: Port numbers; 0 means any free one.
+        openai: Options of the OpenAI endpoint, if `ports` has a port for it; its host, port and metrics are
+            replaced by the server's.
+        ready_timeout_s: Most seconds without progress before the server is ready; None: no limit.
+        restarts: Number of failed starts in a row after which a supervisor gives up; 0: after the first.
+        request_checks: Whether tritonserver loads a library that refuses requests that would end it.
+        model_control: Triton's model control mode. With "explicit", models are unloaded and loaded by
+            request, as an orchestrator itself does. In any mode the whole repository is loaded at first.
+        client_apis: Triton's APIs that clients may use, and the key for loading and unloading models.
+        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the
+            repository's values.
+        write_repository: Folder to lay the models out in, for another program to load; nothing is started
+            then.
     """
 
     model_repository: Path = field(default_factory=default_repository)
@@ -92,13 +94,13 @@ class ServerOptions:
 
 
 def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
-    """Make the models that `options` ask for in `target`, which must not exist yet; raises OptionError."""
+    """Lay out the models for `options` in `target`, which must not exist yet; raises OptionError."""
     wanted = ranks.settings(options.tp, options.pp, options.mode, options.mpirun_arguments, options.ep)
     return assemble(options.model_repository, target, options.wanted, wanted)
 
 
 class TritonServer:
-    """A tritonserver and its private folder; construction checks the options and lays out, `start` runs it."""
+    """A tritonserver and its private folder: construction lays it out, `start` runs it."""
 
     def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
         self._options = options
@@ -116,33 +118,33 @@ class TritonServer:
             self._leader = self._find_leader()
             self._environment = self._make_environment()
             self._openai = self._make_openai()
-        except BaseException:  # also Ctrl-C: the folder must not stay behind
+        except BaseException:  # also after Ctrl-C, the folder must be removed
             runtime_directory.remove(self._folder)
             raise
 
     @property
     def http(self) -> str:
-        """The address of the HTTP port, as HOST:PORT."""
+        """Address of the HTTP port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.http}"
 
     @property
     def grpc(self) -> str:
-        """The address of the gRPC port, as HOST:PORT."""
+        """Address of the gRPC port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.grpc}"
 
     @property
     def metrics(self) -> str:
-        """The address of the metrics port, as HOST:PORT."""
+        """Address of the metrics port, as HOST:PORT."""
         return f"{self._options.host}:{self.ports.metrics}"
 
     @property
     def openai(self) -> str | None:
-        """The URL of the OpenAI endpoint, without a path; None without one."""
+        """URL of the OpenAI endpoint, without a path; None without an endpoint."""
         return self._openai.url if self._openai else None
 
     @property
     def pid(self) -> int:
-        """The server's process id, which is the process group's of it and its stubs too."""
+        """Process id of the server, which is also the process group of the server and its stubs."""
         pid = self._started().pid
         if pid is None:
             raise ServeError("mpirun has not started the server yet")
@@ -150,15 +152,15 @@ class TritonServer:
 
     @property
     def returncode(self) -> int | None:
-        """The server's exit status, or in leader mode mpirun's; None while it runs."""
+        """Exit status of the server, or in leader mode of mpirun; None while it runs."""
         return self._started().returncode
 
     def log_text(self) -> str:
-        """The log of the server and its models so far."""
+        """Return the log of the server and its models so far."""
         return self._log.text() if self._log else ""
 
     def start(self) -> None:
-        """Start the process; returns at once."""
+        """Start the process without waiting for it."""
         self._keeper = Keeper(self._folder)
         command = self._command()
         if self._leader:
@@ -179,11 +181,11 @@ class TritonServer:
         interrupted: Callable[[], bool] = lambda: False,
         say: Callable[[str], None] | None = None,
     ) -> bool:
-        """True when every model answers that it is ready, False as soon as `interrupted` says so.
+        """Wait until every model is ready. Return True then, or False as soon as `interrupted` returns true.
 
         Raises ServeError with the cause if the server ends by itself, takes longer than `timeout` seconds, or
-        makes no progress for the `ready_timeout_s` of its options. `say` gets a line about what is waited for,
-        now and then.
+        makes no progress for the `ready_timeout_s` of its options. `say` is called now and then with a line
+        about what is still missing.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         startup = self._make_startup(say)
@@ -214,7 +216,7 @@ class TritonServer:
         return is_openai_up and is_ready(self._address, ports.http, ports.metrics, models)
 
     def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
-        assert self._log is not None, "who waits has started the server"
+        assert self._log is not None, "waiting for a server that was not started"
 
         def tell(line: str) -> None:
             if say is not None:
@@ -231,11 +233,11 @@ class TritonServer:
 
     @property
     def was_lost(self) -> bool:
-        """Whether a server that has ended did so although nobody had sent tritonserver a signal to end."""
+        """Whether an ended server was lost: it failed, or a guard ended it, and no signal told it to end."""
         return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
-        """The error to raise for a server that has ended although nobody asked it to."""
+        """Return the error to raise for a server that has ended by itself."""
         if self._log:
             self._log.join(timeout=2)
         log = self.log_text()
@@ -249,24 +251,25 @@ class TritonServer:
         return ServeError(f"tritonserver ended{when} (exit status {self.returncode}){why}\n{find_cause(log)}")
 
     def last_requests(self) -> list[str]:
-        """The last requests that came over HTTP and gRPC, a line for each; none where they were not noted."""
+        """Return the last HTTP and gRPC requests, one line each; [] if they were not recorded."""
         return request_checks.last_requests(self._folder, _LAST_REQUESTS)
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Let requests in flight finish, refuse new ones, and end; at once where `hurry` says so.
+        """Refuse new requests, let those in flight finish, and end the server; at once if `hurry` is true.
 
-        It has ended after the exit timeout, although this tritonserver lives on while a client holds a stream;
-        without an engine, which could say that nothing is left, after some seconds more.
+        The server has ended after the exit timeout, even if a client still holds a stream, which keeps this
+        tritonserver running. Without an engine to report that all requests are answered, it takes some
+        seconds more.
 
-        Returns whether it ended in order, everything in flight answered within that time.
+        Returns whether it ended in order, with every request in flight answered within that time.
         """
         timeout_s = max(1.0, self._options.exit_timeout_s)
         timeout_s = timeout_s if self._ready else min(timeout_s, _UNREADY_GRACE_S)
         timeout_s -= min(_KILL_S, _KILL_SHARE * timeout_s)
         begun_s = time.monotonic()
         watch: EngineDrain | IdleWatch | None = self._drain_engines()
-        # An engine in a tritonserver that ends waits some seconds for requests that did not come through Triton:
-        # not as long as these may take.
+        # When tritonserver ends, an engine waits only some seconds for requests that did not come through
+        # Triton. So the OpenAI endpoint, whose requests may take longer, ends first.
         in_order = self._openai is None or self._openai.end(hurry, timeout_s)
         if not self._started().ask_to_end():
             self.kill()
@@ -285,14 +288,14 @@ class TritonServer:
         return in_order
 
     def _drain_engines(self) -> EngineDrain | None:
-        """Tell the engines whose sockets are where this launcher or a setting put them; None without any."""
+        """Tell the engines of this launcher or of the setting engine_endpoint to end; None without engines."""
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
         return EngineDrain(sockets, self._drain_timeout_s()) if sockets else None
 
     def _drain_timeout_s(self) -> float:
-        """How long requests in flight may go on at the end."""
+        """Return the seconds that requests in flight may go on after the server was told to end."""
         timeout_s = self._options.exit_timeout_s
         return max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2)
 
@@ -305,12 +308,12 @@ class TritonServer:
             self._log.join(timeout=5)
 
     def close(self) -> None:
-        """Shut down if it still runs, then remove all it leaves."""
+        """Shut down the server if it still runs, then remove all its leftovers."""
         try:
             if self._process and self.returncode is None:
                 self.shut_down()
             elif self._process:
-                self.kill()  # stubs and ranks that have outlived it
+                self.kill()  # remaining stubs and ranks
         finally:
             runtime_directory.remove(self._folder)
             if self._keeper:
@@ -328,7 +331,7 @@ class TritonServer:
         return replace(found, preloaded=(library,))
 
     def _warn_unchecked(self, why: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(
                 f"serve: requests that end tritonserver are not refused: {why} (docs/production.md)",
                 file=self._echo or sys.stderr,
@@ -339,12 +342,12 @@ class TritonServer:
         return lay_out(self._options, self._folder / "models")
 
     def _find_leader(self) -> ranks.Launch | None:
-        """The engine whose ranks this launcher starts; None if there is none, or its ranks run already."""
+        """Return the engine whose ranks this launcher starts; None if none, or if they already run."""
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_openai(self) -> OpenAiProcess | None:
-        """The endpoint for the engine (of several that in `tensorrt_llm`, or the first); None without one."""
+        """Make the OpenAI endpoint for `tensorrt_llm` or else the first engine; None if there is none."""
         engines, options = self.repository.endpoints, self._options
         if self.ports.openai is None or not engines:
             return None
@@ -361,14 +364,14 @@ class TritonServer:
         return OpenAiProcess(wanted, find_socket, self._folder, timeout_s, self._echo)
 
     def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
-        """The path of an engine's socket; None while tritonserver's process id is not known."""
+        """Return the path of an engine's socket; None while tritonserver's process id is not known."""
         if endpoint:
             return Path(endpoint)
         pid = runtime_directory.read_pid(self._folder)
         return None if pid is None else Path(endpoint_path(pid, engine, str(self._folder)))
 
     def _make_environment(self) -> dict[str, str]:
-        """The environment of tritonserver; in leader mode that of mpirun and the workers."""
+        """Return the environment of tritonserver; in leader mode, of mpirun and the workers."""
         environment = dict(os.environ) if self._leader else self._installation.environment()
         if all(launch.mode == "in_process" for launch in self.repository.launches):
             return environment
@@ -389,7 +392,7 @@ class TritonServer:
             *(f"--{service}-port={port}" for service, port in self.ports.of_triton().items()),
             f"--exit-timeout-secs={self._options.exit_timeout_s}",
             f"--log-verbose={int(self._options.log_verbose)}",
-            # Auto-completion starts every model's stub twice, to ask what its complete config.pbtxt says.
+            # Auto-completion would start every model's stub twice, to ask for its complete config.pbtxt.
             "--disable-auto-complete-config",
             f"{backend}shm-region-prefix-name={runtime_directory.shared_memory_prefix(self._folder)}",
             f"{backend}shm-default-byte-size={_SHARED_MEMORY_BYTES}",
@@ -415,9 +418,9 @@ def serve(
     ready_timeout: float = 120.0,
     options: ServerOptions | None = None,
 ) -> Generator[TritonServer, None, None]:
-    """A ready server on free ports for the length of a `with`; `options` sets the rest, and is overridden.
+    """Run a server on free ports for the length of a `with` block; the arguments override `options`.
 
-    Without options clients may read the models' configurations, as perf_analyzer has to.
+    Without options, clients may read the models' configurations, as perf_analyzer does.
     """
     given = options or ServerOptions(client_apis=ClientApis(model_config=True))
     wanted = replace(
@@ -440,7 +443,7 @@ def _start_once(options: ServerOptions, ready_timeout: float) -> TritonServer:
     try:
         server.start()
         server.wait_ready(ready_timeout)
-    except BaseException:  # also Ctrl-C: the server must not stay behind
+    except BaseException:  # also after Ctrl-C, the server must not stay behind
         server.close()
         raise
     return server
@@ -452,13 +455,13 @@ def start_with_tries(
     after_any_failure: bool = False,
     before_next: Callable[[ServeError], None] = lambda error: None,
 ) -> _T:
-    """Return the result of `start`, and try again if the start was starved.
+    """Return the result of `start`, and repeat it if it was starved.
 
     Args:
-        start: Raises ServeError if a start has failed.
-        most_tries: After so many failures, or the first if it is 0, the error is raised.
-        after_any_failure: Whether to try again after any failure.
-        before_next: Called with the failure before the next try.
+        start: Raises ServeError if a start failed.
+        most_tries: Number of failures after which the error is raised; 0 means the same as 1.
+        after_any_failure: Whether to repeat the start after any failure.
+        before_next: Called with the failure before the next attempt.
     """
     num_failed = 0
     while True:
@@ -475,7 +478,7 @@ def _make_folder() -> Path:
     try:
         return runtime_directory.make()
     except OSError as error:
-        os.close(os.open("/", os.O_RDONLY))  # raises if descriptors have run out, which `error` does not tell
+        os.close(os.open("/", os.O_RDONLY))  # raises if descriptors have run out, which `error` does not say
         raise ServeError(
             f"no folder for the server's files can be made ({error.strerror or error}): set TMPDIR to a folder "
             "that can be written to"
@@ -487,7 +490,7 @@ def _find(program: Path | None, folder: Path) -> installation.Installation:
 
 
 def _where_log_is(echo: TextIO | None) -> str:
-    """Words that tell people where the log is, which is copied to wherever `echo` leads."""
+    """Return words that say where the log is, given the stream that it is copied to."""
     if echo is None:
         return "its log ends with"
     try:

@@ -1,6 +1,6 @@
-"""The server's log: copied on as it comes, kept for whoever asks, and searched for the cause of a failure.
+"""The server's log: copied as it is written, kept for callers, and searched for the cause of a failure.
 
-Runs one thread, which ends when the server's output does.
+Runs one thread, which ends when the server's output ends.
 """
 
 import collections
@@ -15,15 +15,15 @@ from inflight.server import descriptors
 _KEPT_LINES = 20_000
 _REPEATED_S = 10.0
 _MOST_REPEATED = 20
-"""Of lines that say the same, so many are passed on in so many seconds; others are counted."""
+"""Number of equal lines that are copied within `_REPEATED_S` seconds; further ones are counted."""
 _MOST_KINDS = 1000
-"""So many different lines are remembered in that time."""
+"""Number of different lines that are remembered in that time."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _LIBEVENT = "[warn]"
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
-_STACK = "\n\nAt:\n"  # as pybind11 begins it
+_STACK = "\n\nAt:\n"  # the text that pybind11 puts before a stack
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
-# Said at every start on a machine without a GPU, where there is nothing to be done about them.
+# Logged at every start on a machine without a GPU, and harmless there.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
     "Unable to allocate pinned system memory",
@@ -33,11 +33,11 @@ _WITHOUT_GPU = (
 
 
 class ServerLog:
-    """Everything the server has written, line by line.
+    """The log of one server, line by line.
 
     Attributes:
-        num_lines: How many lines the server has written.
-        loaded_models: The models that it has said it has loaded, however long ago.
+        num_lines: Number of lines that the server has written.
+        loaded_models: Names of all models that the server has reported as loaded.
     """
 
     def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, collapses: bool = True) -> None:
@@ -49,22 +49,22 @@ class ServerLog:
         self.loaded_models: set[str] = set()
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
-        self._has_explained = False  # that descriptors have run out
+        self._has_explained = False  # whether the advice about descriptors was written
         self._repeats = Repeats(collapses=collapses)
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
     def text(self) -> str:
-        """The log so far (of a very long one, its end)."""
+        """Return the log so far; if it is very long, its end."""
         with self._changed:
             return "".join(self._lines)
 
     def join(self, timeout: float) -> None:
-        """Wait until the server's last line has been taken in."""
+        """Wait until the server's last line has been read."""
         self._thread.join(timeout)
 
     def settle(self, quiet: float, timeout: float) -> None:
-        """Wait until nothing has been written for `quiet` seconds, so that a line after this comes last."""
+        """Wait until nothing was written for `quiet` seconds, so that a line written next comes last."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while (left := min(self._last_line_at + quiet, deadline) - time.monotonic()) > 0:
@@ -97,19 +97,19 @@ class ServerLog:
         try:
             self._echo.write(line)
             self._echo.flush()
-        except (OSError, ValueError):  # nobody reads it any more; the server's pipe still has to be drained
+        except (OSError, ValueError):  # the stream is closed, but the server's pipe must still be drained
             self._echo = None
 
 
 class Repeats:
-    """Lines that say the same again and again, as where no more connections can be accepted, made few.
+    """A filter of lines that repeat, for example while no more connections can be accepted.
 
-    Only the first lines of records count, and lines of libevent's: what follows in a record, such as the stacks of
-    threads, belongs to it.
+    Only the first lines of log records and libevent's lines are counted. Further lines of a record, such as
+    the stacks of threads, are passed on.
 
     Args:
-        clock: Seconds, monotonic.
-        collapses: False: every line is passed on.
+        clock: Returns monotonic seconds.
+        collapses: False to pass on every line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, collapses: bool = True) -> None:
@@ -119,11 +119,11 @@ class Repeats:
         self._begun_s = clock()
 
     def add(self, line: str) -> list[str]:
-        """Take a line; returns what is to be passed on."""
+        """Add a line; return the lines to pass on."""
         told = self.end() if self._clock() - self._begun_s >= _REPEATED_S else []
         if not self._collapses or not (_RECORD.match(line) or line.startswith(_LIBEVENT)):
-            return [*told, line]  # of a record with several lines, all the others
-        said = _RECORD.sub("", line, count=1)  # without its time
+            return [*told, line]  # a further line of a record
+        said = _RECORD.sub("", line, count=1)  # without the time
         if said in self._counts or len(self._counts) < _MOST_KINDS:
             self._counts[said] += 1
         if self._counts[said] <= _MOST_REPEATED:
@@ -131,7 +131,7 @@ class Repeats:
         return told
 
     def end(self) -> list[str]:
-        """Reset the counts and return a line for each message that was held back."""
+        """Reset the counts, and return a line for each message that was held back."""
         seconds = self._clock() - self._begun_s
         told = [
             f"serve: {count - _MOST_REPEATED} times more in {seconds:.0f} s: {said}"
@@ -144,9 +144,10 @@ class Repeats:
 
 
 def find_cause(text: str, most_lines: int = 40) -> str:
-    """The errors in a log, each with the lines that belong to it; without any, the log's end."""
+    """Return the errors in a log, each with the lines that belong to it; if there are none, the log's end."""
     errors = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
-    # A model that does not load is reported on several levels; this one names it and has the whole reason.
+    # An error of loading a model is logged on several levels; this one has the model's name and the whole
+    # reason.
     errors = [error for error in errors if "failed to load" in error] or errors
     errors = [_without_stack(error.replace("\\n", "\n")) for error in errors]
     lines = "\n".join(errors).splitlines() or text.splitlines()
@@ -154,11 +155,12 @@ def find_cause(text: str, most_lines: int = 40) -> str:
 
 
 def was_starved(text: str) -> bool:
-    """Whether a start came to nothing because a process of a model got no processor time for too long.
+    """Return whether a start failed because a model's process did not get processor time for too long.
 
-    While a model loads, tritonserver 2.51 wants a sign of life of its process each second. It gives up one that is
-    late, as any may be on a machine with far too much to do, though that process works on in memory that both
-    share; mostly tritonserver itself then aborts on a lock there. A model with an error of its own says that too.
+    While a model loads, tritonserver 2.51 expects a sign of life from its process every second. It gives up a
+    process that is late, which can happen on an overloaded machine, but the process keeps using the memory
+    that both share. Usually tritonserver then aborts on a lock in that memory. The log has the same lines if
+    a model fails with an error of its own, but then it also has that error.
     """
     said = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
     errors = [error for error in said if "failed to load" in error] or said
@@ -166,13 +168,13 @@ def was_starved(text: str) -> bool:
 
 
 def _without_stack(error: str) -> str:
-    """A ConfigError says what is wrong: where in the code that was noticed helps nobody."""
+    """Remove the stack from a ConfigError, whose message suffices."""
     said, at, _ = error.partition(_STACK)
     return said + '"' if at and "ConfigError" in said else error
 
 
 def _records(lines: Iterable[str]) -> list[list[str]]:
-    """Lines grouped under the one that opens each log record; what comes before the first is left out."""
+    """Return lines grouped by log record; lines before the first record are left out."""
     records: list[list[str]] = []
     for line in lines:
         if _RECORD.match(line):

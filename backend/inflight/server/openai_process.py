@@ -1,9 +1,9 @@
-"""The process beside tritonserver that serves OpenAI's protocol: started, kept up and ended with it.
+"""The process beside tritonserver that serves OpenAI's protocol: started, kept running and ended with it.
 
-`python -m inflight.openai` listens before the engine is there, and finds the engine by itself whenever it is: so
-it starts while the models load, and outlives an engine that is unloaded. It belongs to the server by the server's
-folder, as all of its processes do, and so ends with it even where this launcher is killed (`keeper`). Owns when to
-start it again. Does not know the protocol. One thread, which waits for the process's end.
+`python -m inflight.openai` listens before the engine exists, and connects to the engine when it appears. So
+it starts while the models load, and survives an engine that is unloaded. Like all of the server's processes
+it is found by the server's folder, so it ends with the server even if this launcher is killed (`keeper`).
+Owns when to restart the process. Does not know the protocol. One thread, which waits for the process's end.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from inflight.server.runtime_directory import FOLDER_VARIABLE, UMASK
 _SOCKET_CHECK_S = 0.1
 _POLL_S = 0.05
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a start, by how many processes have been lost in a row; the last one for all further starts."""
+"""Seconds before a restart, by the number of processes lost in a row; the last for all further restarts."""
 _PROVEN_S = 60.0
-"""A process that ran for so many seconds ends a row of lost ones."""
+"""A process that ran for this many seconds resets the number of processes lost in a row."""
 
 
 class OpenAiProcess:
-    """One endpoint, kept up from `start` to `end` or `kill`.
+    """The process of an OpenAI endpoint, kept running from `start` to `end` or `kill`.
 
     Args:
-        options: Where it listens, on a port that is free, and all else.
-        find_socket: Returns the engine's socket, None while nobody knows where it will be.
-        folder: The server's.
-        exit_timeout_s: For requests in flight at the end.
-        echo: Takes what the process says.
+        options: Options of the endpoint; its port must be free.
+        find_socket: Returns the path of the engine's socket, or None while it is not known.
+        folder: The server's folder.
+        exit_timeout_s: Most seconds that requests in flight may go on at the end.
+        echo: Stream for the process's output.
 
     Attributes:
-        failure: What a process said that ended before it listened for the first time; None while none has.
+        failure: Output of a process that ended before the endpoint first listened; None if there was none.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class OpenAiProcess:
         self._echo = echo
         self._was_up = False
         self._ending = threading.Event()
-        self._lock = threading.Lock()  # nothing is started once it is to end
+        self._lock = threading.Lock()  # no process may be started after the end has begun
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._keep_up, name="openai-process", daemon=True)
 
     @property
     def url(self) -> str:
-        """The URL of the endpoint."""
+        """URL of the endpoint."""
         scheme = "http" if self._options.tls_certificate is None else "https"
         return f"{scheme}://{self._options.host}:{self._options.port}"
 
     def start(self) -> None:
-        """Start the process, soon; returns at once."""
+        """Begin to start the process, without waiting for it."""
         self._thread.start()
 
     def is_up(self) -> bool:
-        """Whether the endpoint has ever listened, whatever it may answer."""
+        """Return whether the endpoint has ever listened, whether or not the engine answers."""
         return self._was_up
 
     def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:
-        """Take no more connections, let requests in flight finish, and end; returns whether it has.
+        """Refuse new connections, let requests in flight finish, end the process; return whether it ended.
 
         Args:
-            hurry: Stops the wait when it says so.
-            timeout_s: How long to wait.
+            hurry: Stops the wait when it returns true.
+            timeout_s: Most seconds to wait.
         """
         with self._lock:
             self._ending.set()
@@ -94,7 +94,7 @@ class OpenAiProcess:
         return not self._thread.is_alive()
 
     def kill(self) -> None:
-        """End the process at once. Idempotent."""
+        """End the process without waiting for its requests. Idempotent."""
         with self._lock:
             self._ending.set()
             if self._process is not None:
@@ -109,9 +109,9 @@ class OpenAiProcess:
         num_lost = 0
         while (process := self._start_one(engine)) is not None:
             begun_s = time.monotonic()
-            assert process.stdout is not None and process.stderr is not None, "it was started with pipes"
+            assert process.stdout is not None and process.stderr is not None, "started without pipes"
             log = ServerLog(process.stderr, self._echo, has_gpu=True)
-            # It says one line, when it listens; one that ends says none.
+            # The process writes one line once it listens, and none if it ends before.
             self._was_up |= bool(process.stdout.readline())
             status = process.wait()
             process.stdout.close()
@@ -129,11 +129,11 @@ class OpenAiProcess:
             self._ending.wait(pause_s)
 
     def _start_one(self, engine: Path) -> "subprocess.Popen[bytes] | None":
-        """The next process; None if there is to be none."""
+        """Start a process; return None if the end has begun."""
         place = ("--engine-endpoint", str(engine), "--exit-timeout", str(self._exit_timeout_s))
         keys = "\n".join(
             self._options.api_keys
-        )  # by a pipe: others could read a command line or an environment
+        )  # passed by a pipe, because other users can read a command line or an environment
         key_file = ("--api-key-file", "/dev/stdin") if keys else ()
         environment = {name: value for name, value in os.environ.items() if name != API_KEYS_VARIABLE}
         with self._lock:
@@ -150,14 +150,14 @@ class OpenAiProcess:
                 umask=UMASK,
             )
             orphans.claim(self._process)
-            assert self._process.stdin is not None, "it was started with a pipe"
+            assert self._process.stdin is not None, "started without a pipe"
             with (
                 contextlib.suppress(BrokenPipeError),
                 self._process.stdin as pipe,
-            ):  # it may have ended already
+            ):  # the process may have ended already
                 pipe.write(keys.encode())
             return self._process
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(f"serve: {line}", file=self._echo, flush=True)

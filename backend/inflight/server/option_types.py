@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def setting(text: str) -> tuple[str, str]:
-    """A key and a value, written KEY=VALUE."""
+    """Parse a key and a value, written KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
@@ -13,7 +13,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """A name and a folder, written NAME=FOLDER."""
+    """Parse a name and a folder, written NAME=FOLDER."""
     name, _, folder = text.partition("=")
     if not name or not folder:
         raise argparse.ArgumentTypeError(f"expected NAME=FOLDER, got {text!r}")
@@ -21,24 +21,24 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def port(text: str) -> int:
-    """A TCP port, 0 for any free one."""
+    """Parse a TCP port; 0 means any free one."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"expected a port number from 0 to 65535, got {text!r}")
     return int(text)
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     return _whole_number(text, 1, "a whole number from 1")
 
 
 def seconds(text: str) -> int:
-    """A whole number of seconds."""
+    """Parse a whole number of seconds."""
     return _whole_number(text, 0, "a whole number of seconds")
 
 
 def whole(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number from 0."""
     return _whole_number(text, 0, "a whole number from 0")
 
 

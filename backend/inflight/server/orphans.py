@@ -1,8 +1,8 @@
-"""Processes whose parents have ended: those of a server come to the launcher, which waits for them when they end.
+"""Adopt the server's processes whose parents have ended, and wait for them when they end.
 
-Otherwise they would come to the machine's first process. In a container that may be the launcher itself, or a
-process that never waits for children, and each orphan would stay a zombie. Any thread may call `claim`, the main
-thread alone the others.
+Otherwise they would become children of the machine's first process. In a container that may be the launcher
+itself, or a process that never waits for children, and each orphan would stay a zombie. Any thread may call
+`claim`; only the main thread may call the other functions.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ _lock = threading.Lock()
 
 
 def adopt() -> None:
-    """Take over, from now on, whatever processes below this one lose their parents."""
+    """Become the parent of all descendants that lose their parents from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def claim(process: "subprocess.Popen[bytes]") -> None:
-    """Note a process whose exit status its starter waits for: `reap` leaves it alone."""
+    """Exclude a process from `reap`, because its starter waits for its exit status."""
     with _lock:
         _own.add(process)
 
 
 def reap() -> None:
-    """Wait for those that have ended."""
+    """Wait for the ended children that were not claimed."""
     with _lock:
         own = {process.pid for process in _own}
     this = ProcessId.of(os.getpid())
-    assert this is not None, "this process runs"
+    assert this is not None, "this process has no entry in /proc"
     for child in this.children():
         fields = stat_fields(child.pid)
         if child.pid not in own and fields is not None and fields[STATE] == "Z":

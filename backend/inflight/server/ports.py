@@ -1,4 +1,4 @@
-"""The ports of a server: found free, or checked to be free before anything is started."""
+"""The ports of a server: chosen, or checked to be free, before anything is started."""
 
 import contextlib
 import random
@@ -14,7 +14,7 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class Ports:
-    """Port numbers; 0 asks for any free one. Without `openai` there is no OpenAI endpoint."""
+    """Port numbers; 0 means any free port. Without `openai` there is no OpenAI endpoint."""
 
     http: int = 0
     grpc: int = 0
@@ -22,12 +22,12 @@ class Ports:
     openai: int | None = None
 
     def of_triton(self) -> dict[str, int]:
-        """The ports that tritonserver listens on, by its own names for them."""
+        """Return the ports that tritonserver listens on, by tritonserver's names for them."""
         return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
 
 
 def resolve_host(host: str) -> str:
-    """The IPv4 address to listen on; raises OptionError for a host that has none."""
+    """Return the IPv4 address to listen on; raises OptionError if the host has none."""
     if ":" in host:
         raise OptionError(
             f"--host {host}: tritonserver listens on IPv4 alone; python -m inflight.openai takes IPv6 addresses"
@@ -39,9 +39,10 @@ def resolve_host(host: str) -> str:
 
 
 def resolve_ports(address: str, asked: Ports) -> Ports:
-    """The same ports with every 0 replaced; raises OptionError for one that is taken, naming its flag."""
+    """Return the ports with every 0 replaced by a free port; OptionError, with the flag, for a taken one."""
     with contextlib.ExitStack() as held:
-        # All at once, so that no free port is given out twice and a port asked for twice is noticed.
+        # All ports are held at once, so that no free port is chosen twice, and a port that is given twice is
+        # noticed.
         return Ports(
             http=_claim(held, address, asked.http, "--http-port"),
             grpc=_claim(held, address, asked.grpc, "--grpc-port"),
@@ -53,7 +54,7 @@ def resolve_ports(address: str, asked: Ports) -> Ports:
 def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:
     listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     if port:
-        # A connection of an earlier server that is still in TIME_WAIT does not make the port taken.
+        # Connections of an earlier server that are still in TIME_WAIT do not make the port taken.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         if port:
@@ -70,9 +71,7 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
 
 
 def _bind_to_free(listener: socket.socket, address: str) -> None:
-    """Bind to a free port below the system's ephemeral ports: the server binds it only after loading its
-    models.
-    """
+    """Bind to a free port below the ephemeral ports, as the server binds it only after loading its models."""
     ports = range(_LOWEST_FREE, _first_of_systems())
     for port in random.sample(ports, min(_TRIES, len(ports))):
         with contextlib.suppress(OSError):
@@ -82,7 +81,7 @@ def _bind_to_free(listener: socket.socket, address: str) -> None:
 
 
 def _first_of_systems() -> int:
-    """The lowest port that a connection, or a socket bound to port 0, may get."""
+    """Return the lowest port that the system may give to a connection or a socket bound to port 0."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

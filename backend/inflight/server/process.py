@@ -1,7 +1,7 @@
-"""A tritonserver as processes: one that was started by itself, or one that is rank 0 under mpirun.
+"""The processes of a tritonserver that was started directly or as rank 0 by mpirun.
 
-Owns starting it, knowing its process id, and ending all that belongs to it. Does not know whether it is ready, nor
-what its arguments mean. One thread, in leader mode, waits for tritonserver's end.
+Owns how to start it, its process id, and how to end all of its processes. Does not know whether it is ready,
+nor what its arguments mean. In leader mode, one thread waits for tritonserver's end.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ from inflight.processes import ProcessId
 from inflight.server import orphans, runtime_directory
 from inflight.server.runtime_directory import FOLDER_VARIABLE, PID_FILE, UMASK, read_pid
 
-# What ranks may take to end once tritonserver has; one that is stopped never does.
+# Most seconds that ranks may take to end after tritonserver; a stopped rank never ends.
 _RANKS_END_S = 10.0
 _START_CHECK_S = 0.1
 
 _STACK_BYTES = 256 << 20
-"""Of each thread. tritonserver 2.51 keeps texts of HTTP generate bodies there: 5 MB overflow 8 MiB."""
+"""Stack size of each thread. tritonserver 2.51 puts texts of HTTP generate there: 5 MB overflow 8 MiB."""
 
 
 def _larger_stacks() -> tuple[str, ...]:
-    """A prefix of the command that raises the limit; empty where it is high enough or cannot be raised."""
+    """Return a command prefix that raises the limit; () if it is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES  # without a limit threads have 2 MiB
+    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES  # without a limit, threads get 2 MiB
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
     program = shutil.which("prlimit")
     if is_enough or not may_be_raised or program is None:
@@ -39,7 +39,7 @@ def _larger_stacks() -> tuple[str, ...]:
 
 
 class ServerProcess:
-    """tritonserver or mpirun, started by construction; OSError if the program cannot be run."""
+    """A process of tritonserver or mpirun, started by construction; OSError if the program cannot be run."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, is_mpirun: bool
@@ -63,27 +63,27 @@ class ServerProcess:
 
     @property
     def output(self) -> IO[bytes]:
-        """The server's stdout and stderr, as one stream."""
-        assert self._child.stdout is not None, "it was started with a pipe"
+        """Stdout and stderr of the server, as one stream."""
+        assert self._child.stdout is not None, "started without a pipe"
         return self._child.stdout
 
     @property
     def pid(self) -> int | None:
-        """tritonserver's process id, which is the process group's of it and its stubs; None before it runs."""
+        """Process id of tritonserver, and process group of it and its stubs; None before it runs."""
         return read_pid(self._folder)
 
     @property
     def returncode(self) -> int | None:
-        """tritonserver's exit status, or what mpirun makes of it; None while either runs."""
+        """Exit status of tritonserver, or of mpirun; None while it runs."""
         return self._child.poll()
 
     def wait(self, timeout: float) -> None:
-        """Wait until it has ended, or for `timeout` seconds."""
+        """Wait until the process has ended, for at most `timeout` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(timeout)
 
     def ask_to_end(self) -> bool:
-        """Tell tritonserver to finish what it has; False if it does not run yet."""
+        """Tell tritonserver to finish its requests and end; return False if it does not run yet."""
         pid = self.pid
         if pid is None:
             return False
@@ -97,7 +97,7 @@ class ServerProcess:
         self._child.wait()
 
     def _end_with_tritonserver(self) -> None:
-        """mpirun waits for every rank, so for one that is stopped it would wait without end."""
+        """End the remaining ranks after tritonserver, because mpirun would wait forever for a stopped one."""
         while (pid := self.pid) is None:
             if self.returncode is not None:
                 return

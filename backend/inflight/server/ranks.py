@@ -1,7 +1,7 @@
-"""How many ranks the engines of a model repository have, who starts them, and the mpirun command of leader mode.
+"""The number of ranks of a repository's engines, who starts them, and the mpirun command of leader mode.
 
-Owns what the parameters about ranks mean to the launcher; the model that holds the engine reads them again.
-Standard library only (see `trtllm_launcher`). Reads the environment, keeps nothing, starts nothing.
+Owns how the launcher interprets the parameters about ranks; the model that holds the engine reads them again.
+Standard library only (see `trtllm_launcher`). Reads the environment, keeps no state, starts nothing.
 """
 
 import os
@@ -36,24 +36,24 @@ OPTIONS: Mapping[str, str] = {
     LAUNCH_MODE: "--mode",
     MPIRUN_ARGUMENTS: "--mpirun-arguments",
 }
-"""What the parameters are called on the command line."""
+"""Command-line option of each parameter about ranks."""
 
 _WORKER = ("-m", WORKER_MODULE)
-# Its shell says which process tritonserver is: a signal to mpirun would end all ranks at once.
+# The shell writes tritonserver's process id, because a signal to mpirun would end all ranks at once.
 _NOTE_PID = 'echo $$ >"$0"; exec env "$@"'
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks of one engine are started.
+    """The way that the ranks of one engine are started.
 
     Attributes:
-        model: The Triton model that holds the engine.
+        model: Triton model that holds the engine.
         num_ranks: Tensor-parallel ranks times pipeline stages.
-        mode: A value of `LaunchMode`.
-        mpirun_arguments: More arguments for mpirun, in a shell's words.
-        tp, pp: Tensor-parallel ranks, and pipeline stages.
-        ep: Expert-parallel groups of the tensor-parallel ranks.
+        mode: Value of `LaunchMode`.
+        mpirun_arguments: Further arguments for mpirun, in a shell's syntax.
+        tp, pp: Numbers of tensor-parallel ranks and pipeline stages.
+        ep: Number of expert-parallel groups of the tensor-parallel ranks.
     """
 
     model: str
@@ -68,7 +68,7 @@ class Launch:
 def settings(
     tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None, ep: int | None = None
 ) -> dict[str, str]:
-    """The options of the command line as parameters of config.pbtxt; None leaves what the repository says."""
+    """Return command-line options as parameters of config.pbtxt; None keeps the repository's value."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
@@ -82,7 +82,7 @@ def settings(
 def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
-    """How an engine's ranks are started, by its parameters; OptionError where they do not go together."""
+    """Return how an engine's ranks are started, by its parameters; OptionError if they are inconsistent."""
     sizes = TENSOR_PARALLEL, PIPELINE_PARALLEL, EXPERT_PARALLEL
     tp, pp, ep = (_size(model, key, parameters.get(key)) for key in sizes)
     asked = parameters.get(LAUNCH_MODE)
@@ -107,7 +107,7 @@ def launch_of(
 
 
 def find_leader(launches: Sequence[Launch]) -> Launch | None:
-    """The engine whose ranks are started together with tritonserver; OptionError if there are two."""
+    """Return the engine whose ranks are started together with tritonserver; OptionError if several."""
     leaders = [launch for launch in launches if launch.mode == "leader"]
     if len(leaders) > 1:
         names = " and ".join(launch.model for launch in leaders)
@@ -120,16 +120,16 @@ def find_leader(launches: Sequence[Launch]) -> Launch | None:
 def leader_command(
     tritonserver: Sequence[str], variables: Mapping[str, str], pid_file: Path, launch: Launch
 ) -> list[str]:
-    """The command that starts `tritonserver` on this host as rank 0, and a worker beside it for each other rank.
+    """Return the command that starts `tritonserver` on this host as rank 0, and a worker as each other rank.
 
     Args:
-        tritonserver: Its program and arguments.
-        variables: For tritonserver alone: a worker's libraries are not to be looked for among the server's.
-        pid_file: Where tritonserver's process id will stand, on a line.
-        launch: Of the engine.
+        tritonserver: Program and arguments.
+        variables: Environment variables for tritonserver only; workers must not use the server's libraries.
+        pid_file: File that gets tritonserver's process id, on a line.
+        launch: The engine's launch.
 
     Raises:
-        ServeError: There is no mpirun.
+        ServeError: mpirun is not installed.
     """
     try:
         mpirun = find_mpirun()
@@ -138,7 +138,8 @@ def leader_command(
     assignments = [f"{name}={value}" for name, value in variables.items()]
     return [
         mpirun,
-        # Who loses a rank has to tell its clients, which it cannot do if mpirun ends it.
+        # Without recovery, mpirun would end all ranks when one is lost, before rank 0 could answer its
+        # clients.
         "--enable-recovery",
         *mpirun_options(launch.mpirun_arguments, is_one_program=False),
         *("-n", "1", "sh", "-c", _NOTE_PID, str(pid_file), *assignments, *tritonserver),
@@ -148,7 +149,7 @@ def leader_command(
 
 
 def session_variables(folder: Path, shared_memory: Path) -> dict[str, str]:
-    """Environment variables that keep an mpirun's own files where they are removed with the server."""
+    """Return environment variables that put mpirun's own files where they are removed with the server."""
     return {"TMPDIR": str(folder), SHARED_MEMORY: str(shared_memory)}
 
 

@@ -1,8 +1,8 @@
-"""A runtime copy of the model repository, with the parameters that were asked for filled in.
+"""A runtime copy of the model repository, with the requested parameters filled in.
 
 Owns what `--model`, `--dtype` and `--set` mean in terms of config.pbtxt parameters. Code is copied and large
-files are linked, so the original is never written to and no weights are copied. Does not know Triton's
-processes, nor what a parameter does.
+files are linked, so the original is never written to and no weights are copied. Knows neither Triton's
+processes nor the meaning of parameters.
 """
 
 import difflib
@@ -47,12 +47,12 @@ class Wanted:
     """The values to fill into config.pbtxt.
 
     Attributes:
-        model: The checkpoint.
-        dtype: Of its weights.
-        settings: Parameter names and values; they win over the two before, and over `engine`.
-        adapters: Names of LoRA adapters, and their folders.
-        engine: Whose layers compute it: torch's, transformers' or TensorRT's.
-        engine_dir: TensorRT's plans.
+        model: Checkpoint folder.
+        dtype: Data type of its weights.
+        settings: Values by parameter name; they take precedence over `model`, `dtype` and `engine`.
+        adapters: Names and folders of LoRA adapters.
+        engine: Layers to use: "torch", "transformers" or "tensorrt".
+        engine_dir: Folder of TensorRT plans.
     """
 
     model: Path | None = None
@@ -65,13 +65,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RuntimeRepository:
-    """A folder that tritonserver can load.
+    """A model repository that tritonserver can load.
 
     Attributes:
-        models: The names of its models.
-        checkpoint: What its engines serve, separated by commas; None if there is none.
-        launches: Who starts the ranks of each engine.
-        endpoints: Where each engine's socket is to be, by its model; "": where it puts it by itself.
+        models: Names of its models.
+        checkpoint: Checkpoints that its engines serve, separated by commas; None if there is none.
+        launches: How the ranks of each engine are started.
+        endpoints: Path of each engine's socket, by model; "" if the engine chooses it.
     """
 
     path: Path
@@ -82,7 +82,7 @@ class RuntimeRepository:
 
 
 def default_repository() -> Path:
-    """The `model_repository` folder beside this package in a checkout."""
+    """Return the `model_repository` folder beside this package in a checkout."""
     return Path(__file__).resolve().parents[3] / "model_repository"
 
 
@@ -92,7 +92,7 @@ def assemble(
     """Lay out `source` under `target`; raises OptionError for a setting that no model has.
 
     Args:
-        ranks_wanted: Parameters that --tp, --pp, --mode and --mpirun-arguments stand for.
+        ranks_wanted: Parameters for --tp, --pp, --ep, --mode and --mpirun-arguments.
     """
     source = source.resolve()
     configs = _read_configs(source)
@@ -115,7 +115,7 @@ def assemble(
         text = set_parameters(text, changed)
         text = add_outputs(text, _additional_outputs(filled[model].get(ADDITIONAL_OUTPUTS, "")))
         engine = _engine_of(model, filled[model], engines)
-        of_engine = input_types(filled[engine]) if engine else {}  # which nobody need have filled in twice
+        of_engine = input_types(filled[engine]) if engine else {}  # need not be set for both models
         for name, data_type in {**of_engine, **input_types(filled[model])}.items():
             text = set_input_type(text, name, data_type)
         if (mode := _mode_of(model, filled[model], decoupled, engines, configs)) is not None:
@@ -134,10 +134,10 @@ def assemble(
 
 
 def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path) -> dict[str, dict[str, str]]:
-    """Every model's parameters: those that are `present`, with what is wanted written over them.
+    """Return every model's parameters: the `present` ones, with the wanted values written over them.
 
-    An engine that nothing names a checkpoint for serves the demo model. A model that nothing names a tokenizer for
-    takes the one of its engine's checkpoint.
+    An engine without a checkpoint serves the demo model. A model without a tokenizer uses that of its
+    engine's checkpoint.
     """
     settings = _settings(wanted)
     _check_known(settings, {key: value for known in present.values() for key, value in known.items()})
@@ -175,14 +175,14 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values |= wanted.settings
     if wanted.adapters:
         values[LORA_ADAPTERS] = _named_folders(wanted)
-    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in a folder that goes with it
+    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in a temporary folder
         if values.get(key):
             values[key] = str(Path(values[key]).absolute())
     return values
 
 
 def _named_folders(wanted: Wanted) -> str:
-    """The parameter lora_adapters for all of --lora; raises OptionError for what cannot be one of them."""
+    """Return the parameter lora_adapters for all --lora options; raises OptionError for an invalid one."""
     if LORA_ADAPTERS in wanted.settings:
         raise OptionError(f"--lora and --set {LORA_ADAPTERS} are two ways to say the same: use one of them")
     names = [name for name, _ in wanted.adapters]
@@ -206,7 +206,7 @@ def _demo_model(source: Path, engine: str) -> str | None:
 
 
 def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) -> str | None:
-    """The model that holds the engine which `model` is, talks to, or shares the repository with."""
+    """Return the engine's model for `model`: itself, the one in its parameters, or the first."""
     named = parameters.get(ENGINE_NAME, "")
     return next((name for name in (model, named, *engines) if name in engines), None)
 
@@ -223,7 +223,7 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:
-    """Whether the model loads a checkpoint; tensorrtllm_backend's preprocessing is told its folder too."""
+    """Return whether the model loads a checkpoint; tensorrtllm_backend's preprocessing has the path too."""
     return MODEL_PATH in known and (ADD_SPECIAL_TOKENS not in known or MODEL_TYPE in known)
 
 
@@ -236,7 +236,7 @@ def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
 def _check_ranks_known(
     wanted: Mapping[str, str], present: Mapping[str, Mapping[str, str]], source: Path
 ) -> None:
-    """Raise OptionError for a parameter that no model has, naming the option that stands for it."""
+    """Raise OptionError, naming the option, for a parameter that no model has."""
     for key in wanted:
         if not any(key in known for known in present.values()):
             raise OptionError(
@@ -246,14 +246,14 @@ def _check_ranks_known(
 
 
 def _batch_size(value: str | None) -> int | None:
-    """The value of max_batch_size, which is no parameter but a field of Triton's own in every config.pbtxt."""
+    """Parse max_batch_size, which is not a parameter but a field of every config.pbtxt."""
     if value is not None and not (value.isdecimal() and int(value) > 0):
         raise OptionError(f"--set {MAX_BATCH_SIZE}={value}: expected a whole number from 1")
     return None if value is None else int(value)
 
 
 def _slots_of_plans(wanted: Wanted) -> int | None:
-    """How many sequences the plans that are to be served run at once; None: there are none."""
+    """Return how many sequences the wanted plans run at once; None without plans."""
     for folder in (wanted.engine_dir, wanted.model):
         if folder is not None and is_engine_folder(folder):
             return num_slots(folder)
@@ -261,7 +261,7 @@ def _slots_of_plans(wanted: Wanted) -> int | None:
 
 
 def _decoupled(value: str | None) -> bool | None:
-    """The value of decoupled_mode, which is no parameter but a field of Triton's own, too."""
+    """Parse decoupled_mode, which is not a parameter but a field of config.pbtxt."""
     if value is None:
         return None
     if value.lower() not in ("true", "false"):
@@ -270,13 +270,13 @@ def _decoupled(value: str | None) -> bool | None:
 
 
 def _additional_outputs(value: str) -> dict[str, int]:
-    """The outputs that the parameter additional_model_outputs adds, and their dimensions."""
+    """Return the outputs that additional_model_outputs adds, with their numbers of dimensions."""
     if not is_filled(value):
         return {}
     try:
         return dict(tensor_names(parse_outputs(value)))
     except ValueError:
-        return {}  # the model says what is wrong with it
+        return {}  # the model reports the error
 
 
 def _mode_of(
@@ -286,7 +286,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """Whether to decouple a model: as wanted, else as its engine's model is; None: as its file says."""
+    """Return `decoupled` for a model: as wanted, else as in its engine's config; None to keep its own."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

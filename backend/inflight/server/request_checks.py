@@ -1,9 +1,9 @@
-"""A small library that tritonserver loads first: it refuses requests that would end it, and notes the last ones.
+"""A library that tritonserver loads first: it refuses requests that would end it, and records the last ones.
 
-`preload/request_checks.c` is its source, and says what it refuses. It is compiled at every start, in a fraction of
-a second, into the server's private folder. Without a C compiler the one that a wheel brings beside the source is
-used, or else none.
-`python -m inflight.server.request_checks TARGET.so` compiles it for a tritonserver that something else starts.
+Its source is `preload/request_checks.c`, which says what is refused. It is compiled at every start, in a
+fraction of a second, into the server's private folder. Without a C compiler, the binary that a wheel has
+beside the source is used, if there is one. `python -m inflight.server.request_checks TARGET.so` compiles it
+for a tritonserver that another program starts.
 """
 
 import os
@@ -17,18 +17,18 @@ _SOURCE = Path(__file__).parent / "preload" / "request_checks.c"
 _PREBUILT = _SOURCE.with_suffix(".so")  # by scripts/wheel
 _COMPILERS = ("cc", "gcc", "clang", "g++")
 _FLAGS = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-shared")
-_TIMEOUT_S = 120.0  # some hundred times what it takes on a machine that does nothing else
+_TIMEOUT_S = 120.0  # some hundred times the time on an idle machine
 _NOTES = "last_requests"
-_SLOT_BYTES = 1024  # as in the source, and the number that each slot begins with
+_SLOT_BYTES = 1024  # as in the source; each slot begins with the request's number
 _NUMBERED = re.compile(rb"(\d+) ([^\0]+)")
 
 
 class CannotCompile(Exception):
-    """The reason why the library could not be compiled."""
+    """The library could not be compiled; the message says why."""
 
 
 def compile_checks(target: Path) -> Path:
-    """Make the library at `target`; CannotCompile, with the reason, where that fails."""
+    """Compile the library to `target`; raises CannotCompile with the reason."""
     names = (os.environ.get("CC", ""), *_COMPILERS)
     compiler = next((found for name in names if name and (found := shutil.which(name))), None)
     if compiler is None and _PREBUILT.exists():
@@ -51,15 +51,15 @@ def compile_checks(target: Path) -> Path:
 
 
 def are_loaded(folder: Path) -> bool:
-    """Whether a tritonserver whose folder this is has loaded the library."""
+    """Return whether the tritonserver with this folder has loaded the library."""
     return (folder / _NOTES).exists()
 
 
 def last_requests(folder: Path, most: int) -> list[str]:
-    """The last requests, oldest first: when each came, its model, its id, its tensors and their shapes."""
+    """Return the last requests, oldest first: the time, model, id, tensors and shapes of each."""
     try:
         content = (folder / _NOTES).read_bytes()
-    except OSError:  # it was not loaded
+    except OSError:  # the library was not loaded
         return []
     slots = [content[begin : begin + _SLOT_BYTES] for begin in range(0, len(content), _SLOT_BYTES)]
     matches = [match for slot in slots if (match := _NUMBERED.match(slot))]

@@ -1,11 +1,11 @@
-"""The private folder of one running server, and all else on the machine that belongs to the server by that folder.
+"""The private folder of one running server, and the shared memory and processes that belong to it.
 
-That is shared memory under names that start with the folder's name, and processes: tritonserver, its stubs, mpirun
-and the ranks on this machine. mpirun gives every rank a process group of its own, and a process that loses its
-parent gets another one; so they are known by the folder, which the environment that they inherit names. Notes
-in the folder say which process tritonserver is, which models have loaded what they need, and that the server was
-ended because it could not serve any more.
-Standard library only, as the keeper and the guards run it beside tritonserver. Any thread.
+The names of the server's shared memory begin with the folder's name. Its processes are tritonserver, its
+stubs, mpirun and the ranks on this machine. mpirun gives every rank a process group of its own, and a process
+that loses its parent gets another parent. So the processes are found by the folder's path in the environment
+that they inherit. Files in the folder record tritonserver's process id, the models that have loaded, and
+whether the server was ended because it could not serve any more. Standard library only, because the keeper
+and the guards run it beside tritonserver. Any thread.
 """
 
 import contextlib
@@ -18,49 +18,49 @@ from pathlib import Path
 from inflight.processes import ProcessId
 
 FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
-"""The environment variable that names a server's folder to its processes. The engine's socket goes there too."""
+"""Environment variable with the path of a server's folder, which has the engine's socket too."""
 
 PID_FILE = "tritonserver.pid"
-"""In the server's folder: tritonserver's process id, on a line."""
+"""File in the server's folder with tritonserver's process id, on a line."""
 
 UMASK = 0o077
-"""Of all processes of a server: what they make is for this user alone, Triton's shared memory too."""
+"""Umask of a server's processes: their files, and Triton's shared memory, are for this user only."""
 
-_LOSS_FILE = "lost"  # in the server's folder: a guard has ended the server, whatever its exit status says
-_INITIALIZED = "initialized-"  # and a model's name: a process of that model is done with what it loads
+_LOSS_FILE = "lost"  # a file in the folder: a guard has ended the server, whatever its exit status says
+_INITIALIZED = "initialized-"  # followed by a model's name: a process of the model has loaded it
 _PREFIX = "inflight-server-"
 _SHARED_MEMORY = Path("/dev/shm")
-_END_S = 10.0  # a process that hangs in a device driver cannot be ended, nor waited for
+_END_S = 10.0  # a process that hangs in a device driver can neither be ended nor waited for
 
 
 def make() -> Path:
-    """A new, empty folder that only this user can read."""
-    # The Python backend starts its stub through a shell without quoting, so the path must have no spaces, and the
-    # stub's Python reads its modules from it, so it should have no letters outside ASCII (see `file_names`).
+    """Make a new, empty folder that only this user can read."""
+    # The path must have no spaces, because the Python backend starts its stub through a shell without
+    # quoting. It should be ASCII, because the stub's Python imports modules from it (see `file_names`).
     parent = tempfile.gettempdir()
     plain = parent.isascii() and not any(character.isspace() for character in parent)
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent if plain else "/tmp"))
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """The prefix of the names of the server's shared-memory files."""
+    """Return the prefix of the names of the server's shared-memory files."""
     return folder.name
 
 
 def shared_memory_files(folder: Path) -> list[Path]:
-    """The server's shared-memory files that exist now."""
+    """Return the server's shared-memory files that exist now."""
     return sorted(_SHARED_MEMORY.glob(shared_memory_prefix(folder) + "*"))
 
 
 def make_shared_memory_folder(folder: Path) -> Path:
-    """A folder for further shared memory of the server's, among its shared-memory files."""
+    """Make a folder for further shared memory of the server, among its shared-memory files."""
     path = _SHARED_MEMORY / f"{shared_memory_prefix(folder)}-ranks"
     path.mkdir(mode=0o700)
     return path
 
 
 def remove(folder: Path) -> None:
-    """Delete the folder and the shared memory; for when the server's processes have ended."""
+    """Delete the folder and the shared memory, after the server's processes have ended."""
     for path in shared_memory_files(folder):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -70,14 +70,14 @@ def remove(folder: Path) -> None:
 
 
 def find_processes(folder: Path) -> list[ProcessId]:
-    """The server's processes that run now."""
+    """Return the server's running processes."""
     mark = os.fsencode(f"{FOLDER_VARIABLE}={folder}")
     running = [ProcessId.of(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")]
     return [process for process in running if process is not None and mark in _environment(process.pid)]
 
 
 def end_processes(folder: Path) -> None:
-    """Kill the server's processes, and whatever they start meanwhile; returns when they are gone."""
+    """Kill the server's processes, and those that they start meanwhile; return when all are gone."""
     while processes := find_processes(folder):
         for process in processes:
             process.signal(signal.SIGKILL)
@@ -86,7 +86,7 @@ def end_processes(folder: Path) -> None:
 
 
 def read_pid(folder: Path) -> int | None:
-    """tritonserver's process id; None before it has been started."""
+    """Return tritonserver's process id; None before it is started."""
     with contextlib.suppress(OSError):
         text = (folder / PID_FILE).read_text()
         return int(text) if text.endswith("\n") else None
@@ -94,20 +94,20 @@ def read_pid(folder: Path) -> int | None:
 
 
 def note_loss() -> None:
-    """Say, from a process of the server's, that the server is ended because it cannot serve any more."""
+    """Record, in a process of the server, that the server is ended because it cannot serve any more."""
     folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
-    if read_pid(folder) is not None:  # otherwise nobody has made the folder for the server
+    if read_pid(folder) is not None:  # otherwise the folder was not made for a server
         with contextlib.suppress(OSError):
             (folder / _LOSS_FILE).touch()
 
 
 def was_lost(folder: Path) -> bool:
-    """Whether a process of the server's has called `note_loss`."""
+    """Return whether a process of the server has called `note_loss`."""
     return (folder / _LOSS_FILE).exists()
 
 
 def note_initialized(model: str) -> None:
-    """Say, from a process of the server's, that this process has loaded what its model needs."""
+    """Record, in a process of the server, that this process has loaded its model."""
     folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
     if read_pid(folder) is not None:
         with contextlib.suppress(OSError):
@@ -115,12 +115,12 @@ def note_initialized(model: str) -> None:
 
 
 def initialized_models(folder: Path) -> set[str]:
-    """The models of which a process has called `note_initialized`."""
+    """Return the models whose processes have called `note_initialized`."""
     return {path.name.removeprefix(_INITIALIZED) for path in folder.glob(f"{_INITIALIZED}*")}
 
 
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has ended meanwhile, or is another user's
+    except OSError:  # the process has ended, or belongs to another user
         return []

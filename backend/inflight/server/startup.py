@@ -1,8 +1,8 @@
-"""Whether a server that has been started is ready, or gets anywhere: what it waits for, and when to give up.
+"""Detect whether a starting server is ready, or whether it makes progress, and when to give up.
 
-Progress is a line in the server's log, or processes that read files or come to new memory: a large checkpoint may
-take many minutes, and does both all the while; one that waits in vain does neither, even if it spins. Runs on the
-thread that waits.
+Progress is a line in the server's log, or processes that read files or fill memory. A large checkpoint takes
+many minutes to load and does both all the while; a server that waits in vain does neither, even if it spins.
+Runs on the thread that waits.
 """
 
 import http.client
@@ -16,14 +16,14 @@ from inflight.server.log import ServerLog
 
 _TELL_EVERY_S = 30.0
 _SAMPLE_EVERY_S = 5.0
-_LEAST_BYTES = 4_000_000  # in that time; a server that only answers whether it is ready stays far below
+_LEAST_BYTES = 4_000_000  # per sample; a server that only answers readiness checks stays far below
 _PAGE_BYTES = 4096
 _ANSWER_S = 5.0
-_FORGOTTEN_S = 15.0  # tritonserver calls a model loaded at once when its process is done
+_FORGOTTEN_S = 15.0  # tritonserver normally reports a model as loaded as soon as its process is done
 
 
 def is_ready(address: str, http_port: int, metrics_port: int, models: Sequence[str]) -> bool:
-    """Whether the server, each of its models and the metrics answer over HTTP."""
+    """Return whether the server, each of its models and the metrics answer over HTTP."""
     paths = ["/v2/health/ready", *(f"/v2/models/{model}/ready" for model in models)]
     asked = [*((http_port, path) for path in paths), (metrics_port, "/metrics")]
     return all(_answers(address, port, path) for port, path in asked)
@@ -43,16 +43,17 @@ def _answers(address: str, port: int, path: str) -> bool:
 
 
 class Startup:
-    """Says, whenever it is asked, whether a starting server still gets anywhere.
+    """Progress of one starting server.
 
     Args:
-        models: Those that have to be ready.
+        models: Names of the models that must be ready.
         log: The server's log.
-        num_bytes: How much its processes have read, and how much memory they have come to.
-        stall_timeout_s: Most seconds without progress; None: for ever.
-        say: Called with a line for people from time to time; None: nobody wants it.
-        now: Monotonic seconds.
-        initialized: The models whose processes have loaded what they need.
+        num_bytes: Returns the bytes that the server's processes have read, plus the memory that they have
+            filled.
+        stall_timeout_s: Most seconds without progress; None: no limit.
+        say: Called with a line for people from time to time; None: no lines.
+        now: Returns monotonic seconds.
+        initialized: Returns the models whose processes have loaded them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Startup:
         self._num_lines = self._num_bytes = 0
 
     def check(self) -> str | None:
-        """A complaint about a server that has made no progress for too long; None while it may go on."""
+        """Return an error message if the server has made no progress for too long; None otherwise."""
         now = self._now()
         if self._has_progress(now):
             self._last_progress_s = now
@@ -90,9 +91,9 @@ class Startup:
         )
 
     def forgotten(self) -> str | None:
-        """A complaint that tritonserver waits for the end of a model's process that waits for it; else None.
+        """Return an error message if tritonserver ignores a process that has loaded its model; else None.
 
-        It has given that process up, see `log.was_starved`.
+        tritonserver has then given that process up, see `log.was_starved`, and both wait for each other.
         """
         if self._now() - self._last_progress_s < _FORGOTTEN_S:
             return None
@@ -117,14 +118,14 @@ class Startup:
 
 
 def num_bytes(processes: Sequence[ProcessId]) -> int:
-    """Bytes that these processes have read, and of memory that they came to, since they began."""
+    """Return the bytes that these processes have read, plus the memory that they have filled."""
     return sum(_bytes_read(process.pid) + _PAGE_BYTES * _page_faults(process.pid) for process in processes)
 
 
 def _bytes_read(pid: int) -> int:
     try:
         return psutil.Process(pid).io_counters().read_chars
-    except psutil.Error:  # it has ended meanwhile, or is another user's
+    except psutil.Error:  # the process has ended, or belongs to another user
         return 0
 
 

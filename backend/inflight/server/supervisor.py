@@ -1,8 +1,8 @@
-"""Keeps a server up: one that ends although nobody has asked it to is started again, on the same ports.
+"""Keep a server running: one that ends by itself is started again, on the same ports.
 
-A model's process that is killed takes the server with it (`guard`), and this version of tritonserver aborts on
-some uses of it; either way the requests in flight end with their connections. Owns when to start again, when to
-give up, and the signals that tell this process to end. Runs on the main thread.
+A killed process of a model ends the server (`guard`), and some uses make this version of tritonserver abort.
+In either case the connections of the requests in flight close. Owns when to restart, when to give up, and the
+signals that tell this process to end. Runs on the main thread.
 """
 
 import contextlib
@@ -20,20 +20,21 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a start, by how many servers have been lost in a row; the last one for all further starts."""
+"""Seconds before a start, by the number of servers lost in a row; the last value for all further starts."""
 
 _PROVEN_S = 60.0
-"""A server that was ready for so many seconds ends a row of lost ones."""
+"""A server that was ready for this many seconds resets the number of servers lost in a row."""
 
 
 def _wake(_: int, __: FrameType | None) -> None:
-    """Do nothing: that there is a handler is enough for the byte in the pipe."""
+    """Do nothing: a handler must exist for the signal to put a byte into the pipe."""
 
 
 class Signals:
-    """The signals that tell this process to end, and a way to sleep until one arrives.
+    """The signals that tell this process to end, and a wait that they interrupt.
 
-    The handlers only note the signal; a byte in a pipe wakes the sleeper, for the end of a child process too.
+    The handlers only record the signal. A byte in a pipe wakes the waiting thread, also when a child process
+    ends.
     """
 
     def __init__(self) -> None:
@@ -49,23 +50,23 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The process is about to end: the handlers stay, so that no late signal changes its exit status."""
+        """Leave the handlers installed, so that no late signal changes this process's exit status."""
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received.append(number)
 
     def any(self) -> bool:
-        """Whether this process is to end."""
+        """Return whether this process was told to end."""
         return bool(self.received)
 
     def several(self) -> bool:
-        """Whether a second signal has asked this process to end at once."""
+        """Return whether a second signal has told this process to end at once."""
         return len(self.received) > 1
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Sleep until a signal arrives or, looked at whenever a child process ends, `until` is true.
+        """Wait for a signal, or until `until` returns true, which is checked when a child process ends.
 
-        For `timeout` seconds at most; None: for as long as it takes.
+        Waits at most `timeout` seconds; None: no limit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.received and not until():
@@ -80,9 +81,9 @@ class Supervisor:
     """Runs one server after another with the same options.
 
     Args:
-        options: The options of every server.
-        signals: Say when to end.
-        echo: Takes the servers' logs, and the supervisor's own lines.
+        options: Options of every server.
+        signals: Signals that tell this process to end.
+        echo: Stream for the servers' logs and the supervisor's own lines.
         on_ready: Called with each server that is ready.
     """
 
@@ -101,7 +102,7 @@ class Supervisor:
         self._num_lost = 0  # in a row
 
     def run(self) -> int:
-        """Serve until told to end; returns the exit status. ServeError if no server can be kept up."""
+        """Serve until told to end; return the exit status. ServeError if no server can be kept running."""
         orphans.adopt()
         while (server := self._start()) is not None:
             try:
@@ -115,7 +116,7 @@ class Supervisor:
         return 128 + self._signals.received[-1] if self._signals.several() else 0
 
     def _start(self) -> TritonServer | None:
-        """A server that is ready; None if told to end before there is one."""
+        """Return a server that is ready; None if told to end before there is one."""
         return start_with_tries(
             self._start_once,
             self._options.restarts,
@@ -127,21 +128,21 @@ class Supervisor:
         if self._has_served and self._signals.any():
             return None
         server = TritonServer(self._options, self._echo)
-        # The next one is to be found where this one is.
+        # The next server must be reachable at the same ports.
         self._options = replace(self._options, ports=server.ports)
         try:
             server.start()
             if server.wait_ready(interrupted=self._signals.any, say=self._say):
                 return server
             server.shut_down(hurry=self._signals.several)
-        except BaseException:  # also Ctrl-C: the server must not stay behind
+        except BaseException:  # also after Ctrl-C, the server must not stay behind
             server.close()
             raise
         server.close()
         return None
 
     def _watch(self, server: TritonServer) -> str | None:
-        """How a ready server was lost; None if it was told to end, and did. ServeError if it is not replaced."""
+        """Return how a ready server was lost; None if it was told to end; ServeError to end for good."""
         self._has_served = True
         ready_at = time.monotonic()
         self._on_ready(server)
@@ -167,7 +168,7 @@ class Supervisor:
             raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
 
     def _tell_last_requests(self, server: TritonServer) -> None:
-        """Log what came before the loss: one of them may have caused it."""
+        """Log the last requests before the loss: one of them may have caused it."""
         for request in server.last_requests():
             self._say(f"one of the last requests before the end: {request}")
 
@@ -180,7 +181,7 @@ class Supervisor:
         self._signals.wait(until=lambda: False, timeout=pause_s)
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(f"serve: {line}", file=self._echo, flush=True)
 
 

@@ -1,7 +1,7 @@
 """tensorrtllm_backend's launch_triton_server.py in terms of `scripts/serve`: the same flags and defaults.
 
-Owns what each flag means here. Standard library only, as the script that calls it may run before anything is
-installed.
+Owns the meaning of each flag here. Standard library only, because the calling script may run before anything
+is installed.
 """
 
 import argparse
@@ -23,12 +23,12 @@ _CONFIG = "config.pbtxt"
 
 @dataclass(frozen=True)
 class Translation:
-    """The server to start, translated from the launcher's flags.
+    """The launcher's flags in terms of `scripts/serve`.
 
     Attributes:
-        arguments: For `scripts/serve`.
-        log_file: Where the log goes instead of the terminal; None for the terminal.
-        notes: What of the flags means nothing here, one line each.
+        arguments: Arguments for `scripts/serve`.
+        log_file: File for the log; None for the terminal.
+        notes: A line for each given flag that has no effect here.
     """
 
     arguments: tuple[str, ...]
@@ -37,9 +37,9 @@ class Translation:
 
 
 def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
-    """Start the server with the program `serve` and return while its models load; the exit status.
+    """Start the server with the program `serve`, and return the exit status while its models load.
 
-    Whether it becomes ready is to be asked of the server itself, as with the original.
+    As with the original launcher, clients ask the server itself whether it is ready.
     """
     given = parser(serve.parents[1] / "model_repository").parse_args(arguments)
     try:
@@ -56,7 +56,7 @@ def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def parser(model_repository: Path) -> argparse.ArgumentParser:
-    """The original's flags."""
+    """Return a parser with the original's flags."""
     made = argparse.ArgumentParser(
         prog="launch_triton_server.py",
         description="scripts/serve, with the flags of tensorrtllm_backend's launcher.",
@@ -91,11 +91,11 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
 
 
 def translate(given: argparse.Namespace) -> Translation:
-    """The translation of these flags; OptionError where they contradict each other or the repository."""
+    """Translate the flags; OptionError if they contradict each other or the repository."""
     tritonserver = given.tritonserver if Path(given.tritonserver).exists() else None
     if tritonserver is None and given.tritonserver != _TRITONSERVER:
         raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")
-    # The original opens no further port, on which a second server would fail to start.
+    # The original opens no other port, which would keep a second server from starting.
     arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0", "--no-openai"]
     for service in ("grpc", "http", "metrics"):
         arguments += [f"--{service}-port", str(getattr(given, f"{service}_port"))]
@@ -121,7 +121,7 @@ def _rank_arguments(given: argparse.Namespace, engines: Mapping[str, Mapping[str
         arguments = ["--mode", "orchestrator"]
     else:
         arguments = _leader_arguments(given.world_size, engines)
-    # `scripts/serve` lets ranks share cores anyway; said, it stays true whatever other arguments do.
+    # `scripts/serve` lets ranks share cores anyway. Passing it makes that independent of other arguments.
     return (
         [*arguments, "--mpirun-arguments=--oversubscribe --bind-to none"]
         if given.oversubscribe
@@ -151,7 +151,7 @@ def _says_ranks(parameters: Mapping[str, str]) -> bool:
 
 
 def _engines(given: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """The parameters of the models that are said to hold engines."""
+    """Return the parameters of the models that the flags name as engines."""
     engines: dict[str, dict[str, str]] = {}
     for name in given.tensorrt_llm_model_name.split(","):
         config = given.model_repo / name / _CONFIG
@@ -185,13 +185,13 @@ def _check_alone(force: bool) -> None:
 
 
 def running_servers() -> list[int]:
-    """Process ids of every tritonserver on this machine."""
+    """Return the process ids of all tritonservers on this machine."""
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            # Its name in brackets, then its state.
+            # The program's name is in brackets, followed by its state.
             name, _, rest = (entry / "stat").read_text(errors="replace").partition(" (")[2].rpartition(") ")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if name == "tritonserver" and not rest.startswith("Z"):
             found.append(int(entry.name))

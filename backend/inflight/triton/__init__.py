@@ -1,5 +1,5 @@
-"""The only package that knows Triton: its requests and responses, its models and their config.pbtxt, its metrics.
+"""The only package that knows Triton: requests, responses, models and their config.pbtxt, metrics.
 
-What tensors mean is in `inflight.tensors`. `triton_python_backend_utils` has its classes only once Triton calls
-`initialize`, so it is imported there, as a module, and passed on.
+The meaning of tensors is in `inflight.tensors`. `triton_python_backend_utils` has its classes only after
+Triton has called `initialize`. So `initialize` imports the module and passes it on.
 """

@@ -1,6 +1,6 @@
-"""Answers requests that list, load or unload adapters: a command in, all adapters out, as JSON.
+"""Answer requests that list, load or unload adapters with the state of all adapters, as JSON.
 
-Owns the thread that waits for the engine meanwhile, since a command may take as long as files do, and the form of
+Owns the thread that waits for the engine, as reading an adapter's files can take seconds, and the format of
 the answer. Does not know what a command does.
 """
 
@@ -20,11 +20,11 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
-"""How long a command may take; a large adapter takes seconds to read."""
+"""Most seconds that a command may take. Reading a large adapter takes seconds."""
 
 
 class AdapterRequests:
-    """The commands of one model's clients, carried out one after another."""
+    """Runs the adapter commands of one model's clients, one after another, on its own thread."""
 
     def __init__(self, client: EngineClient, responses: ResponseBuilder) -> None:
         self._client = client
@@ -32,11 +32,11 @@ class AdapterRequests:
         self._thread = ThreadPoolExecutor(1, "inflight-adapters")
 
     def ask(self, stream: TritonStream, command: AdapterCommand) -> None:
-        """Have a command carried out and `stream` answered, soon; never waits."""
+        """Queue a command, and answer `stream` when it is done. Never blocks."""
         self._thread.submit(self._answer, stream, command)
 
     def close(self) -> None:
-        """Answer what was asked and end the thread; quick where the client is closed already. Idempotent."""
+        """Answer all queued commands and end the thread, quickly if the client is closed. Idempotent."""
         self._thread.shutdown()
 
     def _answer(self, stream: TritonStream, command: AdapterCommand) -> None:
@@ -46,7 +46,7 @@ class AdapterRequests:
                 stream.fail(answer)
             else:
                 stream.finish(self._responses.text("adapters", answer))
-        except Exception as error:  # whatever Triton raises: nothing is left to tell this client
+        except Exception as error:  # Triton may raise anything, and this client cannot be told any more
             _log.debug("the answer to a command could not be sent: %r", error)
 
     def _carry_out(self, command: AdapterCommand) -> str | InflightError:
@@ -54,15 +54,15 @@ class AdapterRequests:
             return as_json(self._client.adapters(command, _TIMEOUT_S))
         except InflightError as error:
             return error
-        except Exception as error:  # a bug, and whoever asked waits for an answer
+        except Exception as error:  # a bug; the client still needs an answer
             _log.exception("a command could not be carried out")
             return unexpected("the command could not be carried out", error)
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:
-    """The answer: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
+    """Return the answer: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
 
-    Those that could not be loaded have a `problem` too.
+    An adapter that could not be loaded also has a `problem`.
     """
     told = [dataclasses.asdict(each) for each in adapters]
     return json.dumps({"adapters": [{k: v for k, v in each.items() if k != "problem" or v} for each in told]})

@@ -1,10 +1,11 @@
-"""Notices clients that cancelled or went away, by asking Triton about one after the other.
+"""Detect clients that cancelled or disconnected, by asking Triton about each request in turn.
 
-Owns how often and how hard it asks: pb_utils gives no notice, and a question is a round trip that competes with
-the responses. So rounds start at most once a period, and asking takes a small share of this thread's time, or most
-of it where a round would take too long otherwise. Questions come in bursts: each passes through four
-threads, which are quick about the next one if the model has not been on their processors in between. With nothing
-in flight the thread sleeps. Does not know what cancelling does.
+pb_utils sends no notification of a cancellation, and each question is a round trip that competes with
+responses. This module owns the rate of questions. A round over all requests starts at most once per period.
+Questions take a small share of this thread's time, or most of it if a round would otherwise take too long.
+They come in bursts: each passes through four threads, which handle the next question quickly if the model has
+not used their processors in between. The thread sleeps while nothing is in flight. Does not know what
+cancelling does.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _SHARE = 0.15
 _LARGEST_SHARE = 0.8
 _BURST = 32
 _LONGEST_ROUND_S = 0.15
-# Sleeping is only worth it, and only accurate enough, for about a millisecond.
+# Shorter pauses are neither accurate nor worth the cost of sleeping.
 _SHORTEST_PAUSE_S = 0.001
 
 
 class CancellationWatch:
-    """Asks about the requests in flight in rotation, and cancels those whose client is gone.
+    """Asks Triton about each request in flight in turn, and cancels those whose clients are gone.
 
     Args:
         in_flight: The requests to ask about.
-        period_s: Shortest time between the starts of two rounds.
-        pause: Waits that many seconds, less when this is to end.
+        period_s: Least number of seconds between the starts of two rounds.
+        pause: Sleeps for the given number of seconds, or less if the watch is being closed.
         clock: Monotonic seconds.
     """
 
@@ -49,13 +50,13 @@ class CancellationWatch:
         self._clock = clock
 
     def run(self) -> None:
-        """Ask round after round until the registry admits no more."""
+        """Run round after round until the registry stops admitting requests."""
         give_way()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 
     def round(self, entries: Sequence[InFlightRequest]) -> None:
-        """Ask about each request once; takes a period at least, and as long as it needs to keep to its share."""
+        """Ask about each request once; takes a period, or longer if the share of time demands it."""
         started = self._clock()
         asking = 0.0
         for position, entry in enumerate(entries, start=1):
@@ -88,5 +89,5 @@ class CancellationWatcher:
 
 
 def _due(asking: float, progress: float) -> float:
-    """Seconds that this much of a round ought to have taken when `asking` seconds went into questions."""
+    """Return the seconds that this part of a round should take, given `asking` seconds of questions."""
     return max(min(asking / _SHARE, progress * _LONGEST_ROUND_S), asking / _LARGEST_SHARE)

@@ -1,8 +1,8 @@
-"""A serving model between Triton and an engine client: admits requests, and ends in order.
+"""A serving model between Triton and an engine client: admits requests, and closes in order.
 
-Owns the life of the threads of one model instance that send, notice cancellations and tokenize long texts. Does
-not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises: one bad request
-is answered alone.
+Owns the threads of one model instance that send responses, detect cancellations and tokenize long texts. Does
+not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises. An invalid
+request is answered with an error and affects no other.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 _log = logging.getLogger(__name__)
 
 _MOST_INLINE = 4096
-"""Bytes of text that are tokenized in execute: about two milliseconds' worth."""
+"""Most bytes of text that are tokenized in `execute`, which takes about two milliseconds."""
 
 _TOKENIZING_THREADS = 2
 
 _STATE_TIMEOUT_S = 5.0
-"""How long the loop may take to come round; then the answer to a state request says that it hangs, and where."""
+"""Most seconds to wait for the loop; after that, state requests are answered with where it hangs."""
 
 
 class FrontEnd:
-    """A serving model, wherever its engine is. Triton calls it on one thread, `flush` aside.
+    """A serving model, for an engine in this or another process. Triton calls it on one thread; see `flush`.
 
     Args:
         pb_utils: The `triton_python_backend_utils` module, or a fake of it.
-        client: Way to the engine.
-        close_client: Ends the client, or the engine with it, and has every request in flight answered.
-        model: What its config.pbtxt says.
-        tokenizers: Where its tokenizer comes from.
-        vocabulary: Whose tensor names its clients use.
+        client: Client of the engine.
+        close_client: Closes the client, or the engine with it. All requests in flight must be answered by
+            then.
+        model: Contents of the model's config.pbtxt.
+        tokenizers: Source of the tokenizer.
+        vocabulary: Tensor names that clients use.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class FrontEnd:
         )
 
     def execute(self, requests: Iterable[Any]) -> None:
-        """Admit or refuse Triton's requests; every one gets a final response, now or later."""
+        """Admit or refuse Triton's requests. Each gets a final response, now or later."""
         for request in requests:
             stream = TritonStream(
                 request.get_response_sender(),
@@ -110,7 +111,7 @@ class FrontEnd:
                 self._admit(request, stream)
             except InflightError as error:
                 self._refuse(stream, error)
-            except Exception as error:  # a bug that one request meets must not end the others
+            except Exception as error:  # a bug that affects one request must not end the others
                 self._pb_utils.Logger.log_error(f"execute: {error!r}")
                 self._refuse(stream, unexpected("the front end failed", error))
 
@@ -123,14 +124,15 @@ class FrontEnd:
         self._states.close()
         self._adapters.close()
         self._sender.close()
-        # What is still being tokenized, and what the client broke its promise of a final response for.
+        # Requests that are still being tokenized, and requests that the client has left without a final
+        # response.
         for entry in self._in_flight.stop_admitting():
             self._refuse(entry.stream, error_of_ending(Ending.UNLOAD))
             self._budget.release(entry.ticket)
         self._lanes.close()
 
     def flush(self, timeout_s: float) -> None:
-        """Hand what the engine has answered to Triton, for `timeout_s` at most, and nothing later. Any thread."""
+        """Send waiting responses to Triton, for at most `timeout_s`, and none afterwards. Any thread."""
         flushing = threading.Thread(target=self._sender.close, name="inflight-flush", daemon=True)
         flushing.start()
         flushing.join(timeout_s)
@@ -168,13 +170,13 @@ class FrontEnd:
         self._lanes.submit(lane, partial(self._start_later, entry, later))
 
     def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
-        """Whether a request waits for its own text, or for that of an earlier one of the same client."""
+        """Return whether a request waits for its own tokenization or an earlier one of its client."""
         if tokenizing_cost(rows) > _MOST_INLINE:
             return True
         return not self._lanes.are_idle and self._lanes.is_busy(client_id(rows, parameters))
 
     def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
-        """Start a request that is registered already; runs on a thread of the lanes."""
+        """Start a request that is already registered. Runs on a thread of the client lanes."""
         try:
             if entry.ending is Ending.NONE:
                 start()
@@ -182,22 +184,23 @@ class FrontEnd:
             error = error_of_ending(entry.ending)
         except InflightError as raised:
             error = raised
-        except Exception as raised:  # a bug must not end the thread that runs other requests' jobs
+        except Exception as raised:  # a bug must not end the thread, which runs other requests' jobs
             self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
             error = unexpected("the front end failed", raised)
         self._in_flight.withdraw(entry)
         self._refuse(entry.stream, error)
 
     def _start(self, entry: InFlightRequest, rows: Sequence[TensorReader], context: ServingContext) -> None:
-        """Tokenize, and hand the request to the engine; whatever is wrong is raised, and nothing runs then."""
+        """Tokenize the texts and submit the request to the engine; nothing runs if it raises."""
         prompts = convert(rows, context)
         in_one = not self._model.decoupled
         requests = [prompt.request for prompt in prompts]
-        # Adapters' weights are the engine's from here on: a reply lives as long as its request.
+        # The engine owns adapters' weights from here on. A reply must not keep them for as long as its
+        # request lives.
         kept = [replace(prompt, request=prompt.request.without_weights()) for prompt in prompts]
         with_texts = [(prompt, self._new_text(prompt, context)) for prompt in kept]
         entry.reply = Reply(with_texts, in_one, self._repetition)
-        # Prompts of one batch may differ in it; the response of one that is not streamed is the larger.
+        # Prompts of one batch may differ in `streaming`. A response that is not streamed is larger.
         streaming = all(prompt.options.streaming for prompt in prompts)
         limits = context.description.limits
         entry.ticket = self._budget.reserve(
@@ -205,7 +208,7 @@ class FrontEnd:
         )
         try:
             self._in_flight.start(entry, requests, self._sender.put)
-        except Exception:  # whatever it is, it is raised again, and takes no room
+        except Exception:  # any error is raised again after its memory is released
             self._budget.release(entry.ticket)
             raise
 
@@ -259,14 +262,15 @@ class FrontEnd:
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:
             stream.fail(error)
-        except Exception as failure:  # whatever Triton raises: nothing is left to tell this client
+        except Exception as failure:  # Triton may raise anything, and this client cannot be told any more
             _log.debug("a refusal could not be sent: %r", failure)
 
 
 class _StateRequests:
-    """Answers requests for the batcher's state on a thread of its own: an answer may take as long as an iteration.
+    """Answers state requests on its own thread, because reading the state can take as long as an iteration.
 
-    Those who ask while an answer is being fetched share the next one. Does not know what the state says.
+    Requests that arrive while the state is being read share the next reading. Does not know what the state
+    contains.
     """
 
     def __init__(self, client: EngineClient, responses: ResponseBuilder) -> None:
@@ -276,12 +280,12 @@ class _StateRequests:
         self._thread = ThreadPoolExecutor(1, "inflight-state")
 
     def ask(self, stream: TritonStream) -> None:
-        """Have `stream` answered, soon; never waits."""
+        """Queue the answer to `stream`. Never blocks."""
         self._waiting.append(stream)
         self._thread.submit(self._answer)
 
     def close(self) -> None:
-        """Answer what was asked and end the thread; quick where the client is closed already. Idempotent."""
+        """Answer all queued requests and end the thread, quickly if the client is closed. Idempotent."""
         self._thread.shutdown()
 
     def _answer(self) -> None:
@@ -289,12 +293,12 @@ class _StateRequests:
         answer = self._read() if streams else ""
         for stream in streams:
             try:
-                # One response for each: Triton owns it once it is sent.
+                # Each stream gets its own response: Triton owns a response once it is sent.
                 if isinstance(answer, InflightError):
                     stream.fail(answer)
                 else:
                     stream.finish(self._responses.text("state", answer))
-            except Exception as error:  # whatever Triton raises: the others are still answered
+            except Exception as error:  # Triton may raise anything; the others still need an answer
                 _log.debug("the state could not be sent: %r", error)
 
     def _read(self) -> str | InflightError:
@@ -302,6 +306,6 @@ class _StateRequests:
             return self._client.state(_STATE_TIMEOUT_S)
         except InflightError as error:
             return error
-        except Exception as error:  # whatever a bug raises, those who asked wait for an answer
+        except Exception as error:  # a bug; the clients still need an answer
             _log.exception("the state could not be read")
             return unexpected("the state could not be read", error)

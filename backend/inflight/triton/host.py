@@ -1,8 +1,7 @@
-"""The exchange between a model and its tritonserver beside requests: configuration, log lines, loads and
-unloads.
+"""A model's exchange with its tritonserver apart from requests: configuration, logging, loading.
 
-`triton_python_backend_utils` is there only in Triton's stub, and has its classes only once Triton calls
-`initialize`; so it is imported there and passed on.
+`triton_python_backend_utils` exists only in Triton's stub, and has its classes only after Triton has called
+`initialize`. So this module imports it at that time and passes it on.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from inflight.tensors.output_table import OUTPUTS, is_additional
 _log = logging.getLogger(__name__)
 
 _FLOATS = ("FP32", "FP16")
-"""What outputs of the type FP32 may be declared as; numpy has no BF16."""
+"""Data types that a FP32 output may be declared with. BF16 is missing because numpy has no such type."""
 
 _EXPLICIT = ("--model-control-mode", "explicit")
 
 
 def import_pb_utils() -> Any:
-    """The module of Triton's stub, or the fake that a test has put in its place."""
+    """Return the module of Triton's stub, or a test's fake of it."""
     return importlib.import_module("triton_python_backend_utils")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """The `args` of `TritonPythonModel.initialize`.
+    """The `args` of `TritonPythonModel.initialize`, checked.
 
     Attributes:
-        name: The model's name.
-        version_dir: The folder of model.py.
+        name: Name of the model.
+        version_dir: Folder of model.py.
         decoupled: Whether config.pbtxt lets a request have more than one response.
-        parameters: From config.pbtxt.
-        outputs: The data type of each output that config.pbtxt declares, as in the table of tensors.
-        is_batched: Whether tensors have a dimension for the batch: not with max_batch_size 0.
+        parameters: Parameters from config.pbtxt.
+        outputs: Data type of each output that config.pbtxt declares, in the table's spelling.
+        is_batched: Whether tensors have a batch dimension; false if max_batch_size is 0.
     """
 
     name: str
@@ -60,7 +59,7 @@ class ModelArgs:
 
 
 def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
-    """Read what Triton passes to `initialize`; raises ConfigError for a config.pbtxt that cannot be served."""
+    """Read the arguments of `initialize`. Raises ConfigError for a config.pbtxt that cannot be served."""
     config = json.loads(args["model_config"])
     if role is Role.ENGINE:
         _check_instances(config)
@@ -81,7 +80,7 @@ def read_model_args(args: Mapping[str, str], role: Role) -> ModelArgs:
 
 
 def _check_additional(parameters: Parameters, declared: Mapping[str, str]) -> None:
-    """Raise ConfigError unless config.pbtxt declares just the outputs of additional_model_outputs."""
+    """Raise ConfigError unless config.pbtxt declares exactly the outputs of additional_model_outputs."""
     wanted = dict(tensor_names(parameters.engine.additional_model_outputs))
     if missing := [name for name in wanted if name not in declared]:
         raise ConfigError(
@@ -94,10 +93,11 @@ def _check_additional(parameters: Parameters, declared: Mapping[str, str]) -> No
 
 
 def complete_config(model_config: Any) -> Any:
-    """Triton's `auto_complete_config`: declares what parameters say of inputs and outputs.
+    """Implement Triton's `auto_complete_config`: declare the inputs and outputs that depend on parameters.
 
     These are the data types of inputs, and the outputs of additional_model_outputs. A config.pbtxt that
-    `scripts/serve` has filled in declares them already. What is wrong with a parameter, `initialize` says.
+    `scripts/serve` has filled in declares them already. Invalid parameters are reported later, by
+    `initialize`.
     """
     config = model_config.as_dict()
     given = _texts(config)
@@ -112,12 +112,12 @@ def complete_config(model_config: Any) -> Any:
 
 
 def _texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """The parameters of a configuration."""
+    """Return the parameters of a configuration."""
     return {key: str(entry.get("string_value", "")) for key, entry in config.get("parameters", {}).items()}
 
 
 def _check_input_types(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless inputs are declared in the types that parameters say."""
+    """Raise ConfigError unless the declared data types of inputs match the parameters."""
     declared = {tensor["name"]: tensor["data_type"] for tensor in config.get("input", ())}
     for name, data_type in input_types(_texts(config)).items():
         if declared.get(name, data_type) != data_type:
@@ -128,7 +128,7 @@ def _check_input_types(config: Mapping[str, Any]) -> None:
 
 
 def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
-    """Read the declared data types of outputs; raise ConfigError for one that an output cannot be sent in."""
+    """Read the declared data types of outputs; raises ConfigError for an unsupported one."""
     declared = {
         output["name"]: output["data_type"].removeprefix("TYPE_").replace("STRING", "BYTES")
         for output in config.get("output", ())
@@ -156,14 +156,14 @@ def _check_instances(config: Mapping[str, Any]) -> None:
 
 
 class TritonLogHandler(logging.Handler):
-    """Writes records with the `Logger` of a `triton_python_backend_utils` module."""
+    """Writes log records with the `Logger` of a `triton_python_backend_utils` module."""
 
     def __init__(self, pb_utils: Any) -> None:
         super().__init__()
         self._logger = pb_utils.Logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log one record at Triton's corresponding level, line by line: Triton escapes the ends of lines."""
+        """Log a record at Triton's corresponding level, line by line, as Triton escapes newlines."""
         write = self._write(record.levelno)
         for line in self.format(record).splitlines():
             write(readable(line))
@@ -177,18 +177,19 @@ class TritonLogHandler(logging.Handler):
 
 
 def log_to_triton(pb_utils: Any) -> None:
-    """Route the package's logging to Triton, once a process."""
+    """Route the package's logging to Triton. Has no effect after the first call in a process."""
     logger = logging.getLogger("inflight")
     if not any(isinstance(handler, TritonLogHandler) for handler in logger.handlers):
         logger.addHandler(TritonLogHandler(pb_utils))
-        logger.setLevel(logging.DEBUG)  # Triton drops what is not wanted
+        logger.setLevel(logging.DEBUG)  # Triton filters by its own level
         logger.propagate = False
 
 
 def has_explicit_control(server: ProcessId) -> bool:
-    """Whether models of this tritonserver are unloaded and loaded by request.
+    """Return whether this tritonserver loads and unloads models by request (explicit model control).
 
-    Its arguments say so: to ask pb_utils would be an error in any other mode, and those can crash the server.
+    Reads the server's arguments. Asking pb_utils raises an error in the other modes, and such errors can
+    crash the server.
     """
     try:
         arguments = Path(f"/proc/{server.pid}/cmdline").read_text(errors="replace").split("\0")

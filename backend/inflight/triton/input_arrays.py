@@ -1,8 +1,8 @@
-"""The inputs of Triton's requests as numpy arrays.
+"""Convert the inputs of Triton's requests to numpy arrays.
 
-numpy has no type for Triton's BF16, and Triton's Python backend hands such a tensor out by DLPack alone. This
-module reads the capsule itself, because most models of the repository have no torch in their process; the array
-has the bits of each number, as uint16. Runs on the thread that calls execute.
+numpy has no BF16 type, and Triton's Python backend returns BF16 tensors by DLPack only. This module reads the
+capsule itself, because most models of the repository do not import torch. The array holds the bits of each
+number as uint16. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def input_arrays(request: Any) -> dict[str, np.ndarray]:
-    """The inputs of a request of Triton's, by the names that its client used."""
+    """Return the inputs of one of Triton's requests, by the names that the client used."""
     return {tensor.name(): _as_array(tensor) for tensor in request.inputs()}
 
 
 def _as_array(tensor: Any) -> np.ndarray:
     try:
         return tensor.as_numpy()
-    except Exception:  # as_numpy refuses BF16, with a class that only Triton's stub has
+    except Exception:  # as_numpy refuses BF16 with an exception class that exists only in Triton's stub
         bits = _bfloat16_bits(tensor.to_dlpack())
         if bits is None:
             raise
@@ -56,12 +56,12 @@ def _as_array(tensor: Any) -> np.ndarray:
 
 
 def _bfloat16_bits(capsule: Any) -> np.ndarray | None:
-    """A copy of a tensor's numbers, in its shape, as the uint16 that have their bits.
+    """Return a copy of a BF16 tensor's bits, as uint16 in the tensor's shape.
 
-    None for a tensor of another type, or in the memory of another device.
+    Returns None for a tensor of another type, or in the memory of another device.
 
     Args:
-        capsule: Of a contiguous tensor, as Triton's `to_dlpack` makes it.
+        capsule: Capsule of a contiguous tensor, from Triton's `to_dlpack`.
     """
     tensor = _DLTensor.from_address(_get_pointer(capsule, _NAME))
     if (tensor.device_type, tensor.code, tensor.bits, tensor.lanes) != (_CPU, _BFLOAT_CODE, 16, 1):

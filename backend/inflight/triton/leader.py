@@ -1,7 +1,7 @@
-"""Leader mode: this process is rank 0 of ranks that mpirun or srun has started together around tritonserver.
+"""Leader mode: this process is rank 0 of ranks that mpirun or srun has started, and tritonserver runs in it.
 
-Owns its place among them. It cannot be taken twice, so a model that was unloaded cannot be loaded again, and when
-a rank is lost nothing can be saved but the clients' time: everyone is answered, and the server ends.
+Owns this process's place among the ranks. The place cannot be taken twice, so a model that was unloaded
+cannot be loaded again. When a rank is lost, all requests are answered and the server ends.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from inflight.ranks.rank_context import join, lead, refuse
 
 
 class Leader:
-    """Rank 0 of an engine, from construction, which takes as long as the model takes to load, to `close`.
+    """Rank 0 of an engine. Construction loads the model; `close` ends the engine.
 
     Args:
-        job: For all ranks.
-        return_metrics: As GptManager has it.
-        on_end: Called when a rank is lost or the loop hangs, and the engine has answered everything, on a thread
-            that does nothing else any more: has to end this process.
+        job: Description of the engine, for all ranks.
+        return_metrics: The callback of GptManager of that name.
+        on_end: Called after a rank is lost or the loop hangs, once the engine has answered all requests. Runs
+            on a thread of its own, and must end this process.
 
     Attributes:
-        client: To the engine.
-        shared_memory: What the paths of the shared memory of this host's ranks start with, "" if they have none.
+        client: Client of the engine.
+        shared_memory: Path prefix of the shared-memory files of this host's ranks; "" if there are none.
 
     Raises:
-        ConfigError: On all ranks, with what one of them says.
+        ConfigError: On all ranks, with the message of the rank that failed.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Leader:
         self.shared_memory = _shared_memory()
 
     def close(self) -> bool:
-        """Close the engine as `RunningEngine.close` does; the other ranks end too."""
-        assert self._engine is not None, "who has not been constructed is not closed"
+        """Close the engine like `RunningEngine.close`. The other ranks end too."""
+        assert self._engine is not None, "close before the engine was built"
         return self._engine.close()
 
     def _lose(self, error: Unavailable) -> None:
@@ -72,18 +72,18 @@ class Leader:
 
 
 def refuse_ranks(why: str) -> None:
-    """Tell those who wait for this process in MPI that there is nothing to serve: they end."""
+    """Tell the ranks that wait for this process in MPI that nothing will be served, so that they end."""
     refuse(join(), why)
 
 
 def take_seat() -> socket.socket:
-    """A socket that only one process can have at a time, for a rank's place among the ranks.
+    """Return a socket that only one process can hold: a rank's place among the ranks.
 
-    Whoever holds it open keeps others from the place. Raises ConfigError if somebody does.
+    The place is taken while the socket is open. Raises ConfigError if another process holds it.
     """
     seat = socket.socket(socket.AF_UNIX)
     try:
-        # In the abstract namespace, where nothing is left behind.
+        # A name in the abstract namespace leaves no file behind.
         seat.bind(f"\0inflight-{os.environ.get('PMIX_NAMESPACE', '')}-{os.environ.get('PMIX_RANK', '')}")
     except OSError:
         seat.close()
@@ -94,7 +94,7 @@ def take_seat() -> socket.socket:
 
 
 def _shared_memory() -> str:
-    """The prefix of the paths of Open MPI's files: each rank of the host has one, and leaves it when killed."""
+    """Return the path prefix of Open MPI's files: one per rank, left behind by a killed rank."""
     for mapped in psutil.Process().memory_maps():
         if Path(mapped.path).name.startswith("sm_segment."):
             return mapped.path.rpartition(".")[0] + "."

@@ -1,10 +1,11 @@
-"""Publishes statistics and metrics on the server's metrics page, and the log line that belongs to them.
+"""Publish statistics and metrics on the server's metrics page, and log the statistics.
 
-Owns one thread, which makes all calls to `triton_python_backend_utils`: each waits for the server, 20 to 60 µs,
-with the GIL held, and the loop must not. So only changes are said, other threads get a chance between calls, and a
-histogram of latencies is published as counters, whose calls are as many as its buckets however much was observed.
-What comes while a publication is under way waits in a mailbox for one, where the newest wins; nothing is lost by
-that, since counters only grow. An idle server costs nothing. Does not know where the numbers come from.
+Owns one thread, which makes all calls to `triton_python_backend_utils`. Each call waits for the server for 20
+to 60 µs and holds the GIL, so the loop must not make any. Only changes are published, and other threads get a
+turn between calls. A latency histogram is published as counters, which takes one call per bucket, not one per
+observation. Publications that arrive while another is under way wait in a mailbox of size one, where the
+newest replaces the older; nothing is lost, because counters only grow. Nothing is published while the server
+is idle. Does not know where the numbers come from.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from inflight.serving.metric_table import (
 )
 
 _SECONDS_PER_CALL = 0.001
-"""A call takes about 50 µs with the GIL held: publishing takes a twentieth of the process's Python."""
+"""Pause per call: a call holds the GIL for about 50 µs, so publishing takes a twentieth of the time."""
 _LONGEST_PAUSE_S = 0.25
-"""Unless thousands of requests a second end, each of which takes two calls."""
+"""Longest pause, reached only if thousands of requests end per second, with two calls each."""
 
 _CALLS_WITHOUT_PAUSE = 4
 _PAUSE_S = 1e-4  # long enough for a thread that waits for the GIL to wake up and take it
@@ -56,14 +57,14 @@ class _Publication:
 
 
 class MetricsPublisher:
-    """Publishes on one thread, from construction to `close`.
+    """Publishes on its own thread, from construction to `close`.
 
     Args:
-        pb_utils: The module; metric kinds that it lacks are left out, with a line in the log.
+        pb_utils: The module. Metrics of kinds that it lacks are left out, with a line in the log.
         model_name, model_version: Labels of every metric.
-        log_stats: Called on the thread with the JSON of the statistics whenever they are published.
-        batching: What the engine does; some families are there with one kind of it alone.
-        seconds_per_call: How long to rest after a publication, for each call to the server that it took.
+        log_stats: Called on the thread with the JSON of the statistics at each publication.
+        batching: Batching mode of the engine. Some families exist for one mode only.
+        seconds_per_call: Pause after a publication, in seconds per call to the server that it took.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class MetricsPublisher:
         self._waiting: _Publication | None = None
         self._engine = 0
         self._change = threading.Condition()
-        self._is_publishing = False  # this and the next: under the condition's lock
+        self._is_publishing = False  # this and the next: guarded by the condition's lock
         self._num_flushing = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="inflight-metrics", daemon=True)
@@ -96,19 +97,19 @@ class MetricsPublisher:
         wall_clock_s: float,
         memory: MemoryUsage | None = None,
     ) -> None:
-        """Publish these instead of others that wait. Never waits.
+        """Queue statistics for publication, in place of any that still wait. Never blocks.
 
         Args:
-            stats, metrics: What was observed.
-            wall_clock_s: When that was, in seconds since the epoch.
-            memory: What the engine's process holds; None: it is this one.
+            stats, metrics: Statistics and metrics of the iteration.
+            wall_clock_s: Time of the observation, in seconds since the epoch.
+            memory: Memory of the engine's process; None if the engine is in this process.
         """
         with self._change:
             self._waiting = _Publication(stats, metrics, wall_clock_s, memory, self._engine)
             self._change.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Publish at once what was put until now, and wait until it is on the page, for so long at most."""
+        """Publish queued statistics now, and wait at most `timeout_s` until they are on the page."""
         with self._change:
             self._num_flushing += 1
             self._change.notify_all()
@@ -116,13 +117,13 @@ class MetricsPublisher:
             self._num_flushing -= 1
 
     def start_over(self) -> None:
-        """Add what follows to what is on the page: it is of another engine, which counts from nothing."""
+        """Add the counters of a new engine, which start at 0, to the values on the page."""
         with self._change:
             self._waiting = None
             self._engine += 1
 
     def close(self) -> None:
-        """Publish what waits and end the thread; the page keeps what is on it. Idempotent."""
+        """Publish queued statistics and end the thread. The page keeps its values. Idempotent."""
         self._closing.set()
         with self._change:
             self._change.notify_all()
@@ -138,7 +139,7 @@ class MetricsPublisher:
                 page, engine, num_before = self._new_page(), publication.engine, 0
             try:
                 self._publish(publication, page)
-            except Exception:  # whatever it is, the thread goes on with the next statistics
+            except Exception:  # after any error the thread goes on with the next statistics
                 _log.exception("statistics of iteration %d were not published", publication.stats.iteration)
             num_calls = page.num_calls - num_before
             self._rest(min(num_calls * self._seconds_per_call, _LONGEST_PAUSE_S))
@@ -147,7 +148,7 @@ class MetricsPublisher:
         return _Page(self._pb_utils, self._labels, self._batching)
 
     def _wait(self) -> _Publication | None:
-        """Wait for the next publication; None when there will be none."""
+        """Wait for the next publication. Returns None after `close`."""
         with self._change:
             self._change.wait_for(lambda: self._waiting is not None or self._closing.is_set())
             publication, self._waiting = self._waiting, None
@@ -155,7 +156,7 @@ class MetricsPublisher:
             return publication
 
     def _rest(self, seconds: float) -> None:
-        """Leave the process's Python to others for so long, unless somebody waits for the page."""
+        """Leave the GIL to other threads for `seconds`, unless a caller of `flush` waits."""
         with self._change:
             self._is_publishing = False
             self._change.notify_all()
@@ -166,12 +167,12 @@ class MetricsPublisher:
         memory = publication.memory or measure_memory()
         fields = stats.log_fields(publication.wall_clock_s, memory)
         page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics))
-        # The page first: who has read the line finds nothing older there.
+        # The page is updated first, so that a reader of the log line does not find older values there.
         self._log_stats(json.dumps(fields))
 
 
 class _Page:
-    """The families that this server takes; one that fails is left out from then on."""
+    """The metric families that this server accepts. A family that fails is left out from then on."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str], batching: Batching) -> None:
         self._published: dict[str, Update] = {}
@@ -185,20 +186,20 @@ class _Page:
                 continue
             try:
                 self._published[spec.name] = self._maker.make(spec)
-            except Exception as error:  # whatever the server objects to: the other families are published
+            except Exception as error:  # the server may raise anything; others are still published
                 _log.warning("metric %s is not published: %s", spec.name, error)
 
     @property
     def num_calls(self) -> int:
-        """Calls to the server so far."""
+        """Number of calls to the server so far."""
         return self._maker.num_calls if self._maker else 0
 
     def show(self, values: MetricValues) -> None:
-        """Bring every family up to date."""
+        """Update every family."""
         for name, update in list(self._published.items()):
             try:
                 update(values)
-            except Exception as error:  # the server may object to anything, as above
+            except Exception as error:  # the server may raise anything, as above
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
 
@@ -208,9 +209,9 @@ class MetricValues:
     """The values of all metrics at one moment.
 
     Attributes:
-        fields: The log line's, see `IterationStats.log_fields`.
-        time_us: The moment, in microseconds since the epoch.
-        metrics: Counters and histograms at that moment.
+        fields: Fields of the log line, see `IterationStats.log_fields`.
+        time_us: Time of the observation, in microseconds since the epoch.
+        metrics: Counters and histograms at that time.
     """
 
     fields: Mapping[str, int | float | str]
@@ -219,18 +220,18 @@ class MetricValues:
 
 
 Update = Callable[[MetricValues], None]
-"""Brings what a family shows up to date; raises what the server objects to."""
+"""Function that updates the values of a family; raises the server's errors."""
 
 
 class FamilyMaker:
-    """Makes one model's families, counts the calls to the server and lets other threads run between them.
+    """Makes one model's metric families, counts calls to the server, and lets other threads run between.
 
     Args:
         family_class: `MetricFamily` of the module.
-        labels: What every metric says: which model it is of.
+        labels: Labels of every metric, which name the model.
 
     Attributes:
-        num_calls: Calls so far, those of the families too.
+        num_calls: Number of calls so far, including those made for updates.
     """
 
     def __init__(self, family_class: Any, labels: Mapping[str, str]) -> None:
@@ -239,7 +240,7 @@ class FamilyMaker:
         self.num_calls = 0
 
     def make(self, spec: Family) -> Update:
-        """Put a family on the page; returns what brings it up to date. Raises what the server objects to."""
+        """Put a family on the page and return its update function. Raises the server's errors."""
         if isinstance(spec, GaugeFamily):
             return _gauges(spec, self)
         if isinstance(spec, LevelFamily):
@@ -249,28 +250,28 @@ class FamilyMaker:
         return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
 
     def count_call(self) -> None:
-        """To be called after each call to the server."""
+        """Count a call to the server; callers use it after each call."""
         self.num_calls += 1
         if self.num_calls % _CALLS_WITHOUT_PAUSE == 0:
             time.sleep(_PAUSE_S)
 
     def family(self, name: str, text: str, kind: str) -> Any:
-        """A family of the server's. `kind` names a constant; AttributeError where this server has no such kind."""
+        """Return a family of the server; AttributeError if the server lacks the constant `kind`."""
         made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
         _keep_for_ever(made)
         self.count_call()
         return made
 
     def metric(self, family: Any, labels: Mapping[str, str], **options: Any) -> Any:
-        """One series of a family."""
+        """Return one series of a family."""
         made = family.Metric(labels={**self._labels, **labels}, **options)
         self.count_call()
         return made
 
     def counter(self, family: Any, labels: Mapping[str, str]) -> Callable[[float], None]:
-        """One series of a family of counters; returns what raises it to a total.
+        """Make one series of a counter family, and return a function that raises it to a total.
 
-        It never sends a decrease, which the server refuses.
+        The function never sends a decrease, which the server refuses.
         """
         metric = self.metric(family, labels)
         reached = 0.0
@@ -286,10 +287,10 @@ class FamilyMaker:
 
 
 def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
-    """A family of gauges, which show values of the log line."""
+    """Make a family of gauges, which show fields of the log line."""
     family = maker.family(spec.name, spec.help, "GAUGE")
     metrics = {gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges}
-    last: dict[str, float] = {}  # what a predecessor has left there is not known
+    last: dict[str, float] = {}  # values that a predecessor has published are unknown
 
     def update(values: MetricValues) -> None:
         for key, metric in metrics.items():
@@ -303,7 +304,7 @@ def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
 
 
 def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
-    """A family of counters; values of its label that are not declared get a counter when they are counted."""
+    """Make a family of counters; an undeclared label value gets its counter when first counted."""
     family = maker.family(spec.name, spec.help, "COUNTER")
 
     def counter(value: str) -> Callable[[float], None]:
@@ -321,7 +322,7 @@ def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
 
 
 def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
-    """A family of gauges by one label; a value that is not declared gets its series when it is first not 0."""
+    """Make a family of gauges with one label; an undeclared label value gets a series once nonzero."""
     family = maker.family(spec.name, spec.help, "GAUGE")
     metrics: dict[str, Any] = {}
     last: dict[str, float] = {}
@@ -340,7 +341,7 @@ def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
 
 
 def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
-    """A histogram as the counters it consists of: name_bucket by `le`, name_sum and name_count."""
+    """Make a histogram from the counters it consists of: name_bucket by `le`, name_sum and name_count."""
     buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
     totals = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
     counts = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
@@ -349,7 +350,8 @@ def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
     grow_total, grow_count = maker.counter(totals, {}), maker.counter(counts, {})
 
     def update(values: MetricValues) -> None:
-        # The widest bucket first: who reads meanwhile finds none that is fuller than a wider one.
+        # The widest bucket is updated first, so that a concurrent reader never finds a bucket fuller than a
+        # wider one.
         histogram = spec.read(values.metrics)
         up_to = histogram.num_observations
         grow_count(up_to)
@@ -362,7 +364,7 @@ def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
 
 
 def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
-    """A histogram of the server's kind, which takes observations one by one: one for each request that ended."""
+    """Make a histogram of the server's own kind, with one observation for each request that ended."""
     family = maker.family(spec.name, spec.help, "HISTOGRAM")
     buckets = [float(bound) for bound in spec.bounds]
     metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
@@ -380,18 +382,19 @@ def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
 
 
 def _keep_for_ever(family: Any) -> None:
-    """Never let the family be deleted, not even when the interpreter ends.
+    """Keep the family from being deleted, even when the interpreter exits.
 
-    Triton may start a model's next process before it ends the last one. Both have the same series then, and what
-    one deletes the other goes on writing to: tritonserver 2.51 aborts.
+    Triton may start a model's next process before it ends the last one. Both then own the same series, and
+    when one process deletes it, the other's writes make tritonserver 2.51 abort.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
 
 
 def lengths_between(before: HistogramSnapshot, now: HistogramSnapshot) -> Iterator[int]:
-    """Whole numbers that turn `before` into `now`: as many in each bucket, and the same sum.
+    """Yield whole numbers that turn `before` into `now`: the same count in each bucket, and the same sum.
 
-    They need not be those that were observed, but no histogram with these buckets, or some of them, can tell.
+    They may differ from the observed numbers, but give every histogram with these buckets, or a subset, the
+    same content.
     """
     added = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
     lowest = [0, *(int(bound) + 1 for bound in now.bounds)]

@@ -1,8 +1,9 @@
-"""Brings the metrics page up to date when somebody asks for it: what was answered before is on it.
+"""Update the metrics page before it is read, so that it includes all requests answered before.
 
-Otherwise a page lags behind answers by what publishing takes and by the pauses between publications. tritonserver
-does not tell models that its page is read; `server/preload/request_checks.c`, which is loaded into it, does: it
-connects to this socket, and reads the page when the socket's other end is closed. Owns that socket and one thread.
+Without this, the page lags behind by the time that publishing takes and by the pauses between publications.
+tritonserver does not tell models that its page is read. `server/preload/request_checks.c`, which is loaded
+into tritonserver, does: it connects to this module's socket, and lets the page be read once the connection is
+closed. Owns that socket and one thread.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsOnDemand:
-    """Listens from construction to `close`, in the folder of a server that `scripts/serve` has started.
+    """Listens for reads of the page from construction to `close`, in a server of `scripts/serve`.
 
     Args:
-        flush: Brings the page up to date, in so many seconds at most.
-        model: The model's name.
+        flush: Updates the page in at most the given number of seconds.
+        model: Name of the model.
     """
 
     def __init__(self, flush: Callable[[float], None], model: str) -> None:
         self._flush = flush
         self._listener: socket.socket | None = None
         folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
-        if read_pid(folder) is None:  # nobody has made the folder for a server, and nobody would ask
+        if read_pid(folder) is None:  # not a server of `scripts/serve`: no process would connect
             return
         path = folder / f"metrics-{model}"
-        with contextlib.suppress(OSError):  # pages lag, then
-            path.unlink(missing_ok=True)  # of this model's last process
+        with contextlib.suppress(OSError):  # without a socket, the page lags behind
+            path.unlink(missing_ok=True)  # a leftover of this model's previous process
             self._listener = listener = socket.socket(socket.AF_UNIX)
             listener.bind(str(path))
             listener.listen()
             threading.Thread(target=self._serve, args=(listener,), name="metrics-demand", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no longer. Idempotent."""
+        """Stop listening. Idempotent."""
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -59,11 +60,11 @@ class MetricsOnDemand:
                 connection, _ = listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
-                    time.sleep(_PAUSE_S)  # others may give descriptors back
+                    time.sleep(_PAUSE_S)  # other threads may close descriptors
                     continue
-                return  # it has been closed
+                return  # the listener has been closed
             with connection:
                 try:
                     self._flush(_TIMEOUT_S)
-                except Exception:  # a page that lags is better than none from now on
+                except Exception:  # any error: the page may lag, but the thread must go on
                     _log.exception("the metrics page could not be brought up to date")

@@ -1,6 +1,6 @@
-"""The tables of docs/tensors.md, metrics.md and openai.md, written from those of tensors, metrics and controls.
+"""Write the tables of docs/tensors.md, metrics.md and openai.md from those of tensors, metrics and controls.
 
-So they cannot disagree with these. Run by `scripts/write_configs`; tests hold the pages equal to what this writes.
+`scripts/write_configs` runs it, and tests check that the pages equal its output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def fill_in(page: str, tables: str) -> str:
-    """The page with `tables` in place of what stands between its markers."""
+    """Return the page with its text between the markers replaced by `tables`."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{tables}\n{END}{tail}"
@@ -30,7 +30,7 @@ def fill_in(page: str, tables: str) -> str:
 
 
 def tensor_tables() -> str:
-    """Inputs and outputs, those that work first."""
+    """Return the tables of inputs and outputs, with those that have an effect first."""
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
     parts += ["Inputs that are declared and not built yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
@@ -65,7 +65,7 @@ def _row(spec: TensorSpec) -> str:
 
 
 def body_table() -> str:
-    """The table of the fields of OpenAI's body that are sampling controls and numbers."""
+    """Return the table of the body fields of OpenAI's API that are sampling controls or numbers."""
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
 
 
@@ -80,7 +80,7 @@ def _body_rows() -> Iterator[str]:
 
 
 def metric_tables() -> str:
-    """The tables of gauges, histograms and counters in Markdown."""
+    """Return the tables of gauges, histograms and counters, in Markdown."""
     parts = [
         "## Gauges",
         "",

@@ -1,8 +1,8 @@
-"""The way out: outputs to Triton's InferenceResponse, and one client's end of one request.
+"""Make Triton's InferenceResponses from outputs, and send them to one request's client.
 
-Owns the data types of output tensors: exactly those that were asked for, in the types that config.pbtxt declares.
-Owns also the moment after which Triton's response sender must not be touched. Does not know who waits for which
-response. Responses are made on the sender thread, those with errors on any.
+Owns the selection of output tensors (exactly the requested ones) and their data types (as declared in
+config.pbtxt). Also owns the time after which Triton's response sender must not be used. Does not know which
+client waits for which response. Responses are made on the sender thread; error responses on any thread.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from inflight.tensors.reader import NUMPY_TYPES
 
 
 class ResponseBuilder:
-    """Makes responses with the `triton_python_backend_utils` module it is given.
+    """Makes responses with a `triton_python_backend_utils` module.
 
     Args:
         pb_utils: The module, or a fake of it.
-        declared: Data types of outputs where they are not those of the table.
-        is_batched: Whether outputs have a dimension for the batch.
+        declared: Data types of outputs by name, for those that differ from the table.
+        is_batched: Whether outputs have a batch dimension.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class ResponseBuilder:
         dtypes = {spec.name: declared.get(spec.name, spec.dtype) for spec in OUTPUTS.specs}
         dtypes |= {name: dtype for name, dtype in declared.items() if is_additional(name)}
         self._types = {name: NUMPY_TYPES[dtype] for name, dtype in dtypes.items()}
-        # Clients want the same few sets again and again, in every response.
+        # Clients request the same few sets of outputs in every response.
         self._in_order = lru_cache(maxsize=64)(self._typed)
 
     def outputs(self, outputs: Sequence[Output]) -> Any:
-        """One response: the tensors that its prompts want; what else was named comes without elements."""
+        """Make one response of the tensors that its prompts request; other named outputs have no elements."""
         options = outputs[0].prompt.options
         wanted, named = options.outputs, options.named
         if len(outputs) > 1:
@@ -54,49 +54,49 @@ class ResponseBuilder:
             array = make_array(name, outputs) if name in wanted else without_elements(name, len(outputs))
             if array is not None:
                 if not self._is_batched and (is_additional(name) or OUTPUTS[name].is_batched):
-                    array = array[0]  # there is one prompt
+                    array = array[0]  # without a batch dimension there is one prompt
                 tensors.append(self._pb_utils.Tensor(name, np.ascontiguousarray(array, dtype)))
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
     def tensor_sizes(self, response: Any) -> Iterator[tuple[str, int]]:
-        """Tell (name, bytes) of each tensor of a response."""
+        """Yield (name, bytes) of each tensor of a response."""
         for tensor in response.output_tensors():
             yield tensor.name(), tensor.as_numpy().nbytes
 
     def _typed(self, wanted: frozenset[str]) -> tuple[tuple[str, type], ...]:
-        """(name, data type) of these outputs, in the table's order."""
+        """Return (name, data type) of these outputs, in the table's order."""
         return tuple((name, dtype) for name, dtype in self._types.items() if name in wanted)
 
     def empty(self) -> Any:
-        """A response without outputs: the answer to a stop request."""
+        """Make a response without outputs, which answers a stop request."""
         return self._pb_utils.InferenceResponse(output_tensors=[])
 
     def text(self, name: str, text: str) -> Any:
-        """A response of one output, `name`: the answer to a state request, or to one about adapters."""
+        """Make a response with one text output, which answers a state request or an adapter command."""
         array = np.array([[text.encode("utf-8")]] if self._is_batched else [text.encode("utf-8")], np.object_)
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
     def error(self, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
-        """A response that carries an error and its Triton code; `write` makes its message."""
+        """Make an error response with the error's Triton code. `write` makes the message."""
         made = triton_error(self._pb_utils, error, write)
         return self._pb_utils.InferenceResponse(output_tensors=[], error=made)
 
 
 def triton_error(pb_utils: Any, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
-    """The TritonError of an error of this package."""
+    """Convert one of this package's errors to a TritonError."""
     return pb_utils.TritonError(write(error), getattr(pb_utils.TritonError, error.code))
 
 
 class TritonStream:
-    """Triton's response sender of one request, which gets the final flag exactly once. Any thread.
+    """Triton's response sender for one request, which sends the final flag exactly once. Any thread.
 
-    Triton frees what `is_cancelled` looks at when it gets the final flag, so asking and finishing exclude each
-    other. `send` and `finish` belong to one thread at a time.
+    `is_cancelled` reads data that Triton frees when it receives the final flag, so `is_cancelled` and
+    `finish` exclude each other. `send` and `finish` must be called on one thread at a time.
 
     Args:
         sender: `InferenceRequest.get_response_sender()`.
         final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
-        error_response: Makes the response that tells this client of an error.
+        error_response: Makes the response that reports an error to this client.
     """
 
     def __init__(self, sender: Any, final_flag: int, error_response: Callable[[InflightError], Any]) -> None:
@@ -107,7 +107,7 @@ class TritonStream:
         self._finished = False
 
     def send(self, response: Any) -> None:
-        """Send one response of several."""
+        """Send one response, which is not the last."""
         self._sender.send(response)
 
     def finish(self, response: Any = None) -> None:
@@ -118,17 +118,17 @@ class TritonStream:
             self._finished = True
             try:
                 self._send_final(response)
-            except Exception:  # Triton may raise anything, and the client must not wait for ever all the same
-                with contextlib.suppress(Exception):  # the first error is the one to be told
+            except Exception:  # Triton may raise anything, and the client must not wait forever
+                with contextlib.suppress(Exception):  # report the first error
                     self._send_final(None)
                 raise
 
     def fail(self, error: InflightError) -> None:
-        """Send an error as the last response, as `finish` does."""
+        """Send an error as the last response, like `finish`."""
         self.finish(self._error_response(error))
 
     def is_cancelled(self) -> bool:
-        """Whether the client cancelled or went away; false once the request is finished."""
+        """Return whether the client cancelled or disconnected; false once the request is finished."""
         with self._lock:
             return not self._finished and self._sender.is_cancelled()
 

@@ -1,7 +1,7 @@
-"""A Hugging Face Llama checkpoint → a GGUF file for llama.cpp, in bfloat16 or Q8_0 (int8), without a tokenizer.
+"""Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp, in bfloat16 or Q8_0 (int8).
 
-llama.cpp's own converter refuses tokenizers it does not know, and the benchmark sends token ids. Needs numpy,
-safetensors and gguf. Plain RoPE only: a checkpoint with rope_scaling is refused.
+llama.cpp's own converter refuses unknown tokenizers; this one writes none, as the benchmark only needs token
+ids. Needs numpy, safetensors and gguf. Plain RoPE only: a checkpoint with rope_scaling is refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def _bfloat16_tensors(folder: Path) -> Iterator[tuple[str, numpy.ndarray]]:
-    """Names and the upper halves of float32 as uint16: numpy has no bfloat16."""
+    """Yield names and bfloat16 bits as uint16 (the upper halves of float32), as numpy has no bfloat16."""
     for path in sorted(folder.glob("*.safetensors")):
         stored = numpy.memmap(path, numpy.uint8, "r")
         header_length = int(stored[:8].view("<u8")[0])
@@ -112,7 +112,7 @@ def _gguf_name(name: str) -> str:
 
 
 def _interleave_rotary(values: numpy.ndarray, num_heads: int) -> numpy.ndarray:
-    """Rotary pairs (i, i + head_dim / 2) of a Hugging Face checkpoint become neighbours, as llama.cpp has them."""
+    """Move Hugging Face's rotary pairs (i, i + head_dim / 2) next to each other, as in llama.cpp."""
     pairs = values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2)
     return numpy.ascontiguousarray(pairs.reshape(values.shape))
 

@@ -1,7 +1,7 @@
-"""Code shared by the programs beside this one: their options, the clock, and the line with the figures.
+"""Code shared by the programs beside this one: options, clock, and the line of figures.
 
-Runs in a peer's environment, where only the standard library is certain to be there, as a script's neighbour and
-not as a part of a package: it knows neither the peer nor this project. One thread, the process's main one.
+Runs in a peer's environment, which may have only the standard library, as a script's neighbour and not in a
+package. It knows neither the peer nor this project. Runs on the process's main thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids of a prompt, and how many tokens to generate, greedily and past any end id."""
+    """Token ids of a prompt, and the number of tokens to generate, greedily and ignoring any end id."""
 
     prompt: list[int]
     max_tokens: int
@@ -41,8 +41,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setting:
-    """The options that a program was started with. `kv_cache_tokens` is enough for all concurrent requests, each
-    in whole blocks of up to 128 tokens."""
+    """The options of a program.
+
+    `kv_cache_tokens` suffices for all concurrent requests, each in whole blocks of up to 128 tokens.
+    """
 
     model: str
     workloads: tuple[Workload, ...]
@@ -52,7 +54,7 @@ class Setting:
 
     @property
     def max_together(self) -> int:
-        """Requests that run at a time."""
+        """Number of requests that run at a time."""
         return max(len(workload.requests) if workload.is_together else 1 for workload in self.workloads)
 
     @property
@@ -62,18 +64,18 @@ class Setting:
         return max(len(request.prompt) + request.max_tokens for request in requests)
 
     def kv_cache_blocks(self, tokens_per_block: int) -> int:
-        """`kv_cache_tokens` in blocks; a part of one counts."""
+        """Return the number of blocks for `kv_cache_tokens`, rounded up."""
         return -(-self.kv_cache_tokens // tokens_per_block)
 
     def refuse_other_dtypes_than(self, *dtypes: str) -> None:
-        """Raises SystemExit where the peer has no such weights."""
+        """Raise SystemExit for a dtype that the peer has no weights of."""
         if self.dtype not in dtypes:
             raise SystemExit(f"--dtype {self.dtype}: this peer runs {' and '.join(dtypes)}")
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """KV cache that a system was given: its room in tokens, and the bytes of a number in it without scales."""
+    """A system's KV cache: its size in tokens, and the bytes of each value without scales."""
 
     tokens: int
     value_bytes: int
@@ -83,28 +85,28 @@ class System(ABC):
     """A loaded peer.
 
     Attributes:
-        kv_cache: What it has for keys and values.
+        kv_cache: The system's KV cache.
     """
 
     kv_cache: KvCache
 
     @abstractmethod
     def run(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Submits all requests at once and waits for them; for each, `time.perf_counter()` of every token."""
+        """Submit all requests and wait for them; return `time.perf_counter()` of every token, per request."""
 
     def notes(self) -> Mapping[str, object]:
         """Return further values to print, by name."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Ends what would keep the process from ending."""
+        """Close whatever would keep the process from ending."""
 
 
 def main(load: Callable[[Setting], System], *packages: str) -> None:
-    """Loads, then warms up for each workload and measures it, and prints a line of JSON.
+    """Load, warm up and measure each workload, and print a line of JSON.
 
-    `packages` are those whose versions are told. Times are in milliseconds, or where the name says so in seconds:
-    `load_s` without imports, `start_s` from the start of the process.
+    `packages` are the packages whose versions are printed. Times are in milliseconds, or in seconds if the
+    name ends in `_s`: `load_s` is without imports, `start_s` is measured from the start of the process.
     """
     setting = _parse()
     begun = time.perf_counter()
@@ -135,14 +137,15 @@ def _warm_up_and_measure(system: System, workload: Workload) -> dict:
 
 
 def warm_up(workload: Workload) -> list[Request]:
-    """Everything once, or one request if they come one by one: every shape of a batch has been seen then."""
+    """Return the requests to run before timing, with every batch shape: all, or one if they run alone."""
     return list(workload.requests if workload.is_together else workload.requests[:1])
 
 
 def measure(system: System, workload: Workload) -> dict:
-    """Runs the requests, together or one after the other.
+    """Run the requests, together or one after the other, and return the figures.
 
-    Raises RuntimeError if a request ends with another number of tokens than it asked for: the work would differ.
+    Raises RuntimeError if a request returns another number of tokens than requested, as the work would
+    differ.
     """
     requests = list(workload.requests)
     groups = [requests] if workload.is_together else [[request] for request in requests]
@@ -166,7 +169,7 @@ def _check_lengths(requests: list[Request], moments: list[list[float]]) -> None:
 
 
 def figures(timelines: list[list[float]], seconds: float) -> dict:
-    """`timelines`: for each request, seconds from its submission to each token. Gaps of all are one heap."""
+    """Return figures; `timelines` has, for each request, seconds from submission to each token."""
     first = [row[0] for row in timelines]
     gaps = [later - earlier for row in timelines for earlier, later in itertools.pairwise(row)]
     return {
@@ -186,7 +189,7 @@ def _percentiles_ms(values: list[float]) -> dict | None:
 
 def _parse() -> Setting:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True, help="a checkpoint, or what the peer made from one")
+    parser.add_argument("--model", required=True, help="checkpoint, or the peer's conversion of it")
     parser.add_argument(
         "--requests",
         type=Path,
@@ -205,15 +208,15 @@ def _parse() -> Setting:
 
 
 def seconds_since_process_start() -> float:
-    """From the kernel's record, so that starting Python and importing count too."""
+    """Return the process's age by the kernel's record, which includes starting Python and importing."""
     fields = Path("/proc/self/stat").read_text(errors="replace").rpartition(")")[2].split()
     started_ticks = int(fields[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def peak_rss_bytes(pid: int | str = "self") -> int:
-    """Most memory that a process has had resident so far."""
-    # ru_maxrss would begin with what the parent held when it forked.
+    """Return the peak resident memory of a process in bytes."""
+    # ru_maxrss would start with the memory of the parent at the fork.
     status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024

@@ -1,8 +1,8 @@
 """The workload on llama.cpp's library through llama-cpp-python. See peer_program.py for options and output.
 
-`--model` is a GGUF file (convert_to_gguf.py writes one); its weights are what `--dtype` says by then. The library
-computes batches of several sequences and leaves it to its caller to fill them: here every batch has the next token
-of each sequence that generates, and as much of the waiting prompts as there is room for.
+`--model` is a GGUF file (convert_to_gguf.py writes one), which already has weights of `--dtype`. The library
+computes batches of several sequences, but its caller has to fill them. Here every batch has the next token of
+each generating sequence, and as many tokens of the waiting prompts as fit.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _LlamaCpp(System):
             sequence.moments.append(now)
 
     def _fill(self, running: list[_Sequence]) -> list[tuple[_Sequence, int]]:
-        """The sequences whose next token this batch gives, and their rows of it."""
+        """Fill the batch; return the sequences that get a token from it, and their rows."""
         self._batch.n_tokens = 0
         rows = []
-        # Sequences in generation have one token waiting, and come first.
+        # Generating sequences have one token each, and come first.
         for sequence in sorted(running, key=lambda sequence: not sequence.moments):
             room = _MAX_TOKENS_AN_ITERATION - self._batch.n_tokens
             tokens, sequence.waiting = sequence.waiting[:room], sequence.waiting[room:]
@@ -92,7 +92,7 @@ class _LlamaCpp(System):
 def _context_parameters(setting: Setting):
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_seq_max = setting.max_together
-    # Each sequence gets an equal part of the context, of whole 256 tokens.
+    # Each sequence gets an equal part of the context, in multiples of 256 tokens.
     parameters.n_ctx = setting.max_together * -(-setting.longest // 256) * 256
     parameters.n_batch = _MAX_TOKENS_AN_ITERATION
     parameters.n_threads = parameters.n_threads_batch = setting.threads

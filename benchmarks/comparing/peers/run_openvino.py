@@ -1,6 +1,6 @@
 """The workload on OpenVINO GenAI's continuous batching. See peer_program.py for options and output.
 
-`--model` is a folder that `optimum-cli export openvino` wrote; its weights are what `--dtype` says by then.
+`--model` is a folder that `optimum-cli export openvino` wrote, which already has weights of `--dtype`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from openvino_genai import ContinuousBatchingPipeline, GenerationConfig, Schedul
 from peer_program import KvCache, Request, Setting, System, main
 
 _MAX_TOKENS_AN_ITERATION = 2048
-_TOKENS_PER_BLOCK = 32  # its own, on CPUs
-_KV_VALUE_BYTES = 1  # its default where it computes in bfloat16
+_TOKENS_PER_BLOCK = 32  # OpenVINO's default on CPUs
+_KV_VALUE_BYTES = 1  # OpenVINO's default when it computes in bfloat16
 
 
 class _OpenVino(System):

@@ -1,6 +1,6 @@
 """The workload on this package's own engine, without a server. See peer_program.py for options and output.
 
-The engine and its loop are those of `benchmarks.offline`.
+Uses the engine and the loop of `benchmarks.offline`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Ours(System):
             "w",
             together,
             together,
-            None if setting.dtype == "int4" else setting.dtype,  # as the checkpoint is
+            None if setting.dtype == "int4" else setting.dtype,  # the checkpoint's quantized weights
             None,
             setting.threads,
             _MAX_NUM_TOKENS,

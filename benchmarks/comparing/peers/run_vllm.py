@@ -1,6 +1,6 @@
-"""The workload on vLLM's engine, in this process, without a server. See peer_program.py for options and output.
+"""The workload on vLLM's engine in this process, without a server. See peer_program.py for options.
 
-The engine is stepped here, as `LLM.generate` does, because that tells no times of single tokens.
+Steps the engine like `LLM.generate`, which does not return the times of single tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from peer_program import KvCache, Request, Setting, System, main
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-_TOKENS_PER_BLOCK = 128  # its own, on CPUs
+_TOKENS_PER_BLOCK = 128  # vLLM's default on CPUs
 
 
 class _Vllm(System):
@@ -23,7 +23,7 @@ class _Vllm(System):
             dtype="bfloat16",
             max_model_len=setting.longest,
             block_size=_TOKENS_PER_BLOCK,
-            num_gpu_blocks_override=setting.kv_cache_blocks(_TOKENS_PER_BLOCK) + 1,  # one it keeps for itself
+            num_gpu_blocks_override=setting.kv_cache_blocks(_TOKENS_PER_BLOCK) + 1,  # vLLM reserves one block
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
         )

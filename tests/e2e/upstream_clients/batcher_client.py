@@ -1,7 +1,7 @@
 """Token ids to `tensorrt_llm`, as inflight_batcher_llm_client.py sends them: its flags, requests and checks.
 
-With `streaming` or `num_return_sequences` it opens a gRPC stream, which takes a model that is decoupled.
-Otherwise it sends unary gRPC requests, which take one that is not.
+With `streaming` or `num_return_sequences` it opens a gRPC stream, which needs a decoupled model. Otherwise it
+sends unary gRPC requests, which need a model that is not decoupled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CANCELLED = "StatusCode.CANCELLED"
 
 @dataclass(frozen=True)
 class Flags:
-    """Command line options, with their defaults; the end id and the padding are those of the tokenizer."""
+    """Command line options with their defaults; end id and padding are the tokenizer's."""
 
     request_output_len: int = 16
     streaming: bool = False
@@ -71,14 +71,14 @@ class Flags:
 
 @dataclass
 class Outcome:
-    """Responses of a request, collected.
+    """The collected responses of a request.
 
     Attributes:
-        prompt: Its ids, if they are part of the sequences.
+        prompt: Ids of the prompt, if they are part of the sequences.
         sequences: Ids of each sequence or beam.
         outputs: The optional outputs of each sequence's last response, without the batch dimension.
-        num_responses: Responses that were no errors.
-        is_cancelled: Whether the server said that the request was cancelled.
+        num_responses: Number of responses without an error.
+        is_cancelled: Whether the server reported that the request was cancelled.
     """
 
     prompt: list[int]
@@ -89,12 +89,12 @@ class Outcome:
 
     @property
     def generated(self) -> list[list[int]]:
-        """The sequences without the prompt."""
+        """Return the sequences without the prompt."""
         return [ids[len(self.prompt) :] for ids in self.sequences]
 
 
 def inputs_of(prompt: list[int], flags: Flags) -> dict[str, np.ndarray]:
-    """The request's tensors: ten that always go, then those that flags ask for."""
+    """Return the request's tensors: ten that are always sent, then those that flags request."""
     arrays = {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": integer(len(prompt)),
@@ -127,7 +127,7 @@ def inputs_of(prompt: list[int], flags: Flags) -> dict[str, np.ndarray]:
 
 
 def stop_inputs() -> dict[str, np.ndarray]:
-    """A request that ends the one with its id."""
+    """Return a request that stops the request with the same id."""
     return {
         "input_ids": integer(0),
         "input_lengths": integer(0),
@@ -137,13 +137,13 @@ def stop_inputs() -> dict[str, np.ndarray]:
 
 
 def run(server: TritonServer, prompt: list[int], flags: Flags) -> Outcome:
-    """Send one request and read its answers; raises what makes the original end with an error.
+    """Send one request and read its responses; raises the original's errors.
 
-    So it does where a request that was to be stopped or cancelled has all the tokens that it asked for.
+    It also raises if a request that was to be stopped or cancelled has all the requested tokens.
     """
     answers: queue.Queue = queue.Queue()
     echoed = [] if flags.exclude_input_in_output else prompt
-    begun = echoed if flags.streaming else []  # the prompt is no part of a stream
+    begun = echoed if flags.streaming else []  # a stream does not have the prompt
     sequences = [list(begun) for _ in range(flags.num_generations)]
     outcome = Outcome(echoed, sequences, [{} for _ in sequences])
     with connect(server, "grpc") as client:
@@ -161,7 +161,7 @@ def run(server: TritonServer, prompt: list[int], flags: Flags) -> Outcome:
 
 
 def _send_on_stream(client, answers: queue.Queue, prompt: list[int], flags: Flags) -> None:
-    """Everything has been answered when this returns, as closing the stream waits for it."""
+    """Send the request, and wait for all responses, as closing the stream does."""
     client.start_stream(callback=lambda result, error: answers.put(error or result), stream_timeout=None)
     client.async_stream_infer(
         flags.model_name,
@@ -181,7 +181,7 @@ def _send_on_stream(client, answers: queue.Queue, prompt: list[int], flags: Flag
 
 
 def _send_unary(client, answers: queue.Queue, prompt: list[int], flags: Flags) -> int:
-    """Returns how many answers there must be."""
+    """Send the request; return the expected number of responses."""
     common = {
         "request_id": flags.request_id,
         "callback": lambda result, error: answers.put(error or result),
@@ -200,7 +200,7 @@ def _send_unary(client, answers: queue.Queue, prompt: list[int], flags: Flags) -
 
 
 def _read(outcome: Outcome, flags: Flags, result) -> None:
-    """One response: the ids are added to their sequence, the rest replaces what came before."""
+    """Read a response: ids are appended to their sequence, other outputs replace earlier ones."""
     if isinstance(result, InferenceServerException):
         if result.status() != CANCELLED:
             raise result
@@ -210,7 +210,7 @@ def _read(outcome: Outcome, flags: Flags, result) -> None:
     names = {output.name for output in result.get_response().outputs}
     if flags.requested_outputs:
         assert names == set(flags.requested_outputs), names
-    if "output_ids" not in names:  # the answer to a request to stop, or to the one that was stopped
+    if "output_ids" not in names:  # the response to a stop request, or to the stopped request
         return
     index = result.as_numpy("sequence_index")
     sequence = 0 if index is None else index[0][0]
@@ -225,7 +225,7 @@ def _read(outcome: Outcome, flags: Flags, result) -> None:
 
 
 def _read_optional(outcome: Outcome, flags: Flags, result, sequence: int) -> None:
-    """Every response with ids must have all that was asked for: the original indexes it without looking."""
+    """Read the optional outputs. Every response with ids must have them: the original does not check."""
 
     def keep(name: str, per_beam: bool) -> None:
         values = result.as_numpy(name)[0]

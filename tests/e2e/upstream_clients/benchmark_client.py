@@ -1,6 +1,6 @@
-"""Requests with token ids to `tensorrt_llm`, as benchmark_core_model.py sends them, plain or on one stream.
+"""Requests with token ids to `tensorrt_llm`, as benchmark_core_model.py sends them, unary or on one stream.
 
-The warm-up uses the ids "0" to "9", and so do the measured requests right after it.
+The warm-up uses the ids "0" to "9", and the measured requests use them again right afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_WARM_UP, WARM_UP_TOKENS = 10, 100
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts and the number of tokens that each asks for; without a tokenizer `end_id` is 1 and `pad_id` 0."""
+    """Prompts, and the number of tokens for each; without a tokenizer `end_id` is 1 and `pad_id` 0."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -27,7 +27,7 @@ class Load:
     end_id: int = 1
 
     def inputs(self, number: int, output_len: int) -> dict[str, np.ndarray]:
-        """Five tensors, and no list of outputs: the server sends what it likes."""
+        """Return five tensors; the request has no list of outputs, so the server chooses them."""
         return {
             "input_ids": np.array([self.prompts[number]], np.int32),
             "input_lengths": integer(len(self.prompts[number])),
@@ -38,7 +38,7 @@ class Load:
 
 
 def run_plain(server: TritonServer, load: Load, protocol: str) -> dict[str, int]:
-    """Unary requests; returns how many tokens were generated for each request id."""
+    """Send unary requests; return the number of generated tokens for each request id."""
     library = LIBRARIES[protocol]
     answers: queue.Queue = queue.Queue()
     with connect(server, protocol, concurrency=128) as client:
@@ -56,7 +56,7 @@ def run_plain(server: TritonServer, load: Load, protocol: str) -> dict[str, int]
 
 
 def run_decoupled(server: TritonServer, load: Load) -> dict[str, int]:
-    """One stream for the warm-up, whose answers nobody reads, and one for the rest."""
+    """Use one stream for the warm-up, whose responses are not read, and one for the other requests."""
     library = LIBRARIES["grpc"]
     answers: queue.Queue = queue.Queue()
     with connect(server, "grpc") as client:
@@ -79,7 +79,7 @@ def _into(answers: queue.Queue):
 
 
 def _taken(answers: queue.Queue, count: int) -> list[dict]:
-    """The answers in the form of JSON; raises the first error among them."""
+    """Return the responses in JSON form; raises the first error among them."""
     responses = []
     for _ in range(count):
         result, error = answers.get(timeout=TIMEOUT_S)
@@ -90,7 +90,7 @@ def _taken(answers: queue.Queue, count: int) -> list[dict]:
 
 
 def _lengths(responses: list[dict], load: Load) -> dict[str, int]:
-    """The first output is taken to be `output_ids` [1, beams, n], and the prompt to be in it."""
+    """Return lengths; the first output must be `output_ids` [1, beams, n], with the prompt."""
     lengths = {}
     for response in responses:
         shape = [int(size) for size in response["outputs"][0]["shape"]]

@@ -1,4 +1,4 @@
-"""Servers that are set up as tensorrtllm_backend's documentation and tests set theirs up."""
+"""Servers set up like those of tensorrtllm_backend's documentation and tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.e2e.conftest import DEMO_MODEL
 
 from . import templates
 
-# The demo model's continuation has the word in it.
+# The demo model's continuation contains the word.
 PROMPT, WORD = "def read_lines(path):\n", "return"
 QUEUE_SIZE = 16
 
@@ -26,9 +26,9 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 @pytest.fixture(scope="session")
 def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
-    """The demo model, every request with exactly one answer; four run at a time, and sixteen may wait.
+    """The demo model with exactly one response per request; four run at a time, and sixteen may wait.
 
-    In float32: whether tokens are verified as drafts or generated one by one changes no rounding that matters.
+    In float32, rounding does not depend on whether tokens are verified as drafts or generated one by one.
     """
     settings = {
         "decoupled_mode": "false",
@@ -61,11 +61,11 @@ def _serve_filled(folder: Path, command_lines: dict[str, str]) -> Iterator[Trito
 
 @pytest.fixture(scope="module")
 def quick_start_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server of the templates filled by the quick start's command lines."""
+    """A server of the templates filled in by the quick start's command lines."""
     yield from _serve_filled(tmp_path_factory.mktemp("quick start"), templates.QUICK_START)
 
 
 @pytest.fixture(scope="module")
 def perf_metrics_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """A server of the templates filled by the command lines of the tests of per-request metrics."""
+    """A server of the templates filled in by the command lines of the tests of per-request metrics."""
     yield from _serve_filled(tmp_path_factory.mktemp("perf metrics"), templates.PERF_METRICS)

@@ -12,7 +12,7 @@ from .wire import LIBRARIES, connect, flag, integer, real, tensors
 
 
 def inputs_of(prompt: list[int], output_len: int, streaming: bool) -> dict[str, np.ndarray]:
-    """Eleven tensors; the same for all requests."""
+    """Return eleven tensors, the same for all requests."""
     return {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": integer(len(prompt)),
@@ -29,7 +29,7 @@ def inputs_of(prompt: list[int], output_len: int, streaming: bool) -> dict[str, 
 
 
 def run_http(server: TritonServer, prompt: list[int], output_len: int, count: int) -> list:
-    """Unary requests without an id; an answer or an exception for each."""
+    """Send unary requests without an id; return a response or an exception for each."""
     inputs = tensors(LIBRARIES["http"], inputs_of(prompt, output_len, False))
     outcomes = []
     with connect(server, "http", concurrency=count) as client:
@@ -37,13 +37,13 @@ def run_http(server: TritonServer, prompt: list[int], output_len: int, count: in
         for call in calls:
             try:
                 outcomes.append(call.get_result())
-            except Exception as error:  # whatever the library raises is the outcome
+            except Exception as error:  # any error of the library is an outcome
                 outcomes.append(error)
     return outcomes
 
 
 def run_grpc(server: TritonServer, prompt: list[int], output_len: int, count: int) -> list:
-    """All on one stream, streaming; every response and every error in the order they came."""
+    """Send all requests on one stream; return every response and error in the order of arrival."""
     inputs = tensors(LIBRARIES["grpc"], inputs_of(prompt, output_len, True))
     outcomes: queue.Queue = queue.Queue()
     with connect(server, "grpc") as client:

@@ -1,4 +1,4 @@
-"""Drafts from one model, verified by another, coordinated by the client, as speculative_decoding_test.py has it.
+"""Drafts from one model, verified by another, coordinated by the client, as in speculative_decoding_test.py.
 
 Every step is a unary request: preprocessing, then drafts and verifications in turn, then postprocessing.
 """
@@ -16,17 +16,17 @@ from .wire import connect, flag, integer, real, tensors, texts
 
 
 class Coordinator:
-    """One prompt; the same server drafts and verifies."""
+    """A client for one prompt; the same server drafts and verifies."""
 
     def __init__(self, server: TritonServer, stop_words: Sequence[str] = (), return_logits: str = "") -> None:
-        """`return_logits` is "draft", "target" or empty: of which model to ask for logits too."""
+        """`return_logits` is "draft", "target" or "": the model whose logits are requested too."""
         self._server = server
         self._stop_words = stop_words
         self._return_logits = return_logits
         self.num_verified: list[int] = []
 
     def run(self, prompt: str, output_len: int, num_draft_tokens: int, request_id: str) -> str:
-        """The text of prompt and completion."""
+        """Return the text of prompt and completion."""
         with connect(self._server, "grpc") as client:
 
             def infer(model: str, arrays: dict[str, np.ndarray]):

@@ -1,4 +1,4 @@
-"""The three steps by hand, and `ensemble` beside them, over unary requests, as end_to_end_test.py sends them."""
+"""The three steps by hand, beside `ensemble`, with unary requests, as end_to_end_test.py sends them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Flags:
     return_generation_logits: bool = False
 
     def asked(self) -> dict[str, np.ndarray]:
-        """Tensors that ask for more outputs."""
+        """Return the tensors that request more outputs."""
         names = ("return_log_probs", "return_context_logits", "return_generation_logits")
         return {name: flag(True) for name in names if getattr(self, name)}
 
     def outputs(self) -> list[str]:
-        """Names of the outputs to read from the ensemble's answer."""
+        """Return the names of the outputs to read from the ensemble's response."""
         names = ["text_output"]
         if self.return_log_probs:
             names += ["cum_log_probs", "output_log_probs"]
@@ -39,7 +39,7 @@ class Flags:
 
 
 def ensemble_inputs(prompt: str, output_len: int) -> dict[str, np.ndarray]:
-    """Text and the number of tokens; an empty string stands for no words."""
+    """Return text and number of tokens; an empty string means no words."""
     return {
         "text_input": texts(prompt),
         "max_tokens": integer(output_len),
@@ -49,7 +49,7 @@ def ensemble_inputs(prompt: str, output_len: int) -> dict[str, np.ndarray]:
 
 
 def compare(server: TritonServer, prompt: str, output_len: int, vocab_size: int, flags: Flags) -> str:
-    """Assert that the steps and the ensemble say the same; returns the text."""
+    """Check that the steps and the ensemble give the same text, and return it."""
     with connect(server, flags.protocol) as client:
 
         def infer(model: str, arrays: dict[str, np.ndarray], outputs: list[str] | None = None):
@@ -77,7 +77,7 @@ def compare(server: TritonServer, prompt: str, output_len: int, vocab_size: int,
 
 
 def preprocessing_inputs(prompt: str, output_len: int) -> dict[str, np.ndarray]:
-    """Two empty dictionaries, as most requests have them."""
+    """Return the inputs, with two empty dictionaries like most requests."""
     return {
         "QUERY": texts(prompt),
         "BAD_WORDS_DICT": texts(""),
@@ -87,7 +87,7 @@ def preprocessing_inputs(prompt: str, output_len: int) -> dict[str, np.ndarray]:
 
 
 def engine_inputs(prepared) -> dict[str, np.ndarray]:
-    """`decoder_input_ids` is sent to models that have no encoder too."""
+    """Return the inputs; `decoder_input_ids` is sent to models without an encoder too."""
     names = {
         "input_ids": "INPUT_ID",
         "decoder_input_ids": "DECODER_INPUT_ID",
@@ -103,7 +103,7 @@ def engine_inputs(prepared) -> dict[str, np.ndarray]:
 
 
 def postprocessing_inputs(answer) -> dict[str, np.ndarray]:
-    """Ids and their number."""
+    """Return the ids and their number."""
     return {
         "TOKENS_BATCH": answer.as_numpy("output_ids").astype(np.int32),
         "SEQUENCE_LENGTH": answer.as_numpy("sequence_length"),
@@ -111,7 +111,7 @@ def postprocessing_inputs(answer) -> dict[str, np.ndarray]:
 
 
 def measure(server: TritonServer, prompts: list[str], output_lens: list[int], protocol: str) -> list[str]:
-    """A warm-up of up to ten requests one after another, then all at once; the texts of the latter in order."""
+    """Send up to ten requests one by one, then all at once; return the texts of the latter in order."""
     library = LIBRARIES[protocol]
     with connect(server, protocol, concurrency=128) as client:
         outputs = requested(library, ["text_output"])

@@ -1,7 +1,7 @@
-"""Fills config.pbtxt files in as fill_template.py does, with command lines that tensorrtllm_backend documents.
+"""Fill in config.pbtxt files like fill_template.py, with command lines that tensorrtllm_backend documents.
 
-A command line has `name:value` pairs separated by commas. Every name must be in the file; a variable that no pair
-names stays as it is, but for two that are 0.
+A command line has `name:value` pairs separated by commas. Every name must be in the file. A variable without
+a pair stays, except for two that become 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[3] / "all_models" / "inflight_batcher_llm"
 
-# The README's, for a model that answers once.
+# From the README, for a model with one response.
 QUICK_START = {
     "ensemble": "triton_max_batch_size:4,logits_datatype:TYPE_FP32",
     "preprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:4,preprocessing_instance_count:1",
@@ -24,7 +24,7 @@ QUICK_START = {
     ),
     "postprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:4,postprocessing_instance_count:1",
 }
-# The command line of the tests of per-request metrics, for a model that streams.
+# From the tests of per-request metrics, for a model that streams.
 PERF_METRICS = {
     "ensemble": "triton_max_batch_size:64,logits_datatype:TYPE_FP32",
     "preprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:64,preprocessing_instance_count:1",
@@ -38,7 +38,7 @@ PERF_METRICS = {
     ),
     "postprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:64,postprocessing_instance_count:1",
 }
-# The Llama guide's, for a model that streams; it leaves max_queue_size out.
+# From the Llama guide, for a model that streams; it leaves max_queue_size out.
 LLAMA = {
     "ensemble": "triton_max_batch_size:64,logits_datatype:TYPE_FP32",
     "preprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:64,preprocessing_instance_count:1",
@@ -52,7 +52,7 @@ LLAMA = {
     ),
     "postprocessing": "tokenizer_dir:{checkpoint},triton_max_batch_size:64,postprocessing_instance_count:1",
 }
-# The guide to guided decoding's, which gives the engine a tokenizer.
+# From the guide to guided decoding, which gives the engine a tokenizer.
 GUIDED = LLAMA | {
     "tensorrt_llm": (
         "triton_backend:python,triton_max_batch_size:64,decoupled_mode:True,max_beam_width:1,"
@@ -67,23 +67,23 @@ ALWAYS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 
 
 def pairs(command_line: str) -> dict[str, str]:
-    """Values by name."""
+    """Return values by name."""
     return dict(pair.split(":", 1) for pair in command_line.split(","))
 
 
 def missing(text: str, command_line: str) -> list[str]:
-    """Names of a command line that do not occur in a config.pbtxt: the original refuses to go on."""
+    """Return names of a command line that are not in a config.pbtxt; the original refuses them."""
     return [name for name in pairs(command_line) if name not in text]
 
 
 def fill(text: str, command_line: str, checkpoint: Path) -> str:
-    """The config.pbtxt with the values of a command line in it."""
+    """Return the config.pbtxt with the values of a command line filled in."""
     values = {name: value.format(checkpoint=checkpoint) for name, value in pairs(command_line).items()}
     return string.Template(text).safe_substitute(ALWAYS | values)
 
 
 def fill_repository(target: Path, command_lines: Mapping[str, str], checkpoint: Path) -> dict[str, list[str]]:
-    """Copy the templates and fill them in; returns the names that were not there, by model."""
+    """Copy the templates and fill them in; return the names that were missing, by model."""
     shutil.copytree(SOURCE, target, ignore=shutil.ignore_patterns("__pycache__"))
     absent = {}
     for model, command_line in command_lines.items():

@@ -1,4 +1,4 @@
-"""Token ids to `tensorrt_llm`: streamed where it is decoupled, and with unary requests where it is not."""
+"""Token ids to `tensorrt_llm`: streamed if it is decoupled, and by unary requests if it is not."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ REQUESTED = [
 
 @pytest.fixture(scope="module")
 def long_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
-    """The demo model on streams, with room for `LONG` tokens: a request is still there when it is stopped."""
+    """The demo model on streams, with room for `LONG` tokens, so that requests are in flight when stopped."""
     with serve(model=long_model, settings={"max_tokens_in_paged_kv_cache": "65536"}) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def expected(demo_server: TritonServer, prompt: list[int]) -> list[int]:
-    """The greedy continuation, asked for in another way, of another model of the repository."""
+    """Return the greedy continuation, requested from another model of the repository."""
     answer = infer(demo_server.http, input_ids=prompt, request_output_len=LENGTH, end_id=0)
     return answer.as_numpy("output_ids").reshape(-1).tolist()[len(prompt) :]
 
 
 def asking_for(names: tuple[str, ...]) -> dict[str, bool]:
-    """The flags without which these outputs would not come."""
+    """Return the flags that request these outputs."""
     asked = {
         "return_log_probs": "output_log_probs",
         "return_context_logits": "context_logits",
@@ -69,7 +69,7 @@ def check_optional(outcome: batcher_client.Outcome, prompt: list[int], flags: Fl
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["echoed", "excluded"])
-def test_streamed_ids_are_the_prompt_and_its_continuation(demo_server, prompt, expected, excluded):
+def test_streamed_ids_have_the_prompt_and_its_continuation(demo_server, prompt, expected, excluded):
     flags = Flags(streaming=True, exclude_input_in_output=excluded)
     outcome = run(demo_server, prompt, flags)
     assert outcome.sequences == [expected if excluded else prompt + expected]
@@ -77,7 +77,7 @@ def test_streamed_ids_are_the_prompt_and_its_continuation(demo_server, prompt, e
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_sequences_are_told_apart_by_their_index(demo_server, prompt, expected, streaming):
+def test_sequences_are_distinguished_by_their_index(demo_server, prompt, expected, streaming):
     flags = Flags(streaming=streaming, num_return_sequences=3, return_log_probs=True)
     outcome = run(demo_server, prompt, flags)
     assert outcome.generated == [expected] * 3
@@ -106,8 +106,8 @@ ASKED = [
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
-def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, expected, asked):
-    """The original takes it from the last response with ids, and fails where any of them lacks it."""
+def test_every_streamed_response_has_the_requested_outputs(demo_server, prompt, expected, asked):
+    """The original reads them from the last response with ids, and fails if any response lacks them."""
     flags = Flags(streaming=True, **asked)
     outcome = run(demo_server, prompt, flags)
     assert outcome.generated == [expected]
@@ -119,7 +119,7 @@ def test_every_streamed_response_has_what_was_asked_for(demo_server, prompt, exp
 
 @pytest.mark.parametrize("names", REQUESTED, ids=lambda names: names[-1])
 def test_streamed_outputs_are_the_requested_ones(demo_server, prompt, expected, names):
-    """Every single response has exactly the requested outputs; `run` checks it."""
+    """Every single response has exactly the requested outputs, which `run` checks."""
     flags = Flags(streaming=True, requested_outputs=names, **asking_for(names))
     assert run(demo_server, prompt, flags).generated == [expected]
 
@@ -149,7 +149,7 @@ def test_a_cancellation_ends_a_stream(long_server, prompt):
 
 
 @pytest.mark.parametrize("num_right", [0, 3])
-def test_streamed_drafts_change_no_token(demo_server, prompt, expected, num_right):
+def test_streamed_drafts_do_not_change_tokens(demo_server, prompt, expected, num_right):
     draft = (*expected[:num_right], (expected[num_right] + 1) % VOCABULARY)
     flags = Flags(streaming=True, draft_tokens=draft, return_perf_metrics=True)
     outcome = run(demo_server, prompt, flags)
@@ -159,30 +159,32 @@ def test_streamed_drafts_change_no_token(demo_server, prompt, expected, num_righ
 
 
 @pytest.mark.parametrize("excluded", [False, True], ids=["echoed", "excluded"])
-def test_one_unary_answer_is_the_prompt_and_its_continuation(unary_server, prompt, expected, excluded):
+def test_one_unary_response_has_the_prompt_and_its_continuation(unary_server, prompt, expected, excluded):
     outcome = run(unary_server, prompt, Flags(exclude_input_in_output=excluded))
     assert outcome.sequences == [expected if excluded else prompt + expected]
 
 
 @pytest.mark.parametrize("beam_width", [1, 3])
 @pytest.mark.parametrize("asked", ASKED, ids=lambda asked: "+".join(asked))
-def test_a_unary_answer_has_what_was_asked_for(unary_server, prompt, beam_width, asked):
+def test_a_unary_response_has_the_requested_outputs(unary_server, prompt, beam_width, asked):
     flags = Flags(beam_width=beam_width, end_id=-1, **asked)
     outcome = run(unary_server, prompt, flags)
     assert [len(ids) for ids in outcome.sequences] == [len(prompt) + LENGTH] * beam_width
-    if beam_width > 1:  # one for all beams
+    if beam_width > 1:  # one response for all beams
         outcome.outputs[1:] = [outcome.outputs[0] | outputs for outputs in outcome.outputs[1:]]
     check_optional(outcome, prompt, flags, LENGTH)
 
 
 @pytest.mark.parametrize("names", REQUESTED, ids=lambda names: names[-1])
-def test_the_outputs_of_a_unary_answer_are_the_requested_ones(unary_server, prompt, expected, names):
+def test_the_outputs_of_a_unary_response_are_exactly_the_requested_ones(
+    unary_server, prompt, expected, names
+):
     flags = Flags(requested_outputs=names, **asking_for(names))
     assert run(unary_server, prompt, flags).generated == [expected]
 
 
 def test_a_stop_ends_a_unary_request_and_both_are_answered(unary_server, prompt):
-    """The answer to the stop has no ids; `run` waits for two answers."""
+    """The response to the stop has no ids; `run` waits for two responses."""
     flags = Flags(request_output_len=LONG, end_id=-1, stop_after_ms=STOP_AFTER_MS, request_id="1")
     outcome = run(unary_server, prompt, flags)
     assert outcome.num_responses == 2 and not outcome.is_cancelled
@@ -195,11 +197,11 @@ def test_a_cancellation_ends_a_unary_request(unary_server, prompt):
     assert run(unary_server, prompt, flags).is_cancelled
 
 
-def test_unary_drafts_change_no_token(unary_server, prompt, expected):
+def test_unary_drafts_do_not_change_tokens(unary_server, prompt, expected):
     outcome = run(unary_server, prompt, Flags(draft_tokens=tuple(expected[:4])))
     assert outcome.generated == [expected]
 
 
-def test_a_model_that_answers_once_refuses_to_stream(unary_server, prompt):
+def test_a_model_that_is_not_decoupled_refuses_streaming(unary_server, prompt):
     with pytest.raises(InferenceServerException, match="streaming"):
         run(unary_server, prompt, Flags(streaming=True))

@@ -1,4 +1,4 @@
-"""Many requests for token ids at once, with ids that were used a moment before."""
+"""Many concurrent requests for token ids, with ids that were used a moment before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .benchmark_client import Load, run_decoupled, run_plain
 
 @pytest.fixture(scope="module")
 def load(tokenizer: Tokenizer) -> Load:
-    """Twelve prompts of different lengths; nothing ends them early."""
+    """Return twelve prompts of different lengths, whose outputs do not end early."""
     prompts = [tokenizer.encode(f"value_{number} = {number}\n" * (1 + number % 3)) for number in range(12)]
     return Load(prompts, [5 + 3 * number for number in range(12)], end_id=-1)
 
@@ -25,5 +25,5 @@ def test_a_stream_answers_each_id_once_after_a_warm_up_with_the_same_ids(demo_se
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_unary_answers_begin_with_ids_of_three_dimensions(unary_server, load, protocol):
+def test_the_first_output_of_unary_responses_is_ids_of_three_dimensions(unary_server, load, protocol):
     assert run_plain(unary_server, load, protocol) == wanted(load)

@@ -1,4 +1,4 @@
-"""HTTP generate and generate_stream with the bodies that documentation and load drivers send."""
+"""HTTP generate and generate_stream with bodies from documentation and load generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .wire import connect, flag, integer, real, requested, tensors, texts
 
 
 def post(server, path: str, body: dict) -> tuple[int, str]:
-    """HTTP status and body, as curl gives them."""
+    """Return HTTP status and body, like curl."""
     command = ["curl", "-sN", "-X", "POST", "-w", "\n%{http_code}", f"{server.http}/v2/models/{path}", "-d"]
     done = subprocess.run(
         [*command, json.dumps(body)], capture_output=True, text=True, check=True, timeout=60
@@ -43,13 +43,13 @@ def joined(events: list[dict]) -> str:
 
 @pytest.fixture(scope="module")
 def plain(demo_server) -> str:
-    """Twenty tokens, or fewer, after the prompt."""
+    """Return up to twenty tokens after the prompt."""
     body = {"text_input": PROMPT, "max_tokens": 20, "exclude_input_in_output": True}
     return generate(demo_server, body)["text_output"]
 
 
-def test_no_words_may_be_one_empty_string(demo_server, plain):
-    """The body of the quick start: strings where lists would do."""
+def test_an_empty_string_may_stand_for_no_words(demo_server, plain):
+    """This is the body of the quick start: it has strings in place of lists."""
     answer = generate(
         demo_server, {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
     )
@@ -67,7 +67,7 @@ def test_words_may_be_lists_or_a_string(demo_server, plain):
         assert plain.startswith(stopped["text_output"]) and len(stopped["text_output"]) < len(plain)
 
 
-def test_twenty_at_once_get_the_same_text(demo_server):
+def test_twenty_concurrent_requests_get_the_same_text(demo_server):
     body = {
         "text_input": PROMPT,
         "max_tokens": 20,
@@ -82,8 +82,8 @@ def test_twenty_at_once_get_the_same_text(demo_server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_inputs_may_stand_under_parameters(demo_server, plain, stream):
-    """As the body for models with pictures has them, and with an id."""
+def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
+    """Bodies for multimodal models have them there, with an id."""
     parameters = {
         "max_tokens": 20,
         "beam_width": 1,
@@ -116,7 +116,7 @@ def test_values_may_be_lists_of_one(demo_server, plain):
     assert joined(generate_stream(demo_server, body)) == plain
 
 
-def test_the_text_alone_may_be_a_list(demo_server, plain):
+def test_the_text_may_be_a_list_of_one(demo_server, plain):
     """genai-perf sends the text as a list to generate_stream."""
     body = {"text_input": [PROMPT], "stream": True, "max_tokens": 20, "exclude_input_in_output": True}
     assert joined(generate_stream(demo_server, body)) == plain
@@ -124,7 +124,7 @@ def test_the_text_alone_may_be_a_list(demo_server, plain):
 
 
 def stream_infer(server, model: str, arrays: dict[str, np.ndarray], names: tuple[str, ...] = ()) -> list:
-    """All responses on a gRPC stream; the first error is raised."""
+    """Return all responses on a gRPC stream; the first error is raised."""
     received = []
     with connect(server, "grpc") as client:
         client.start_stream(callback=lambda result, error: received.append(error or result))
@@ -137,7 +137,7 @@ def stream_infer(server, model: str, arrays: dict[str, np.ndarray], names: tuple
 
 
 def test_load_drivers_stream_text_over_grpc(demo_server, plain):
-    """The tensors that perf_analyzer makes of genai-perf's file."""
+    """perf_analyzer makes these tensors from genai-perf's file."""
     arrays = {
         "text_input": texts(PROMPT),
         "max_tokens": integer(20),
@@ -150,7 +150,7 @@ def test_load_drivers_stream_text_over_grpc(demo_server, plain):
 
 
 def test_load_drivers_stream_ids_over_grpc(demo_server, prompt):
-    """The tensors that perf_analyzer makes of genai-perf's file for the engine."""
+    """perf_analyzer makes these tensors from genai-perf's file for the engine."""
     arrays = {
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": integer(len(prompt)),
@@ -174,7 +174,7 @@ LLMAPI = [
 
 
 @pytest.mark.parametrize(("given", "same_as"), LLMAPI, ids=lambda given: "+".join(given))
-def test_sampling_params_are_what_the_ensemble_calls_otherwise(demo_server, given, same_as):
+def test_sampling_params_set_the_ensembles_inputs(demo_server, given, same_as):
     body = {
         "text_input": PROMPT,
         "sampling_param_max_tokens": 20,
@@ -186,14 +186,14 @@ def test_sampling_params_are_what_the_ensemble_calls_otherwise(demo_server, give
     assert text and not text.startswith(PROMPT)
 
 
-def test_sampling_params_ask_for_metrics(demo_server):
+def test_sampling_params_can_request_metrics(demo_server):
     body = {"text_input": PROMPT, "sampling_param_max_tokens": 5, "sampling_param_return_perf_metrics": True}
     answer = generate(demo_server, body)
     assert answer["arrival_time_ns"] > 0 and answer["text_output"].startswith(PROMPT)
 
 
 def test_sampling_params_are_tensors_too(demo_server):
-    """Two tensors, as llmapi_client.py sends them, with the dimension for the batch that this model has."""
+    """llmapi_client.py sends two tensors; here they have this model's batch dimension."""
     arrays = {"text_input": texts(PROMPT), "sampling_param_max_tokens": integer(5)}
     arrays |= {"sampling_param_temperature": real(1.0), "sampling_param_top_k": integer(1)}
     (response,) = stream_infer(demo_server, "ensemble", arrays, ("text_output",))
@@ -228,14 +228,14 @@ def test_unknown_names_are_refused_by_name(demo_server, path, name):
     ],
     ids=lambda arrays: next(iter(arrays)),
 )
-def test_tensors_that_are_not_known_are_refused_by_name(demo_server, arrays):
+def test_unknown_tensors_are_refused_by_name(demo_server, arrays):
     request = {"text_input": texts(PROMPT), "max_tokens": integer(5), **arrays}
     with pytest.raises(InferenceServerException, match=next(iter(arrays))):
         stream_infer(demo_server, "ensemble", request)
 
 
-def test_a_parameter_that_a_client_of_old_sends_is_no_error(demo_server, prompt):
-    """`Streaming`, which comes with every request of inflight_batcher_llm_client.py that is not streamed."""
+def test_an_old_clients_extra_parameter_is_accepted(demo_server, prompt):
+    """inflight_batcher_llm_client.py sends `Streaming` with every request that is not streamed."""
     received = []
     arrays = {"input_ids": np.array([prompt], np.int32), "request_output_len": integer(4)}
     with connect(demo_server, "grpc") as client:

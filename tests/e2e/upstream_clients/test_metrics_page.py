@@ -1,4 +1,4 @@
-"""The log's last line of statistics and the metrics page, read and compared as tensorrtllm_backend's tests do."""
+"""The log's last line of statistics equals the metrics page, as tensorrtllm_backend's tests compare them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def page_of(server: TritonServer) -> str:
 
 
 def values_of(page: str) -> dict[str, str]:
-    """By the log's names; a line's first label that is neither the model's nor its version's says which."""
+    """Return values by the log's names; a line's first label other than model and version identifies it."""
     values = {}
     for line in page.splitlines():
         if line.startswith("#") or "nv_trt_llm" not in line:
@@ -64,14 +64,14 @@ def last_line(log: str) -> dict:
 
 
 def begin_to_log(server: TritonServer) -> None:
-    """The statistics are in the log where it is verbose, which can be switched while the server runs."""
+    """Make the log verbose, so that it has the statistics; this is possible while the server runs."""
     body = json.dumps({"log_verbose_level": 1}).encode()
     with urllib.request.urlopen(f"http://{server.http}/v2/logging", body, timeout=30) as response:
         assert response.status == 200
 
 
 def wait_until_still(server: TritonServer) -> None:
-    """Everything until now is on the page, which is that of the last line: one more request has to be there."""
+    """Wait until the page includes one more request, and equals the last line."""
     now_us = time.time() * 1e6
     batcher_client.run(server, [5], batcher_client.Flags(streaming=True, request_output_len=1))
 
@@ -87,7 +87,7 @@ def wait_until_still(server: TritonServer) -> None:
     wait_until(is_still)
 
 
-def test_the_page_is_the_last_line(short_queue_server, prompt):
+def test_the_page_equals_the_logs_last_line(short_queue_server, prompt):
     begin_to_log(short_queue_server)
     benchmark_client.run_decoupled(short_queue_server, benchmark_client.Load([prompt] * 3, [10, 20, 30]))
     wait_until_still(short_queue_server)
@@ -104,7 +104,7 @@ def test_the_page_is_the_last_line(short_queue_server, prompt):
 
 
 def lengths(page: str, direction: str) -> list[int]:
-    """Buckets of a histogram of lengths; the order of the labels counts."""
+    """Return the buckets of a histogram of lengths; the labels' order matters."""
     pattern = (
         rf"nv_llm_{direction}_token_len_bucket{{"
         rf'model="tensorrt_llm",response_metric_type="total_{direction}_tokens",version="1",le="%s"}}\s+(\d+)'

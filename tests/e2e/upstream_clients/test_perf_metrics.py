@@ -1,7 +1,7 @@
-"""Blocks and times of one request, alone and after the same prompt has been there, as three clients read them.
+"""Blocks and times of a request, alone and after another with the same prompt, as three clients read them.
 
-A prompt that ends within its fourth block takes four. When it comes again all four are found; the last one, which
-the first request has gone on with, is copied, and the copy is the one block that is new.
+A prompt that ends within its fourth block takes four blocks. When it is sent again, all four are found. The
+first request has written to the last one, so that is copied, and the copy is the only new block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AGAIN = {"alloc_new": 1, "alloc_total": 1, "reused": 4}
 
 
 def long_prompt(tokenizer: Tokenizer, name: str) -> str:
-    """A text of more than three blocks and less than four, which begins with the name."""
+    """Return a text of more than three and less than four blocks, which begins with the name."""
     text = f"{name} = []\n"
     while len(tokenizer.encode(text)) <= 3 * TOKENS_PER_BLOCK + 4:
         text += f"self.{name} = load(path)\n"
@@ -32,7 +32,7 @@ def long_prompt(tokenizer: Tokenizer, name: str) -> str:
 
 
 def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> None:
-    """Check the same values as the original: block counts, no drafts, and times, the last one only at the end."""
+    """Check the values that the original checks: block counts, no drafts, and times, the last at the end."""
     assert {name: int(metrics[f"kv_cache_{name}_blocks"]) for name in expected} == expected
     drafts = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
     assert [float(metrics[name]) for name in drafts] == [0, 0, 0]
@@ -40,8 +40,8 @@ def check(metrics: dict, expected: dict[str, int], streaming: bool = False) -> N
     assert streaming or int(metrics["last_token_time_ns"]) > 0
 
 
-def test_over_generate_stream(perf_metrics_server, tokenizer):
-    """A request that does not stream is one event, and the acceptance rate is written 0.0."""
+def test_metrics_are_returned_over_generate_stream(perf_metrics_server, tokenizer):
+    """A request that does not stream has one event, where the acceptance rate is written as 0.0."""
     body = {
         "text_input": long_prompt(tokenizer, "events"),
         "max_tokens": 50,
@@ -56,7 +56,7 @@ def test_over_generate_stream(perf_metrics_server, tokenizer):
     assert len(generate_stream(perf_metrics_server, body)) == 1
 
 
-def test_over_generate(perf_metrics_server, tokenizer):
+def test_metrics_are_returned_over_generate(perf_metrics_server, tokenizer):
     body = {
         "text_input": long_prompt(tokenizer, "answers"),
         "max_tokens": 50,
@@ -69,8 +69,8 @@ def test_over_generate(perf_metrics_server, tokenizer):
 
 
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
-def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
-    """The original's log is searched for the first; blocks that generated tokens take do not count in the last."""
+def test_metrics_of_streamed_text_are_returned(perf_metrics_server, tokenizer, response):
+    """The original searches its log for the first; blocks of generated tokens are not counted in the last."""
     text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):
@@ -78,7 +78,7 @@ def test_of_text_that_streams(perf_metrics_server, tokenizer, response):
         check({name: outputs[name].item() for name in TENSORS_OF_PERF_METRICS}, expected, streaming=True)
 
 
-def test_of_ids_that_stream(perf_metrics_server, tokenizer):
+def test_metrics_of_streamed_ids_are_returned(perf_metrics_server, tokenizer):
     prompt = tokenizer.encode(long_prompt(tokenizer, "ids"))
     flags = batcher_client.Flags(request_output_len=200, streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):
@@ -86,7 +86,7 @@ def test_of_ids_that_stream(perf_metrics_server, tokenizer):
         check({name: value[0] for name, value in outputs.items()}, expected, streaming=True)
 
 
-def test_a_model_that_streams_does_and_leaves_the_prompt_out(perf_metrics_server, prompt):
+def test_a_filled_in_decoupled_model_streams_without_the_prompt(perf_metrics_server, prompt):
     assert config_of(perf_metrics_server, "tensorrt_llm").model_transaction_policy.decoupled
     flags = batcher_client.Flags(request_output_len=8, end_id=-1, streaming=True)
     outcome = batcher_client.run(perf_metrics_server, prompt, flags)

@@ -1,4 +1,4 @@
-"""Drafting and verifying from outside gives the ensemble's text."""
+"""Drafting and verification by the client gives the ensemble's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LENGTH = 22
 
 
 @pytest.mark.parametrize("return_logits", ["", "draft", "target"], ids=lambda role: role or "no logits")
-def test_text_is_that_of_the_ensemble(unary_server, return_logits):
+def test_text_of_client_side_drafting_equals_the_ensembles(unary_server, return_logits):
     control = text_client.Flags(output_len=LENGTH, embedding_bias_words=(), embedding_bias_weights=())
     for number, prompt in enumerate(PROMPTS):
         coordinator = Coordinator(unary_server, return_logits=return_logits)

@@ -1,4 +1,4 @@
-"""Preprocessing, the engine and postprocessing by hand say what the ensemble says, over unary HTTP and gRPC."""
+"""Preprocessing, the engine and postprocessing by hand give the ensemble's text, over unary HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ALL = {"return_log_probs": True, "return_context_logits": True, "return_generati
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("asked", [{}, ALL], ids=["text", "logits"])
-def test_steps_by_hand_are_the_ensemble(unary_server, protocol, asked):
+def test_steps_by_hand_give_the_ensembles_text(unary_server, protocol, asked):
     for prompt, length in zip(PROMPTS, OUTPUT_LENS, strict=True):
         text = compare(unary_server, prompt, length, VOCABULARY, Flags(protocol, **asked))
         assert text.startswith(prompt) and len(text) > len(prompt)
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_all_at_once_say_what_they_say_apart(unary_server, protocol):
+def test_concurrent_requests_give_the_same_texts_as_single_ones(unary_server, protocol):
     apart = [
         compare(unary_server, prompt, length, VOCABULARY, Flags(protocol))
         for prompt, length in zip(PROMPTS, OUTPUT_LENS, strict=True)
@@ -39,7 +39,7 @@ def preprocess(server, **more: np.ndarray):
         return client.infer("preprocessing", tensors(library, query | more))
 
 
-def test_preprocessing_returns_what_every_client_reads(demo_server, tokenizer):
+def test_preprocessing_returns_the_outputs_that_clients_read(demo_server, tokenizer):
     prepared = preprocess(demo_server)
     ids = tokenizer.encode(PROMPTS[0])
     found = {
@@ -58,7 +58,7 @@ def test_preprocessing_returns_what_every_client_reads(demo_server, tokenizer):
         "INPUT_ID": [ids],
         "REQUEST_INPUT_LEN": [[len(ids)]],
         "REQUEST_OUTPUT_LEN": [[8]],
-        "DECODER_INPUT_ID": [[0]],  # the padding
+        "DECODER_INPUT_ID": [[0]],  # the padding id
         "REQUEST_DECODER_INPUT_LEN": [[1]],
         "OUT_END_ID": [[0]],
         "OUT_PAD_ID": [[0]],
@@ -67,14 +67,14 @@ def test_preprocessing_returns_what_every_client_reads(demo_server, tokenizer):
         assert prepared.as_numpy(name).shape[:2] == (1, 2)
 
 
-def test_ids_that_are_given_are_handed_through(demo_server):
+def test_given_ids_are_passed_through(demo_server):
     prepared = preprocess(demo_server, END_ID=integer(7), PAD_ID=integer(9))
     assert prepared.as_numpy("OUT_END_ID").tolist() == [[7]]
     assert prepared.as_numpy("OUT_PAD_ID").tolist() == [[9]]
     assert prepared.as_numpy("DECODER_INPUT_ID").tolist() == [[9]]
 
 
-def test_biased_words_become_a_bias_that_the_engine_takes(unary_server):
+def test_biased_words_become_a_bias_that_the_engine_accepts(unary_server):
     words, weights = texts("class"), np.array([[100.0]], np.float32)
     prepared = preprocess(unary_server, EMBEDDING_BIAS_WORDS=words, EMBEDDING_BIAS_WEIGHTS=weights)
     bias = prepared.as_numpy("EMBEDDING_BIAS")

@@ -1,4 +1,4 @@
-"""Configuration files that are filled in by the documented command lines, and what is served from them."""
+"""Configuration files filled in by documented command lines, and the servers they configure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_values_are_in_the_file_afterwards(model):
 
 
 @pytest.mark.parametrize("model", templates.QUICK_START)
-def test_the_quick_start_sets_how_many_fit_into_a_batch(quick_start_server, model):
+def test_the_quick_start_sets_the_batch_size(quick_start_server, model):
     assert config_of(quick_start_server, model).max_batch_size == 4
 
 
@@ -43,7 +43,7 @@ def test_the_quick_start_answers_each_request_once(quick_start_server, prompt):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_the_quick_starts_models_say_the_same(quick_start_server, protocol):
+def test_the_quick_starts_models_give_the_same_text(quick_start_server, protocol):
     flags = steps_client.Flags(protocol)
     assert steps_client.compare(quick_start_server, PROMPT, 8, VOCABULARY, flags).startswith(PROMPT)
 

@@ -16,7 +16,7 @@ LENGTH = 20
 
 @pytest.fixture(scope="module")
 def completions(demo_server) -> list[str]:
-    """The texts that HTTP generate gives, without the prompts."""
+    """Return the texts of HTTP generate, without the prompts."""
     return [
         generate(demo_server.http, text_input=prompt, max_tokens=LENGTH, exclude_input_in_output=True)[
             "text_output"
@@ -27,7 +27,7 @@ def completions(demo_server) -> list[str]:
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("batch_inputs", [False, True], ids=["apart", "batch"])
-def test_texts_are_those_of_generate(demo_server, completions, streaming, batch_inputs):
+def test_texts_equal_those_of_generate(demo_server, completions, streaming, batch_inputs):
     flags = Flags(
         output_len=LENGTH, streaming=streaming, batch_inputs=batch_inputs, exclude_input_in_output=True
     )
@@ -35,7 +35,7 @@ def test_texts_are_those_of_generate(demo_server, completions, streaming, batch_
 
 
 @pytest.mark.parametrize(("streaming", "echoed"), [(False, True), (True, False)], ids=["whole", "streamed"])
-def test_only_a_whole_answer_repeats_the_prompt(demo_server, completions, streaming, echoed):
+def test_only_a_response_that_is_not_streamed_repeats_the_prompt(demo_server, completions, streaming, echoed):
     (text,) = run(demo_server, PROMPTS[:1], Flags(output_len=LENGTH, streaming=streaming)).texts
     assert text == (PROMPT if echoed else "") + completions[0]
 
@@ -47,7 +47,7 @@ def test_sequences_have_an_index_each(demo_server, completions):
     assert sorted(outputs["sequence_index"].tolist() for outputs in answers.outputs) == [[[0]], [[1]]]
 
 
-def test_a_sequence_index_of_one_sequence_is_not_asked_for(demo_server, completions):
+def test_the_sequence_index_is_not_requested_for_one_sequence(demo_server, completions):
     flags = Flags(output_len=LENGTH, num_return_sequences=1, exclude_input_in_output=True)
     answers = run(demo_server, PROMPTS[:1], flags)
     assert answers.texts == completions[:1] and set(answers.outputs[0]) == set()
@@ -62,7 +62,7 @@ def test_the_best_beam_is_the_first_text(demo_server):
     assert outputs["output_log_probs"].shape == (1, 3, LENGTH)
 
 
-def test_words_that_are_bad_or_biased_or_stop_are_obeyed(demo_server, completions):
+def test_bad_biased_and_stop_words_have_their_effect(demo_server, completions):
     assert WORD in completions[0]
     common = {"output_len": LENGTH, "exclude_input_in_output": True}
     assert WORD not in run(demo_server, PROMPTS[:1], Flags(bad_words=(WORD,), **common)).texts[0]
@@ -72,8 +72,8 @@ def test_words_that_are_bad_or_biased_or_stop_are_obeyed(demo_server, completion
     assert "class" in run(demo_server, PROMPTS[:1], biased).texts[0]
 
 
-def test_no_biased_words_at_all_may_be_sent(demo_server, completions):
-    """Arrays of [1, 0], as the program that compares speculative decoding sends them."""
+def test_empty_arrays_of_biased_words_are_accepted(demo_server, completions):
+    """The program that compares speculative decoding sends arrays of [1, 0]."""
     flags = Flags(
         output_len=LENGTH,
         embedding_bias_words=(),
@@ -84,7 +84,7 @@ def test_no_biased_words_at_all_may_be_sent(demo_server, completions):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_every_response_has_its_metrics_and_log_probs(demo_server, streaming):
+def test_every_response_has_metrics_and_log_probs(demo_server, streaming):
     flags = Flags(output_len=LENGTH, streaming=streaming, return_perf_metrics=True, return_log_probs=True)
     answers = run(demo_server, PROMPTS[:1], flags)
     assert (len(answers.outputs) > 1) == streaming

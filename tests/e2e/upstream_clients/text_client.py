@@ -20,7 +20,7 @@ class Flags:
     Attributes:
         embedding_bias_words, embedding_bias_weights: None: not sent. The program that compares speculative
             decoding with a control sends empty ones, [1, 0].
-        batch_inputs: All prompts are one request.
+        batch_inputs: Whether all prompts are sent in one request.
     """
 
     output_len: int = 100
@@ -49,14 +49,14 @@ class Flags:
 
 @dataclass
 class Answers:
-    """Texts [prompts × sequences] in order, and the optional outputs of each response in the order they came."""
+    """Texts [prompts × sequences] in order, and the optional outputs of each response as they arrived."""
 
     texts: list[str]
     outputs: list[dict[str, np.ndarray]]
 
 
 def inputs_of(prompt: str, flags: Flags) -> dict[str, np.ndarray]:
-    """The tensors of a request with one prompt."""
+    """Return the tensors of a request with one prompt."""
     arrays = {
         "text_input": texts(prompt),
         "max_tokens": integer(flags.output_len),
@@ -88,7 +88,7 @@ def inputs_of(prompt: str, flags: Flags) -> dict[str, np.ndarray]:
 
 
 def outputs_of(flags: Flags) -> list[str]:
-    """The outputs to ask for."""
+    """Return the names of the outputs to request."""
     names = ["text_output"]
     if flags.return_log_probs:
         names += ["cum_log_probs", "output_log_probs"]
@@ -106,7 +106,7 @@ def outputs_of(flags: Flags) -> list[str]:
 
 
 def run(server: TritonServer, prompts: list[str], flags: Flags) -> Answers:
-    """One request for each prompt, or one for all; an error response is raised."""
+    """Send one request for each prompt, or one for all; raises an error response."""
     requests = [inputs_of(prompt, flags) for prompt in prompts]
     if flags.batch_inputs:
         requests = [{name: np.concatenate([one[name] for one in requests]) for name in requests[0]}]

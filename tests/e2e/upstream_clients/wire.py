@@ -1,7 +1,7 @@
 """Building blocks of the clients here: named arrays, requested outputs, a connection over either protocol.
 
-Every client in this folder sends the tensors that a program of tensorrtllm_backend sends, with its dtypes and
-shapes and in its order, and reads of the answers what that program reads.
+Every client in this folder sends the tensors of a program of tensorrtllm_backend, with its dtypes, its shapes
+and its order, and reads the same outputs as that program.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ TENSORS_OF_PERF_METRICS = (
 
 
 def integer(value: int) -> np.ndarray:
-    """[1, 1] INT32"""
+    """Return an INT32 array [1, 1]."""
     return np.array([[value]], np.int32)
 
 
 def real(value: float) -> np.ndarray:
-    """[1, 1] FP32"""
+    """Return an FP32 array [1, 1]."""
     return np.array([[value]], np.float32)
 
 
 def flag(value: bool) -> np.ndarray:
-    """[1, 1] BOOL"""
+    """Return a BOOL array [1, 1]."""
     return np.array([[value]], bool)
 
 
 def texts(*values: str) -> np.ndarray:
-    """[1, n] BYTES"""
+    """Return a BYTES array [1, n]."""
     return np.array([values], dtype=object)
 
 
 def tensors(library: ModuleType, arrays: Mapping[str, np.ndarray]) -> list:
-    """The arrays as inputs of a request, in the order of the mapping."""
+    """Return the arrays as inputs of a request, in the order of the mapping."""
     inputs = []
     for name, array in arrays.items():
         tensor = library.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
@@ -63,18 +63,18 @@ def tensors(library: ModuleType, arrays: Mapping[str, np.ndarray]) -> list:
 
 
 def requested(library: ModuleType, names: Iterable[str]) -> list | None:
-    """The named outputs; None if there are no names: the server sends all."""
+    """Return the named outputs; None without names, for which the server sends all."""
     return [library.InferRequestedOutput(name) for name in names] or None
 
 
 def config_of(server: TritonServer, model: str):
-    """The model's configuration as the server has read it."""
+    """Return the model's configuration as the server has read it."""
     with connect(server, "grpc") as client:
         return client.get_model_config(model).config
 
 
 def connect(server: TritonServer, protocol: str, concurrency: int = 1):
-    """A client of tritonclient's, to be used as a context manager."""
+    """Make a client of tritonclient, to be used as a context manager."""
     if protocol == "http":
         return http.InferenceServerClient(
             server.http, concurrency=concurrency, network_timeout=TIMEOUT_S, connection_timeout=TIMEOUT_S

@@ -33,17 +33,6 @@ def test_all_checks_pass_in_tritons_interpreter() -> None:
     run_checks(FOLDER, timeout_s=900, TRITON_INTERPRET="1")
 
 
-def test_some_of_each_kernel_in_the_interpreter() -> None:
-    only = [
-        "(test_edges_of_tiles_and_of_blocks and 31)",
-        "test_rows_apart_and_a_bias",
-        "(test_int8_products and 1-70)",
-        "test_rows_rounded_to_float8",
-        "test_peaks",
-    ]
-    run_checks(FOLDER, timeout_s=900, only=" or ".join(only), TRITON_INTERPRET="1")
-
-
 def test_kernels_cannot_be_used_without_a_gpu(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     with pytest.raises(CannotAttend):

@@ -156,7 +156,9 @@ def test_kept_levels_of_other_families_give_the_models_tokens(
         ["gptq", "gptq-act-order", "ct-int4-zeros", "awq-one-group", "ct-int8"], ["gptq", "gptq-act-order"]
     ),
 )
-@pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
+@pytest.mark.parametrize(
+    "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
+)
 def test_ranks_split_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
     """Two ranks have 48 of 96 inputs each: groups of 32 become groups of 16; in another order none are kept."""
     from tests.engine.test_ranks import _some_of_everything

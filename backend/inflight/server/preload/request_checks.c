@@ -1,17 +1,18 @@
-/* Loaded into tritonserver before its own library: refuses the requests that would end it, and notes the last ones.
+/* A library loaded into tritonserver before its own: refuses requests that would end it, and records the last ones.
  *
- * tritonserver's HTTP and gRPC front ends make every request by calls of libtritonserver's C API. The functions
- * here have the names of those calls, so the loader finds them first; each looks at its arguments and goes on to
- * the real one, or returns the error that the front end sends to the client. Nothing else is changed, and in a
- * process that is not tritonserver nothing at all. Needs a C compiler and the C library.
+ * tritonserver's HTTP and gRPC front ends make every request with libtritonserver's C API. The functions here have
+ * the names of API functions, so the loader finds them first. Each checks its arguments and calls the real function,
+ * or returns an error, which the front end sends to the client. Nothing else is changed, and a process that is not
+ * tritonserver is not changed at all. Needs a C compiler and the C library.
  *
- * What is refused ends tritonserver 2.51 or its Python backend: a batch of no requests (SIGSEGV), a shape whose
- * number of bytes overflows or is larger than any message (SIGSEGV, abort or std::bad_alloc), and classes of an
- * output of texts (SIGFPE). JSON that is nested deeper than a thread's stack (SIGSEGV) loses its connection, as the
- * parser cannot be stopped. A compressed body unpacks to as much as an uncompressed one may have. An error that names
- * a region of shared memory loses the name.
+ * These requests end tritonserver 2.51 or its Python backend, and are refused: an empty batch (SIGSEGV), a shape whose
+ * number of bytes overflows or exceeds any message (SIGSEGV, abort or std::bad_alloc), and classification of a text
+ * output (SIGFPE). A connection with JSON that is nested too deeply for a thread's stack (SIGSEGV) is closed, because
+ * the parser cannot be stopped. A compressed body may decompress to the size limit of an uncompressed one. The name of
+ * a shared-memory region is removed from errors.
  *
- * Models are told when the metrics page is read, so that it has what was answered before (triton/metrics_on_demand.py).
+ * Models are notified before the metrics page is read, so that it includes all requests answered before
+ * (triton/metrics_on_demand.py).
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,33 +33,33 @@
 #include <time.h>
 #include <unistd.h>
 
-/* What is used of tritonserver.h, which is not installed beside the program; a C API that keeps its numbers. */
+/* The used part of tritonserver.h, which is not installed with the program. The C API's numbers are stable. */
 typedef struct Opaque Error, Request, Response, Server;
 enum { INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
-static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* a text has its length */
+static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* 4 for a text's length */
 
-/* Of a tensor: gRPC's bound of a message, and what a JSON body of tritonserver's 64 MiB can spell: two characters an
- * element, of 8 bytes at most. HTTP's front end takes that memory before it looks at the data. */
+/* Most bytes of a tensor: gRPC's limit for a message; for HTTP, what a JSON body of at most 64 MiB can express, with
+ * two characters for an element of at most 8 bytes. The HTTP front end allocates it before it reads the data. */
 static const uint64_t MOST_BYTES = INT32_MAX, MOST_HTTP_BYTES = 256 << 20;
-/* Of a compressed body, and of a compressed message of gRPC's. */
+/* Most bytes of a decompressed HTTP body, and of a decompressed gRPC message. */
 static const uint64_t MOST_HTTP_UNPACKED = 64 << 20, MOST_UNPACKED = 256 << 20;
-enum { MOST_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser takes about 100 bytes of stack for a level */
+enum { MOST_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser uses about 100 bytes of stack per level */
 
-/* The file of the last requests: slots of text, each of which begins with the request's number. */
+/* The file of the last requests has slots of text, each of which begins with the request's number. */
 enum { NUM_SLOTS = 64, SLOT_BYTES = 1024 };
 
 typedef struct {
-  const Request* request; /* what this thread makes now */
+  const Request* request; /* the request that this thread makes */
   Server* server;
   char model[256];
   int64_t version;
-  char* slot; /* NULL where nothing is noted */
+  char* slot; /* NULL if requests are not recorded */
   size_t used;
 } Making;
 
 static _Thread_local Making making;
-static _Thread_local bool output_is_text; /* the last output that this thread looked at */
-static _Thread_local bool is_http;        /* this thread reads HTTP connections, and makes their requests */
+static _Thread_local bool output_is_text; /* of the last output that this thread read */
+static _Thread_local bool is_http;        /* this thread reads HTTP connections and makes their requests */
 static char* slots;
 static int most_nested = MOST_NESTED;
 static atomic_uint_fast64_t num_requests;
@@ -91,7 +92,7 @@ static void map_slots(void) {
   close(file);
 }
 
-/* Takes this library out of LD_PRELOAD: it is not for the processes that tritonserver starts. */
+/* Removes this library from LD_PRELOAD, so that processes that tritonserver starts do not load it. */
 static void leave_environment(void) {
   const char* given = getenv("LD_PRELOAD");
   Dl_info self;
@@ -118,7 +119,7 @@ __attribute__((constructor)) static void begin(void) {
   real_accept = dlsym(RTLD_NEXT, "accept");
   real_accept4 = dlsym(RTLD_NEXT, "accept4");
   real_request_new = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestNew");
-  if (real_request_new == NULL) return; /* a program that only starts tritonserver */
+  if (real_request_new == NULL) return; /* not tritonserver, but a program that starts it */
   real_set_id = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestSetId");
   real_add_input = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceRequestAddInput");
   real_response_output = dlsym(RTLD_NEXT, "TRITONSERVER_InferenceResponseOutput");
@@ -129,7 +130,7 @@ __attribute__((constructor)) static void begin(void) {
   error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
   struct rlimit stack;
   if (getrlimit(RLIMIT_STACK, &stack) == 0) {
-    /* Threads have as much as the limit says, and 2 MiB where there is none. */
+    /* A thread's stack has the limit's size, or 2 MiB without a limit. */
     rlim_t of_a_thread = stack.rlim_cur == RLIM_INFINITY ? 2 << 20 : stack.rlim_cur;
     if (of_a_thread / STACK_OF_A_LEVEL < (rlim_t)most_nested) most_nested = (int)(of_a_thread / STACK_OF_A_LEVEL);
   }
@@ -137,7 +138,7 @@ __attribute__((constructor)) static void begin(void) {
   map_slots();
 }
 
-/* Adds to what is noted of the request that this thread makes; what does not fit is left out. */
+/* Appends to the record of the request that this thread makes; text that does not fit is left out. */
 static void note(const char* text) {
   if (making.slot == NULL) return;
   for (; *text != '\0' && making.used < SLOT_BYTES - 1; text++) {
@@ -170,7 +171,7 @@ static void describe(char* text, size_t size, const int64_t* shape, uint64_t num
   snprintf(text + used, size - used, "]");
 }
 
-/* Whether the first dimension of this request's tensors counts the requests of a batch. */
+/* Returns whether the first dimension of this request's tensors is the batch dimension. */
 static bool is_batch(const Request* request) {
   uint32_t flags = 0;
   void* pointer = NULL;
@@ -183,8 +184,8 @@ static bool is_batch(const Request* request) {
   return (flags & BATCH_FIRST_DIM) != 0;
 }
 
-/* Errors go to clients as they are. The Python backend's own names its region of shared memory where that has no more
- * room: the log gets that, and the client the text without the name. */
+/* Clients get the text of errors. When the Python backend's shared memory is full, its error has the region's name;
+ * then the full text is logged, and the client gets the text without the name. */
 Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   static const char before[] = "shared memory pool size for key '";
   if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
@@ -204,7 +205,7 @@ static Error* refusal(const char* name, const char* shape, const char* expected)
   return error_new(INVALID_ARG, text);
 }
 
-/* The error of a shape that is not to be passed on; NULL if there is none. */
+/* Returns the error of a shape that must be refused, or NULL. */
 static Error* check_shape(const Request* request, const char* name, int data_type, const int64_t* shape,
                           uint64_t num_dims, const char* described) {
   bool is_empty = false;
@@ -212,7 +213,7 @@ static Error* check_shape(const Request* request, const char* name, int data_typ
   for (uint64_t dim = 0; dim < num_dims; dim++) {
     if (shape[dim] == 0) is_empty = true;
     if (shape[dim] < 0) return refusal(name, described, "no negative dimension");
-    /* A dimension of 0 does not make the others harmless: they are multiplied one by one. */
+    /* The other dimensions can overflow even if one is 0: they are multiplied one by one. */
     if (shape[dim] > 0 && __builtin_mul_overflow(size, (uint64_t)shape[dim], &size)) size = UINT64_MAX;
     if (size > (is_http ? MOST_HTTP_BYTES : MOST_BYTES)) {
       return refusal(name, described, is_http ? "a tensor of at most 256 MiB" : "a tensor of less than 2 GiB");
@@ -268,13 +269,13 @@ Error* TRITONSERVER_InferenceResponseOutput(Response* response, uint32_t index, 
   return error;
 }
 
-/* 0 for texts, by which the front ends divide when a client asks for the classes of an output. With another number
- * they find out that texts have none, and say so. That is the only use after an output was looked at. */
+/* The real function returns 0 for texts, and the front ends divide by it when a client asks to classify an output. With
+ * another number they report that texts cannot be classified. They call it after reading an output for this only. */
 uint32_t TRITONSERVER_DataTypeByteSize(int data_type) {
   return data_type == BYTES && output_is_text ? 1 : real_data_type_byte_size(data_type);
 }
 
-/* Waits, not for long, until the model that listens at `path` has published what it has observed. */
+/* Waits a short time until the model that listens at `path` has published its metrics. */
 static void have_published(const char* path) {
   struct sockaddr_un address = {.sun_family = AF_UNIX};
   struct timeval patience = {.tv_usec = 400000};
@@ -285,7 +286,7 @@ static void have_published(const char* path) {
   setsockopt(file, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
   if (snprintf(address.sun_path, sizeof address.sun_path, "%s", path) < (int)sizeof address.sun_path &&
       connect(file, (struct sockaddr*)&address, sizeof address) == 0 && read(file, &end, 1) > 0) {
-    /* It sends nothing: the end is the answer. */
+    /* The model sends nothing: it closes the connection when it is done. */
   }
   close(file);
 }
@@ -302,11 +303,11 @@ Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
   return real_server_metrics(server, metrics);
 }
 
-/* How deep the JSON is nested that comes by a connection. A new line may begin outside of a string, inside of one, or
- * behind a backslash in one: the headers of a request end in new lines, and so do the sizes of chunks, which may cut a
- * string anywhere. So all three are followed, from the greatest depth that the line before may have had: one of them is
- * right, and the others at worst count brackets in texts. */
-enum { NUM_STARTS = 3, NUM_CONNECTIONS = 1 << 16 }; /* of more connections, some share a count */
+/* The nesting depth of JSON received on a connection. A line may begin outside of a string, inside one, or after a
+ * backslash inside one: the headers of a request and the sizes of chunks end in newlines, and a chunk may begin
+ * anywhere in a string. So all three states are tracked, from the greatest possible depth at the end of the line
+ * before. One of them is right; the others may count brackets inside texts. */
+enum { NUM_STARTS = 3, NUM_CONNECTIONS = 1 << 16 }; /* with more connections, some share an entry */
 
 typedef struct {
   int32_t depth;
@@ -346,7 +347,7 @@ static bool is_too_deep(Nesting* nesting, const char* data, size_t size) {
   return deepest > most_nested;
 }
 
-/* HTTP's front end reads its connections by this call alone, and gRPC's by another. */
+/* The HTTP front end reads its connections with this call only; the gRPC front end uses another. */
 ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   ssize_t count = real_readv(file, parts, num_parts);
   if (real_request_new == NULL || file < 0) return count;
@@ -365,7 +366,7 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   return count;
 }
 
-/* What is answered has been parsed: the connection's next request begins. */
+/* A request that is answered has been parsed, so the connection's next request begins. */
 ssize_t writev(int file, const struct iovec* parts, int num_parts) {
   if (file >= 0) begin_line(nesting_of(file), 0);
   return real_writev(file, parts, num_parts);
@@ -383,9 +384,9 @@ int accept4(int file, struct sockaddr* address, socklen_t* size, int flags) {
   return accepted;
 }
 
-enum { STREAM_ERROR = -2 }; /* zlib's; of its errors the one that HTTP's front end heeds */
+enum { STREAM_ERROR = -2 }; /* the only error of zlib that the HTTP front end handles */
 
-/* zlib's, of which only some fields are looked at. */
+/* The first fields of zlib's z_stream. */
 typedef struct {
   void* next_in;
   unsigned avail_in;
@@ -398,7 +399,7 @@ typedef struct {
 static int go_on_inflating(void* stream, int flush) {
   static int (*_Atomic real_inflate)(void*, int);
   if (real_inflate == NULL) {
-    void* zlib = dlopen("libz.so.1", RTLD_LAZY | RTLD_NOLOAD); /* a program may load it only when it needs it */
+    void* zlib = dlopen("libz.so.1", RTLD_LAZY | RTLD_NOLOAD); /* it may be loaded late */
     real_inflate = dlsym(zlib == NULL ? RTLD_NEXT : zlib, "inflate");
   }
   return real_inflate == NULL ? STREAM_ERROR : real_inflate(stream, flush);
@@ -412,6 +413,6 @@ int inflate(void* stream, int flush) {
   char* unpacked = state->next_out;
   int status = go_on_inflating(stream, flush);
   if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
-  if (!is_http || unpacked == NULL) return status; /* gRPC's messages are no JSON */
+  if (!is_http || unpacked == NULL) return status; /* gRPC messages are not JSON */
   return is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
 }

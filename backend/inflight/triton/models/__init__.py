@@ -1,1 +1,1 @@
-"""One module per model of the repository, each with the `TritonPythonModel` that its model.py imports."""
+"""One module per model of the repository. Each defines the `TritonPythonModel` that its model.py imports."""

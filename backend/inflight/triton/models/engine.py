@@ -1,7 +1,7 @@
-"""`tensorrt_llm`: the model that holds the engine, and serves its endpoint to other models.
+"""`tensorrt_llm`: the model that holds the engine, and serves the engine endpoint for other models.
 
-Owns the engine's life, be it in this process, or in ranks of which this is one, or in ranks that it starts. Triton
-calls it on one thread.
+Owns the engine's life: in this process, in ranks of which this process is one, or in ranks that it starts.
+Triton calls it on one thread.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ _FLUSH_S = 2.0
 
 
 class TritonPythonModel:
-    """Serves token ids and text, with several responses to a request."""
+    """Serves token ids and text, with several responses per request."""
 
     auto_complete_config = staticmethod(complete_config)
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the engine; raises ConfigError with everything that is wrong with config.pbtxt."""
+        """Load the engine. Raises ConfigError with every problem found in config.pbtxt."""
         keep_private()
         pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
         self._pb_utils = pb_utils
         self._engine: RunningEngine | Leader | Orchestrator | None = None
-        self._running: RunningEngine | None = None  # the engine, if it is in this process
+        self._running: RunningEngine | None = None  # only if the engine is in this process
         self._front_end: FrontEnd | None = None
         self._guard: Guard | None = None
         model, self._mode = _read(args)
-        # The stub's parent is the server, so that two servers on one machine do not meet.
+        # The path has the process id of the stub's parent, the server, so that two servers on a machine do
+        # not collide.
         path = model.parameters.engine_endpoint or endpoint_path(os.getppid(), model.name)
         is_static = model.parameters.scheduler.policy is CapacityPolicy.STATIC_BATCH
         batching = Batching.STATIC if is_static else Batching.INFLIGHT
@@ -81,28 +82,28 @@ class TritonPythonModel:
                 has_ranks = self._mode is not LaunchMode.IN_PROCESS
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000 if has_ranks else SILENCE_S)
             note_initialized(model.name)
-        except BaseException:  # Triton calls no finalize where initialize fails
+        except BaseException:  # Triton does not call finalize if initialize raises
             if self._engine is not None:
                 self._engine.close()
             self._end()
             raise
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Admit requests; their responses come later, from the sender thread."""
-        assert self._front_end is not None, "Triton executes what it has initialized"
+        """Admit requests. The sender thread sends their responses later."""
+        assert self._front_end is not None, "execute before initialize"
         self._front_end.execute(requests)
 
     def finalize(self) -> None:
-        """Answer what is in flight and free the engine."""
-        assert self._front_end is not None, "Triton finalizes what it has initialized"
+        """Answer all requests in flight and free the engine."""
+        assert self._front_end is not None, "finalize before initialize"
         self._front_end.close()
         self._end()
         if not self._has_ended:
-            # What hangs in the device may hang at the process's exit too, and Triton waits for that without end.
+            # If the device hangs, the process's exit may hang too, and Triton would wait for it forever.
             signal.alarm(_EXIT_TIMEOUT_S)
 
     def _close_engine(self) -> None:
-        assert self._engine is not None, "a front end has one"
+        assert self._engine is not None, "a front end without an engine"
         self._has_ended = self._engine.close()
 
     def _end(self) -> None:
@@ -126,8 +127,8 @@ class TritonPythonModel:
         from inflight.build import UNLOAD_TIMEOUT_S, build_engine
 
         self._guard = guard_in_server(model.name)
-        # Triton lets an unloaded model live on while a client holds a stream that used it. There is neither place
-        # nor memory for two engines.
+        # Triton keeps an unloaded model alive while a client holds a stream that used it. The endpoint's path
+        # and the memory suffice for one engine only.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
         self._running = build_engine(
             job.parameters,
@@ -142,7 +143,7 @@ class TritonPythonModel:
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Load the model of an engine in this process, as `inflight.load_model`; subclasses may differ."""
+        """Load the model of an engine in this process, like `inflight.load_model`; may be overridden."""
         from inflight.load_model import load_model
 
         return load_model(parameters, version_dir, rank_context)
@@ -159,15 +160,15 @@ class TritonPythonModel:
 
         self._guard, server = Guard(sys.executable, name), this_parent()
         control = None
-        if has_explicit_control(server):  # not to be called on the thread that Triton calls the model on
+        if has_explicit_control(server):  # ModelControl must not be called on Triton's thread of the model
             triton = self._pb_utils
             control = ModelControl(partial(triton.unload_model, name), partial(triton.load_model, name))
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)
 
     def _lose_engine(self, error: InflightError) -> None:
-        """End the server, as the engine in this process hangs; called on a thread that the loop cannot hold up."""
-        if self._guard is None:  # there is no server to end
+        """End the server because this process's engine hangs, on a thread that the loop cannot block."""
+        if self._guard is None:  # no server to end
             self._pb_utils.Logger.log_error(str(error))
             return
         if self._running is not None:
@@ -175,21 +176,21 @@ class TritonPythonModel:
         self._end_server(error)
 
     def _update_metrics(self, timeout_s: float) -> None:
-        """Publish whatever was answered until now; a thread of its own."""
+        """Publish the metrics of all requests answered so far. Runs on a thread of its own."""
         if self._engine is not None:
-            with contextlib.suppress(InflightError):  # an engine that is lost tells nothing more
-                self._engine.client.state(timeout_s / 2)  # comes after the loop has reported what it has sent
+            with contextlib.suppress(InflightError):  # a lost engine reports nothing more
+                self._engine.client.state(timeout_s / 2)  # after the loop has reported its last responses
         self._publisher.flush(timeout_s / 2)
 
     def _publish(self, stats: Any, metrics: Any) -> None:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """End the server because the engine is lost; called on a thread of its own, once everybody is answered."""
+        """End the server because the engine is lost, on a thread of its own, once all requests are answered."""
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)
-        assert self._guard is not None, "whose engine ends the server has one"
+        assert self._guard is not None, "an engine without a guard cannot end the server"
         self._guard.end_server()
 
 

@@ -1,8 +1,8 @@
 """`tensorrt_llm_infer`, `ensemble` and `tensorrt_llm_bls`: serving models that talk to engine endpoints.
 
-Each owns nothing but its front end, and the guard that ends the server if this process is killed. Loads whether or
-not the engine is there yet, imports no torch, and answers UNAVAILABLE until the engine can be reached. Triton
-calls it on one thread.
+Each owns its front end, and the guard that ends the server if this process is killed. They load without
+waiting for the engine, do not import torch, and answer UNAVAILABLE until the engine can be reached. Triton
+calls them on one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.triton.host import complete_config, import_pb_utils, log_to_triton
 class Infer:
     """`tensorrt_llm_infer`: the tensors of `tensorrt_llm`, one response, for HTTP infer and unary gRPC.
 
-    Not decoupled, and still many requests in flight: it answers after execute has returned.
+    It is not decoupled, but still has many requests in flight, as it answers them after execute has returned.
     """
 
     role = Role.FRONT_END
@@ -36,7 +36,7 @@ class Infer:
     auto_complete_config = staticmethod(complete_config)
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the front end; raises ConfigError with everything that is wrong with config.pbtxt."""
+        """Start the front end. Raises ConfigError with every problem found in config.pbtxt."""
         keep_private()
         pb_utils = import_pb_utils()
         log_to_triton(pb_utils)
@@ -44,23 +44,23 @@ class Infer:
         parameters = model.parameters
         tokenizers = TokenizerFinder(parameters.tokenizer_dir)
         if parameters.tokenizer_dir:
-            tokenizers.find()  # now rather than while the first request waits
+            tokenizers.find()  # now, so that the first request need not wait for it
         client = self.make_client(parameters)
         self._front_end = FrontEnd(pb_utils, client, client.close, model, tokenizers, self.vocabulary)
-        # Last, as Triton calls no finalize where this fails.
+        # Last, because Triton does not call finalize if initialize raises.
         self._guard = guard_of_front_end(model.name)
         note_initialized(model.name)
 
     def make_client(self, parameters: Parameters) -> EngineClient:
-        """The way to the engine; the front end closes it."""
+        """Make the client of the engine. The front end closes it."""
         return _reach(parameters.engine_endpoint, parameters.tensorrt_llm_model_name)
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Admit requests; their responses come later, from the sender thread."""
+        """Admit requests. The sender thread sends their responses later."""
         self._front_end.execute(requests)
 
     def finalize(self) -> None:
-        """Answer what is in flight."""
+        """Answer all requests in flight."""
         self._front_end.close()
         if self._guard is not None:
             self._guard.dismiss()
@@ -69,22 +69,23 @@ class Infer:
 class Ensemble(Infer):
     """`ensemble`: text in, text out, under tensorrtllm_backend's names (`max_tokens`, `top_k`, `stream`, …).
 
-    A decoupled front end and no Triton ensemble, because Triton passes no cancellation on to an ensemble's steps.
+    It is a decoupled front end, not a Triton ensemble, because Triton does not pass cancellations to an
+    ensemble's steps.
     """
 
     vocabulary = Vocabulary.TEXT
 
 
 class Bls(Ensemble):
-    """`tensorrt_llm_bls`: as `ensemble`, with a draft model where its parameters name one.
+    """`tensorrt_llm_bls`: like `ensemble`, with a draft model if a parameter names one.
 
-    Nothing goes through Triton's business logic scripting: both models are reached by their engine endpoints.
+    It does not use Triton's business logic scripting: it reaches both models by their engine endpoints.
     """
 
     role = Role.BLS
 
     def make_client(self, parameters: Parameters) -> EngineClient:
-        """The way to the engine, or to both engines."""
+        """Make the client of the engine, or of both engines."""
         target = super().make_client(parameters)
         if (name := parameters.tensorrt_llm_draft_model_name) is None:
             if parameters.draft_engine_endpoint is not None:
@@ -96,5 +97,5 @@ class Bls(Ensemble):
 
 
 def _reach(path: str | None, model_name: str) -> SocketEngineClient:
-    """A client of the engine at `path`, or without one of that in a model of the server that started this."""
+    """Make a client of the engine at `path`, or if it is None, of this server's model `model_name`."""
     return SocketEngineClient(path or endpoint_path(os.getppid(), model_name))

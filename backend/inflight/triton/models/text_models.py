@@ -1,7 +1,7 @@
-"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call the steps themselves.
+"""`preprocessing` and `postprocessing`: text to token ids and back, for clients that call both steps.
 
-Both have a tokenizer and answer every request on the spot. Owns the shape of their execute, and the guard that
-ends the server if this process is killed. Triton calls a model on one thread.
+Both have a tokenizer and answer requests synchronously in execute. Owns the shape of execute, and the guard
+that ends the server if this process is killed. Triton calls a model on one thread.
 """
 
 from __future__ import annotations
@@ -39,42 +39,42 @@ from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import triton_error
 
 _MOST_ROWS = 1 << 22
-"""Longer than any model's prompts."""
+"""Most rows of a prompt table if the model's sequence length is unknown; longer than any model's prompts."""
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TextModel(ABC):
-    """Base of both: one response per request; one bad request of a call fails alone."""
+    """Base class of both models: one response per request; a bad request affects no other."""
 
     role: Role
     inputs: TensorTable
     outputs: TensorTable
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the tokenizer; raises ConfigError with everything that is wrong with config.pbtxt."""
+        """Load the tokenizer. Raises ConfigError with every problem found in config.pbtxt."""
         keep_private()
         self._pb_utils = import_pb_utils()
         log_to_triton(self._pb_utils)
         self.parameters = read_model_args(args, self.role).parameters
         self.tokenizers = TokenizerFinder(self.parameters.tokenizer_dir)
         self.tokenizers.find()
-        # Last, as Triton calls no finalize where this fails.
+        # Last, because Triton does not call finalize if initialize raises.
         self._guard = guard_of_front_end(args["model_name"])
         note_initialized(args["model_name"])
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer every request on the spot: one response for each, in order."""
+        """Return one response for each request, in order."""
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
-        """Dismiss the guard; there is nothing in flight."""
+        """Dismiss the guard. No requests are in flight."""
         if self._guard is not None:
             self._guard.dismiss()
 
     @abstractmethod
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
-        """Make the outputs by name, for each row of the batch one array, all of one shape; raises RequestError."""
+        """Return, by output name, one array per row of the batch, all of one shape; raises RequestError."""
 
     def _answer(self, request: Any) -> Any:
         try:
@@ -87,7 +87,7 @@ class TextModel(ABC):
             outputs = self.convert(reader.rows())
         except InflightError as error:
             return self._error(error)
-        except Exception as error:  # a bug that one request meets must not end the others
+        except Exception as error:  # a bug that affects one request must not end the others
             return self._error(unexpected(f"{self.role.value} failed", error))
         wanted = set(request.requested_output_names())
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
@@ -103,14 +103,14 @@ class TextModel(ABC):
 
 
 class Preprocessing(TextModel):
-    """Tokenizes QUERY and the word lists, and hands the rest through. A batch has a row for each prompt."""
+    """Tokenizes QUERY and the word lists, and passes the other inputs on. A batch has one row per prompt."""
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
     outputs = PREPROCESSING_OUTPUTS
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
-        """See TextModel.convert."""
+        """Return the outputs, see TextModel.convert."""
         queries = each_row([partial(_query, row) for row in rows])
         tokenizer = self.tokenizers.require()
         texts = TextEncoder(lambda: tokenizer, self.parameters.add_special_tokens).prompts(queries)
@@ -121,7 +121,7 @@ class Preprocessing(TextModel):
         outputs = {
             "INPUT_ID": _filled_up(prompts, pads),
             "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
-            # What tensorrtllm_backend's ensemble hands on for every prompt, with or without an encoder.
+            # tensorrtllm_backend's ensemble passes these on for every prompt, with or without an encoder.
             "DECODER_INPUT_ID": [np.array([pad]) for pad in pads],
             "REQUEST_DECODER_INPUT_LEN": [np.array([1]) for _ in rows],
             "OUT_END_ID": [np.array([end]) for end in ends],
@@ -146,7 +146,7 @@ class Preprocessing(TextModel):
         return outputs
 
     def _virtual_ids(self, row: TensorReader) -> range:
-        """The ids of a prompt table's rows, which begin where the model's vocabulary ends."""
+        """Return the ids of a prompt table's rows, which begin where the model's vocabulary ends."""
         num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
         if not num_rows:
             return range(0)
@@ -169,7 +169,7 @@ class Preprocessing(TextModel):
         return CheckpointFacts.read(*filter(None, folders))
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
-        """A bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
+        """Return a bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
         if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
@@ -186,8 +186,8 @@ class Preprocessing(TextModel):
 class Postprocessing(TextModel):
     """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
 
-    It forgets everything between calls. So the text of one streamed chunk alone may lack its leading space or end
-    inside a character; for streaming, ask a serving model for `text_output` instead.
+    It keeps no state between calls. So the text of one chunk of a stream may lack its leading space or end
+    inside a character. For streaming, request `text_output` from a serving model instead.
     """
 
     role = Role.POSTPROCESSING
@@ -195,7 +195,7 @@ class Postprocessing(TextModel):
     outputs = POSTPROCESSING_OUTPUTS
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
-        """See TextModel.convert."""
+        """Return the outputs, see TextModel.convert."""
         return {"OUTPUT": each_row([partial(self._texts, row) for row in rows])}
 
     def _texts(self, reader: TensorReader) -> np.ndarray:
@@ -229,13 +229,13 @@ def _first(*ids: int | None) -> int:
 
 
 def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[np.ndarray]:
-    """Each row filled up to [n], with n the length of the longest."""
+    """Pad each row to [n], where n is the length of the longest row, with its own filler."""
     length = max(map(len, rows))
     return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
 
 
 def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[np.ndarray]:
-    """A packed list [2, n] for each row, with n the longest's length; ids behind the last end do not count."""
+    """Return a packed list [2, n] per row, padded after its last end to the longest list's length n."""
     packed = [pack_words([encode(word) for word in words if word]) for words in rows]
     ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
     ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))
