@@ -146,23 +146,21 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
         for name, control in CONTROLS.items()
         if control.body is not None and control.body.is_number
     }
-    return SamplingConfig(
-        **values
-        | {
-            "beam_width": body.n if uses_beams else 1,
-            "num_return_sequences": None if uses_beams else body.n,
-            # top_p 0 means only the likeliest token; for the engine, it would mean no limit.
-            "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
-            "top_k": max(body.top_k, 0),
-            "top_p": body.top_p or 1.0,
-            "random_seed": seed,
-            "allowed_token_ids": tuple(body.allowed_token_ids or ()),
-            "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
-            "logit_bias_values": tuple(body.logit_bias.values()),
-            "length_penalty": body.length_penalty if uses_beams else 0.0,
-            "early_stopping": _early_stopping(body) if uses_beams else 0,
-        }
-    )
+    values |= {
+        "beam_width": body.n if uses_beams else 1,
+        "num_return_sequences": None if uses_beams else body.n,
+        # top_p 0 means only the likeliest token; for the engine, it would mean no limit.
+        "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
+        "top_k": max(body.top_k, 0),
+        "top_p": body.top_p or 1.0,
+        "random_seed": seed,
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
+        "logit_bias_values": tuple(body.logit_bias.values()),
+        "length_penalty": body.length_penalty if uses_beams else 0.0,
+        "early_stopping": _early_stopping(body) if uses_beams else 0,
+    }
+    return SamplingConfig(**values)
 
 
 def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
