@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  their paths lack a type
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 from torch import Tensor
 
 Parts = dict[str, Tensor]
