@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.sampling.transfer import as_array
+
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiStage, MpiStageLink, MpiWorld
     from inflight.ranks.rank_engine import StageLink
@@ -91,7 +93,7 @@ class MpiCollectives:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that share this stage's layers."""
         total = tensor.float().contiguous()
-        self._stage.all_reduce(total.numpy())
+        self._stage.all_reduce(as_array(total))
         return total.to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -124,7 +126,8 @@ class TorchCollectives:
             world_size=world.size,
         )
         self.size = size = mapping.tp_size
-        groups = [dist.new_group(range(size * stage, size * (stage + 1))) for stage in range(mapping.pp_size)]
+        ranks = [range(size * stage, size * (stage + 1)) for stage in range(mapping.pp_size)]
+        groups = [dist.new_group(of_stage) for of_stage in ranks]  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         group = groups[mapping.pp_rank]
         assert isinstance(group, dist.ProcessGroup), "only ranks outside of a group get something else"
         self._group = group
@@ -135,22 +138,20 @@ class TorchCollectives:
         """See `Collectives.communicator`; called on every rank at the same time."""
         if self._device.type != "cuda":
             return self
-        dist.all_reduce(
-            torch.zeros(1, device=self._device), group=self._group
-        )  # NCCL is initialized at the first call
+        self.all_reduce(torch.zeros(1, device=self._device))  # NCCL is initialized at the first call
         return _capsule(self._group._get_backend(self._device)._comm_ptr())  # pyright: ignore
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that share this stage's layers, in the tensor's dtype."""
         total = tensor.contiguous()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self._group)  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         return total
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors, by rank, concatenated along the last dimension."""
         own_tensor = tensor.contiguous()
         all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
-        dist.all_gather(all_ranks, own_tensor, group=self._group)
+        dist.all_gather(all_ranks, own_tensor, group=self._group)  # pyright: ignore[reportUnknownMemberType]  the same
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
@@ -269,4 +270,4 @@ def _capsule(address: int) -> Any:
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous CPU tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return as_array(tensor.reshape(-1).view(torch.uint8))

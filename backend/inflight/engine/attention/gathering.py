@@ -252,8 +252,8 @@ def by_products(
     masks = attn_mask.expand(num_entries, num_heads, num_rows, num_keys)
     ends = masks[..., :0] if sinks is None else sinks.expand(masks.shape[:3])[..., None]
     size = max(1, _MOST_SCORES // (num_heads * num_rows * num_keys))
-    parts = []
-    for part in zip(*(tensor.split(size) for tensor in (query, key, value, masks, ends)), strict=True):
+    parts: list[Tensor] = []
+    for part in zip(*(torch.split(tensor, size) for tensor in (query, key, value, masks, ends)), strict=True):
         queries, keys, values, mask, end = (tensor.float() for tensor in part)
         scores = (queries * (head_dim**-0.5 if scale is None else scale)) @ keys.transpose(-1, -2)
         if soft_cap is not None:
@@ -344,7 +344,7 @@ class _Planner:
     def _groups(self) -> list[tuple[int, int]]:
         """Divide generation rows into groups (begin, end), where a group of shorter rows saves enough padding."""
         lengths = self._packed.generation_lengths.tolist()
-        starts = []
+        starts: list[int] = []
         longest = 0
         for index, length in enumerate(lengths):
             saved = (longest - length) * (len(lengths) - index)

@@ -26,6 +26,7 @@ from inflight.engine.host_memory import Recycled
 from inflight.engine.low_rank import LowRank, low_rank_layers
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
+from inflight.sampling.transfer import as_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class PackedAdapters:
             for size in (part.num_registers_of_a(self._per_register), part.layout.num_registers)
         ]
         memory = self._memory.empty((sum(sizes), HALF), torch.int32).zero_()
-        places = iter(memory.split(sizes))
+        places = iter(memory.split_with_sizes(sizes))
         kept: list[object] = [memory, layers]
         for part in parts:
             a, b = next(places), next(places)
@@ -270,7 +271,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
 def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
     """Return the layout of a product's packed B for the modules that the adapter changes."""
     order = np.full(product.width, -1, dtype=np.int64)
-    order[: len(product.order)] = product.order.numpy()
+    order[: len(product.order)] = as_array(product.order)
     order = order.reshape(-1, HALF)
     rows: dict[Module, NDArray[np.int64]] = {}
     begin = 0

@@ -92,7 +92,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     num_threads: int
     has_int8_head: bool = False
     _arena: Arena = field(default_factory=Arena)
-    _tensors: list[Tensor] = field(default_factory=list)
+    _tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
         """Pack one layer, whose projections are already packed."""
@@ -181,7 +181,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             return NormStruct()
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
-    def _router(self, experts: ExpertWeights) -> LinearStruct:
+    def _router(self, experts: ExpertWeights[PackedLinear]) -> LinearStruct:
         """Pack the router's columns, followed by the shared gate's column, which has no bias; never as int8."""
         router, bias = experts.router.weight, experts.router.bias
         if experts.shared_gate is not None:
