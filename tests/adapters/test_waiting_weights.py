@@ -33,7 +33,7 @@ def test_too_many_weights_are_refused_with_the_limits_name(make: Make) -> None:
 
 
 def test_a_single_requests_weights_may_always_wait(make: Make) -> None:
-    """So that the cache itself answers the request."""
+    """A single request's weights are accepted at any size, so that the cache itself answers the request."""
     it = make(1)
     bring(it, 1, by_id(1, make_weights(1, units=2)))
     assert "PEFT Cache is full" in errors(it.next())[1]

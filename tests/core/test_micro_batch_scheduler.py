@@ -40,7 +40,7 @@ def make(
     policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
     num_micro_batches: int = 1,
 ) -> MicroBatchScheduler:
-    """With blocks of four tokens."""
+    """Make a scheduler with blocks of four tokens."""
     config = SchedulingConfig(
         max_num_tokens=max_num_tokens,
         enable_chunked_context=enable_chunked_context,

@@ -258,7 +258,8 @@ SEVERAL = SamplingConfig(top_k=5, num_return_sequences=3, random_seed=1)
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SEVERAL, TWO_BEAMS])
 def test_blocks_of_a_faulty_request_are_not_reused(sampling):
-    """Its blocks may contain the cause. Its own sequences and beams still share the blocks of the prompt."""
+    """No later request reuses blocks that may contain the cause; sequences and beams of the faulty request
+    still share the prompt's blocks."""
     scheduler = make_scheduler(reuse=True)
     engine = FaultyDevice(make_limits(), {1: at_token(make_request(1, prompt=10), 3)})
     outcome = run(scheduler, engine, {0: [make_request(1, prompt=10, new=9, sampling=sampling)]})

@@ -201,7 +201,7 @@ def test_the_server_is_restarted_after_a_models_process_is_killed(serving, model
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_the_server_is_restarted_after_a_models_process_is_stopped(serving, model):
-    """Its guard allows some silence first; tests/server/test_guard.py tests guards alone."""
+    """The guard waits for its silence timeout first; tests/server/test_guard.py tests guards alone."""
     ready = serving.ready_line()
     os.kill(stubs(serving)[model], signal.SIGSTOP)
     assert serving.ready_line() == ready

@@ -228,7 +228,8 @@ def test_an_adapters_weights_are_sent_once_and_then_only_its_id(pair_server, gre
 
 
 def test_the_documented_command_writes_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It can be written where no server runs, with the files that the front end needs."""
+    """The repository can be written on a machine without a server, and has the files that the front end
+    needs."""
     out = tmp_path / "models"
     settings = ["--set", "exclude_input_in_output=true", "--set", "add_special_tokens=auto"]
     assert cli.main([*settings, "--write-repository", str(out)]) == 0

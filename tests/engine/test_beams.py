@@ -108,7 +108,7 @@ def test_searches_of_any_width_and_sampling_rows_share_batches(
 def test_a_copied_block_may_be_overwritten_in_the_same_batch(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
-    """By another copy, a cleared block or new keys: everything is read before anything is written."""
+    """Another copy, a clearing or new keys may overwrite the copied block: all reads precede all writes."""
     engine, model = load(zoo, case, kernels=kernels), zoo[case]
     prompts = [model.prompt(length, length) for length in (11, 20)]
     alone = []

@@ -275,7 +275,7 @@ def test_a_guide_is_tried_before_its_request_starts(name: str, monkeypatch: pyte
 def test_other_requests_get_their_tokens_beside_hostile_guides(
     zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prompt lookup and without."""
+    """Runs with and without prompt lookup."""
     pytest.importorskip(name, reason="the other library is not installed")
     monkeypatch.setattr(budget, "thread_time", thread_time)
     model, letters = zoo["llama-gqa"], Guide(GuideKind.REGEX, "[a-z]{30}")

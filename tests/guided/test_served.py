@@ -231,7 +231,7 @@ def test_a_guide_whose_allowed_tokens_are_all_banned_is_an_error(zoo: Zoo) -> No
 
 
 def test_a_guide_that_fails_ends_only_its_request(zoo: Zoo) -> None:
-    """It was never compiled; the rank that chooses tokens detects this at the row."""
+    """The guide was never compiled, and the rank that samples detects this when it reaches the row."""
     model = zoo["llama-gqa"]
     broken = make_request(0, model.prompt(5, 0), Guide(GuideKind.REGEX, "(a"))
     others = [make_request(n, model.prompt(5, n), WORDS, 40) for n in (1, 2)]

@@ -270,7 +270,8 @@ CODED = '{"error_codes": true}'
 
 
 def test_errors_begin_with_their_codes_on_request(build: Build) -> None:
-    """This holds for errors of the front end and the engine; other requests get messages without codes."""
+    """Errors of the front end and of the engine begin with codes; requests without the option get messages
+    without codes."""
     stage = build()
     bad = token_inputs(temperature=-1.0)
     plain = error_of(stage.take(InferenceRequest(bad, sorted(ALL_OUTPUTS))).wait_final()[0])

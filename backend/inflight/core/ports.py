@@ -216,7 +216,7 @@ class Ranks(Protocol):
         ...
 
     def end(self, are_asleep: bool) -> None:
-        """Tell the followers that nothing more will be shared: `follow` returns None to all of them."""
+        """End the sharing of inputs: `follow` returns None on all followers."""
         ...
 
 

@@ -49,7 +49,7 @@ def plain(demo_server) -> str:
 
 
 def test_an_empty_string_may_stand_for_no_words(demo_server, plain):
-    """This is the body of the quick start: it has strings in place of lists."""
+    """The body of tensorrtllm_backend's quick start has empty strings in place of lists."""
     answer = generate(
         demo_server, {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
     )

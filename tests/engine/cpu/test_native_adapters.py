@@ -81,7 +81,8 @@ def test_all_modules_of_one_rank(zoo: Zoo, case: str, rank: int) -> None:
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe"])
 def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
-    """One layer of the second model has no experts: its MLP is not adapted either."""
+    """Adapters change attention; one layer of the second model has an MLP without experts, which they do not
+    change."""
     model = zoo[case]
     attention = {module: names for module, names in LLAMA.items() if names[0].startswith("self_attn")}
     adapter = make_adapter(model, 8, attention)
@@ -140,7 +141,7 @@ def _adapters(model: ZooModel) -> tuple[Merged, ...]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "llama-odd-sizes"], ["llama-odd-sizes"]))
 def test_rows_of_a_batch_are_as_each_alone(zoo: Zoo, case: str, dtype: str) -> None:
-    """Bitwise: chunks of contexts and generation, with three adapters and none, in changing batches."""
+    """Chunks and generation rows, with three adapters and none, are bitwise equal in changing batches."""
     model = zoo[case]
     engine = load_native(model, dtype)
     adapters = [None, *_adapters(model)]
@@ -279,7 +280,8 @@ def test_an_adapter_is_removed_if_a_page_is_overwritten(zoo: Zoo) -> None:
 
 
 def test_an_adapter_without_layers_of_this_stage_has_no_effect(zoo: Zoo) -> None:
-    """As at a pipeline stage without any of its layers: bitwise the same as without it."""
+    """With an adapter that has none of a pipeline stage's layers, results are bitwise those without an
+    adapter."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
     adapter = make_adapter(model, layers=[0])

@@ -140,7 +140,7 @@ def test_a_changed_file_is_built_again(machine: Machine) -> None:
 
 @needs_native
 def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
-    """For example a file that was built with another C library."""
+    """Such a file may, for example, have been built with another C library."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     junk = b"no library"
@@ -329,7 +329,7 @@ def test_a_library_that_is_being_compiled_is_not_compiled_twice(machine: Machine
 
 @needs_native
 def test_only_one_of_several_processes_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share only the folder, as processes do."""
+    """Builders without common state, like separate processes, share only the cache folder."""
     machine.working_compiler()
     meet_before_the_lock(monkeypatch, 3)
     with ThreadPoolExecutor(3) as pool:

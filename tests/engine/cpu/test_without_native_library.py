@@ -49,7 +49,7 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.delenv("CXX", raising=False)
-    # A processor for which code could be compiled, whatever this one is.
+    # Skips tests on a processor for which no code can be compiled.
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     return "an error of its own"
 

@@ -142,7 +142,8 @@ def test_kernels_at_edges_of_tiles_and_of_blocks(
 def test_a_generation_row_is_the_same_alone_and_among_others(
     zoo: Zoo, dtype: torch.dtype, window: AttentionWindow | None
 ) -> None:
-    """Bitwise, whatever the others' lengths and however many programs share its keys."""
+    """Results are bitwise equal for any lengths of other rows and any number of programs that share the row's
+    keys."""
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=64)
     attention, lengths = triton_attention(decoder), tuple(range(2000, 0, -10))
     rows = Rows(decoder, 32, 2000, dtype, 0, CUDA, sequences=len(lengths))
@@ -159,7 +160,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(
 def test_operations_of_layers(
     zoo: Zoo, case: str, dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As loading tries them, at edges of tiles; no kernel is left out."""
+    """Every kernel of the layers passes the check that loading makes, at edges of tiles."""
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
     decoder = read_model_description(zoo[case].folder).decoder
@@ -365,7 +366,8 @@ def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
-    """In float32 the tokens of PEFT; recorded in bfloat16 bitwise as launched, and near those tokens' logits."""
+    """In float32, tokens are PEFT's. In bfloat16, recorded results are bitwise those launched one by one, and
+    near the logits of those tokens."""
     model = zoo[case]
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
 
@@ -497,7 +499,7 @@ def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, An
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 1.0}, {"top_k": 5}])
 def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[str, Any]) -> None:
-    """Nor for a stream: only for the arrival of tokens, which torch does not count as synchronization."""
+    """The host waits only for the arrival of tokens, which torch does not count as synchronization."""
     model = zoo["llama-gqa"]
     answers = []
     for samples_on_device in (False, True):
@@ -526,7 +528,7 @@ def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 def test_requests_that_continue_without_the_host(zoo: Zoo, way: str) -> None:
-    """With two iterations in flight."""
+    """Requests that do not need the host run with two iterations in flight."""
     model = zoo["llama-gqa"]
     requests = undemanding(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
@@ -614,7 +616,8 @@ def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
 
 
 def test_post_processors_do_what_the_control_does_and_get_the_stream(zoo: Zoo) -> None:
-    """As in TensorRT-LLM's example, on the given stream; beside sampling, drafts and beams."""
+    """Post-processors written like TensorRT-LLM's example run on the given stream, beside sampling, drafts
+    and beams."""
     model, streams = zoo["llama-gqa"], set()
 
     def process(req_id, logits, ids, stream_ptr, client_id):

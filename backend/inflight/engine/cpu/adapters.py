@@ -30,12 +30,12 @@ from inflight.models.sharding import Part
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of a rank's layers, and the modules that it consists of.
+    """A matrix product of a rank's layers, and the LoRA modules whose outputs are among its columns.
 
     Attributes:
         name: Name of the field of LayerAdapterStruct.
         modules: The modules in the order of the source's rows, with the number of rows of each.
-        inner: Number of inputs.
+        inner: Number of input values of a row.
         order: Source row of every packed column, -1 for padding columns.
     """
 
@@ -52,7 +52,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """A module's share of the ranks of its product: `count` pairs of ranks from pair `first` on."""
+    """A module's part of the LoRA ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int

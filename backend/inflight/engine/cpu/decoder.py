@@ -251,7 +251,8 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Return totals over the layers with experts since this decoder was created."""
+        """Return the numbers of rows routed to experts, added up over all layers since this decoder was
+        created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed

@@ -31,7 +31,8 @@ class Places:
         self.root = self.place([self._document.root])
 
     def place(self, nodes: Iterable[Node]) -> Place:
-        """Return the place where all or some of these schemas apply, and those that they apply in place."""
+        """Return the place with these schemas and all schemas that they refer to for the same value, by
+        allOf, $ref and others."""
         found: dict[tuple[str, str], Node] = {}
         waiting = list(nodes)
         while waiting:
