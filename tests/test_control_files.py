@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 DECLARATION, RULE, ORACLE, COMPILED_RULE = "sampling_config.py", "top_k_top_p.py", "reference.py", "draw.h"
 
 
-def test_the_files_are_what_the_declarations_say() -> None:
+def test_the_files_equal_the_generated_ones() -> None:
     for path, text in files(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run scripts/write_configs"
 

@@ -62,7 +62,7 @@ def equal_progress(max_num_tokens: int = 16) -> MicroBatchScheduler:
 
 
 def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
-    """Rows of context of each of `running`."""
+    """Return the number of context rows of each sequence in `running`."""
     rows = {id(sequence): count for sequence, count in selected.context}
     return [rows.get(id(sequence), 0) for sequence in running]
 

@@ -100,7 +100,7 @@ def server(elsewhere: Path, lora_dir: Path) -> Iterator[TritonServer]:
 
 @dataclass
 class Soak:
-    """Clients that send one request after another, while adapters are loaded and unloaded.
+    """Clients that send one request after another while adapters are loaded and unloaded.
 
     Attributes:
         wrong: Unexpected responses and errors.

@@ -142,7 +142,7 @@ def comparable(results: list[SequenceResult]) -> dict[int, list]:
 
 
 def as_numbers(found: dict[int, list]) -> dict[int, list]:
-    """Return the same without tolerance, for the side that is compared with the other."""
+    """Return the expected values themselves in place of pytest's approximations."""
 
     def plain(value):
         if hasattr(value, "expected"):
@@ -525,7 +525,7 @@ def test_cached_prompt_tokens_of_a_remote_server_are_counted(urls):
 
 
 def test_a_chat_without_max_tokens_may_fill_the_models_length(urls):
-    """Here it is the rest of the model's length."""
+    """Without max_tokens the limit is the number of tokens that the prompt leaves of the model's length."""
     unbound = {key: value for key, value in CHAT.items() if key != "max_tokens"}
     far, near = (ask_http(url, "chat/completions", {**unbound, "stop": ["\n"]}) for url in urls)
     assert plain(far) == plain(near)

@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture
 def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
-    """The repository's models on a fake engine."""
+    """A running `scripts/serve` with the repository's models on a fake engine."""
     settings = [
         f"--set={key}={value}" for key, value in (SETTINGS | {"tokenizer_dir": str(DEMO_MODEL)}).items()
     ]

@@ -140,7 +140,8 @@ def greedy(oracle, theirs):
 
 
 def test_tritons_front_end_recognizes_the_models_format(pair_server):
-    """Every backend except vllm is; the first declared one of two names is used for `echo`."""
+    """The front end takes any backend but vllm as TensorRT-LLM's, and sets the first declared input of two
+    for `echo`."""
     client = grpc.InferenceServerClient(pair_server.grpc)
     for model in MODELS:
         config = client.get_model_config(model, as_json=True)["config"]

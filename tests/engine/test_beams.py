@@ -156,7 +156,7 @@ def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(zoo: Zoo, dtype: str) -> None:
-    """Near-ties may differ; the scores are those of the found tokens, within the format's error."""
+    """Tokens may differ in near-ties; the found tokens' scores are correct within the dtype's error."""
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa", dtype=dtype))
     search = run(driver, driver.search(model.prompt(20), beams(4)))

@@ -162,7 +162,7 @@ def test_blocks_are_copied_and_cleared_with_their_scales(zoo: Zoo, kind: str) ->
 )
 @every_kind
 def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> None:
-    """Chunks of any number of rows after any prefix, with and without windows."""
+    """Chunks of any number of rows, after any prefix, with and without windows, attend to the rounded values."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(5), AttentionWindow(40, 8))
     rounded = ROUNDINGS[kind]

@@ -70,7 +70,7 @@ class FakeStage:
 
 
 class Wire:
-    """Link and outcomes between two stages of one rank each; `settled` counts calls."""
+    """The link between two stages of one rank each, and the outcomes of the last; `settled` counts calls."""
 
     def __init__(self) -> None:
         self.hidden: deque[torch.Tensor | None] = deque()

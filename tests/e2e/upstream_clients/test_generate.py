@@ -83,7 +83,7 @@ def test_twenty_concurrent_requests_get_the_same_text(demo_server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
-    """Bodies for multimodal models have them there, with an id."""
+    """Bodies for multimodal models have the inputs under `parameters`, and an id."""
     parameters = {
         "max_tokens": 20,
         "beam_width": 1,

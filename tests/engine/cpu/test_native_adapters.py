@@ -106,7 +106,7 @@ def test_mixed_ranks_and_magnitudes(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize("module", {**LLAMA_FUSED, **LLAMA})
 @pytest.mark.parametrize("has_magnitude", [False, True])
 def test_one_module(zoo: Zoo, module: Module, has_magnitude: bool) -> None:
-    """Every module alone, in one layer: all other columns are unchanged."""
+    """An adapter of one module in one layer leaves all other columns unchanged."""
     model = zoo["llama-odd-sizes"]
     names = {**LLAMA_FUSED, **LLAMA}[module]
     adapter = make_adapter(model, 5, {module: names}, [1], lambda _: has_magnitude)
@@ -176,7 +176,8 @@ def test_chunks_of_a_context(zoo: Zoo, dtype: str, chunk: int) -> None:
 
 
 def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
-    """More rows than a product processes at a time, so that an adapter's rows are in several parts of it."""
+    """Contexts have more rows than a product processes at a time, so that an adapter's rows are in several
+    parts."""
     model = zoo["llama-gqa"]
     engine = load_native(model, max_num_tokens=1024)
     adapters = _adapters(model)
@@ -198,7 +199,7 @@ def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
 def test_error_is_that_of_the_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
-    """Weights rounded to the same dtype, compared with the same model in float32."""
+    """The error of an adapter is that of merged weights in the same dtype, against the model in float32."""
     model = zoo[case]
     adapter = make_adapter(model, rank, has_magnitude=lambda module: module is Module.MLP_4H_TO_H)
     adapter.model.oracle.save_pretrained(tmp_path)

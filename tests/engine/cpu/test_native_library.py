@@ -153,7 +153,7 @@ def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Mach
 
 @needs_native
 def test_a_library_in_a_noexec_folder_is_loaded_from_memory(machine: Machine) -> None:
-    """A cache folder on a file system mounted noexec, in a child's own mount namespace."""
+    """The cache folder is on a file system mounted noexec, in a mount namespace of the test's own."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     program = machine.root / "program.py"
@@ -542,7 +542,7 @@ def test_a_failing_compiler_is_reported_and_leaves_no_files(machine: Machine, fa
 def test_a_compiler_that_cannot_be_run_or_does_not_end(
     machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is not a program, and a compiler with a hanging child, which must be killed: it holds pipes."""
+    """One compiler is not a program; the other has a hanging child that holds the pipes, and must be killed."""
     monkeypatch.setattr(library, "_BUILD_TIMEOUT_S", 2.0)
     if body:
         machine.compiler(f"{body} & echo $! > '{machine.root}/child'; wait")

@@ -55,7 +55,7 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
 
 
 def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """Let compiling succeed, but forbid execution from folders and memory; return the reason."""
+    """Let compiling succeed, but prevent loading from folders and from memory; return the logged reason."""
 
     def refuse(name: str) -> None:
         raise OSError(f"{name}: failed to map segment from shared object")

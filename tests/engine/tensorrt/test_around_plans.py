@@ -67,7 +67,7 @@ def test_executor(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_two_ranks_over_mpi(zoo: Zoo, plans: Plans) -> None:
-    """Sums over ranks in plans use the engine's own collectives."""
+    """The plans' sums over ranks use the engine's own collectives."""
     model = zoo["llama-gqa"]
     folder = plans(model, tensor_parallel_size=2)
     said = run_ranks(2, "tests.engine.tensorrt.ranks_program", str(folder))

@@ -251,8 +251,8 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Return the numbers of rows routed to experts, added up over all layers since this decoder was
-        created."""
+        """Return the time of routing and the number of experts whose weights were read, since this decoder
+        was created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed

@@ -164,7 +164,8 @@ def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo) -> None:
-    """Packed, in chunks, paused and with beam searches; one layer without a window, the others with windows."""
+    """Requests are packed, chunked, paused and searched with beams; one layer has no window, the others have
+    windows."""
     model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]
     decoder = read_model_description(model.folder).decoder
