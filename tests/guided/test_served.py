@@ -221,7 +221,8 @@ def test_no_control_allows_a_token_that_the_guide_bans(zoo: Zoo) -> None:
 
 
 def test_a_guide_whose_allowed_tokens_are_all_banned_is_an_error(zoo: Zoo) -> None:
-    """The guide allows `a` or the end; bans exclude `a` and everything else, which is no reason to end."""
+    """After `a` the guide allows `b` or the end. A request that bans `b` and all other tokens fails; it does
+    not end normally."""
     model = zoo["llama-gqa"]
     a = tiny_vocabulary().tokens.index(b"a")
     guide = Guide(GuideKind.REGEX, "ab*")

@@ -223,8 +223,8 @@ class CpuStageLink:
 class TorchStageLink:
     """A `StageLink` for hidden states on a GPU, over torch.distributed.
 
-    A message between the CPUs tells whether there are hidden states, so that knowing this needs no wait for the
-    device.
+    A message between the CPUs says whether there are hidden states, so that the receiver need not wait for the
+    device to know.
     """
 
     def __init__(self, mapping: Mapping, link: MpiStageLink, example: Tensor) -> None:
