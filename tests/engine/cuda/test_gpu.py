@@ -367,8 +367,8 @@ def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
-    """In float32, tokens are PEFT's. In bfloat16, recorded results are bitwise those launched one by one, and
-    near the logits of those tokens."""
+    """In float32, tokens are PEFT's. In bfloat16, recorded results are bitwise those of launches one by one,
+    and their logits are near those of float32."""
     model = zoo[case]
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
 

@@ -361,8 +361,7 @@ def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.
 
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
-    """Rows are bitwise equal with tiles of the same number of inputs; a row with NaN does not affect others.
-    """
+    """Rows are bitwise equal with tiles of the same number of inputs; a row with NaN does not affect others."""
     levels, scales = quantize_int8(torch.randn(40, 300))
     x = torch.randn(16, 300)
     together = product.int8_product(x, levels, scales)
