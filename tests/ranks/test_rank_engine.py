@@ -183,7 +183,7 @@ def test_an_output_that_cannot_be_sent_is_an_error_on_all_ranks(pair: Pair) -> N
     assert [type(found) for found in errors] == [StepFailed] * 2
 
 
-def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
+def test_the_failure_of_a_stage_is_passed_on(pair: Pair) -> None:
     """The last stage does not compute and reports the error; the next batch succeeds."""
     pair.stages[0].forward_error = ValueError("broken")
     failed = ScheduledBatch(0)

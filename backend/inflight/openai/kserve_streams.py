@@ -21,7 +21,8 @@ InferArguments = dict[str, Any]
 
 
 class KServeStreams:
-    """Pool of one connection's streams: as many as the most requests in flight at a time so far."""
+    """Pool of one connection's gRPC streams. It grows to the maximum number of requests that were in flight
+    at once."""
 
     def __init__(self, connection: triton.InferenceServerClient) -> None:
         self._connection = connection

@@ -40,7 +40,8 @@ _METRICS = {
 
 
 def input_tensors(request: Request) -> dict[str, np.ndarray]:
-    """Return a request's inputs, with the batch dimension; raise Unsupported for a part that none carries."""
+    """Return a request's inputs, with the batch dimension; raise Unsupported for a part of the request that
+    has no tensor."""
     _refuse_uncarried(request)
     bias, draft = request.embedding_bias, request.draft
     values: dict[str, Any] = {

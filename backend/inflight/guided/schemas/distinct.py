@@ -132,7 +132,7 @@ class _Open(NamedTuple):
 
     @property
     def inside(self) -> Place:
-        """Return the place of the value that is read next."""
+        """Return the Place of the value that the text continues with."""
         return self.place.item if self.is_array else self.place.property(self.key or "")
 
     def known(self) -> dict[str, bytes]:
