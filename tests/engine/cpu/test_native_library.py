@@ -428,7 +428,8 @@ def test_a_library_that_another_process_runs_may_be_removed(machine: Machine) ->
 def test_a_library_removed_while_being_loaded_is_built_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process had checked its age before it was marked as used."""
+    """A process that removes old files has checked the library's age just before another process marks it as
+    used."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     shutil.copyfile(machine.real, machine.path)

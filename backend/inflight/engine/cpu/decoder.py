@@ -289,7 +289,7 @@ class NativeDecoder:
         )
 
     def _bind(self, cache: KvCache) -> None:
-        """Set the layers' pointers into the cache, which never changes."""
+        """Set the layers' pointers into the cache, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
         assert cache.rounding == self._rounding, "the cache is the one that was described"
