@@ -247,7 +247,8 @@ class EngineClient(Protocol):
         ...
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Register a wait for a front end's unsent responses, for an engine in the same process to use."""
+        """Register a function that waits for a front end's unsent responses; an engine in the same process
+        calls it."""
         ...
 
     def state(self, timeout_s: float) -> str:
