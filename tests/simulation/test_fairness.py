@@ -78,7 +78,8 @@ def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> li
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
-    """Over any time the difference between their shares changes by at most that."""
+    """In any interval, the difference between two clients' shares changes by at most one largest request of
+    each."""
     server = run_to_the_end(draw_backlog(seed))
     clients = {request.client_id for request in server.scenario.requests.values()}
     for one, other in combinations(clients, 2):

@@ -279,7 +279,7 @@ class ItemWatch:
 
 
 def _copied(open_: _Open | None) -> _Open | None:
-    """Return the same arrays and objects with their own copies of the items."""
+    """Return a copy of arrays and objects, with copies of their items too."""
     chain: list[_Open] = []
     while open_ is not None:
         chain.append(open_)

@@ -114,7 +114,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding,
 
 
 def off(function: Any) -> Any:
-    """Return the same function with one number of its first result changed."""
+    """Wrap a function so that one number of its first result is wrong."""
 
     def changed(*arguments: Any) -> Any:
         results = function(*arguments)
