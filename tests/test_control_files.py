@@ -28,7 +28,7 @@ def test_examples_ask_for_something_and_are_valid() -> None:
             assert config.uses(name), name
 
 
-def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
+def test_only_declaration_rule_and_oracle_name_a_control() -> None:
     """Generated files, tests and documentation pages are not counted."""
     written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
     listed = subprocess.run(
