@@ -70,7 +70,8 @@ class FakeStage:
 
 
 class Wire:
-    """The link between two stages of one rank each, and the outcomes of the last; `settled` counts calls."""
+    """The link between two stages of one rank each, and the last stage's outcomes; `settled` counts the calls
+    of `settle`."""
 
     def __init__(self) -> None:
         self.hidden: deque[torch.Tensor | None] = deque()
