@@ -146,7 +146,7 @@ def test_two_ranks_answer_like_one(server, exact_server):
 
 
 def test_two_ranks_apply_post_processors_like_one(server, exact_server):
-    """Both ranks call them; an error on both ends only its request."""
+    """Both ranks call the post-processors; an error on both ends only the request at fault."""
     request = {"input_ids": PROMPT, "request_output_len": 12}
     for name in ("no_echo", "even_ids", "batched"):
         by_ranks, by_one = (

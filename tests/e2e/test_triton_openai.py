@@ -140,7 +140,8 @@ def greedy(oracle, theirs):
 
 
 def test_tritons_front_end_recognizes_the_models_format(pair_server):
-    """Every backend except vllm is; the first declared one of two names is used for `echo`."""
+    """The front end takes any backend but vllm as TensorRT-LLM's, and sets the first declared input of two
+    for `echo`."""
     client = grpc.InferenceServerClient(pair_server.grpc)
     for model in MODELS:
         config = client.get_model_config(model, as_json=True)["config"]
@@ -228,7 +229,8 @@ def test_an_adapters_weights_are_sent_once_and_then_only_its_id(pair_server, gre
 
 
 def test_the_documented_command_writes_the_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """It can be written where no server runs, with the files that the front end needs."""
+    """The repository can be written on a machine without a server, and has the files that the front end
+    needs."""
     out = tmp_path / "models"
     settings = ["--set", "exclude_input_in_output=true", "--set", "add_special_tokens=auto"]
     assert cli.main([*settings, "--write-repository", str(out)]) == 0

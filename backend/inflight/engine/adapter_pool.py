@@ -85,7 +85,7 @@ class LinearPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The pages of a layer's linear layers; without an MLP's in a model with experts."""
+    """The adapter pages of a layer's linear layers; `up` and `down` are None in a model with experts."""
 
     qkv: LinearPages
     output: LinearPages

@@ -152,7 +152,8 @@ class AdditionalOutputs:
     def values(
         self, output: WantedOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
     ) -> Tensor:
-        """Return an output's values [n, width] float32 for the rows [n] int64; `logits` are theirs, if needed."""
+        """Return an output's values [n, width] float32 for the rows [n] int64. `logits` are the logits of
+        these rows, or None if the output does not need them."""
         meaning = self._meaning(output)
         if meaning.kind is OutputKind.LAST_HIDDEN_STATE:
             return layers.normalize(layers.last[rows]).float()

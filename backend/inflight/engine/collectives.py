@@ -1,13 +1,13 @@
 """Communication of the forward pass between ranks: collectives of a stage, and links between stages.
 
-On CPUs they go over MPI, between GPUs over torch.distributed: NCCL, and gloo in tests. MPI starts torch's process
-group, which `TorchCollectives` owns: rank 0 keeps a TCPStore, whose port a broadcast tells, and everybody
-reaches it where the heartbeat has found rank 0. Loop thread.
+CPU tensors go over MPI, GPU tensors over torch.distributed: NCCL, and gloo in tests. `TorchCollectives` owns
+torch's process groups. To make them, rank 0 creates a TCPStore and broadcasts its port over MPI, and each
+other rank connects to it at the address of rank 0 that its heartbeat uses. Loop thread.
 
-The tests run the same calls over gloo, on CPUs: which ranks add up and gather what, who sends to whom, and how a
-failure crosses. Only several GPUs can show that NCCL's communicators come up over the machines' network, that
-collectives and sends of different communicators overlap on one GPU without harm, that nothing waits for the device
-where it should only be queued, and how fast that is.
+The tests run the same calls over gloo, on CPUs. They check sums, gathered results, senders and receivers, and
+failed batches. Only machines with several GPUs can show that NCCL's communicators connect over the network,
+that collectives and sends of different communicators may overlap on one GPU, that no call waits for the
+device where it should only be queued, and how fast they are.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _meet_at_store(world: MpiWorld, leader_addresses: Sequence[str]) -> _Store:
 
 
 def _store(address: str, port: int, listening: int | None) -> _Store:
-    """Connect to the store, or with a listening socket's descriptor create the store."""
+    """Connect to rank 0's TCPStore, or create it, given the descriptor of a listening socket."""
     return _Store(
         address,
         port,
@@ -224,8 +224,8 @@ class CpuStageLink:
 class TorchStageLink:
     """A `StageLink` for hidden states on a GPU, over torch.distributed.
 
-    A message between the CPUs tells whether there are hidden states, so that knowing this needs no wait for the
-    device.
+    A message between the CPUs says whether there are hidden states, so that the receiver need not wait for the
+    device to know.
     """
 
     def __init__(self, mapping: Mapping, link: MpiStageLink, example: Tensor) -> None:

@@ -97,10 +97,8 @@ class KvCache:
 
     @property
     def all_tokens(self) -> Tensor:
-        """All keys and values by the places of `write`: [layers, 2, tokens, kv_heads, head_dim].
-
-        With latent attention 1 instead of 2.
-        """
+        """Keys and values of all tokens, indexed by the positions that `write` returns: [layers, 2, tokens,
+        kv_heads, head_dim]; the second size is 1 with latent attention."""
         return self._tokens
 
     @property

@@ -31,7 +31,7 @@ _MOST_LEXER_FUEL = 100_000
 
 
 def _most_items(vocab_size: int) -> int:
-    """Return the maximum number of Earley items per mask, over all next bytes; more is an error too."""
+    """Return the maximum number of Earley items per mask, over all next bytes; a mask with more is an error."""
     return 10_000 + vocab_size // 4
 
 

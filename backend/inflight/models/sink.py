@@ -30,7 +30,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """Whether a separate embedding is stored when it is also the output projection's matrix."""
+        """Whether an embedding that shares its matrix with the output projection is stored separately too."""
         return True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,7 +52,8 @@ class Connection(Protocol):
 
 
 class KServeStreams:
-    """Pool of one connection's streams: as many as the most requests in flight at a time so far."""
+    """Pool of one connection's gRPC streams. It grows to the maximum number of requests that were in flight
+    at once."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

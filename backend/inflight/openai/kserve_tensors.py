@@ -41,7 +41,10 @@ _METRICS = {
 
 
 def input_tensors(request: Request) -> dict[str, NDArray[Any]]:
-    """Return a request's inputs, with the batch dimension; raise Unsupported for a part that none carries."""
+    """Return a request's inputs, with the batch dimension.
+
+    Raises Unsupported for a part of the request that has no tensor.
+    """
     _refuse_uncarried(request)
     bias, draft = request.embedding_bias, request.draft
     values: dict[str, Any] = {

@@ -67,7 +67,7 @@ class OpenAiOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that do not depend on the engine's place; flags that vLLM has, too, have its names."""
+    """Add the flags that apply to local and remote engines alike; flags that vLLM also has have vLLM's names."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)

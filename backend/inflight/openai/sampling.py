@@ -57,7 +57,8 @@ class BodySettings:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return the body's fields by tensor, where they depend on the body; errors name these fields."""
+        """Return, by tensor, the names of the body's fields for error messages, where they depend on the
+        body."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")

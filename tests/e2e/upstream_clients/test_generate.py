@@ -49,7 +49,7 @@ def plain(demo_server) -> str:
 
 
 def test_an_empty_string_may_stand_for_no_words(demo_server, plain):
-    """This is the body of the quick start: it has strings in place of lists."""
+    """The body of tensorrtllm_backend's quick start has empty strings in place of lists."""
     answer = generate(
         demo_server, {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
     )
@@ -83,7 +83,7 @@ def test_twenty_concurrent_requests_get_the_same_text(demo_server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
-    """Bodies for multimodal models have them there, with an id."""
+    """Bodies for multimodal models have the inputs under `parameters`, and an id."""
     parameters = {
         "max_tokens": 20,
         "beam_width": 1,

@@ -70,7 +70,8 @@ def test_metrics_are_returned_over_generate(perf_metrics_server, tokenizer):
 
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
 def test_metrics_of_streamed_text_are_returned(perf_metrics_server, tokenizer, response):
-    """The original searches its log for the first; blocks of generated tokens are not counted in the last."""
+    """The first response has the metrics that the original reads from its log; in the last, blocks of
+    generated tokens are not counted."""
     text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):

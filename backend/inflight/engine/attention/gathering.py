@@ -6,8 +6,8 @@ Layers with the same window share a plan, and gathering leaves out blocks outsid
 are divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks
 are cut into pieces, as every row of a piece is computed with all keys that any of its rows sees.
 
-Query heads that share a key head never get copies of it: in a context chunk they are the heads of a batch entry
-over a broadcast key head; in generation they take the place of a sequence's rows.
+A key head is never copied for the query heads that share it. In a context chunk it is broadcast over these query
+heads; in generation they are passed as the rows of one head.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from inflight.sampling.transfer import as_array
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of a rank's layers, and the modules that it consists of.
+    """A matrix product of a rank's layers, and the LoRA modules whose outputs are among its columns.
 
     Attributes:
         name: Name of the field of LayerAdapterStruct.
         modules: The modules in the order of the source's rows, with the number of rows of each.
-        inner: Number of inputs.
+        inner: Number of input values of a row.
         order: Source row of every packed column, -1 for padding columns.
     """
 
@@ -53,7 +53,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """A module's share of the ranks of its product: `count` pairs of ranks from pair `first` on."""
+    """A module's part of the LoRA ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int

@@ -253,7 +253,8 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Return totals over the layers with experts since this decoder was created."""
+        """Return the time of routing and the number of experts whose weights were read, since this decoder
+        was created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed
@@ -290,7 +291,7 @@ class NativeDecoder:
         )
 
     def _bind(self, cache: KvCache) -> None:
-        """Set the layers' pointers into the cache, which never changes."""
+        """Set the layers' pointers into the cache, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
         assert cache.rounding == self._rounding, "the cache is the one that was described"

@@ -413,7 +413,7 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _described(compiler: list[str]) -> str:
-    """Return a word for the kind of code that a compiler command produces."""
+    """Return the dtype that a compiler command compiles code for, for the progress display."""
     if "-DINFLIGHT_INT8" in compiler:
         return "int8"
     return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)

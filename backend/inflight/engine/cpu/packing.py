@@ -155,7 +155,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_gated: bool = False,
     ) -> PackedLinear:
-        """Pack the matrices [rows, inner] of experts one after the other, each when it is iterated to.
+        """Pack the matrices [rows, inner] of experts, reading each from the iterator only when it is packed.
 
         `shape`: [count, rows, inner]; `bias`: [count, rows].
         """

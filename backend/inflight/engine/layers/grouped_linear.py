@@ -194,7 +194,8 @@ class KeepingLevels(PlainSink):
         return [None if part is None else self._moved(part) for part in parts]
 
     def _tile(self, matrix: GroupedMatrix) -> int:
-        """Return `GroupedLinear.tile`; on a CPU, without a kernel, 4-bit floats are looked up in pairs."""
+        """Return `GroupedLinear.tile`. It is 1 for 4-bit floats on a CPU, which has no kernel, so that they
+        are unpacked in pairs by a table."""
         if matrix.is_float4 and self.device.type == "cpu":
             return 1
         return tile_of(matrix.group_size, matrix.scales.shape[1])

@@ -410,8 +410,8 @@ def _describe(
 
 
 def _max_positions(config: Any, refuse: _Refusal) -> int:
-    """Return the longest sequence length with unchanged rotary frequencies; with LongRoPE, that of the short
-    ones."""
+    """Return the longest sequence with unchanged rotary frequencies; with LongRoPE, the limit of the short
+    factors."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         raise refuse("config.json does not say how far its positions reach (max_position_embeddings)")
