@@ -238,6 +238,7 @@ def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
 # ---------------------------------------------------------------- tests with their own servers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "number"),
     with_all([("orchestrator", KILL), ("leader", KILL), ("leader", STOP)], [("leader", KILL)]),

@@ -181,7 +181,7 @@ def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> No
         {"implementation": "transformers"},
     ],
 )
-@every_kind
+@pytest.mark.parametrize("kind", with_all(["int8", "fp8"], ["int8"]))
 def test_logits_equal_those_of_a_model_with_rounding(
     zoo: Zoo, case: str, changes: dict[str, str], kind: str
 ) -> None:
