@@ -11,6 +11,8 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
+from tests.e2e.clients import wait_for_several
+
 from .conftest import PROMPT, WORD
 from .wire import connect, flag, integer, real, requested, tensors, texts
 
@@ -95,10 +97,17 @@ def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
         "temperature": 0,
         "exclude_input_in_output": True,
     }
-    events = generate_stream(demo_server, {"id": "42", "text_input": PROMPT, "parameters": parameters})
-    assert joined(events) == plain
-    assert {event["id"] for event in events} == {"42"}
-    assert (len(events) > 1) == stream
+
+    def events() -> list[dict]:
+        found = generate_stream(demo_server, {"id": "42", "text_input": PROMPT, "parameters": parameters})
+        assert joined(found) == plain
+        assert {event["id"] for event in found} == {"42"}
+        return found
+
+    if stream:
+        wait_for_several(events)
+    else:
+        assert len(events()) == 1
 
 
 def test_values_may_be_lists_of_one(demo_server, plain):
@@ -110,8 +119,7 @@ def test_values_may_be_lists_of_one(demo_server, plain):
         "exclude_input_in_output": [True],
         "min_length": [20],
     }
-    events = generate_stream(demo_server, body)
-    assert len(events) > 1
+    wait_for_several(lambda: generate_stream(demo_server, body))
     del body["min_length"]
     assert joined(generate_stream(demo_server, body)) == plain
 
