@@ -226,7 +226,13 @@ def test_an_adapters_weights_are_sent_once_and_then_only_its_id(pair_server, gre
     files = {name: np.load(adapters[1] / f"model.{name}.npy") for name in ("lora_weights", "lora_config")}
     for adapter in ({**task, **files}, task):
         assert request(pair_server, prompt=TEMPLATED, adapter=adapter).text == adapted
-    assert request(pair_server, prompt=TEMPLATED, adapter=task, stream=True).text == adapted
+
+    def streamed() -> tuple[str, ...]:
+        answer = request(pair_server, prompt=TEMPLATED, adapter=task, stream=True)
+        assert answer.text == adapted
+        return answer.chunks
+
+    wait_for_several(streamed)
     assert request(pair_server, prompt=TEMPLATED).text == greedy(TEMPLATED)
 
 

@@ -104,7 +104,7 @@ class LLMatcher:
 
 
 class LLGuidanceBackend:
-    """Implements `GuideBackend`."""
+    """Compiles guides to matchers with llguidance; a `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         self._vocabulary = vocabulary

@@ -85,7 +85,7 @@ class FakeLogits:
 
 
 class FakeEngine:
-    """Implements `inflight.core.ports.Engine`.
+    """An `inflight.core.ports.Engine` whose tokens are digests of its cache's content.
 
     Args:
         limits: The limits that the engine declares.
