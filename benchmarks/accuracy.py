@@ -7,9 +7,9 @@ the likeliest token is the same, and the loss on the token that follows. dtypes 
 are measured.
 
 Then the demo model is written in several quantized formats, rounded to the nearest level. Two comparisons are
-made for each. The dequantized weights in float32 are compared with the demo model. The quantized checkpoint,
-as it is and in bfloat16, is compared with its dequantized weights in float32, which shows the loss of
-computing here.
+made for each. The dequantized weights in float32 are compared with the demo model, which shows the error of the
+format. The quantized checkpoint, as it is and in bfloat16, is compared with its dequantized weights in float32,
+which shows the error of this engine's computation.
 """
 
 from __future__ import annotations

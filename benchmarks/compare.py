@@ -48,7 +48,7 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Run the comparison; return 1 if any run failed, whose figures the medians then lack."""
+    """Run the comparison; return 1 if any run failed. The medians leave out failed runs."""
     options = _parse(sys.argv[1:])
     peers = peers_of(options.peer_options)
     for peer in peers:

@@ -1,7 +1,7 @@
 """Run genai-perf against /v1 and against Triton, beside Triton's own gRPC, at 1, 16 and 64 streams.
 
-genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs perf_analyzer, which its
-packages lack; it is given the one of tritonclient. It sends texts to /v1/completions, and by gRPC to
+genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs tritonclient's perf_analyzer,
+because its own packages have none. It sends texts to /v1/completions, and by gRPC to
 `ensemble`. The tokens of the same texts are sent to `tensorrt_llm`.
 """
 

@@ -137,7 +137,8 @@ class Model:
         return self._limits.seconds(read, 2 * self._num_weights * num_rows + attention)
 
     def prompt_limit(self, length: int) -> tuple[float, str]:
-        """Return the least seconds of a prompt; a token attends to half of it on average, but reads are shared."""
+        """Return the least seconds of a prompt and the bound that causes them. A token attends to half of the
+        prompt on average, and the prompt's weights and KV cache are read once."""
         attention = 4 * self.decoder.num_layers * self.decoder.query_size * length * length / 2
         flop = 2 * self._num_weights * length + attention
         return self._limits.seconds(self._weight_bytes + length * self._token_bytes, flop)

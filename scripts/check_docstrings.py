@@ -1,6 +1,6 @@
 """Check that docstrings begin with a noun phrase or an imperative, not with a relative clause.
 
-Prints file:line of every other docstring. Standard library only.
+Prints file and line of every docstring that does not. Standard library only.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 DECLARATION, RULE, ORACLE, COMPILED_RULE = "sampling_config.py", "top_k_top_p.py", "reference.py", "draw.h"
 
 
-def test_the_files_are_what_the_declarations_say() -> None:
+def test_the_files_equal_the_generated_ones() -> None:
     for path, text in files(ROOT).items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run scripts/write_configs"
 
@@ -28,7 +28,7 @@ def test_examples_ask_for_something_and_are_valid() -> None:
             assert config.uses(name), name
 
 
-def test_a_control_is_named_by_its_declaration_its_rule_and_the_oracle_alone() -> None:
+def test_only_declaration_rule_and_oracle_name_a_control() -> None:
     """Generated files, tests and documentation pages are not counted."""
     written = {str(path.relative_to(ROOT)) for path in files(ROOT)}
     listed = subprocess.run(

@@ -105,7 +105,8 @@ def said_by_the_executor(name: str, value: object) -> str:
 
 
 def said_by_the_client(name: str, value: object) -> str:
-    """Return the client's error, or its tensors by both names."""
+    """Return the text of the client's error, or the tensors if the client accepts the value, by both names of
+    the field."""
     try:
         options = read_options({name: value})
     except (TypeError, ValueError, OverflowError) as error:

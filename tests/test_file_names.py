@@ -110,7 +110,7 @@ def test_errors_are_valid_text() -> None:
 
 
 def test_a_package_installed_from_such_a_folder_is_imported_without_a_locale(folder: Path) -> None:
-    """With the .pth file as pip writes it, the interpreter would not even start."""
+    """With the .pth file that pip writes, the interpreter would not even start."""
     backend, environment = folder / "backend", folder / ".venv"
     (backend / "inflight_stand_in").mkdir(parents=True)
     (backend / "inflight_stand_in" / "__init__.py").touch()

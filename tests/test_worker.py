@@ -58,7 +58,7 @@ def test_rank_0_reports_an_invalid_job():
 
 
 def test_waiting_for_a_missing_rank_is_limited():
-    """In leader mode, in which mpirun continues without that rank."""
+    """Tests leader mode, in which mpirun continues without that rank."""
     waiting = (
         "import sys; from inflight import worker; from inflight.ranks import rank_context; "
         "rank_context._TOGETHER_S = 2.0; sys.exit(worker.main())"

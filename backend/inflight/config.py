@@ -73,8 +73,8 @@ QUANTIZED = (INT8, FP8)
 """Dtypes that apply to the weights of linear layers only; everything else is bfloat16."""
 
 SEQUENCES_PER_ITERATION = 256
-"""Maximum number of sequences that one iteration takes in. The same number may be ended in it because of a
-client, a deadline or an event. Each of the two takes some milliseconds."""
+"""Maximum number of sequences that one iteration accepts, and of those that it ends because of a client, a
+deadline or an event. Accepting or ending that many takes some milliseconds."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
@@ -643,7 +643,7 @@ def is_filled(text: str | None) -> bool:
 
 
 def _queue_bound(model_config: Mapping[str, Any]) -> int:
-    """Return the value of tensorrtllm_backend's place for max_queue_size, the limit of Triton's own queue."""
+    """Return the limit of Triton's own queue, which tensorrtllm_backend's files set by its max_queue_size."""
     policy = model_config.get("dynamic_batching", {}).get("default_queue_policy", {})
     return int(policy.get("max_queue_size", 0))
 

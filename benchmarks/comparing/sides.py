@@ -99,7 +99,8 @@ def command(side: Side, work: Work) -> list[str]:
 
 
 def environment(side: Side, threads: int) -> dict[str, str]:
-    """Return the side's environment variables; a peer's have its guide's settings, not our paths."""
+    """Return the side's environment variables. Those of a peer have the settings that its guide recommends,
+    and none of this project's paths."""
     if side.name == OURS:
         return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # the benchmarks are not installed
     inherited = {name: value for name, value in os.environ.items() if name not in _OURS}

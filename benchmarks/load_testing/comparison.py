@@ -1,8 +1,8 @@
-"""Send the same requests to one server in several ways, with given numbers of concurrent streams.
+"""Send the same requests to one server by several load generators and endpoints (`Way`), with N streams each.
 
-The last way is always Triton's own gRPC, with perf_analyzer as in `scripts/bench serve`, as the reference for
-the others. It also warms up every number of streams, uncounted. Runs on the main thread; the load generators
-are processes of their own.
+The last one is always perf_analyzer over Triton's own gRPC, as in `scripts/bench serve`: the reference for the
+others. It also warms up every number of streams, uncounted. Runs on the main thread; the load generators are
+processes of their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ERROR_CHARACTERS = 2000
 
 
 class Way(Protocol):
-    """A way to send requests to a server.
+    """A load generator and the endpoint that it sends to.
 
     Attributes:
         name: Name in the printed line.
@@ -52,7 +52,7 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Figures of one way at one number of streams.
+    """Figures of one `Way` at one number of streams.
 
     Attributes:
         requests: Number of requests sent.
@@ -157,7 +157,7 @@ def compare(
         bench: Name of the program.
         given: Result of `parser`.
         requests: As many as the largest run needs; smaller runs use the first ones.
-        ways: Ways besides Triton's own gRPC.
+        ways: All but the last one, perf_analyzer over Triton's own gRPC.
     """
     wanted = options(given)
     measured: dict[str, dict[str, Any]] = {}

@@ -73,7 +73,7 @@ class LoadPoint:
 
     @classmethod
     def of(cls, concurrency: int, timelines: Sequence[Timeline]) -> LoadPoint:
-        """Compute a point from the times of all requests."""
+        """Compute the figures from the times of all requests."""
         num_tokens = sum(timeline.num_output_tokens for timeline in timelines)
         return cls(
             concurrency,

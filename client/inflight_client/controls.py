@@ -116,14 +116,14 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "min_length",
         "int32",
         0,
-        "no end id before so many tokens; 0",
+        "minimum number of tokens before an end id; 0",
     ),
     "no_repeat_ngram_size": (
         "no_repeat_ngram_size",
         "no_repeat_ngram_size",
         "int32",
         0,
-        "no n-gram of so many tokens comes twice, prompt included; 0 or 2**30: off",
+        "size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off",
     ),
     "length_penalty": (
         "length_penalty",

@@ -109,47 +109,47 @@ class _FirstSequence:
 
     @property
     def text(self) -> str:
-        """See Sequence."""
+        """Generated text of the first sequence."""
         return self._first.text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """See Sequence."""
+        """Generated ids of the first sequence."""
         return self._first.token_ids
 
     @property
     def finish_reason(self) -> str:
-        """See Sequence."""
+        """Reason of the first sequence's end; NOT_FINISHED until then."""
         return self._first.finish_reason
 
     @property
     def log_probs(self) -> tuple[float, ...]:
-        """See Sequence."""
+        """Log probability of each of the first sequence's tokens."""
         return self._first.log_probs
 
     @property
     def cum_log_prob(self) -> float | None:
-        """See Sequence."""
+        """Sum of the log probabilities of the first sequence's tokens so far."""
         return self._first.cum_log_prob
 
     @property
     def top_log_probs(self) -> tuple[tuple[TopLogProb, ...], ...]:
-        """See Sequence."""
+        """The most likely tokens at each of the first sequence's positions."""
         return self._first.top_log_probs
 
     @property
     def generation_logits(self) -> np.ndarray | None:
-        """See Sequence."""
+        """[tokens, vocab_size] float32, the logits of the first sequence."""
         return self._first.generation_logits
 
     @property
     def perf_metrics(self) -> PerfMetrics | None:
-        """See Sequence."""
+        """Times and counts of the first sequence's request."""
         return self._first.perf_metrics
 
     @property
     def additional_outputs(self) -> Mapping[str, np.ndarray]:
-        """See Sequence."""
+        """Additional outputs of the first sequence, by name."""
         return self._first.additional_outputs
 
     @property

@@ -149,7 +149,8 @@ def test_infinite_numbers_and_nan_are_refused(
 
 
 def test_nonzero_padding_is_refused(decoder: DecoderConfig) -> None:
-    """A fused projection under the id of its first part has them, for example."""
+    """For example, a fused projection under the module id of its first part has numbers where padding is
+    expected."""
     weights, config = np.zeros((1, 1, 1000), np.float32), np.array([[[Q, 0, 1]]], np.int32)
     weights[0, 0, 128] = 1e-30
     assert "has 128 numbers by its adapter_size 1, and more behind them" in error_of(

@@ -1,4 +1,4 @@
-"""The limit of waiting weights, and the ends of their counting."""
+"""The limit of waiting weights, and the events after which weights no longer count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .caching import UNIT, WRONG, Caching, Make, by_id, errors, make_weights
 
 
 def bring(it: Caching, request_id: int, lora: LoraRequest) -> None:
-    """Add weights like the engine's client, then like the loop."""
+    """Announce weights as the engine's client does, and submit the request as the loop does."""
     AdapterCommands(it.cache, AdapterFolders()).expect_weights(request_id, lora.num_bytes)
     it.submit(request_id, lora)
 
@@ -33,7 +33,7 @@ def test_too_many_weights_are_refused_with_the_limits_name(make: Make) -> None:
 
 
 def test_a_single_requests_weights_may_always_wait(make: Make) -> None:
-    """So that the cache itself answers the request."""
+    """A single request's weights are accepted at any size, so that the cache itself answers the request."""
     it = make(1)
     bring(it, 1, by_id(1, make_weights(1, units=2)))
     assert "PEFT Cache is full" in errors(it.next())[1]

@@ -174,7 +174,8 @@ def test_every_float_is_decoded_exactly(number):
 
 @pytest.mark.parametrize("score", [-0.5, -math.inf])
 def test_errors_of_failed_rows_are_decoded(score):
-    """With and without numbers that JSON lacks, which are encoded differently."""
+    """Errors are decoded with and without NaN and infinities, which JSON lacks and which are encoded
+    differently."""
     failures = {2: InvalidArgument("no token"), 3: StepFailed("it raised ValueError: null")}
     output = replace(FULL_OUTPUT, beams=[BeamCandidates((0,), (1,), (score,))], failures=failures)
     back = decode(encode(End(7, 1, output))).output

@@ -123,7 +123,7 @@ def test_no_response_follows_the_final_one():
     def on_response(response: Response) -> None:
         if not response.is_final:
             failing.start()
-            # It must wait for this one; where it does not, it needs no time to be noticed here.
+            # `fail_all` must wait until this response is sent. A `fail_all` that does not wait ends at once.
             assert not failed.wait(0.05)
         order.append(response.is_final)
 

@@ -256,7 +256,8 @@ def test_the_description_of_a_batch():
 
 
 def test_a_row_that_failed_alone_fails_in_the_replay(tmp_path):
-    """Its request ends in the same iteration with the same error; the other runs as recorded."""
+    """The failed row's request ends in the same iteration with the same error; the other request runs as
+    recorded."""
     config, path = SchedulingConfig(max_num_tokens=18), tmp_path / "trace"
     scheduler, engine = Scheduler(config, LIMITS), FakeEngine(LIMITS)
     recorder = JsonRecorder(str(path), config, LIMITS)

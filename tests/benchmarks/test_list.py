@@ -40,7 +40,7 @@ def test_help_lists_the_benchmarks_with_their_purposes():
     ),
 )
 def test_every_benchmark_has_help(name, monkeypatch, capsys):
-    """This is the smoke test of benchmarks without another one."""
+    """Smoke test of the benchmarks that have no other test."""
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main()

@@ -23,7 +23,7 @@ class FaultyDevice:
     """A fake engine that raises.
 
     Args:
-        limits: Of the engine.
+        limits: Limits of the engine.
         faults: By request id, the first position whose computation fails the iteration.
         applies: Whether a failing iteration still changes the device's state.
         error: The exception to raise.

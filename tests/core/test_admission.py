@@ -43,7 +43,8 @@ def test_the_queue_full_message_is_the_specifications():
 
 
 def test_free_slots_do_not_count_as_queue_places():
-    """4 slots and 2 places behind them, at once or when the slots are taken."""
+    """With 4 slots and a queue of 2, six requests are accepted, whether the slots are still free or already
+    taken."""
     driver = Driver(make_scheduler(max_queue_size=2))
     assert refused(driver.accept(*(make_request(number) for number in range(8)))) == [6, 7]
     driver = Driver(make_scheduler(max_queue_size=2))
@@ -148,7 +149,7 @@ def alike(*request_ids: int, **fields) -> list[Request]:
 
 
 def contexts(batch: ScheduledBatch | None) -> list[tuple[int, int]]:
-    """(first position, tokens) of every chunk."""
+    """Return (first position, tokens) of every chunk."""
     return [(chunk.start, len(chunk.token_ids)) for chunk in batch.context] if batch else []
 
 

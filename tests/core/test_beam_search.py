@@ -29,7 +29,7 @@ def make_search(beam_width: int = 2, new: int = 10, **fields) -> BeamSearch:
 
 
 def make_candidates(*candidates: tuple[int, int, float], **fields) -> BeamCandidates:
-    """(row, token, score), best first."""
+    """Make candidates from tuples (row, token, score), best first."""
     rows, tokens, scores = zip(*candidates)
     return BeamCandidates(rows, tokens, scores, **fields)
 

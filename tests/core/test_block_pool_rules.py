@@ -106,7 +106,8 @@ ANY = st.integers(0, 10_000)
 
 
 class PoolAgainstSlowPool(RuleBasedStateMachine):
-    """A digest's parent is the digest without its last letter, whether published or not."""
+    """Random calls to the pool and to its slow model. A digest's parent is the digest without its last
+    letter."""
 
     def __init__(self) -> None:
         super().__init__()

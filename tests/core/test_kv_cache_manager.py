@@ -248,7 +248,8 @@ def test_common_beginnings_include_extra_ids():
 
 
 def test_the_block_for_the_copy_may_be_the_source():
-    """The only free block has the common beginning: it keeps its content and is no longer found."""
+    """The only free block is the one to copy from: it keeps its content, and is no longer found by that
+    content."""
     cache = make_cache(num_blocks=2)
     run_to_end(cache, 1, list(range(8)))
     tokens = [0, 1, 2, 3, 4, 5, 90]

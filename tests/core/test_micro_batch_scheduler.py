@@ -40,7 +40,7 @@ def make(
     policy: ChunkingPolicy = ChunkingPolicy.FIRST_COME_FIRST_SERVED,
     num_micro_batches: int = 1,
 ) -> MicroBatchScheduler:
-    """With blocks of four tokens."""
+    """Make a scheduler with blocks of four tokens."""
     config = SchedulingConfig(
         max_num_tokens=max_num_tokens,
         enable_chunked_context=enable_chunked_context,
@@ -62,7 +62,7 @@ def equal_progress(max_num_tokens: int = 16) -> MicroBatchScheduler:
 
 
 def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
-    """Rows of context of each of `running`."""
+    """Return the number of context rows of each sequence in `running`."""
     rows = {id(sequence): count for sequence, count in selected.context}
     return [rows.get(id(sequence), 0) for sequence in running]
 

@@ -1,4 +1,4 @@
-"""Batches that sample on the device: which do, and the batches scheduled before they are back."""
+"""Batches that sample on the device, and batches that are scheduled before the previous batch's tokens arrive."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_no_row_is_computed_beyond_the_length_limit():
     ],
 )
 def test_an_unforeseen_end_costs_a_row_whose_token_is_dropped(how, kept, reason):
-    """Its blocks are held until that row is back; then the final response is sent."""
+    """The sequence's blocks are held until the extra row is computed; then the final response is sent."""
     scheduler = make_scheduler(overlaps_iterations=True)
     Driver(scheduler).accept(make_request(1, new=9, **how))
     ran = overlap_iterations(scheduler, [1, 2, 3, 4])

@@ -43,7 +43,7 @@ def serve(
     policy: CapacityPolicy = CapacityPolicy.GUARANTEED_NO_EVICT,
     **options,
 ) -> tuple[Outcome, FaultyDevice]:
-    """Run requests that arrive together on a device with faults, by request id."""
+    """Run requests that arrive together on a device with these faults, by request id."""
     limits = {"num_blocks": 128, "max_num_sequences": 8}
     limits.update({name: options.pop(name) for name in list(limits) if name in options})
     device = FaultyDevice(make_limits(**limits), faults, applies)
@@ -258,7 +258,8 @@ SEVERAL = SamplingConfig(top_k=5, num_return_sequences=3, random_seed=1)
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SEVERAL, TWO_BEAMS])
 def test_blocks_of_a_faulty_request_are_not_reused(sampling):
-    """Its blocks may contain the cause. Its own sequences and beams still share the blocks of the prompt."""
+    """No later request reuses blocks that may contain the cause; sequences and beams of the faulty request
+    still share the prompt's blocks."""
     scheduler = make_scheduler(reuse=True)
     engine = FaultyDevice(make_limits(), {1: at_token(make_request(1, prompt=10), 3)})
     outcome = run(scheduler, engine, {0: [make_request(1, prompt=10, new=9, sampling=sampling)]})
@@ -344,7 +345,8 @@ def test_a_static_batch_admits_restarted_requests_only():
 @pytest.mark.parametrize("num_blocks", [4, 5, 6, 8])
 @pytest.mark.parametrize("faulty", [1, 2, 3])
 def test_faulty_requests_are_found_when_blocks_are_tight(faulty, num_blocks):
-    """Two of these requests do not fit to their end, so some are paused and some cannot be tried apart."""
+    """The cache is too small for two full-length requests, so some are paused and some cannot be retried
+    separately."""
     arrived = requests(4)
     faults = {faulty: at_token(arrived[faulty - 1], 3)}
     outcome, _ = serve(arrived, faults, policy=MAX_UTILIZATION, num_blocks=num_blocks)

@@ -40,7 +40,8 @@ from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
 def test_only_faulty_requests_end_with_an_error(
     policy, num_blocks, num_slots, chunked, reuse, depth, applies, shapes, faulty, once
 ):
-    """Other requests end with an error only if alone in an iteration that failed without a faulty one."""
+    """A request without a fault ends with an error only if it was alone in an iteration that failed by
+    itself."""
     limits = {"num_blocks": num_blocks, "max_num_sequences": num_slots}
     arrivals: dict[int, list[Request]] = {}
     kinds = {

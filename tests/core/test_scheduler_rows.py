@@ -204,7 +204,7 @@ BANNING = {
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_row_with_every_token_banned_ends_its_request(steps):
-    """In its context, and after two tokens."""
+    """The row fails in its context, or after two tokens."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=5, **BANNING), make_request(2, new=5))
@@ -287,7 +287,7 @@ def fail_slot(scheduler: Scheduler, batch, slot: int, token: int = 7, **output) 
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_row_that_has_failed_ends_its_request_and_no_other(steps, streaming):
-    """In its context, and after two tokens."""
+    """The row fails in its context, or after two tokens."""
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=5, streaming=streaming), make_request(2, new=5))
@@ -347,7 +347,8 @@ def test_a_failed_row_of_a_search_ends_the_search(beam):
 
 
 def test_a_row_that_has_failed_after_its_sequence_ended_is_no_error():
-    """One sequence of two was stopped while it was in flight: the other runs to its end."""
+    """One sequence of two is stopped while its row is in flight and fails; the other sequence runs to its
+    end."""
     scheduler = make_scheduler(num_micro_batches=2)
     driver = Driver(scheduler)
     driver.accept(make_request(1, new=3, sampling=SamplingConfig(num_return_sequences=2)))

@@ -23,7 +23,7 @@ TWO_BEAMS = SamplingConfig(beam_width=2)
 
 
 def make_candidates(*candidates: tuple[int, int, float], **fields) -> BeamCandidates:
-    """(row, token, score), best first."""
+    """Make candidates from tuples (row, token, score), best first."""
     rows, tokens, scores = zip(*candidates)
     return BeamCandidates(rows, tokens, scores, **fields)
 

@@ -29,10 +29,8 @@ def update(scheduler: Scheduler, batch: ScheduledBatch, *tokens: tuple[int, ...]
 
 @pytest.mark.parametrize("reuse", [True, False])
 def test_a_stop_of_the_first_sequence_while_it_waits_lets_its_siblings_compute_the_prompt(reuse):
-    """One sibling computes the prompt, the other reuses it.
-
-    Both would have waited for the first sequence for ever.
-    """
+    """One sibling computes the prompt, the other reuses it. Otherwise both would wait for the first sequence
+    forever."""
     driver = Driver(make_scheduler(reuse=reuse))
     driver.accept(make_sequences(3, prompt=10, new=2))
     (stopped,) = driver.accept(stop=(STOP_FIRST,))

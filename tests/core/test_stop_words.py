@@ -67,7 +67,8 @@ def test_matches_equal_a_comparison_with_every_word():
 
 
 def test_the_cost_depends_on_the_longest_word_only():
-    """Even if many words have the same end, a token compares no more tokens than the longest word has."""
+    """A new token is compared with at most as many tokens as the longest word has, even if many words end
+    alike."""
 
     class Counted(list):
         reads = 0

@@ -104,7 +104,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_script_runs_without_an_environment(script: Path, tmp_path: Path):
-    """It runs with any Python, and installs nothing."""
+    """The script runs with any Python and installs nothing."""
     done = subprocess.run([script], capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1) and not done.stderr
     assert "Python  " in done.stdout and not (tmp_path / ".venv").exists()

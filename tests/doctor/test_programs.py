@@ -126,7 +126,7 @@ def test_the_embedded_server_is_found():
 
 
 def test_the_embedded_server_is_found_in_an_ascii_locale():
-    """Its usage has letters outside of ASCII."""
+    """The server's usage text contains non-ASCII letters."""
     environment = os.environ | {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     code = "from inflight.doctor import programs; print(next(programs.check_tritonserver()).level.value)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -243,6 +243,11 @@ def generate(url: str, model: str = "ensemble", **body) -> dict:
         return json.load(response)
 
 
+def wait_for_several(responses_of_a_stream, timeout: float = 60.0) -> None:
+    """Repeat a streamed request until it has several responses: a slow sender may merge all into one."""
+    wait_until(lambda: len(responses_of_a_stream()) > 1, timeout)
+
+
 def wait_until(condition, timeout: float = 60.0) -> None:
     """Poll until the condition holds, for example on the server's log, files or processes."""
     deadline = time.monotonic() + timeout

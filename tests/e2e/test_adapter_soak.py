@@ -100,7 +100,7 @@ def server(elsewhere: Path, lora_dir: Path) -> Iterator[TritonServer]:
 
 @dataclass
 class Soak:
-    """Clients that send one request after another, while adapters are loaded and unloaded.
+    """Clients that send one request after another while adapters are loaded and unloaded.
 
     Attributes:
         wrong: Unexpected responses and errors.
@@ -175,7 +175,8 @@ class Soak:
     def _try(
         self, stream: Stream, request_id: str, ending: str, after: int, tensors: dict
     ) -> tuple[list[int], str, str]:
-        """Return its tokens, its error and its ending; give it up once it has some tokens."""
+        """Send a request; return its tokens, its error and its ending. Give it up once it has some tokens, if
+        `ending` says so."""
         if ending == "closed":
             return self._try_by_http(after, tensors)
         stream.send(
@@ -196,7 +197,7 @@ class Soak:
         return tokens, "", reason
 
     def _try_by_http(self, after: int, tensors: dict) -> tuple[list[int], str, str]:
-        """Do the same over HTTP, and give up by closing the connection."""
+        """Send a request over HTTP like `_try`, and give it up by closing the connection."""
         body = {
             "input_ids": PROMPT,
             "request_output_len": TOO_MANY,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from .clients import Answer, Stream, ask, generate, wait_until
+from .clients import Answer, Stream, ask, generate, wait_for_several, wait_until
 
 PROMPT = "class Reader:\n    def __init__(self, "
 NUM_TOKENS = 24
@@ -59,10 +59,15 @@ def test_drafts_with_logits_of_nearly_the_same_model_are_nearly_always_accepted(
 def test_streamed_drafted_texts_add_up_to_the_whole(pair_server):
     whole = drafted(pair_server).text
     for tensors in ({"num_draft_tokens": 4}, {}):
-        answers = ask(pair_server.grpc, "tensorrt_llm_bls", **REQUEST, stream=True, **tensors)
-        texts = [answer.text for answer in answers if answer.outputs]
-        assert texts[-1] == whole and len(texts) > 1
-        assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+        def streamed(tensors: dict = tensors) -> list[str]:
+            answers = ask(pair_server.grpc, "tensorrt_llm_bls", **REQUEST, stream=True, **tensors)
+            texts = [answer.text for answer in answers if answer.outputs]
+            assert texts[-1] == whole
+            assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+            return texts
+
+        wait_for_several(streamed)
 
 
 def test_http_generate(pair_server):

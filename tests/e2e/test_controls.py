@@ -111,7 +111,7 @@ def test_bad_words_are_never_generated(exact_server, oracle, prompt):
 
 @pytest.mark.covers("bad_words_list")
 def test_token_zero_can_be_banned(exact_server, oracle, tokenizer):
-    """In tensorrtllm_backend it cannot; here it is the end of a text, which the demo model reaches soon."""
+    """tensorrtllm_backend cannot ban token 0. In the demo model, token 0 ends a text and is soon reached."""
     prompt = tokenizer.encode("def f():\n    return 1\n")
     plain = oracle.greedy(tuple(prompt), NUM_TOKENS)
     assert 0 in plain

@@ -39,7 +39,7 @@ DETAILS = {"return_log_probs": True, "num_top_log_probs": 2, "return_num_output_
 @pytest.mark.parametrize("sampling", [{}, {"beam_width": 2}, {"runtime_top_k": 3, "num_return_sequences": 2}])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_stop_ends_the_request_of_the_same_id_without_losing_tokens(fake_server, streaming, sampling):
-    """A stream beside it shows when tokens are generated."""
+    """A second stream runs beside the stopped request, to show when tokens are generated."""
     request = {"input_ids": PROMPT, "request_output_len": LONG}
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "to be stopped", **request, **DETAILS, **sampling, streaming=streaming)

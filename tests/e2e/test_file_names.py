@@ -15,7 +15,6 @@ import pytest
 
 from tests.commands import read_line
 from tests.e2e.conftest import DEMO_MODEL
-from tests.tiers import with_all
 
 
 @pytest.fixture(scope="module")
@@ -24,16 +23,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("Zwischenlager für alles")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
-    with_all(
-        [
-            pytest.param([], id="in process"),
-            pytest.param(["--tp", "2", "--mode", "orchestrator"], id="orchestrator"),
-            pytest.param(["--tp", "2", "--mode", "leader"], id="leader"),
-        ],
-        [[]],
-    ),
+    [
+        pytest.param([], id="in process"),
+        pytest.param(["--tp", "2", "--mode", "orchestrator"], id="orchestrator"),
+        pytest.param(["--tp", "2", "--mode", "leader"], id="leader"),
+    ],
 )
 def test_a_server_works_with_letters_outside_ascii_in_every_path(
     tmp_path: Path, cache: Path, options: list[str]

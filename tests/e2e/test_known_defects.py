@@ -1,4 +1,4 @@
-"""Verified defects of the servers that this one replaces, and the tests that show that it does not have them.
+"""Verified defects of tensorrtllm_backend's models, and the tests that show that this server does not have them.
 
 "here" means this file. Names of tests are given without `test_`, and may be shortened.
 
@@ -110,7 +110,7 @@ def handed_over_together(server: TritonServer, num_requests: int) -> Iterator[No
 
 
 def test_later_requests_are_answered_after_one_id_is_used_many_times_at_once(fake_server):
-    """In the other server the second use replaces the first, whose end then kills the thread that answers."""
+    """In tensorrtllm_backend the second use replaces the first, whose end then kills the thread that answers."""
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         for stream in (first, second):
             for _ in range(4):
@@ -128,7 +128,7 @@ def test_later_requests_are_answered_after_one_id_is_used_many_times_at_once(fak
 
 
 def test_requests_that_arrive_together_are_not_a_batch(together_server):
-    """In the other server all requests of one call count as one batch, and get a batch_index."""
+    """In tensorrtllm_backend all requests of one call count as one batch, and get a batch_index."""
     with handed_over_together(together_server, 32), Stream(together_server.grpc) as stream:
         for number in range(32):
             stream.send("tensorrt_llm", str(number), input_ids=[number + 1, 2], request_output_len=3)
@@ -140,7 +140,7 @@ def test_requests_that_arrive_together_are_not_a_batch(together_server):
 
 
 def test_a_batch_may_have_stop_false_in_every_row(together_server):
-    """In the other server `stop` must be a scalar, or all requests of the call fail."""
+    """In tensorrtllm_backend `stop` must be a scalar, or all requests of the call fail."""
     prompts = np.array([[5, 6, 7], [8, 9, 10]], np.int32)
     with handed_over_together(together_server, 2), Stream(together_server.grpc) as stream:
         stream.send("tensorrt_llm", "beside", input_ids=PROMPT[:3], request_output_len=6, stop=False)
@@ -160,7 +160,7 @@ def test_a_batch_may_have_stop_false_in_every_row(together_server):
 
 @pytest.mark.covers("num_input_tokens", "num_output_tokens")
 def test_a_batch_gets_its_token_counts(fake_server):
-    """In the other server the flags must be scalars; otherwise the requests run, and are never answered."""
+    """In tensorrtllm_backend the flags must be scalars; otherwise the requests run, and are never answered."""
     flags = column(True, True, dtype=np.bool_)
     answers = ask(
         fake_server.grpc,
@@ -176,7 +176,7 @@ def test_a_batch_gets_its_token_counts(fake_server):
 
 
 def test_only_bad_requests_of_a_burst_are_refused(together_server):
-    """In the other server requests of one call are queued together: a refused one fails all of them."""
+    """In tensorrtllm_backend requests of one call are queued together: a refused one fails all of them."""
     with handed_over_together(together_server, 30), Stream(together_server.grpc) as stream:
         for number in range(30):
             token = FAKE_VOCABULARY if number % 3 == 1 else number + 1
@@ -189,7 +189,7 @@ def test_only_bad_requests_of_a_burst_are_refused(together_server):
 
 
 def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
-    """In the other server every element of a ragged output's array counts, with its padding of -1."""
+    """In tensorrtllm_backend every element of a ragged output's array counts, with its padding of -1."""
     options = {"runtime_top_k": 50, "random_seed": 7}
     sampled = {"top_k": 50, "random_seed": 7}
     whole = [alone(PROMPT, 30, index, **sampled) for index in range(2)]
@@ -213,7 +213,7 @@ def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
 
 
 def test_requests_log_nothing(narrow_server):
-    """In the other server each one logs a line when it is deleted."""
+    """In tensorrtllm_backend each one logs a line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
     before = len(narrow_server.log_text())
     for number in range(5):
@@ -228,7 +228,7 @@ def test_requests_log_nothing(narrow_server):
 )
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_an_unsupported_guide_is_refused_and_not_ignored(fake_server, model, kind, status):
-    """In the other server an unknown kind gives an unguided response. This server has no tokenizer."""
+    """In tensorrtllm_backend an unknown kind gives an unguided response. This server has no tokenizer."""
     request = {"input_ids": PROMPT, "request_output_len": 4}
     if model == "ensemble":
         request = {"text_input": "def f", "max_tokens": 4}
@@ -278,7 +278,7 @@ def test_inputs_of_unsupported_features_are_refused(fake_server, name):
 
 @pytest.mark.parametrize("name", ["context_hidden_states", "generation_hidden_states", "encoder_output"])
 def test_additional_outputs_are_refused(fake_server, name):
-    """In the other server they are returned empty."""
+    """In tensorrtllm_backend they are returned empty."""
     with pytest.raises(InferenceServerException, match=name):
         unary(fake_server.grpc, outputs=["output_ids", name], input_ids=PROMPT, request_output_len=2)
 
@@ -287,7 +287,7 @@ def test_additional_outputs_are_refused(fake_server, name):
 
 
 def test_ensemble_lists_no_output_twice(fake_server):
-    """In the other server kv_cache_alloc_total_blocks is in the list twice."""
+    """In tensorrtllm_backend kv_cache_alloc_total_blocks is in the list twice."""
     with Stream(fake_server.grpc) as stream:
         outputs = stream.client.get_model_metadata("ensemble", as_json=True)["outputs"]
         stream.send("ensemble", text_input="def f", max_tokens=3, return_perf_metrics=True)
@@ -300,7 +300,7 @@ def test_ensemble_lists_no_output_twice(fake_server):
 
 
 def test_ensemble_returns_only_requested_outputs(fake_server):
-    """In the other server all outputs of the engine are returned, and are zeros unless computed."""
+    """In tensorrtllm_backend all outputs of the engine are returned, and are zeros unless computed."""
     request = {"text_input": "def f", "max_tokens": 3}
     (plain,) = ask(fake_server.grpc, "ensemble", **request)
     assert set(plain.outputs) == {"text_output", "finish_reason"}
@@ -310,7 +310,7 @@ def test_ensemble_returns_only_requested_outputs(fake_server):
 
 
 def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
-    """In the other server the id is kept forever, and stops a later request."""
+    """In tensorrtllm_backend the id is kept forever, and stops a later request."""
     with Stream(fake_server.grpc) as stream:
         for _ in range(3):
             stream.send("tensorrt_llm", "later", stop=True)
@@ -321,7 +321,7 @@ def test_a_stop_of_an_unknown_id_does_not_end_a_later_request(fake_server):
 
 
 def test_a_request_with_another_beam_width_does_not_wait_for_others(fake_server):
-    """In the other server a width waits until all requests of other widths end, and blocks the queue."""
+    """In tensorrtllm_backend a width waits until all requests of other widths end, and blocks the queue."""
     with Stream(fake_server.grpc) as stream:
         stream.send("tensorrt_llm", "long", input_ids=PROMPT, request_output_len=LONG, streaming=True)
         stream.receive()
@@ -357,7 +357,7 @@ def poisoned_server(elsewhere: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def test_an_iteration_that_raises_ends_only_the_faulty_request(poisoned_server, oracle, tokenizer):
-    """In the other server an exception in a forward pass ends all active requests."""
+    """In tensorrtllm_backend an exception in a forward pass ends all active requests."""
     prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "import os\n", "class A:\n", "for i in ")]
     with Stream(poisoned_server.grpc) as stream:
         for number, prompt in enumerate(prompts):

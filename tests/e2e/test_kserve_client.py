@@ -142,7 +142,7 @@ def comparable(results: list[SequenceResult]) -> dict[int, list]:
 
 
 def as_numbers(found: dict[int, list]) -> dict[int, list]:
-    """Return the same without tolerance, for the side that is compared with the other."""
+    """Return the expected values themselves in place of pytest's approximations."""
 
     def plain(value):
         if hasattr(value, "expected"):
@@ -367,7 +367,8 @@ def test_closing_the_client_answers_requests_in_flight(slow_server):
 
 
 def test_the_endpoint_serves_in_front_of_a_remote_server(exact_server):
-    """It gives the same response as beside the server, in a process of its own that ends when told to."""
+    """The endpoint in a process of its own gives the same response as one beside the server, and ends on a
+    signal."""
     command = [sys.executable, "-m", "inflight.openai", "--triton", exact_server.grpc]
     command += ["--tokenizer", str(DEMO_MODEL), "--port", "0", "--served-model-name", "code"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/") as process:
@@ -516,7 +517,7 @@ def test_both_endpoints_stream_the_same_with_the_same_usage(urls, name):
 
 
 def test_cached_prompt_tokens_of_a_remote_server_are_counted(urls):
-    """They are counted in whole blocks of the server's size."""
+    """Cached tokens are counted in whole blocks of the remote server's block size."""
     asked = {**TEXT, "prompt": list(range(500, 600)), "max_tokens": 2}
     ask_http(urls[0], "completions", asked)
     told = [ask_http(url, "completions", asked)["usage"]["prompt_tokens_details"] for url in urls]
@@ -524,7 +525,7 @@ def test_cached_prompt_tokens_of_a_remote_server_are_counted(urls):
 
 
 def test_a_chat_without_max_tokens_may_fill_the_models_length(urls):
-    """Here it is the rest of the model's length."""
+    """Without max_tokens the limit is the number of tokens that the prompt leaves of the model's length."""
     unbound = {key: value for key, value in CHAT.items() if key != "max_tokens"}
     far, near = (ask_http(url, "chat/completions", {**unbound, "stop": ["\n"]}) for url in urls)
     assert plain(far) == plain(near)
@@ -578,7 +579,7 @@ def test_defaults_of_a_configuration_equal_the_engines():
 
 
 def test_a_restarted_server_is_used_again(elsewhere: Path, tmp_path: Path):
-    """Its description is read again too, with the KV cache's size, which only the server's state has."""
+    """The endpoint reads the server's description again, with the KV cache's size from the server's state."""
     settings = {
         "fake_engine": "vocab=3072,step_us=2000",
         "max_sequence_length": "32768",
@@ -612,7 +613,7 @@ def test_a_restarted_server_is_used_again(elsewhere: Path, tmp_path: Path):
 
 
 def test_a_host_that_does_not_answer_is_unavailable_after_one_wait(monkeypatch):
-    """It accepts connections, and never answers."""
+    """The host accepts connections and never answers."""
     monkeypatch.setattr(kserve_client, "_CONFIG_S", 0.5)
     now_s, waits, describe = 0.0, [], KServeEngineClient.describe
 

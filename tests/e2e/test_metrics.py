@@ -112,7 +112,7 @@ def test_the_page_equals_the_log_line_and_gauges_fall_when_idle(fake_server):
 
 
 def test_the_page_counts_answered_requests_at_once(fake_server):
-    """Nothing else is in flight, so the page waits for the engine's publication."""
+    """No other request is in flight, so the page waits until the engine has published its metrics."""
     for _ in range(3):
         before = wait_idle(fake_server)
         threads = [threading.Thread(target=complete, args=(fake_server,)) for _ in range(13)]

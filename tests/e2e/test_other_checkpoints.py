@@ -1,7 +1,7 @@
 """Other checkpoints on a real tritonserver: experts over ranks, transformers' own code, quantized ones.
 
-tests/engine tests the engine of each. By default, only a server with an explicitly chosen engine is tested
-here.
+tests/engine tests the engine of each of these. The fast tier has only the server with an explicitly chosen
+engine.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, controls, streaming):
-    """They precede temperature, penalties and top_p; in a stream the sum is over all tokens so far."""
+    """Log probs are taken before temperature, penalties and top_p; cum_log_probs in a stream is the sum so
+    far."""
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,

@@ -166,6 +166,7 @@ def test_deeply_nested_json_closes_its_connection(server, body):
         post(server, GENERATE, body)
 
 
+@pytest.mark.exhaustive
 def test_the_last_requests_are_logged_when_the_server_is_lost(elsewhere, tmp_path):
     settings = [f"--set={key}={value}" for key, value in SETTINGS.items()]
     with command(make_fake_repository(tmp_path / "models"), *settings) as serving:

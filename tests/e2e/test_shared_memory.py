@@ -184,7 +184,7 @@ def tokens_of(answers: list[Answer]) -> list[int]:
 
 
 def test_an_input_that_does_not_fit_is_an_error_without_the_regions_name(server) -> None:
-    """It is tritonserver's own error, before a model gets the request."""
+    """tritonserver itself answers with the error, before a model gets the request."""
     tensors = request(new_tokens=1)
     tensors["draft_logits"] = np.zeros((1, 2, 16 << 20 >> 1), np.float32)
     with pytest.raises(InferenceServerException, match=r"shared memory pool size for key '…'"):

@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture
 def serving(elsewhere: Path, tmp_path: Path) -> Iterator[Command]:
-    """The repository's models on a fake engine."""
+    """A running `scripts/serve` with the repository's models on a fake engine."""
     settings = [
         f"--set={key}={value}" for key, value in (SETTINGS | {"tokenizer_dir": str(DEMO_MODEL)}).items()
     ]
@@ -201,7 +201,7 @@ def test_the_server_is_restarted_after_a_models_process_is_killed(serving, model
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
 def test_the_server_is_restarted_after_a_models_process_is_stopped(serving, model):
-    """Its guard allows some silence first; tests/server/test_guard.py tests guards alone."""
+    """The guard waits for its silence timeout first; tests/server/test_guard.py tests guards alone."""
     ready = serving.ready_line()
     os.kill(stubs(serving)[model], signal.SIGSTOP)
     assert serving.ready_line() == ready

@@ -54,7 +54,7 @@ def test_streamed_text_adds_up_to_the_whole(demo_server, prompt):
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_text_and_its_ids_give_the_same_output(demo_server, prompt):
-    """The prompt's ids, sent as ids, give ids whose text equals the text output."""
+    """A prompt sent as text and as ids gives the same output ids, whose text is the text output."""
     tokenizer = Tokenizer.from_dir(str(DEMO_MODEL))
     ids = tokenizer.encode(prompt)
     by_ids = infer(demo_server.http, input_ids=ids, request_output_len=24, end_id=0)

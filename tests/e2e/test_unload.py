@@ -193,7 +193,7 @@ def test_idle_unloading_leaves_nothing_behind(server):
 
 
 def test_an_open_stream_does_not_keep_the_next_engine_from_loading(server):
-    """The last engine frees its place, although Triton keeps its process until the stream is closed."""
+    """The previous engine has ended, although Triton keeps its process until the stream is closed."""
     with Client(server) as held:
         held.ask(length=3)
         held.finals(1)

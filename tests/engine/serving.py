@@ -107,7 +107,7 @@ def serve(
     stops: Mapping[int, int] | None = None,
     may_fail: Container[int] = (),
 ) -> Served:
-    """Run `requests` to their ends, `per_iteration` of which arrive in each iteration.
+    """Run `requests` until all have ended; `per_iteration` of them arrive in each iteration.
 
     `stops`: iteration in which a request is stopped, by id. `may_fail`: ids of requests that may end with an
     error.

@@ -104,7 +104,7 @@ def test_a_reused_slot_has_no_adapter(zoo: Zoo, kernels: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "fp8"])
 def test_adapters_in_half_precision_are_near_those_of_float32(zoo: Zoo, dtype: str) -> None:
-    """With int8 and fp8, compared with the model whose matrices are rounded: adapters are not."""
+    """With int8 and fp8, the reference model has rounded matrices; adapters are not rounded."""
     model = zoo["llama-gqa"]
     adapter = adapter_of(model, 1)
     engine = load_engine(model.folder, dtype=dtype, kernels="torch")

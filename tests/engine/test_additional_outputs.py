@@ -238,7 +238,7 @@ def test_outputs_that_are_not_offered_are_refused_at_admission(
 def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
     zoo: Zoo, kernels: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a request for them, hidden states are neither kept nor normalized a second time."""
+    """Hidden states are neither kept nor normalized a second time if no request asks for them."""
     model = zoo["llama-gqa"]
     engine = load_offering(model, kernels)
     kept = []

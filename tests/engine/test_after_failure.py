@@ -254,7 +254,8 @@ def test_sequences_outside_a_failed_batch_continue(
 def test_a_batch_that_continues_a_failed_one_writes_nothing(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot's block table may belong to an earlier sequence, and those blocks to another sequence by now."""
+    """The slot's block table may be that of an earlier sequence, whose blocks may now belong to another
+    sequence."""
     model = zoo[CASE]
     engine = load_engine(model.folder)
     saboteur = Saboteur(monkeypatch, engine.runner, "run", after=False)

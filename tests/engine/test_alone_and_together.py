@@ -103,7 +103,7 @@ def test_rows_with_wide_windows_have_the_same_logits_alone_and_together(
 
 
 def test_long_contexts(zoo: Zoo, dtype: str) -> None:
-    """Longer than the keys that are scored at a time, in blocks that are no multiple of them."""
+    """Contexts are longer than the keys scored at a time, in blocks that do not divide that number."""
     model = zoo["llama-gqa"]
     engine = load_native(model.folder, dtype, tokens_per_block=6, max_num_tokens=1024)
     prompts = [model.prompt(length, length) for length in (240, 3, 200, 17)]
@@ -142,7 +142,7 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
-    """Mixed requests that arrive one after the other, with chunks and pauses, compared with each alone."""
+    """Mixed requests arrive one after the other, with chunks and pauses, and get the same results as alone."""
     model = zoo["llama-gqa"]
     requests = make_requests(model)
     engine = load(model.folder, 36, 8, dtype=dtype, kernels="native")

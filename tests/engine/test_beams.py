@@ -108,7 +108,7 @@ def test_searches_of_any_width_and_sampling_rows_share_batches(
 def test_a_copied_block_may_be_overwritten_in_the_same_batch(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
-    """By another copy, a cleared block or new keys: everything is read before anything is written."""
+    """Another copy, a clearing or new keys may overwrite the copied block: all reads precede all writes."""
     engine, model = load(zoo, case, kernels=kernels), zoo[case]
     prompts = [model.prompt(length, length) for length in (11, 20)]
     alone = []
@@ -156,7 +156,7 @@ def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(zoo: Zoo, dtype: str) -> None:
-    """Near-ties may differ; the scores are those of the found tokens, within the format's error."""
+    """Tokens may differ in near-ties; the found tokens' scores are correct within the dtype's error."""
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa", dtype=dtype))
     search = run(driver, driver.search(model.prompt(20), beams(4)))

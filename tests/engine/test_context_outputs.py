@@ -73,7 +73,7 @@ def test_only_requested_outputs_are_returned(model: ZooModel, engine: ModelEngin
 
 
 def test_rows_after_the_prompt_are_left_out(model: ZooModel, engine: ModelEngine) -> None:
-    """Drafts, and after a pause the tokens that were generated before."""
+    """Rows of drafts, and of tokens generated before a pause, give no context outputs."""
     prompt = model.prompt(20)
     generated = alone(engine, prompt, 8).generated
     driver = Driver(engine)

@@ -29,7 +29,7 @@ ALL = (*DEBUG_INPUTS, *DEBUG_OUTPUTS)
 
 
 def test_the_tensors_of_an_iteration_are_those_of_its_packed_rows(zoo: Zoo) -> None:
-    """A chunk, a longer and a shorter sequence in generation, in the order of the rows: the longest first."""
+    """The batch has a chunk and two sequences in generation, of which the longer is first."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, debug_tensor_names=ALL, debug_tensors_max_iterations=5)
     penalty = SamplingConfig(repetition_penalty=1.5)  # changes logits in place afterwards
@@ -178,7 +178,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(zoo: Zoo) -> None:
 
 
 def test_iterations_with_debug_tensors_are_not_recorded(zoo: Zoo, tmp_path: Path) -> None:
-    """A replayed iteration has no packed rows to record."""
+    """A replayed iteration would not fill the debug tensors."""
     model, tape = zoo["llama-gqa"], Tape()
     plain = load_paged(model.folder, 60).runner
     kept = DebugTensors(frozenset(ALL), 9, tmp_path)

@@ -1,4 +1,4 @@
-"""A draft model beside its target, both with torch: with its logits, tokens have the target's distribution."""
+"""Speculation with a draft model in a second torch engine: tokens keep the target model's distribution."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_rows_with_and_without_drafts_share_batches(engine: ModelEngine, zoo: Zo
 
 @every_case
 def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo: Zoo) -> None:
-    """Two batches in flight: a row without drafts gets its last token on the device."""
+    """With two batches in flight, a row without drafts gets its last token on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]
     driver = Driver(engine)
     rows = [driver.start(prompt, SAMPLINGS["sampled"]) for prompt in prompts]
@@ -140,7 +140,7 @@ def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(zoo: Zoo, prompt: tuple[int, ...], dtype: str) -> None:
-    """The logits of verified drafts equal those of the row alone, within the format's error."""
+    """Logits of verified drafts equal those of the row alone, within the dtype's error."""
     engine = load_engine(zoo["llama-gqa"].folder, dtype=dtype)
     expected = alone(engine, prompt, 12)
     driver = Driver(engine)

@@ -57,7 +57,8 @@ def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) ->
 @needs_native
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "qwen3", "gpt2"])
 def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case: str) -> None:
-    """Both have the weights' error; the error of activations is the compiled code's own, and about as large."""
+    """Both round the weights in the same way; only compiled code also rounds activations, with an error of
+    similar size."""
     model = zoo[case]
     prompt = model.prompt(40)
     rows = [

@@ -1,6 +1,6 @@
 """A load never takes more memory than the converted weights and one tensor.
 
-The maximum of resident memory, mapped files included, in its own process.
+Measures the maximum of resident memory, mapped files included, of a process of its own.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
 def test_every_kind_of_adapter_in_one_batch(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """Contexts in chunks beside generation; each row equals PEFT's result for it alone."""
+    """Contexts run in chunks beside generation; each row equals PEFT's result for the row alone."""
     model = zoo[case]
     names = ["rank-1", "dora", None, "rank-64", "patterns", "rslora"]
     driver = Driver(load_engine(model.folder, kernels=kernels, max_num_sequences=12))

@@ -188,7 +188,7 @@ def test_scaled_positions_reach_beyond_max_position_embeddings(
 
 @torch.inference_mode()
 def test_experts_packed_as_mxfp4(zoo: Zoo, tmp_path: Path) -> None:
-    """Compared with transformers, which unpacks them all."""
+    """Tokens equal those of transformers, which unpacks all experts."""
     folder = tmp_path / "packed"
     shutil.copytree(zoo["gpt-oss"].folder, folder)
     pack(folder)

@@ -57,7 +57,7 @@ def harmless(model: ZooModel, length: int, seed: int) -> tuple[int, ...]:
 def test_a_nan_is_detected_at_any_position(
     zoo: Zoo, overflowing: Path, kernels: str, dtype: str, cache: str, token: int, place: int
 ) -> None:
-    """At the beginning of the context, in a later chunk, and as the last token."""
+    """The NaN comes from the beginning of the context, from a later chunk, or from the last token."""
     engine = load_engine(overflowing, kernels=kernels, dtype=dtype, kv_cache_dtype=cache)
     prompt = list(harmless(zoo["llama-gqa"], 21, 1))
     prompt[place] = token

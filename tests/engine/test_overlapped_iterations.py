@@ -355,7 +355,7 @@ def test_a_slot_restarted_by_the_next_batch_is_valid(zoo: Zoo, monkeypatch: pyte
 def test_a_greedy_stream_gets_a_token_per_iteration_beside_a_request_that_needs_the_host(
     zoo: Zoo, kind: int
 ) -> None:
-    """Both get the same tokens as alone."""
+    """Each request gets the same tokens as when it runs alone."""
     model = zoo[CASE]
     stream = Request(1, model.prompt(9), 40, streaming=True)
     other = demanding(model)[kind]

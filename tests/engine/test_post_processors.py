@@ -89,7 +89,8 @@ def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, w
 
 @pytest.mark.parametrize("name", ["fails", "batched"])
 def test_a_failing_post_processor_ends_its_own_request_alone(zoo: Zoo, name: str) -> None:
-    """In its context, later, in a beam search, in one of two sequences, and after accepted drafts."""
+    """The failure is in the context, later, in a beam search, in one of two sequences, or after accepted
+    drafts."""
     model = zoo["llama-gqa"]
     requests = by_post_processor(some_of_everything(model), "no-repeats")
     ends = {2: 33, 3: 24, 4: 70, 6: 12}  # by request id, the number of tokens at which it fails
@@ -141,7 +142,7 @@ def test_a_batched_failure_ends_all_of_its_call_and_no_others(zoo: Zoo) -> None:
 
 
 def test_a_post_processor_is_called_once_for_each_token(zoo: Zoo) -> None:
-    """Even if the context is computed in chunks."""
+    """A post-processor is called once per token even if the context is computed in chunks."""
     model = zoo["llama"]
     calls: list[list[int]] = []
     note = LogitsPostProcessors({"note": lambda req_id, logits, ids, *_: calls.append(ids[0])})
@@ -193,7 +194,7 @@ def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
 
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 def test_a_row_that_fails_ends_alone_on_all_ranks(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One rank of two raises: the result of the sampling rank counts."""
+    """A post-processor raises on one rank of two: only the result of the rank that samples counts."""
     model = zoo["llama-gqa"]
 
     def at_the_sampler(req_id, logits, ids, stream_ptr, client_id):

@@ -69,7 +69,7 @@ def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq-zeros"])
 @pytest.mark.parametrize("size", [36, 64])
 def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size: int) -> None:
-    """Without GPTQ's index of groups; from their number alone, 96 inputs in two groups would be 48 each."""
+    """Has no GPTQ group index; two equal groups of 96 inputs would have 48 inputs each."""
     made = awq(size) if name == "awq" else gptq(4, size, name == "gptq", False, None)
     model = write(zoo["llama-gqa"], tmp_path, made)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -197,7 +197,7 @@ def _answers(kind: str, model: ZooModel) -> Served:
 def test_every_control_has_the_same_effect_as_on_one_rank(
     zoo: Zoo, kind: str, topology: tuple[int, int]
 ) -> None:
-    """In chunks, with a small cache."""
+    """Prompts are computed in chunks, with a small cache."""
     model = zoo["llama-gqa"]
     slots = 20 if kind == "beams" else 6
     with ranks(model.folder, topology, 60 if kind in ("beams", "lookup") else 40, slots) as engine:
@@ -225,7 +225,8 @@ def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
 
 @every_topology
 def test_a_stopped_request_does_not_affect_others(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One stops in its context, one in generation, and a beam search; batches with them are in flight."""
+    """A request in its context, one in generation and a beam search are stopped while their batches are in
+    flight."""
     model = zoo["llama-gqa"]
     requests = _some_of_everything(model)
     one = _by_one_rank(model, "chunked", 64)
@@ -259,7 +260,7 @@ STAGES = {
 def test_failed_batches_change_no_token(
     zoo: Zoo, topology: tuple[int, int], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both neighbouring stages learn of the failure; later batches are in flight."""
+    """Both neighbouring stages are notified of the failure while later batches are in flight."""
     model = zoo["mistral-window"]
     requests = _some_of_everything(model)
     config = config_of("chunked")
@@ -342,7 +343,8 @@ def test_a_batch_that_breaks_the_contract_is_refused_by_all_ranks_alike(
 def test_a_rank_that_fails_alone_reports_it_and_computes_no_more(
     zoo: Zoo, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails after sending everything that the other rank waits for, so that the other rank continues."""
+    """The rank fails after sending everything that the other rank waits for, so that the other rank
+    continues."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1)) as engine:
         saboteur = Saboteur(monkeypatch, _runner(engine.stages[rank]), "run", after=True)

@@ -63,7 +63,7 @@ def test_sampled_tokens_do_not_depend_on_policy_chunking_reuse_or_other_requests
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sequences_of_one_request_are_generated_independently(zoo: Zoo, way: str) -> None:
-    """Each has the tokens of its own random numbers, whatever blocks it shares."""
+    """Each sequence gets the tokens of its own random numbers, whatever blocks it shares."""
     model = zoo["llama-gqa"]
     sampling = SamplingConfig(temperature=1.3, top_p=0.9, num_return_sequences=3, random_seed=5)
     requests = [

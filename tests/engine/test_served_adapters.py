@@ -142,7 +142,7 @@ def serve(
 
 @cache
 def requests_of(model: ZooModel) -> tuple[Request, ...]:
-    """Return the same prompts with every adapter and none; greedy, sampled, searches, drafts."""
+    """Return requests with each adapter and with none: greedy and sampled ones, beam searches and drafts."""
     shared, requests = model.prompt(25), []
     for number in range(30):
         task = number % 6

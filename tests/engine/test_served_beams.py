@@ -198,7 +198,7 @@ def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
 
 
 def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
-    """They are the model's own, whatever the search's bans and penalties are."""
+    """Log probs and logits are the model's own, before the search's bans and penalties."""
     model = zoo["llama-gqa"]
     output = OutputOptions(
         return_log_probs=True,

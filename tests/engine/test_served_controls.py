@@ -123,7 +123,7 @@ def test_min_length_and_bad_words(zoo: Zoo, case: str, way: str) -> None:
 
 
 def penalized(model: ZooModel, request: Request) -> list[int]:
-    """Apply presence and frequency penalties, which transformers lacks."""
+    """Return greedy tokens with presence and frequency penalties, which transformers lacks."""
     tokens = list(request.input_token_ids)
     for _ in range(request.max_new_tokens):
         counts = torch.bincount(torch.tensor(tokens), minlength=VOCAB_SIZE)
@@ -191,7 +191,7 @@ def controlled(model: ZooModel) -> dict[Request, list[int]]:
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @pytest.mark.parametrize("case", CASES)
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
-    """By `sampling.reference`, one token at a time; the same with drafts from the sequence itself."""
+    """Tokens equal those of `sampling.reference`, with and without prompt lookup."""
     model = zoo[case]
     expected = controlled(model)
     requests = list(expected)
@@ -236,7 +236,7 @@ def sampling_requests(model: ZooModel) -> list[Request]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
-    """All controls at once: `sampling.reference`, one token at a time from transformers' logits."""
+    """With all controls at once, tokens equal those of `sampling.reference` on transformers' logits."""
     model = zoo[case]
     requests = sampling_requests(model)[1:4]
     served = serve(load(model.folder, 34, 5), config_of("utilization-chunked-no-reuse"), requests)
@@ -246,7 +246,7 @@ def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_do_not_depend_on_other_requests(zoo: Zoo, case: str) -> None:
-    """Alone, in a batch, paused, chunked, with and without shared blocks."""
+    """A request gets the same tokens alone, in a batch, paused, chunked, with and without shared blocks."""
     model = zoo[case]
     requests = sampling_requests(model)
     engine = load(model.folder, 200)

@@ -61,7 +61,7 @@ def accepted(served: Served, request: Request) -> tuple[int, int]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
-    """Entirely right, partly right and wrong drafts in one batch."""
+    """A batch has drafts that are entirely right, partly right, and wrong."""
     model = zoo[case]
     plain = make_requests(model)
     expected = plain_run(model, plain)
@@ -107,7 +107,7 @@ def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> Non
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
-    """With prompts that already contain much of the output, after n-grams that are repeated."""
+    """Prompts already contain much of the output, after n-grams that are repeated."""
     model = zoo[case]
     plain = make_requests(model)
     longer, looking = [], []

@@ -38,7 +38,7 @@ def mixed(names: list[str]) -> list[SamplingConfig]:
     "names", with_all([pytest.param(names, id="+".join(names)) for names in BATCHES], BATCHES[-1:])
 )
 def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
-    """With sequences that need new blocks; tokens equal the CPU's."""
+    """Sequences need new blocks in the batch; tokens equal the CPU's."""
     model = zoo["llama-gqa"]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(len(names))]
     with FakeDevice() as device:

@@ -22,7 +22,7 @@ from tests.tiers import with_all
 
 NUM_TOKENS = 40
 TOLERANCE = 1e-4
-# Windows, layer by layer where there are several, and sinks.
+# (windows, one for all layers or one per layer; number of sinks)
 SETTINGS = [
     ((9,), 0),
     ((9, 21), 0),

@@ -179,7 +179,7 @@ class ThreadRanks:
         self.mates = [ThreadStage(tp_size) for _ in range(pp_size)]
         self.failures: list[tuple[int, int]] = []
         told = {mapping.rank: SimpleQueue() for mapping in mappings if not mapping.is_sampler}
-        # One before each rank; those after the last stage are not used.
+        # links[r] leads to rank r from the previous stage; links beyond the last rank are not used.
         links = [SimpleQueue() for _ in range(len(mappings) + tp_size)]
         self._ranks = [
             RankEngine(

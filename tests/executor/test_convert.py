@@ -50,7 +50,7 @@ PLAIN = CoreRequest(0, (1, 2, 3), 5, sampling=CoreSamplingConfig(early_stopping=
 
 
 def test_a_plain_request() -> None:
-    """Without an end id, early stopping is the only default that differs from the server's tensors."""
+    """If no end id is given, only early stopping has another default than the server's tensors."""
     assert convert() == PLAIN
 
 

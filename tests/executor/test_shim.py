@@ -59,7 +59,7 @@ print(tensorrt_llm.__version__ == tensorrt_llm.version.__version__ == trtllm.__v
 
 
 def test_objects_of_the_examples_need_no_executor(installed: Path) -> None:
-    """The path of a worker program, which does not exist here, is accepted."""
+    """A worker program's path is accepted although the program does not exist here."""
     run(
         installed,
         """

@@ -161,7 +161,7 @@ def manager(client: Client) -> Iterator[GptManager]:
 
 
 def test_a_gpt_manager_is_constructed_as_documented(client: Client) -> None:
-    """Path, type, beam width, policy, max_num_requests, Get and Send, in this order."""
+    """The arguments are path, type, beam width, policy, max_num_requests, Get and Send, in this order."""
     manager = GptManager(
         Path(MODEL),
         TrtGptModelType.InflightBatching,
@@ -302,7 +302,7 @@ def test_statistics_of_v1_batching(client: Client) -> None:
 
 
 def test_the_callbacks_of_an_iteration_are_called_in_order(client: Client, manager: GptManager) -> None:
-    """Get at the start; Send, then Poll and ReturnBatchManagerStats, at the end."""
+    """Get is called at the start; Send, then Poll and ReturnBatchManagerStats, at the end."""
     client.ask(make_request(1, 1))
     manager.shutdown()
     calls = client.calls[client.calls.index("get") :]

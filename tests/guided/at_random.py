@@ -1,4 +1,5 @@
-"""Random guides, and checks by jsonschema, `re` and a table of endings that a text follows a guide."""
+"""Random guides, and checks that a text follows its guide: by jsonschema, by `re`, and by a table of possible
+endings."""
 
 from __future__ import annotations
 

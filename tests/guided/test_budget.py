@@ -141,10 +141,8 @@ def steps_until_over(grammars: Grammars, drafts: tuple[int, ...], num_steps: int
 def test_the_budget_is_a_fixed_time_and_a_time_per_token(
     name: str, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step makes a mask and consumes a token, and does both for each draft.
-
-    Each token adds 5 ms to the first 100.
-    """
+    """A step makes a mask and consumes a token, and does both for each draft. The budget is 100 ms and 5 ms
+    per token."""
     grammars = grammars_with(LETTERS, name=name)
     num_calls, added_s = 2 * (1 + num_drafts), Budget.of_vocabulary(tiny_vocabulary()).token_s
     for share, expected in ((0.9, 100), (3.0, 100 / (2 * 5))):
@@ -258,7 +256,8 @@ def test_xgrammar_follows_large_guides_within_the_budget(guide: Guide, num_draft
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
 def test_a_guide_is_tried_before_its_request_starts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight tokens with two calls each add 40 ms to the first 100, and the last call consumes a token."""
+    """The trial has eight tokens with two calls each, so its budget is 100 ms and 40 ms; the last call
+    consumes a token."""
     pytest.importorskip(name, reason="the other library is not installed")
     backend = tiny_backend(name)
     compiled = backend.compile(LETTERS)
@@ -275,7 +274,7 @@ def test_a_guide_is_tried_before_its_request_starts(name: str, monkeypatch: pyte
 def test_other_requests_get_their_tokens_beside_hostile_guides(
     zoo: Zoo, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With prompt lookup and without."""
+    """Runs with and without prompt lookup."""
     pytest.importorskip(name, reason="the other library is not installed")
     monkeypatch.setattr(budget, "thread_time", thread_time)
     model, letters = zoo["llama-gqa"], Guide(GuideKind.REGEX, "[a-z]{30}")

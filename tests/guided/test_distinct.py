@@ -73,7 +73,7 @@ def test_a_token_that_completes_an_equal_item_and_more_is_banned(
 
 
 def test_a_draft_that_completes_an_equal_item_is_rejected() -> None:
-    """The mask cannot ban it, because the space makes it another spelling."""
+    """The mask does not ban the token, whose leading space makes it another spelling of the item."""
     followed = grammars()
     matcher, masks = followed.matcher(guide(TEXTS)), np.full((4, VOCABULARY.num_words), -1, dtype=np.int32)
     matcher.consume(list(b'[{"a":"x"},{"a":"x'))

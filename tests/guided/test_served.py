@@ -195,7 +195,7 @@ def test_a_guide_that_can_only_end_ends_a_request_without_end_ids(zoo: Zoo) -> N
 
 
 def test_an_end_id_that_is_text_ends_only_where_the_guide_may_end(zoo: Zoo) -> None:
-    """Token 8 is a quotation mark: the string has two, and may end only after the second."""
+    """The end id 8 is a quotation mark; the string has two, and may end only after the second."""
     model = zoo["llama-gqa"]
     quote = tiny_vocabulary().tokens.index(b'"')
     guide = Guide(GuideKind.REGEX, '"[a-z]{2}"( |x)*')
@@ -221,7 +221,8 @@ def test_no_control_allows_a_token_that_the_guide_bans(zoo: Zoo) -> None:
 
 
 def test_a_guide_whose_allowed_tokens_are_all_banned_is_an_error(zoo: Zoo) -> None:
-    """The guide also allows the end after the a, but only bans exclude all other tokens."""
+    """After `a` the guide allows `b` or the end. A request that bans `b` and all other tokens fails; it does
+    not end normally."""
     model = zoo["llama-gqa"]
     a = tiny_vocabulary().tokens.index(b"a")
     guide = Guide(GuideKind.REGEX, "ab*")
@@ -231,7 +232,7 @@ def test_a_guide_whose_allowed_tokens_are_all_banned_is_an_error(zoo: Zoo) -> No
 
 
 def test_a_guide_that_fails_ends_only_its_request(zoo: Zoo) -> None:
-    """It was never compiled; the rank that chooses tokens detects this at the row."""
+    """The guide was never compiled, and the rank that samples detects this when it reaches the row."""
     model = zoo["llama-gqa"]
     broken = make_request(0, model.prompt(5, 0), Guide(GuideKind.REGEX, "(a"))
     others = [make_request(n, model.prompt(5, n), WORDS, 40) for n in (1, 2)]

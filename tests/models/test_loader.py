@@ -81,7 +81,7 @@ def test_tied_embeddings_are_one_tensor(zoo: Zoo) -> None:
 
 
 def test_gpt2_without_a_head_and_with_mask_buffers_loads(zoo: Zoo, edited: Callable[..., Path]) -> None:
-    """The format of the first GPT-2 checkpoints."""
+    """The first GPT-2 checkpoints have this format."""
 
     def strip(tensors: Tensors) -> Tensors:
         bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -131,7 +131,7 @@ def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
 def test_single_and_stacked_experts_load_alike(
     zoo: Zoo, tmp_path: Path, case: str, part: Shard | None
 ) -> None:
-    """The formats of transformers before version 5, and since."""
+    """Both formats of transformers, before and since version 5, load equally."""
     model = zoo[f"{case}-even" if part is not None and f"{case}-even" in CASES else case]
     model.oracle.save_pretrained(tmp_path, save_original_format=False)
     names = load_file(tmp_path / "model.safetensors")

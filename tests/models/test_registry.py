@@ -406,7 +406,8 @@ def test_errors_name_file_key_value_and_what_was_expected(
 
 
 def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    """The message names an alternative for a file, a folder of files, one beside config.json, and a GGUF name."""
+    """The error names an alternative for a GGUF file, a folder of them, one beside config.json, and a name on
+    the hub."""
     said = r"GGUF is llama\.cpp's file format, which is not read: take the checkpoint that it was made from"
     file, named = tmp_path / "model-Q4_K_M.gguf", tmp_path / "Model-GGUF"
     file.touch()

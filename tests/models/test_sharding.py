@@ -97,7 +97,7 @@ def test_ranks_divide_the_heads_of_latent_attention_and_replicate_shared_weights
 
 
 def _stages(zoo: Zoo, case: str, pp_size: int) -> tuple[DecoderWeights, list[DecoderWeights]]:
-    """Return the whole model, and its stages."""
+    """Return the whole model, and its parts by stage."""
     model = read_model_description(zoo[case].folder)
     parts = [Part.from_mapping(Mapping(1, pp_size, rank), model.decoder) for rank in range(pp_size)]
     return load_weights(model, None, CPU), [load_weights(model, None, CPU, part) for part in parts]

@@ -201,7 +201,7 @@ def test_a_chat_has_only_the_bos_of_its_template(tmp_path: Path, writes_bos: boo
 
 @pytest.mark.parametrize("asked", [{"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}])
 def test_top_logprobs_0_needs_no_logprobs(fake_url: str, asked: dict[str, Any]) -> None:
-    """As with vLLM; clients send their defaults."""
+    """As in vLLM, top_logprobs 0 is accepted without logprobs, because clients send their defaults."""
     answer = httpx.post(f"{fake_url}/v1/chat/completions", json={**ASKED, **asked})
     assert answer.status_code == 200 and answer.json()["choices"][0]["logprobs"] is None
 

@@ -177,7 +177,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(fake_url: str) -> None:
     ],
 )
 def test_a_long_invalid_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
-    """One error for every item would be made on the event loop, and delay all requests."""
+    """An error for every item would take long on the event loop and delay all requests."""
     with pytest.raises(pydantic.ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() <= 4

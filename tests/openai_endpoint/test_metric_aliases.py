@@ -151,7 +151,7 @@ def test_a_draft_engine_does_not_get_the_served_models_name(draft: str, is_first
 
 
 def test_the_endpoint_returns_tritons_page_and_the_aliases(triton_page):
-    """It returns Triton's page unchanged, then vLLM's names with the model name of /v1."""
+    """The endpoint returns Triton's page unchanged, then vLLM's metric names with the model name of /v1."""
     text, triton_url = triton_page
     with fake_engine() as client, served(client, metrics_url=triton_url) as url:
         answer = httpx.get(f"{url}/metrics", timeout=30)

@@ -187,7 +187,7 @@ def test_stop_strings_match_across_tokens(tmp_path: Path, stop: str) -> None:
 
 
 def test_stop_strings_may_be_special_tokens(tmp_path: Path) -> None:
-    """They end the answer even if the text has no special tokens."""
+    """A stop string that is a special token ends the answer even if texts leave out special tokens."""
     tokenizer, marker = Tokenizer.from_dir(DEMO), "<s>"
     ids = [*tokenizer.encode("one "), BOS_ID, *tokenizer.encode("two")]
     with scripted(ids, folder_with_bos(tmp_path), chat_template=template(tmp_path, TEMPLATE)) as url:

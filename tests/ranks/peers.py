@@ -1,4 +1,4 @@
-"""The two ends of connections between ranks, as `meet` makes them."""
+"""Hosts, Peers and raw heartbeat messages for tests of connections between ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def make_doomed() -> list[Request]:
 
 
 def answers(served: Served) -> list[Any]:
-    """Return the fields of every sequence that fit JSON, in the order of ids."""
+    """Return the results of all sequences as JSON values, in the order of ids; of context logits only the
+    shape."""
     found = []
     for key in sorted(served.responses):
         result = served.result(*key)

@@ -48,7 +48,7 @@ class Publisher:
 
 
 class Guard:
-    """A fake guard that records the watched processes."""
+    """A fake guard that records the processes it is to watch."""
 
     def __init__(self) -> None:
         self.launcher: ProcessId | None = None

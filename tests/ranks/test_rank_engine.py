@@ -70,7 +70,8 @@ class FakeStage:
 
 
 class Wire:
-    """Link and outcomes between two stages of one rank each; `settled` counts calls."""
+    """The link between two stages of one rank each, and the last stage's outcomes; `settled` counts the calls
+    of `settle`."""
 
     def __init__(self) -> None:
         self.hidden: deque[torch.Tensor | None] = deque()
@@ -183,7 +184,7 @@ def test_an_output_that_cannot_be_sent_is_an_error_on_all_ranks(pair: Pair) -> N
     assert [type(found) for found in errors] == [StepFailed] * 2
 
 
-def test_a_stage_that_fails_is_passed_on(pair: Pair) -> None:
+def test_the_failure_of_a_stage_is_passed_on(pair: Pair) -> None:
     """The last stage does not compute and reports the error; the next batch succeeds."""
     pair.stages[0].forward_error = ValueError("broken")
     failed = ScheduledBatch(0)

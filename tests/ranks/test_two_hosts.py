@@ -17,7 +17,6 @@ from inflight.ranks.launch import find_mpirun
 from inflight.server.launch import serve
 from tests.commands import read_line
 from tests.ranks.two_hosts import NoHosts, TwoHosts, two_hosts
-from tests.tiers import with_all
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
@@ -112,9 +111,7 @@ def workers_of(host: str) -> list[int]:
 
 @pytest.mark.exhaustive
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    ("mode", "ranks"), with_all([("orchestrator", (1, 1)), ("leader", (0, 1))], ["orchestrator"])
-)
+@pytest.mark.parametrize(("mode", "ranks"), [("orchestrator", (1, 1)), ("leader", (0, 1))])
 def test_a_model_on_two_hosts_gives_the_tokens_of_one(
     hosts: TwoHosts, mode: str, ranks: tuple[int, int]
 ) -> None:

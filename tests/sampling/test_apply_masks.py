@@ -57,7 +57,8 @@ def make_logits(size: int, numbers: np.random.Generator) -> NDArray[np.float32]:
 def expect(
     logits: NDArray[np.float32], indices: list[int], allowed: Mask
 ) -> tuple[NDArray[np.float32], list[int | None]]:
-    """Return expected logits, and each masked row's first likeliest token, None if all are -inf."""
+    """Return the expected logits, and for each masked row the first token with the highest logit; None if all
+    are -inf."""
     logits, tokens = logits.copy(), []
     for index, of_row in zip(indices, allowed):
         logits[index, ~of_row] = -np.inf
@@ -132,7 +133,7 @@ def test_masks_may_end_with_the_vocabulary_or_later(row_kernels: RowKernels, spa
 def test_masks_of_another_shape_are_an_error_and_change_nothing(
     row_kernels: RowKernels, shape: tuple[int, int]
 ) -> None:
-    """Compiled code would read outside of the masks."""
+    """Compiled code would otherwise read outside of the masks."""
     rows = as_rows(np.ones((NUM_ROWS, 77), np.float32))
     with pytest.raises(ValueError, match=rf"masks are \[{shape[0]}, {shape[1]}\] words for 3 rows of 77 log"):
         row_kernels.apply_masks(rows, np.array([0, 4, 8]), np.zeros(shape, np.int32))

@@ -83,7 +83,8 @@ def _check_details(got: BeamCandidates, rows: list[list[float]], request: Reques
 
 
 def test_scores_are_added_as_transformers_adds_them() -> None:
-    """float32 log_softmax plus the score in float32, top-k over all beams, are bitwise equal."""
+    """Scores are bitwise transformers': float32 log_softmax plus the score in float32, then top-k over all
+    beams."""
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0)) * 3
     scores = torch.tensor([-1.25, -2.5, -3.3, -9.1])
     request = make_request(beam_width=4)

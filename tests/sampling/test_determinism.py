@@ -62,7 +62,8 @@ def test_tokens_are_the_same_alone_in_a_batch_and_in_any_order(vocab_size: int, 
 
 
 def test_a_paused_sequence_continues_with_the_same_tokens() -> None:
-    """For each kind, six tokens without a pause equal six with another sequence in the slot after three."""
+    """For each kind of sampling, six tokens in a row equal three tokens, a pause in which another sequence
+    uses the slot, and three more."""
     logits = torch.randn(6, 1, 50, generator=torch.Generator().manual_seed(1)) * 2
     for row in _rows(2 * len(_EVERY_KIND)):
         expected = _generate(logits, row, pause_after=None)

@@ -128,7 +128,7 @@ def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: i
 
 @pytest.mark.usefixtures("row_kernels")
 def test_a_device_that_overlaps_iterations_chooses_the_same_tokens() -> None:
-    """If every token is banned it still feeds itself a valid token."""
+    """A row with every token banned still gets a valid token as its next input."""
     numbers, num_impossible = random.Random(1), 0
     for _ in range(examples(fast=20, all=60)):
         requests = [extreme_request(numbers, 30, top_p_decay=1.0) for _ in range(30)]

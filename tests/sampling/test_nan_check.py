@@ -115,7 +115,7 @@ def test_a_draft_row_with_nan_is_named(sampling: dict[str, float], with_logits: 
 
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_beam_with_nan_is_named(value: float) -> None:
-    """One beam fails its search; other rows and the other search are not affected."""
+    """One NaN beam fails its search; other rows and the other search are not affected."""
     requests = [make_request(PROMPT, beam_width=2), make_request(PROMPT, beam_width=2, output=DETAILS)]
     rows = [Row(request, (5,)) for request in requests for _ in range(2)] + [Row(make_request(PROMPT), (5,))]
     logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(2))
@@ -143,7 +143,7 @@ def test_a_beam_with_nan_is_named(value: float) -> None:
 
 
 def test_a_failed_batch_leaves_no_state() -> None:
-    """Other rows, restarted, choose the same tokens as without the failed batch."""
+    """Restarted rows choose the same tokens as without the failed batch."""
     samplings = [
         {"repetition_penalty": 1.5},
         {"top_p": 0.9, "top_p_decay": 0.5, "top_p_reset_id": 4},

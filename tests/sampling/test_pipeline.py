@@ -189,7 +189,7 @@ def test_normalized_log_probs_are_of_the_kept_tokens() -> None:
 @pytest.mark.parametrize("vocab_size", [300, 5_000, 9_999])
 @pytest.mark.parametrize("scale", [0.3, 2.0, 8.0], ids=["flat", "medium", "peaked"])
 def test_long_rows_are_sampled_like_the_reference(vocab_size: int, scale: float) -> None:
-    """Blocks, float32 weights and digits of weights only matter with many tokens."""
+    """Sums by block, float32 weights and digits of weights only matter with many tokens."""
     kinds = [
         {"top_k": 5},
         {"top_k": 400},

@@ -195,7 +195,7 @@ def test_no_later_control_allows_a_token_that_a_processor_banned() -> None:
 
 
 def test_later_controls_see_the_processors_changes() -> None:
-    """The request's own ban leaves one of the two tokens."""
+    """The post-processor allows two tokens, and the request's own ban leaves one of them."""
     output = run(some_logits(1), [Row(named(bad_words=[(3,)]))], p=only(3, 4))
     assert output.token_ids == [(4,)]
 
@@ -356,7 +356,7 @@ def test_an_error_fails_only_its_row(
 
 
 def test_nan_logits_of_the_model_fail_the_batch_and_not_the_request() -> None:
-    """The post-processor did not cause them."""
+    """The NaN comes from the model and not from the post-processor."""
     logits = some_logits(2)
     logits[1, 5] = float("nan")
     with pytest.raises(FloatingPointError, match="position 1 of slot 1"):

@@ -85,14 +85,14 @@ def test_equal_logits_keep_the_lower_ids(sampling: dict[str, float], kept: list[
 @pytest.mark.parametrize("size", [500, 20_000])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.8])
 def test_a_top_p_over_equal_logits_keeps_the_first(size: int, top_p: float) -> None:
-    """All tokens are in one bin of weights, and too many are needed to sort them."""
+    """All tokens are in one bin of the histogram of weights, and too many of them are needed to sort them."""
     rows = [Row(make_request([0] * length, top_p=top_p)) for length in range(1, 201)]
     tokens = choose_tokens(torch.zeros(200, size), rows)
     assert 0.9 * top_p * size < max(tokens) < top_p * size
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
-    """Probabilities 1/2, 1/4, 1/8, 1/8."""
+    """The tokens' probabilities are 1/2, 1/4, 1/8 and 1/8."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     cases = [
         (0.4, [0]),

@@ -75,7 +75,7 @@ def test_tokens_are_the_references_with_any_other_control(data: st.DataObject) -
 @given(st.data())
 @many_examples
 def test_drafts_are_verified_against_the_kept_tokens(data: st.DataObject) -> None:
-    """By equality, and at random with the probabilities of the same rows."""
+    """Greedy drafts are verified by equality, sampled ones at random with the probabilities of the same rows."""
     drafts = data.draw(st.lists(st.integers(0, 39), min_size=1, max_size=3))
     made = data.draw(requests(40, top_n_sigma=data.draw(LIMITS), top_p=1.0, temperature=1.0))
     request = replace(made, draft=make_request(drafts=drafts).draft)

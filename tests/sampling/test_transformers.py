@@ -73,7 +73,8 @@ def test_processed_logits(changes: dict, processors: list, generated: tuple[int,
     ],
 )
 def test_filtered_distributions(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
-    """Temperature, top-k, top-p, min-p. Its top-p keeps a token if those after it do not reach 1 - p."""
+    """Filters are temperature, top-k, top-p and min-p. transformers' top-p keeps a token if later ones do not
+    reach 1 - p."""
     warpers = [TemperatureLogitsWarper(temperature)]
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p else []

@@ -66,7 +66,7 @@ class Stage:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # By another name, Python does not find its environment.
+            # The file has another name than Python, which therefore would not find its environment by itself.
             env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert self.server.stdout is not None

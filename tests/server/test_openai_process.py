@@ -208,7 +208,7 @@ def test_api_keys_are_passed_by_a_pipe_only_and_a_certificate_enables_https(
 
 
 def test_the_endpoint_listens_on_ipv6(folder: Path) -> None:
-    """It is started like on the command line, and prints a URL that works."""
+    """The endpoint, started as on the command line, prints an IPv6 URL that works."""
     place = ["--engine-endpoint", str(folder / "engine.sock"), "--host", "::1", "--port", "0"]
     command = [sys.executable, "-m", "inflight.openai", *place]
     with engine_at(folder / "engine.sock"), subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -11,7 +11,7 @@ from inflight.server import orphans
 orphans.adopt()
 own = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
 orphans.claim(own)
-# Its child lives on until its standard input ends, and tells its number.
+# A parent that prints the process id of its child and ends. The child ends when its standard input ends.
 child = 'import subprocess, sys; p = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL); print(p.pid)'
 reader, writer = os.pipe()
 parent = subprocess.Popen([sys.executable, "-c", child], stdin=reader, stdout=subprocess.PIPE)

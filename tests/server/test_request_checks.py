@@ -237,7 +237,7 @@ def test_a_program_other_than_tritonserver_is_not_changed(libraries, tmp_path):
 
 
 def test_processes_that_tritonserver_starts_do_not_load_the_library(libraries, tmp_path):
-    # Python has copied the environment before; a child that is started in C sees what the library left.
+    # os.environ is a copy from before the library left LD_PRELOAD; a child that C starts gets the current value.
     assert run(libraries, tmp_path, "ctypes.CDLL(None).system(b'test -z \"${LD_PRELOAD##*checks*}\"')") != 0
 
 

@@ -206,7 +206,7 @@ def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> Non
 def test_ranks_that_were_started_together_are_not_started_again(
     ranked_repository: Path, mpirun_folder: Path
 ) -> None:
-    """Slurm does so: rank 0 runs the command itself, and the workers run beside it."""
+    """Slurm starts rank 0 with this command, and the workers beside it."""
     together = [find_mpirun(), "--allow-run-as-root", "--oversubscribe", "-n", "1"]
     workers = [":", "-n", "2", sys.executable, str(STAND_IN)]
     numbers: Queue[int | Exception] = Queue()

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints, read by the library that defines their format."""
+"""Checkpoints with random weights, loaded by transformers, which defines their format."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_transformers_loads_exactly_the_written_tensors(family: str, tmp_path: P
 
 
 def test_mxfp4_experts_are_near_the_drawn_weights(tmp_path: Path) -> None:
-    """They are compared as transformers unpacks them; nothing else may change."""
+    """transformers unpacks the MXFP4 experts for the comparison; all other tensors must be identical."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     plain, packed = (
         load_file(make_model(tmp_path / str(quantize), "gpt_oss", quantize=quantize) / "model.safetensors")

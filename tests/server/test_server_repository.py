@@ -260,7 +260,8 @@ def test_a_decoupled_mode_that_is_neither_true_nor_false_is_refused(tmp_path: Pa
 
 
 def test_a_preprocessing_model_with_the_checkpoints_path_is_not_an_engine(tmp_path: Path) -> None:
-    """In tensorrtllm_backend it has the path too; the templates have no demo model beside them."""
+    """tensorrtllm_backend's preprocessing has the checkpoint's path too; the templates have no demo model
+    beside them."""
     source = default_repository().parent / "all_models" / "inflight_batcher_llm"
     runtime = assemble(source, tmp_path / "out", Wanted(model=tmp_path / "m"))
     assert [launch.model for launch in runtime.launches] == ["tensorrt_llm"]

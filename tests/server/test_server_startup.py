@@ -32,7 +32,7 @@ class Starting:
         return {"ensemble"} if self.num_lines else set()
 
     def after(self, seconds: float, grows_by: int = 0) -> str | None:
-        """Check ten times a second for `seconds`; return the first complaint."""
+        """Check ten times a second for `seconds`; return the first error, None without one."""
         for _ in range(int(10 * seconds)):
             self.now_s += 0.1
             self.num_bytes += grows_by // 10

@@ -380,7 +380,8 @@ def test_special_tokens_are_shown_unless_skipped(lead: bool) -> None:
 def test_a_stop_string_ends_nothing_before_min_tokens(
     min_tokens: int, shown: str, kept: int, size: int
 ) -> None:
-    """A stop string begun earlier and completed later counts; tokens of this tokenizer are letters."""
+    """A stop string counts if it begins before min_tokens and is completed afterwards. This tokenizer's
+    tokens are letters."""
     text = CompletionText(
         letter_tokenizer(), ids_of("ab"), None, False, StopStrings(("ab",)), min_tokens=min_tokens
     )

@@ -55,7 +55,7 @@ class Flight:
 
     @property
     def may_fail(self) -> bool:
-        """Whether the iteration has failed, or is not yet known not to have."""
+        """Whether the iteration has failed, or may still fail because its outcome is not known yet."""
         return self.has_failed or (
             self.outcome is None and (self.is_spoiled or self.planned_error is not None)
         )

@@ -145,7 +145,8 @@ class QueueOracle:
         return refused
 
     def accepted(self, requests: Collection[Request], events: Collection[AdapterEvent]) -> None:
-        """Note requests that were queued or wait for adapters, and adapters that came; some have ended."""
+        """Record queued requests, requests that wait for adapters, and adapters that have arrived; some
+        requests have already ended."""
         first = {r.request_id: r for r in sequences_of(self._scheduler) if r.sequence_index == 0}
         for request in requests:
             self.shares.hold(request.client_id)

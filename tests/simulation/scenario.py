@@ -162,7 +162,7 @@ def draw_with_failing_rows(seed: int) -> Scenario:
 
 
 def draw_with_everybody_leaving(seed: int) -> Scenario:
-    """Draw the same scenario with all requests stopped at once and a small bound of endings per iteration."""
+    """Draw the same scenario, with all requests stopped at once and a small bound of endings per iteration."""
     rng, scenario = random.Random(seed), draw(seed)
     at = max(scenario.arrivals) + rng.randint(0, 4)
     stops = tuple(StopSignal(request_id, StopReason.CANCELLED) for request_id in scenario.requests)

@@ -160,7 +160,8 @@ class SimulatedServer:
         return flight
 
     def _check_pauses(self, before: list[tuple[LlmRequest, int]], stayed: set[int]) -> None:
-        """Check that each request in `before` that did not stay was the right one to pause."""
+        """Check that the paused requests, which are those of `before` without `stayed`, were the right ones
+        to pause."""
         paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
         self.accounts.scheduled(len(paused))
         assert not (paused and self._in_flight and self.scenario.limits.overlaps_iterations), (

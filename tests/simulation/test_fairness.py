@@ -78,7 +78,8 @@ def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> li
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
-    """Over any time the difference between their shares changes by at most that."""
+    """In any interval, the difference between two clients' shares changes by at most one largest request of
+    each."""
     server = run_to_the_end(draw_backlog(seed))
     clients = {request.client_id for request in server.scenario.requests.values()}
     for one, other in combinations(clients, 2):
@@ -94,7 +95,8 @@ def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
 def test_charges_for_tokens_that_are_not_generated_are_credited(seed):
-    """With end ids, which end requests early, shares differ by running requests and a largest one each."""
+    """Even if end ids end requests early, clients' shares differ by at most their running requests and one
+    largest request each."""
     server = run_to_the_end(draw_backlog(seed, end_ids=tuple(range(0, VOCAB_SIZE, 5))))
     sequences = {r.request_id: r for r in server.queue.starts}
     clients = {request.client_id for request in server.scenario.requests.values()}
@@ -119,7 +121,7 @@ def test_order_holds_with_many_priorities(seed):
 
 
 def test_a_late_client_has_no_credit():
-    """It takes turns from its arrival on and gets no compensation for the time before."""
+    """A client takes turns from its arrival on, without compensation for the time before."""
     early = tuple(Request(i, (i % 7 + 1,) * 4, 4, client_id=1) for i in range(30))
     late = tuple(Request(100 + i, (i % 7 + 11,) * 4, 4, client_id=2) for i in range(10))
     config = SchedulingConfig(max_num_tokens=64, enable_kv_cache_reuse=False)

@@ -60,10 +60,8 @@ def one_in_flight(scenario: Scenario) -> Scenario:
 
 
 def two_in_flight(scenario: Scenario) -> Scenario:
-    """Return the scenario with two batches in flight.
-
-    For every other seed with requests that never need the host.
-    """
+    """Return the scenario with two batches in flight. With every other seed, its requests never need the
+    host."""
     ahead = scenario.ahead()
     return ahead.undemanding() if scenario.seed % 2 else ahead
 

@@ -202,7 +202,7 @@ def test_one_tensor_of_logits_is_not_copied() -> None:
 
 
 def test_top_log_probs_of_no_tokens_keep_the_number_of_candidates() -> None:
-    """So that a client can concatenate the arrays of a stream."""
+    """An empty array keeps its last dimension, so that a client can concatenate the arrays of a stream."""
     result = make_result((), top_log_probs=((),), log_probs=((),))
     array = make_array("top_log_probs", [make_output(result)])
     assert array is not None and array.shape == (1, 1, 0, 2)

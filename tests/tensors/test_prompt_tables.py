@@ -161,7 +161,7 @@ def test_a_table_of_finite_numbers() -> None:
 
 
 def test_output_text_ignores_ids_of_table_rows() -> None:
-    """Even if the tokenizer has more tokens than the model, including one with the id of a row."""
+    """Virtual tokens' ids have no text even if the tokenizer has tokens with these ids."""
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     assert tokenizer.decode([VOCABULARY_SIZE + 1])
     (prompt,) = prompts_of(

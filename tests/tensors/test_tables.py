@@ -399,7 +399,7 @@ def test_llmapis_best_of_must_be_at_most_one() -> None:
 
 
 def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
-    """The others are the renamed tensors above, and tensors that only make sense for ids."""
+    """All other inputs are the renamed tensors above, or tensors that only make sense for ids."""
     renamed = {spec.name for spec in INPUTS.specs if spec.built and spec.name not in spec.text_names}
     assert renamed == {
         "request_output_len",

@@ -76,13 +76,13 @@ def test_few_streams_are_checked_once_per_period() -> None:
 
 
 def test_every_stream_is_checked_within_the_promised_time() -> None:
-    """One check alone takes 0.1 to 0.15 ms."""
+    """A check of one stream takes 0.1 to 0.15 ms."""
     assert longest_silence(16, 0.00015) <= 0.050
     assert longest_silence(256, 0.00015) <= 0.250
 
 
 def test_every_stream_is_checked_in_time_under_load() -> None:
-    """While the sender thread sends as fast as it can, a check waits for a response."""
+    """While the sender thread sends as fast as it can, a check waits for one response."""
     assert longest_silence(256, 0.00035) <= 0.250
 
 

@@ -140,7 +140,7 @@ def test_tensors_are_declared_as_in_the_table(model: ModelSpec) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_no_input_is_required_by_triton(model: ModelSpec) -> None:
-    """Missing inputs are then reported in words, and a stop request needs no other input."""
+    """The model reports missing inputs in words, and a stop request needs no other inputs."""
     assert all(tensor.optional for tensor in parsed(model).input)
 
 

@@ -241,7 +241,7 @@ def test_close_answers_requests_that_the_engine_client_left_unanswered() -> None
 def test_a_tensor_name_of_the_other_vocabulary_is_refused(
     build: Build, vocabulary: Vocabulary, key: str, message: str
 ) -> None:
-    """HTTP generate passes a key that is not an input on as a parameter."""
+    """HTTP generate passes on a key that is not an input as a request parameter."""
     inputs = text_inputs() if vocabulary is Vocabulary.TEXT else token_inputs()
     request = InferenceRequest(inputs, sorted(ALL_OUTPUTS), parameters=json.dumps({key: 5}))
     (sent,) = build(vocabulary).take(request).wait_final()
@@ -270,7 +270,8 @@ CODED = '{"error_codes": true}'
 
 
 def test_errors_begin_with_their_codes_on_request(build: Build) -> None:
-    """This holds for errors of the front end and the engine; other requests get messages without codes."""
+    """Errors of the front end and of the engine begin with codes; requests without the option get messages
+    without codes."""
     stage = build()
     bad = token_inputs(temperature=-1.0)
     plain = error_of(stage.take(InferenceRequest(bad, sorted(ALL_OUTPUTS))).wait_final()[0])

@@ -24,7 +24,7 @@ def test_every_family_has_a_row() -> None:
 
 
 def test_the_queries_use_existing_metrics() -> None:
-    """A histogram is queried by its parts."""
+    """Queries name a histogram by its _bucket, _sum and _count series."""
     text = PAGE.read_text(encoding="utf-8")
     asked = {
         name

@@ -47,7 +47,7 @@ def test_an_engine_has_one_instance(groups):
     "groups", [[{"count": 2}], [{"count": 1}, {"count": 1}], [{"count": 1, "gpus": [0, 1]}]]
 )
 def test_an_engine_of_two_instances_is_refused(groups):
-    """The second instance would take the place of the first."""
+    """The second instance would replace the first."""
     with pytest.raises(ConfigError, match="instance_group: got 2 instances, expected 1"):
         read(instance_group=groups)
 

@@ -383,7 +383,7 @@ def test_text_models_without_a_tokenizer_load_and_refuse_requests(pb_utils: Fake
 
 
 def test_front_ends_import_no_torch() -> None:
-    """Only the engine's process imports it."""
+    """Only the engine's process imports torch."""
     modules = "remote, text_models"
     code = f"from inflight.triton.models import {modules}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -183,7 +183,7 @@ class BusySender(ResponseSender):
 def test_a_stream_waits_for_at_most_one_response_to_each_other_stream(
     desk: Desk, num_streams: int, tokens_per_send: int
 ) -> None:
-    """So the number of streams bounds a stream's lag, and all streams have the same bound."""
+    """The lag of a stream is bounded by the number of streams, and all streams have the same bound."""
     engine = BusyEngine(desk, tokens_per_send, num_sends=6 * num_streams)
     streams = [BusySender(engine, number) for number in range(num_streams)]
     engine.entries = [desk.start(stream) for stream in streams]

@@ -204,7 +204,8 @@ def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
 
 
 def _is_named(names: str | tuple[str, ...], module: str) -> bool:
-    """Return whether a regular expression matches the whole name, or a name its end from a dot on."""
+    """Return whether a regular expression matches the whole name, or whether a listed name equals the name or
+    its end after a dot."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
     return any(module == each or module.endswith(f".{each}") for each in names)

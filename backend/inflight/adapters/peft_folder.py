@@ -117,8 +117,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def modules_by_name(names: WeightNames) -> dict[str, Module]:
     """Return a family's linear layers by their names in a decoder layer, as modules.
 
-    Without matrices in which queries, keys and values alternate by head: adapters' rows have them one after
-    another.
+    Leaves out matrices in which queries, keys and values alternate by head, because adapters' rows have all
+    queries first, then all keys, then all values.
     """
     attention, mlp = names.attention, names.mlp
     if attention.latent is not None:  # adapters cannot change it

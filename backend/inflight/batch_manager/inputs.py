@@ -112,7 +112,7 @@ class OwnInputs:
         return self._guides.events()
 
     def _to_be_accepted(self, requests: tuple[Request, ...]) -> list[Request]:
-        """Return the requests without those whose id is taken, by an active request or by an earlier one."""
+        """Leave out requests whose id is in use, by an active request or by an earlier one in the list."""
         first: dict[int, Request] = {}
         for request in requests:
             if not self._scheduler.is_active(request.request_id):

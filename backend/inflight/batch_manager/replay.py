@@ -122,7 +122,7 @@ def differences(path: str, recorded: Any, replayed: Any) -> Iterator[str]:
     if type(recorded) is not type(replayed):
         yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
     elif is_dataclass(recorded) or isinstance(recorded, msgspec.Struct):
-        # The field names of both are in their classes' annotations.
+        # Both dataclasses and msgspec structs have their fields' names as annotations.
         for name in type(recorded).__annotations__:
             yield from differences(f"{path}.{name}", getattr(recorded, name), getattr(replayed, name))
     elif _is_sequence(recorded) and len(recorded) == len(replayed):

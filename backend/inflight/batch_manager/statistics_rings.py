@@ -1,4 +1,4 @@
-"""The statistics of the last iterations, kept for whoever asks. The loop adds; any thread reads."""
+"""The statistics of the last iterations. The loop adds entries; any thread reads them."""
 
 from __future__ import annotations
 

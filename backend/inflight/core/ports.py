@@ -216,7 +216,7 @@ class Ranks(Protocol):
         ...
 
     def end(self, are_asleep: bool) -> None:
-        """Tell the followers that nothing more will be shared: `follow` returns None to all of them."""
+        """End the sharing of inputs: `follow` returns None on all followers."""
         ...
 
 
@@ -247,7 +247,8 @@ class EngineClient(Protocol):
         ...
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Register a wait for a front end's unsent responses, for an engine in the same process to use."""
+        """Register a function that waits for a front end's unsent responses; an engine in the same process
+        calls it."""
         ...
 
     def state(self, timeout_s: float) -> str:

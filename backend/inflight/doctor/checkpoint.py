@@ -196,7 +196,7 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
 
 
 def _count(number: int) -> str:
-    """Format a number of parameters the way people quote a model's size."""
+    """Format a number of parameters in billions or millions, with two decimals."""
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
 
 

@@ -227,7 +227,8 @@ class _ClientConnection:
             handle.stop(frame.reason, frame.sequence_index)
 
     def _answer_state(self, frame: ReadState) -> None:
-        """Answer a state question, on a thread of its own that ends in time although it is not joined."""
+        """Answer a state question, on a thread of its own that is not joined and ends within the question's
+        timeout."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
@@ -247,7 +248,8 @@ class _ClientConnection:
             self._send([encode(answer)])
 
     def _answer_report(self, frame: ReadReports) -> None:
-        """Answer a question for reports, on a thread of its own. One without timeout ends with the batcher."""
+        """Answer a question for reports, on a thread of its own. Without a timeout, the thread ends with the
+        batcher at the latest."""
         reports = self._client.reports(frame.kind, frame.timeout_s)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(Reported(frame.question, reports))])

@@ -78,13 +78,14 @@ class LinearPages:
         b = self.b.index_select(0, active.pages).flatten(0, 1)
         reduced = F.linear(x, a.flatten(0, 2)).view(len(x), *a.shape[:3])
         reduced = reduced.masked_fill(active.is_others, 0).transpose(1, 2).flatten(2)
-        for part, part_b, part_y in zip(reduced.unbind(1), b.split(self.widths, 1), y.split(self.widths, 1)):
+        parts = reduced.unbind(1), b.split_with_sizes(self.widths, 1), y.split_with_sizes(self.widths, 1)
+        for part, part_b, part_y in zip(*parts):
             part_y.addmm_(part, part_b)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The pages of a layer's linear layers; without an MLP's in a model with experts."""
+    """The adapter pages of a layer's linear layers; `up` and `down` are None in a model with experts."""
 
     qkv: LinearPages
     output: LinearPages
@@ -275,7 +276,9 @@ class AdapterPool:
         parts = [adapters, found.pages, found.owners]
         if found.magnitude_rows is not None:
             parts.append(found.magnitude_rows)
-        on_device = upload(np.concatenate(parts), self._device).split([len(part) for part in parts])
+        on_device = upload(np.concatenate(parts), self._device).split_with_sizes(
+            [len(part) for part in parts]
+        )
         return ActiveAdapters.of_rows(self.layers, *on_device)
 
 
@@ -318,8 +321,8 @@ class _LayerShapes:
                 count, outputs = len(shape.modules), sum(shape.widths)
                 middle = begin + count * self._page_rank * shape.inner
                 end = middle + self._page_rank * outputs
-                a = memory[:, begin:middle].unflatten(1, (count, self._page_rank, shape.inner))
-                b = memory[:, middle:end].unflatten(1, (self._page_rank, outputs))
+                a = torch.unflatten(memory[:, begin:middle], 1, (count, self._page_rank, shape.inner))
+                b = torch.unflatten(memory[:, middle:end], 1, (self._page_rank, outputs))
                 of_linear = magnitudes[:, first_output : first_output + outputs]
                 linears.append(LinearPages(shape.modules, shape.widths, a, b, of_linear))
                 begin, first_output = end, first_output + outputs

@@ -15,6 +15,7 @@ from inflight.additional_outputs import Meaning, OfferedOutput, OutputKind, Want
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch, TokenDetails
 from inflight.errors import ConfigError
 from inflight.sampling.argmax import top_indices
+from inflight.sampling.transfer import as_array
 
 TokenRows = Mapping[int, Sequence[Tensor]]
 """By slot, for each of its request's outputs: [sampled rows, width] float32."""
@@ -151,7 +152,8 @@ class AdditionalOutputs:
     def values(
         self, output: WantedOutput, layers: LayerOutputs, rows: Tensor, logits: Tensor | None
     ) -> Tensor:
-        """Return an output's values [n, width] float32 for the rows [n] int64; `logits` are theirs, if needed."""
+        """Return an output's values [n, width] float32 for the rows [n] int64. `logits` are the logits of
+        these rows, or None if the output does not need them."""
         meaning = self._meaning(output)
         if meaning.kind is OutputKind.LAST_HIDDEN_STATE:
             return layers.normalize(layers.last[rows]).float()
@@ -173,7 +175,7 @@ def with_token_rows(output: ModelOutput, batch: ScheduledBatch, found: TokenRows
     details = dict(output.details)
     for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
         if token_ids and slot in found:
-            arrays = [values[: len(token_ids)].cpu().numpy() for values in found[slot]]
+            arrays = [as_array(values[: len(token_ids)].cpu()) for values in found[slot]]
             rows = tuple(tuple(row.tobytes() for row in rows) for rows in zip(*arrays, strict=True))
             details[slot] = replace(details.get(slot, TokenDetails()), additional_outputs=rows)
     return replace(output, details=details)

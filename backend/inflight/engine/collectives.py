@@ -1,13 +1,13 @@
 """Communication of the forward pass between ranks: collectives of a stage, and links between stages.
 
-On CPUs they go over MPI, between GPUs over torch.distributed: NCCL, and gloo in tests. MPI starts torch's process
-group, which `TorchCollectives` owns: rank 0 keeps a TCPStore, whose port a broadcast tells, and everybody
-reaches it where the heartbeat has found rank 0. Loop thread.
+CPU tensors go over MPI, GPU tensors over torch.distributed: NCCL, and gloo in tests. `TorchCollectives` owns
+torch's process groups. To make them, rank 0 creates a TCPStore and broadcasts its port over MPI, and each
+other rank connects to it at the address of rank 0 that its heartbeat uses. Loop thread.
 
-The tests run the same calls over gloo, on CPUs: which ranks add up and gather what, who sends to whom, and how a
-failure crosses. Only several GPUs can show that NCCL's communicators come up over the machines' network, that
-collectives and sends of different communicators overlap on one GPU without harm, that nothing waits for the device
-where it should only be queued, and how fast that is.
+The tests run the same calls over gloo, on CPUs. They check sums, gathered results, senders and receivers, and
+failed batches. Only machines with several GPUs can show that NCCL's communicators connect over the network,
+that collectives and sends of different communicators may overlap on one GPU, that no call waits for the
+device where it should only be queued, and how fast they are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from inflight.sampling.transfer import as_array
 
 if TYPE_CHECKING:
     from inflight.ranks.mpi import MpiStage, MpiStageLink, MpiWorld
@@ -91,7 +93,7 @@ class MpiCollectives:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that share this stage's layers."""
         total = tensor.float().contiguous()
-        self._stage.all_reduce(total.numpy())
+        self._stage.all_reduce(as_array(total))
         return total.to(tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -124,7 +126,8 @@ class TorchCollectives:
             world_size=world.size,
         )
         self.size = size = mapping.tp_size
-        groups = [dist.new_group(range(size * stage, size * (stage + 1))) for stage in range(mapping.pp_size)]
+        ranks = [range(size * stage, size * (stage + 1)) for stage in range(mapping.pp_size)]
+        groups = [dist.new_group(of_stage) for of_stage in ranks]  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         group = groups[mapping.pp_rank]
         assert isinstance(group, dist.ProcessGroup), "only ranks outside of a group get something else"
         self._group = group
@@ -135,22 +138,20 @@ class TorchCollectives:
         """See `Collectives.communicator`; called on every rank at the same time."""
         if self._device.type != "cuda":
             return self
-        dist.all_reduce(
-            torch.zeros(1, device=self._device), group=self._group
-        )  # NCCL is initialized at the first call
+        self.all_reduce(torch.zeros(1, device=self._device))  # NCCL is initialized at the first call
         return _capsule(self._group._get_backend(self._device)._comm_ptr())  # pyright: ignore
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks that share this stage's layers, in the tensor's dtype."""
         total = tensor.contiguous()
-        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(total, group=self._group)  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         return total
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return all ranks' tensors, by rank, concatenated along the last dimension."""
         own_tensor = tensor.contiguous()
         all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
-        dist.all_gather(all_ranks, own_tensor, group=self._group)
+        dist.all_gather(all_ranks, own_tensor, group=self._group)  # pyright: ignore[reportUnknownMemberType]  the same
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
@@ -170,7 +171,7 @@ def _meet_at_store(world: MpiWorld, leader_addresses: Sequence[str]) -> _Store:
 
 
 def _store(address: str, port: int, listening: int | None) -> _Store:
-    """Connect to the store, or with a listening socket's descriptor create the store."""
+    """Connect to rank 0's TCPStore, or create it, given the descriptor of a listening socket."""
     return _Store(
         address,
         port,
@@ -223,8 +224,8 @@ class CpuStageLink:
 class TorchStageLink:
     """A `StageLink` for hidden states on a GPU, over torch.distributed.
 
-    A message between the CPUs tells whether there are hidden states, so that knowing this needs no wait for the
-    device.
+    A message between the CPUs says whether there are hidden states, so that the receiver need not wait for the
+    device to know.
     """
 
     def __init__(self, mapping: Mapping, link: MpiStageLink, example: Tensor) -> None:
@@ -269,4 +270,4 @@ def _capsule(address: int) -> Any:
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous CPU tensor."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return as_array(tensor.reshape(-1).view(torch.uint8))

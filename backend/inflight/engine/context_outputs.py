@@ -16,6 +16,7 @@ from torch import Tensor
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ContextChunk, ContextDetails, ScheduledBatch
 from inflight.engine.additional_outputs import AdditionalOutputs, LayerOutputs
+from inflight.sampling.transfer import as_array, to_list
 
 MakeLogits = Callable[[Tensor, Tensor], Tensor]
 """Computes logits [n, vocab_size] float32 of the rows [n] int64 of hidden states [rows, hidden_size]."""
@@ -89,12 +90,12 @@ class ContextOutputs:
             if not self._is_kept:
                 continue
             if logits is not None and request.output.return_context_logits:
-                kept.write(logits.cpu().numpy().data)
+                kept.write(as_array(logits.cpu()).data)
             if logits is not None and request.output.return_prompt_log_probs:
                 log_probs += _log_probs(logits, token_ids[begin : begin + self._slice_rows])
             for output, written in zip(outputs, additional, strict=True):
                 values = self._additional.values(output, layers, of_slice, logits)
-                written.write(values.contiguous().cpu().numpy().data)
+                written.write(as_array(values.contiguous().cpu()).data)
         return ContextDetails(
             tuple(log_probs), kept.getvalue(), tuple(written.getvalue() for written in additional)
         )
@@ -108,4 +109,4 @@ class ContextOutputs:
 def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:
     """Return log_softmax of each row at its token; the last row of a prompt has no token."""
     logits = logits[: token_ids.shape[0]]
-    return logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1).tolist()
+    return to_list(logits.log_softmax(dim=-1).gather(1, token_ids[:, None]).squeeze(1))

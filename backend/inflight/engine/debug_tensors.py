@@ -12,7 +12,7 @@ import os
 import stat
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, EngineConfig
 from inflight.engine.packing import PackedBatch
+from inflight.sampling.transfer import as_array
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class DebugTensors:
     def __init__(
         self, names: frozenset[str], max_iterations: int, folder: Path, rank: tuple[str, ...] = ()
     ) -> None:
-        self._names = names
+        self._names: frozenset[str] = names
         self._folder = None if max_iterations else folder
         self._rank = rank
         self._lock = threading.Lock()
@@ -103,7 +104,7 @@ class DebugTensors:
         }
         if logits is not None:
             tensors["logits"] = lambda: logits[packed.sampled_rows.argsort()]
-        found = {name: make().cpu().numpy().copy() for name, make in tensors.items() if name in self._names}
+        found = {name: as_array(make().cpu()).copy() for name, make in tensors.items() if name in self._names}
         if self._folder is not None:
             self._save(self._folder, (*self._rank, f"iteration_{iteration}"), found)
             return
@@ -134,7 +135,7 @@ _FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def _opened(root: Path, below: tuple[str, ...]) -> Iterator[int]:
+def _opened(root: Path, below: tuple[str, ...]) -> Generator[int]:
     """Open a folder below `root`, created if missing; yields its descriptor. Raises OSError if it is not safe."""
     root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.ExitStack() as stack:

@@ -102,10 +102,8 @@ class KvCache:
 
     @property
     def all_tokens(self) -> Tensor:
-        """All keys and values by the places of `write`: [layers, 2, tokens, kv_heads, head_dim].
-
-        With latent attention 1 instead of 2.
-        """
+        """Keys and values of all tokens, indexed by the positions that `write` returns: [layers, 2, tokens,
+        kv_heads, head_dim]; the second size is 1 with latent attention."""
         return self._tokens
 
     @property
@@ -116,7 +114,7 @@ class KvCache:
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's stored keys and values: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
-        parts = self._blocks[layer].unflatten(-1, (self.tokens_per_block, *self._head_shape))
+        parts = torch.unflatten(self._blocks[layer], -1, (self.tokens_per_block, *self._head_shape))
         return parts[0], parts[-1]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -190,7 +188,7 @@ class KvCache:
             self._scratch = self._scratch.new_empty(
                 (self._num_parts, _round_up(count), self._scratch.shape[2])
             )
-        found = []
+        found: list[Tensor] = []
         for part in range(self._num_parts):
             target = self._scratch[part, :count]
             torch.index_select(self._blocks[layer, part], 0, block_ids, out=target)

@@ -198,10 +198,8 @@ def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.devi
 
 
 def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
-    """Whether a quantized checkpoint stays quantized: a configured dtype means that it is unpacked.
-
-    It is also unpacked if its own dtype is float32.
-    """
+    """Whether a quantized checkpoint stays quantized. Its weights are unpacked if a dtype is configured, or
+    if its own dtype is float32."""
     is_quantized = config.dtype is None and model.quantization is not None
     return is_quantized and stored_dtype(model) is not torch.float32
 

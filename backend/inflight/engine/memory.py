@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +126,7 @@ def free_memory(device: torch.device) -> int:
 
 
 @contextmanager
-def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Iterator[None]:
+def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Generator[None]:
     """Guard a lasting allocation while a model loads: turns an out-of-memory error into a ConfigError.
 
     Args:
@@ -151,7 +151,7 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
 
 
 @contextmanager
-def computing(num_rows: int) -> Iterator[None]:
+def computing(num_rows: int) -> Generator[None]:
     """Guard an iteration of `num_rows` rows: turns an out-of-memory error into a failed step.
 
     The failed iteration's memory is freed, so that a smaller one can use it.
@@ -215,7 +215,7 @@ def _control_groups(root: Path) -> list[int]:
     except OSError:
         return []
     mount = root / "sys/fs/cgroup"
-    left = []
+    left: list[int] = []
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         if not controllers:
@@ -230,7 +230,7 @@ def _left(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: 
     group = Path(path.lstrip("/"))
     # Inside a container the path may be the host's, while its own group is mounted at the top.
     folders = [mount / group, *(mount / parent for parent in group.parents)]
-    found = []
+    found: list[int] = []
     for folder in dict.fromkeys(folders):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None and limit < _NO_LIMIT:

@@ -161,7 +161,7 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
     begins += range(generation_begin, num_rows + 1)  # each generation row ends where the next one begins
     numbers = rows.slots + rows.positions + rows.sampled + begins + rows.known_ids
     on_host = np.array(numbers, dtype=np.int64)
-    parts = upload(on_host, table.last_tokens.device).split(
+    parts = upload(on_host, table.last_tokens.device).split_with_sizes(
         [num_rows, num_rows, len(rows.sampled), len(begins), len(rows.known_ids)]
     )
     slot_rows, position_rows, sampled_rows, bounds, token_ids = parts

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.request.adapter import PromptTable
@@ -74,7 +75,7 @@ class PromptTables:
         rows = upload(np.concatenate([rows for rows, _ in found]), self._device)
         return VirtualRows(rows, torch.cat([embeddings for _, embeddings in found]))
 
-    def _find(self, batch: ScheduledBatch) -> Iterator[tuple[np.ndarray, Tensor]]:
+    def _find(self, batch: ScheduledBatch) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
         """Yield for each chunk with virtual tokens their rows and embeddings."""
         begin = 0
         for chunk in batch.context:

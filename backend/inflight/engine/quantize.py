@@ -22,6 +22,6 @@ def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn levels [rows, inner] and a float32 scale per row; a row's largest magnitude becomes
     448."""
     wide = values.float()
-    # A product, as torch divides by a constant like that on a GPU, and kernels must compute the same scales.
+    # Multiplies by a reciprocal, as torch on a GPU does to divide by a constant: kernels must give equal scales.
     scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(LEAST_SCALE)
     return (wide / scales[:, None]).to(FLOAT8), scales

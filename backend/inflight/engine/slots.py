@@ -12,8 +12,9 @@ effect.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
-from inflight.sampling.transfer import upload
+from inflight.sampling.transfer import as_array, upload
 
 
 class SlotTable:
@@ -103,14 +104,14 @@ class SlotTable:
                 if len(token_ids) > 1:
                     self.num_tokens[slot] += len(token_ids) - 1
         if self.last_tokens.is_cpu:
-            self.last_tokens.numpy()[slots] = last
+            as_array(self.last_tokens)[slots] = last
         elif slots:
             rows, tokens = self._upload([slots, last])
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
         """Return the inputs of generation rows of these slots; empty if only the device knows them."""
-        return self.last_tokens.numpy()[slots].tolist() if self.last_tokens.is_cpu else []
+        return as_array(self.last_tokens)[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
         """Set the next inputs, `tokens` [sampled slots] int64 on the device, of a batch that samples on the
@@ -155,7 +156,7 @@ class SlotTable:
 
     def _put(self, slots: list[int], columns: list[int], block_ids: list[int]) -> None:
         if self.block_tables.is_cpu:
-            self.block_tables.numpy()[slots, columns] = block_ids
+            as_array(self.block_tables)[slots, columns] = block_ids
         else:
             row, column, block = self._upload([slots, columns, block_ids])
             self.block_tables[row, column] = block
@@ -164,7 +165,7 @@ class SlotTable:
         """Return how many of the slot's blocks hold tokens before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self.tokens_per_block)
 
-    def _upload(self, values: Sequence | NDArray[np.int64]) -> Tensor:
+    def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
         # Through numpy, as torch reads nested lists several times slower.
         return upload(np.array(values, dtype=np.int64), self.block_tables.device)
 
@@ -177,7 +178,7 @@ class VoidSlots:
         self._last: ScheduledBatch | None = None  # the batch that began last
 
     @contextmanager
-    def watch(self, batch: ScheduledBatch) -> Iterator[None]:
+    def watch(self, batch: ScheduledBatch) -> Generator[None]:
         """Make all slots named by the batch void if the body raises.
 
         Except slots that a following batch, if it has begun, has restarted.

@@ -35,8 +35,8 @@ class SamplingControls(Typed):
             default; the prompt counts.
         frequency_penalty: taken from a token's logit for each time it was seen, prompt included; 0: none.
             Here: 0 by default; the prompt counts.
-        min_tokens: no end id before so many tokens; 0. Here: 1 by default.
-        no_repeat_ngram_size: no n-gram of so many tokens comes twice, prompt included; 0 or 2**30: off.
+        min_tokens: minimum number of tokens before an end id; 0. Here: 1 by default.
+        no_repeat_ngram_size: size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off.
             Here: off by default; 0 and 1 << 30 are off.
         length_penalty: exponent of a beam's length, which its score is divided by; 0. Here: 0 by default.
         early_stopping: end with enough beams: 1 at once, 0 if none is better now, other if none can be.

@@ -14,4 +14,4 @@ class DebugTensorsPerIteration:
     """Debug tensors of iteration number `iter`, by name."""
 
     iter: int = 0
-    debug_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    debug_tensors: dict[str, torch.Tensor] = field(default_factory=dict[str, "torch.Tensor"])

@@ -235,10 +235,10 @@ class _NoGuard:
     """A guard that does nothing. Ranks without a supervisor end by themselves if this process is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """Do nothing."""
+        """Accept the launcher of the ranks, which is not watched."""
 
     def dismiss(self) -> None:
-        """Do nothing."""
+        """Accept that the ranks have ended in order."""
 
 
 class _NoPublisher:
@@ -247,7 +247,7 @@ class _NoPublisher:
     def put(
         self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Do nothing."""
+        """Discard the statistics of an iteration."""
 
     def start_over(self) -> None:
-        """Do nothing."""
+        """Accept that the engine was restarted; there are no published values to reset."""

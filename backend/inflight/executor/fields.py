@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.executor.config import (
@@ -429,13 +429,13 @@ def check_model_type(model_type: ModelType) -> None:
         raise NotSupported(f"ModelType.{model_type.name} is not supported: {_NO_ENCODER}")
 
 
-def _all_fields(owner: Any) -> Iterator[tuple[Any, Field[Any]]]:
+def _all_fields(owner: Any) -> Iterator[tuple[object, Field[Any]]]:
     """Yield every field of an object of the API and of the objects in it."""
     for each in fields(owner):
         yield owner, each
         value = getattr(owner, each.name)
         # Objects are alone or in a list of their own kind. Other lists, such as prompts, may be long.
-        parts = value if isinstance(value, list) else [value]
+        parts = cast(list[Any], value) if isinstance(value, list) else [value]
         if parts and isinstance(parts[0], Typed | Frozen):
             for part in parts:
                 yield from _all_fields(part)

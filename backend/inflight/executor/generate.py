@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import cast
@@ -170,7 +170,7 @@ class Generating:
             advance()
 
     @contextlib.contextmanager
-    def _bar(self, progress: bool | None) -> Iterator[Callable[[], None]]:
+    def _bar(self, progress: bool | None) -> Generator[Callable[[], None]]:
         num_tokens = sum(each.max_new_tokens * each.sampling.num_sequences for each in self._requests)
         if progress is None:
             progress = num_tokens >= _LONG and sys.stderr.isatty()

@@ -89,5 +89,8 @@ def debug_tensors(written: IterationTensors) -> DebugTensorsPerIteration:
     """Convert the debug tensors of an iteration."""
     import torch
 
-    tensors = {name: torch.from_numpy(array) for name, array in written.debug_tensors.items()}
+    tensors = {
+        name: torch.from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
+        for name, array in written.debug_tensors.items()
+    }
     return DebugTensorsPerIteration(written.iter, tensors)

@@ -166,7 +166,7 @@ class LookaheadDecodingConfig(Frozen):
     def calculate_speculative_resource_tuple(
         window_size: int, ngram_size: int, verification_set_size: int
     ) -> tuple[int, int, int, int]:
-        """Return the same for three given sizes."""
+        """Return the result of `calculate_speculative_resource` for three given sizes."""
         first = 0 if ngram_size == 1 else ngram_size - 2
         num_drafts = first + (window_size - 1 + verification_set_size) * (ngram_size - 1)
         return num_drafts + 1, ngram_size, num_drafts, ngram_size - 1

@@ -6,7 +6,7 @@ import io
 import struct
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 from inflight.executor.enums import FinishReason
 from inflight.executor.errors import ExecutorError, InvalidValue
@@ -119,21 +119,21 @@ class Result:
     """
 
     is_final: bool = False
-    output_token_ids: list[list[int]] = field(default_factory=list)
+    output_token_ids: list[list[int]] = field(default_factory=list[list[int]])
     cum_log_probs: list[float] | None = None
     log_probs: list[list[float]] | None = None
     context_logits: torch.Tensor | None = None
     generation_logits: torch.Tensor | None = None
     spec_dec_fast_logits_info: SpeculativeDecodingFastLogitsInfo | None = None
     encoder_output: torch.Tensor | None = None
-    finish_reasons: list[FinishReason] = field(default_factory=list)
+    finish_reasons: list[FinishReason] = field(default_factory=list[FinishReason])
     sequence_index: int = 0
     is_sequence_final: bool = False
     decoding_iter: int = 0
     avg_decoded_tokens_per_iter: float = 0.0
     context_phase_params: ContextPhaseParams | None = None
     request_perf_metrics: RequestPerfMetrics | None = None
-    additional_outputs: list[AdditionalOutput] = field(default_factory=list)
+    additional_outputs: list[AdditionalOutput] = field(default_factory=list[AdditionalOutput])
 
 
 class Response:
@@ -200,7 +200,7 @@ class Response:
 
 
 # All classes that may be in a serialized result, besides tensors and Python's built-in ones.
-_PARTS = [
+_PARTS: list[Any] = [
     AdditionalOutput,
     ContextPhaseParams,
     FinishReason,
@@ -240,4 +240,4 @@ def deserialize_result(data: bytes) -> Result:
         raise InvalidValue(f"these {len(data)} bytes are no serialized Result: {error}") from error
     if not isinstance(result, Result):
         raise InvalidValue(f"these {len(data)} bytes are no Result but of type {type(result).__name__}")
-    return cast("Result", result)
+    return result

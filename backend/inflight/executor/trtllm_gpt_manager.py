@@ -18,6 +18,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.batch_manager import GptManager as CoreGptManager
 from inflight.build import check_parameters, make_adapters
@@ -330,7 +331,7 @@ class _Session:
         return [StopSignal(request_id) for request_id in poll()] if poll else []
 
 
-def _to_numpy(name: str, tensor: Any) -> np.ndarray:
+def _to_numpy(name: str, tensor: Any) -> NDArray[Any]:
     """Return a torch or numpy tensor as an array; torch's int64 is converted to uint64 where required."""
     array = to_host_array(tensor)
     spec = INPUTS.sent_as(name, Vocabulary.TOKENS)
@@ -348,4 +349,6 @@ def _named_tensors(output: Output) -> Iterator[NamedTensor]:
         array = make_array(spec.name, [output])
         if array is not None:
             whole = array[0] if spec.name in _WITHOUT_BATCH else array
-            yield NamedTensor(torch.from_numpy(np.array(whole, NUMPY_TYPES[spec.dtype])), spec.name)
+            copy = np.array(whole, NUMPY_TYPES[spec.dtype])
+            tensor = torch.from_numpy(copy)  # pyright: ignore[reportUnknownMemberType]  torch declares no array types
+            yield NamedTensor(tensor, spec.name)

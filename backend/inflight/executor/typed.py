@@ -8,7 +8,6 @@ attributes.
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import copy
 import operator
@@ -80,7 +79,7 @@ class Typed:
         object.__setattr__(self, name, value)
 
     def __copy__(self: _T) -> _T:
-        twin = cast("_T", object.__new__(type(self)))
+        twin = object.__new__(type(self))
         for name, value in vars(self).items():
             setattr(twin, name, value)
         return twin
@@ -185,8 +184,8 @@ def _converter(hint: Any) -> _Convert:
         return _to_list(arguments[0])
     if origin is dict:
         return lambda value: dict(_of_type(Mapping, value))
-    if origin is collections.abc.Callable:
-        return lambda value: _of_type(collections.abc.Callable, value)
+    if origin is Callable:
+        return _to_callable
     return lambda value: copy.copy(value) if isinstance(_of_type(hint, value), Typed) else value
 
 
@@ -226,6 +225,12 @@ def _to_int(value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise _Mismatch from None
+
+
+def _to_callable(value: Any) -> Any:
+    if not callable(value):
+        raise _Mismatch
+    return value
 
 
 def _to_float(value: Any) -> float:

@@ -146,7 +146,7 @@ class BudgetedMatcher:
 
 
 def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, compiled: bytes) -> None:
-    """Follow a compiled guide for some random tokens, in a process where that slows nobody down.
+    """Follow a compiled guide for some random tokens, in a process where this delays no request.
 
     Raises:
         InvalidArgument: It takes more than the budget, as it would in a request.

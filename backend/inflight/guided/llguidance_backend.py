@@ -31,7 +31,7 @@ _MOST_LEXER_FUEL = 100_000
 
 
 def _most_items(vocab_size: int) -> int:
-    """Return the maximum number of Earley items per mask, over all next bytes; more is an error too."""
+    """Return the maximum number of Earley items per mask, over all next bytes; a mask with more is an error."""
     return 10_000 + vocab_size // 4
 
 
@@ -104,7 +104,7 @@ class LLMatcher:
 
 
 class LLGuidanceBackend:
-    """Implements `GuideBackend`."""
+    """Compiles guides to matchers with llguidance; a `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         self._vocabulary = vocabulary

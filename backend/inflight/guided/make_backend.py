@@ -10,7 +10,7 @@ BACKENDS = ("llguidance", "xgrammar")
 
 
 def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
-    """One of BACKENDS.
+    """Make the grammar library `name`, one of BACKENDS.
 
     Raises:
         ConfigError: It is not installed.

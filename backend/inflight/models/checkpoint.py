@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -70,7 +71,7 @@ class Checkpoint:
         """Map the files of `folder`; raise ConfigError if any is missing or damaged."""
         self.folder = folder
         self._closing = ExitStack()
-        self._files = {}
+        self._files: dict[str, Any] = {}  # open files, whose methods safetensors declares without types
         self._stored_as: dict[str, str] = {}
         self._added: dict[str, Callable[[], Tensor]] = {}
         self.levels: dict[str, LevelsOfFile] = {}
@@ -137,7 +138,7 @@ class Checkpoint:
             raise ConfigError(f"{path} has no tensor {min(absent)!r}, but {_INDEX} says that it is there")
 
     def _describe(self) -> list[tuple[str, TensorInfo]]:
-        infos = []
+        infos: list[tuple[str, TensorInfo]] = []
         for file, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 - a file handle, not a dict
                 view = handle.get_slice(name)

@@ -30,7 +30,7 @@ def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None)
         for index in range(per_byte):
             torch.bitwise_and(stored >> (bits * index), most, out=numbers[..., index])
         return numbers.flatten(-2)
-    of_words = stored.unflatten(-1, (-1, _WORD_BITS // 8))
+    of_words = torch.unflatten(stored, -1, (-1, _WORD_BITS // 8))
     numbers = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
     for index, place in enumerate(places):
         numbers[..., index] = (of_words[..., place // per_byte] >> (bits * (place % per_byte))) & most

@@ -19,8 +19,11 @@ from torch import Tensor
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floats (e2m1) by bit pattern: a sign, two exponent bits, one mantissa bit."""
 # The two floats of each byte, its lower half first: two bfloat16, which are looked up as one int32.
-_PAIRS = torch.tensor([(FLOAT4[byte % 16], FLOAT4[byte // 16]) for byte in range(256)])
-_PAIRS = _PAIRS.bfloat16().view(torch.int32).flatten()
+_PAIRS = (
+    torch.tensor([(FLOAT4[byte % 16], FLOAT4[byte // 16]) for byte in range(256)], dtype=torch.bfloat16)
+    .view(torch.int32)
+    .flatten()
+)
 
 
 def float4_pairs(packed: Tensor) -> Tensor:
@@ -103,8 +106,8 @@ class Levels:
             size = num_inputs // scales.shape[1]
             return GroupedMatrix(self.values, scales, zeros, size, None, self.bits, self.is_float4)
         of_inputs, order = self.groups.sort(stable=True)
-        ids, counts = of_inputs.unique_consecutive(return_counts=True)
-        size = gcd(*counts.tolist())
+        ids, counts = _count_groups(of_inputs)
+        size = gcd(*map(int, counts))
         taken = ids.repeat_interleave(counts // size)
         is_sorted = torch.equal(order, torch.arange(num_inputs))
         return GroupedMatrix(
@@ -182,6 +185,12 @@ class GroupedMatrix:
         scales = self.scales.repeat_interleave(times, 1)
         zeros = None if self.zeros is None else self.zeros.repeat_interleave(times, 1)
         return replace(self, scales=scales, zeros=zeros, group_size=size)
+
+
+def _count_groups(of_inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the groups of sorted `of_inputs`, and the number of inputs in each."""
+    # torch declares no types for it.
+    return of_inputs.unique_consecutive(return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:

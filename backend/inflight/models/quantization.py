@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list, is_object
 from inflight.models.unread_keys import refuse_unread
 
 _KEY = "quantization_config"
@@ -20,8 +22,8 @@ _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_BLOCKS, _MODELOPT_BLOCK = "FP8_PB_WO", (128, 128)  # the file does not state the size of blocks
 _INSTEAD = (
     "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
+    "compressed-tensors"
 )
-_INSTEAD += "compressed-tensors"
 _REFUSED = {
     "bitsandbytes": "bitsandbytes' formats need its own kernels",
     "torchao": "torchao stores tensors of its own classes",
@@ -127,8 +129,8 @@ def _read_compressed(section: ConfigFile) -> Quantization:
         "activation_scheme",
     )  # fmt: skip
     block = None
-    groups = section.value("config_groups") or {}
-    if not isinstance(groups, dict):
+    groups: Any = section.value("config_groups") or {}
+    if not is_object(groups):
         raise section.error("config_groups", "a JSON object")
     for name, group in groups.items():
         of_group = ConfigFile(section.path, group, f"{_KEY}.config_groups.{name}")
@@ -231,8 +233,6 @@ def _as_list(value: object) -> object:
 def _block(section: ConfigFile, key: str, value: object) -> tuple[int, int] | None:
     if value is None:
         return None
-    if not (
-        isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
-    ):
+    if not (is_list(value) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
         raise section.error(key, "two integers >= 1, rows and columns")
     return value[0], value[1]

@@ -27,8 +27,10 @@ _SCALE_DTYPES = (*_FLOATS, "F8_E8M0")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F8_E8M0": 1, FLOAT8: 1, "I8": 1, "I32": 4, "I64": 8}
 _WORDS = ("I32",)
 _INTEGERS = ("I32", "I64")
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale")
-_OF_ACTIVATIONS += (".v_scale", ".input_zero_point", ".k_proj.output_scale", ".v_proj.output_scale")
+_OF_ACTIVATIONS = (
+    ".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale",
+    ".input_zero_point", ".k_proj.output_scale", ".v_proj.output_scale",
+)  # fmt: skip
 
 
 def unpack_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None:
@@ -195,7 +197,7 @@ def _unpack_packed(parts: _Parts) -> None:
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))
-    rows, inputs = parts.read("weight_shape").tolist()
+    rows, inputs = map(int, parts.read("weight_shape"))
     bits = next((bits for bits in (4, 8) if -(-inputs * bits // 32) == words), None)
     if rows != outputs or bits is None:
         raise parts.refuse(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_file, stated_dtype
 from inflight.errors import ConfigError
+from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, WeightNames
 from inflight.models.quantization import Quantization, read_quantization
@@ -94,7 +95,7 @@ def _family(config: ConfigFile) -> Family:
 def _note_own_code(config: ConfigFile, family: Family) -> None:
     """Log that a checkpoint has its own code, which transformers would not run unasked either."""
     own = config.values.get("auto_map")
-    classes = [name for name in own if name.startswith("AutoModel")] if isinstance(own, dict) else []
+    classes = [name for name in own if name.startswith("AutoModel")] if is_object(own) else []
     if classes:
         _logger.warning(
             "%s: auto_map names code of the checkpoint's own for %s, which is not run: what is computed is %s",

@@ -44,7 +44,8 @@ class Shard:
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def experts(self, count: int) -> Range:
-        """Return this rank's range of `count` experts, which it has whole or in slices."""
+        """Return the range of this rank's experts among `count`; a rank may have whole experts or slices of
+        them."""
         each, group = count // self.moe_ep_size, self.rank % self.moe_ep_size
         return group * each, (group + 1) * each
 

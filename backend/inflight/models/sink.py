@@ -30,7 +30,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """Whether a separate embedding is stored when it is also the output projection's matrix."""
+        """Whether an embedding that shares its matrix with the output projection is stored separately too."""
         return True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -108,8 +108,8 @@ class KeptLevels:
         unpacked: By reason, the first matrix of each projection that was not kept.
     """
 
-    counts: Counter[MatrixKind] = field(default_factory=Counter)
-    unpacked: dict[str, list[str]] = field(default_factory=dict)
+    counts: Counter[MatrixKind] = field(default_factory=Counter[MatrixKind])
+    unpacked: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def note_unpacked(self, name: str, reason: str) -> None:
         """Record that a quantized projection, whose first matrix is `name`, is read as numbers."""

@@ -142,7 +142,7 @@ class _PlainMatrices:
         self._is_transposed = stack.transposed
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
-        """Add these rows of an expert's matrix, which have this shape, as a tensor of the checkpoint."""
+        """Add some rows of an expert's matrix, of the given shape, as a tensor of the checkpoint."""
         info = TensorInfo(self._taken.info.file, shape, self._taken.info.dtype)
         self._checkpoint.add(name, info, partial(self._read, index, rows))
 
@@ -166,7 +166,7 @@ class _PackedMatrices:
         self._scales = _take(checkpoint, f"{stack.name}_scales", shape, ("U8",))
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
-        """Add these rows of an expert's matrix, which have this shape, as a quantized tensor of the checkpoint."""
+        """Add some rows of an expert's matrix, of the given shape, as a quantized tensor of the checkpoint."""
         num_bytes = shape[0] * shape[1] // _BLOCK * (_BLOCK // 2 + 1)
         info = TensorInfo(self._blocks.info.file, shape, "bfloat16", num_bytes)
         own = index, rows

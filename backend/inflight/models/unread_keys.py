@@ -67,7 +67,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "num_nextn_predict_layers": (None, 0),
 }
 
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | None = None) -> None:

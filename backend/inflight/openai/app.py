@@ -7,7 +7,7 @@ application has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -37,7 +37,7 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
     session, model = EngineSession(client), ServingModel(client, options)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
         loading = asyncio.create_task(_load(session, model))
         yield
         loading.cancel()

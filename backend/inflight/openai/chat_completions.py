@@ -177,7 +177,7 @@ class _ChatWriter:
         if body.logprobs and names is not None:
             tops = piece.top_log_probs or ()
             told = chat_log_probs(names, body.top_logprobs or 0, piece.token_ids, piece.log_probs or (), tops)
-        choice = {"index": piece.index, name: said, "logprobs": told, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": piece.index, name: said, "logprobs": told, "finish_reason": reason}
         if body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         return choice

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import pydantic
 from fastapi import FastAPI, Request
@@ -212,9 +212,9 @@ def _message(error: dict[str, Any]) -> str:
 def _shown(error: dict[str, Any]) -> str:
     value = error.get("input")
     if isinstance(value, list):  # the beginning of a long list is enough
-        value = value[:_SHOWN]
+        value = cast(list[Any], value)[:_SHOWN]
     elif isinstance(value, dict):
-        value = dict(islice(value.items(), _SHOWN))
+        value = dict(islice(cast(dict[Any, Any], value).items(), _SHOWN))
     try:
         shown = json.dumps(value[:_SHOWN] if isinstance(value, str) else value, ensure_ascii=False)
     except (TypeError, ValueError):

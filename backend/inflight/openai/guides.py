@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.openai.errors import ApiError, invalid
@@ -130,12 +130,12 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
     if kind == "json_object":
         return Guide(GuideKind.JSON_SCHEMA, _ANY_OBJECT)
     if kind == "json_schema":
-        outer = asked.get("json_schema")
-        schema = outer.get("schema") if isinstance(outer, dict) else None
-        if not isinstance(outer, dict) or not isinstance(schema, dict | bool):
-            raise invalid(
-                "response_format", f"json_schema must be an object with schema, got {_shown(outer)}"
-            )
+        given = asked.get("json_schema")
+        outer = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+        schema: dict[str, Any] | bool | None = outer.get("schema")
+        if not isinstance(schema, dict | bool):
+            shown = _shown(asked.get("json_schema"))
+            raise invalid("response_format", f"json_schema must be an object with schema, got {shown}")
         unread = [name for name in outer if name not in _SCHEMA_FIELDS]
         if unread:
             raise invalid(

@@ -95,7 +95,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Store a header; ignore headers that follow a chunked body."""
-        if self.cycle is None or self.cycle.scope is not self.scope:
+        if not self.cycle or self.cycle.scope is not self.scope:
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -131,7 +131,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return bool(self.cycle and not self.cycle.response_complete)
 
     def _feed(self, data: bytes) -> None:
         """Parse bytes, ignoring an offer to upgrade, as RFC 9110 allows.

@@ -28,9 +28,13 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-import tritonclient.grpc.aio as triton
-from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from numpy.typing import NDArray
+from tritonclient.grpc import (  # pyright: ignore[reportMissingTypeStubs]  it has no types
+    InferenceServerException,
+    InferInput,
+    InferRequestedOutput,
+    aio,
+)
 
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
@@ -50,7 +54,7 @@ from inflight.errors import (
     without_places,
 )
 from inflight.openai.kserve_description import describe
-from inflight.openai.kserve_streams import InferArguments, KServeStreams
+from inflight.openai.kserve_streams import Connection, InferArguments, InferResult, KServeStreams
 from inflight.openai.kserve_tensors import (
     ended_result,
     input_tensors,
@@ -58,6 +62,7 @@ from inflight.openai.kserve_tensors import (
     read_result,
     request_parameters,
 )
+from inflight.tensors.input_table import INPUTS
 from inflight.tensors.request_parameters import STRUCTURED_ERRORS
 
 _log = logging.getLogger(__name__)
@@ -100,7 +105,7 @@ class KServeEngineClient:
         self._description: EngineDescription | None = None
         self._config: object = None  # basis of `_description`; None: make it again
         self._seen_s = 0.0
-        self._connection: triton.InferenceServerClient | None = None
+        self._connection: Connection | None = None
         self._streams: KServeStreams | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kserve-client", daemon=True)
@@ -208,9 +213,9 @@ class KServeEngineClient:
 
     # ---------------------------------------------------------------- on the loop's thread
 
-    def _connected(self) -> triton.InferenceServerClient:
+    def _connected(self) -> Connection:
         if self._connection is None:
-            self._connection = triton.InferenceServerClient(self._url, channel_args=_CHANNEL)
+            self._connection = aio.InferenceServerClient(self._url, channel_args=_CHANNEL)
             self._streams = KServeStreams(self._connection)
         return self._connection
 
@@ -219,12 +224,12 @@ class KServeEngineClient:
         try:
             if not await self._connected().is_model_ready(self._model):
                 raise Unavailable(f"the model {self._model} of the tritonserver at {self._url} is not ready")
-            config: Any = await self._connected().get_model_config(self._model, as_json=True)
+            config = await self._connected().get_model_config(self._model, as_json=True)
         except (InferenceServerException, grpc.RpcError) as error:
             raise self._error(error) from error
         return config["config"]
 
-    async def _ask_text(self, name: str, array: np.ndarray, output: str) -> str:
+    async def _ask_text(self, name: str, array: NDArray[Any], output: str) -> str:
         """Return the text of the single response to a request with one input tensor."""
         text = ""
         responses = self._responses({name: array}, [output], {STRUCTURED_ERRORS: True})
@@ -255,7 +260,7 @@ class KServeEngineClient:
 
     async def _responses(
         self,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Mapping[str, NDArray[Any]],
         outputs: list[str],
         parameters: Mapping[str, str | bool],
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
@@ -287,7 +292,7 @@ class KServeEngineClient:
     def _error(self, error: Exception) -> InflightError:
         """Convert an error of tritonclient or gRPC to the kind that its text begins with."""
         if isinstance(error, InferenceServerException):
-            message, status = error.message() or "", (error.status() or "").removeprefix("StatusCode.")
+            message, status = _parts(error)
         else:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
@@ -323,7 +328,7 @@ class _Running:
     """One request in flight, with the sequences that have not ended, so that each ends exactly once."""
 
     def __init__(
-        self, request: Request, inputs: Mapping[str, np.ndarray], on_response: SendResponseCallback
+        self, request: Request, inputs: Mapping[str, NDArray[Any]], on_response: SendResponseCallback
     ) -> None:
         self.request = request
         self.inputs = inputs
@@ -385,11 +390,16 @@ def _task_id(command: AdapterCommand) -> dict[str, int]:
     return {} if command.task_id is None else {"task_id": command.task_id}
 
 
-def _as_text(text: str) -> np.ndarray:
+def _parts(error: Any) -> tuple[str, str]:
+    """Return message and status of a tritonclient's exception, "" where it has none."""
+    return error.message() or "", (error.status() or "").removeprefix("StatusCode.")
+
+
+def _as_text(text: str) -> NDArray[Any]:
     return np.array([[text.encode()]], np.object_)
 
 
-def _input(name: str, array: np.ndarray) -> InferInput:
-    tensor = InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-    tensor.set_data_from_numpy(array)
+def _input(name: str, array: NDArray[Any]) -> InferInput:
+    tensor = InferInput(name, list(array.shape), INPUTS[name].dtype)
+    tensor.set_data_from_numpy(array)  # pyright: ignore[reportUnknownMemberType]  it has no types
     return tensor

@@ -9,21 +9,53 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
-import tritonclient.grpc.aio as triton
-from tritonclient.grpc import InferResult
-from tritonclient.utils import InferenceServerException
+from numpy.typing import NDArray
+from tritonclient.grpc import InferenceServerException  # pyright: ignore[reportMissingTypeStubs]  it has no types
 
 InferArguments = dict[str, Any]
 """Arguments of tritonclient's `async_stream_infer` for one request."""
 
 
-class KServeStreams:
-    """Pool of one connection's streams: as many as the most requests in flight at a time so far."""
+class InferResult(Protocol):
+    """The used part of tritonclient's class of this name, which has no types."""
 
-    def __init__(self, connection: triton.InferenceServerClient) -> None:
+    def as_numpy(self, name: str) -> NDArray[Any] | None:
+        """Return an output tensor; None if it is not in the response."""
+        ...
+
+    def get_response(self) -> Any:
+        """Return KServe's ModelInferResponse."""
+        ...
+
+
+class Connection(Protocol):
+    """The used part of tritonclient's `aio.InferenceServerClient`, which has no types."""
+
+    async def is_model_ready(self, model_name: str) -> Any:
+        """Return whether the server can run the model."""
+        ...
+
+    async def get_model_config(self, model_name: str, *, as_json: bool) -> Any:
+        """Return KServe's ModelConfigResponse."""
+        ...
+
+    def stream_infer(self, inputs_iterator: AsyncIterator[InferArguments]) -> Any:
+        """Return an asynchronous iterator of results and errors, which can be cancelled."""
+        ...
+
+    async def close(self) -> None:
+        """Close the channel."""
+        ...
+
+
+class KServeStreams:
+    """Pool of one connection's gRPC streams. It grows to the maximum number of requests that were in flight
+    at once."""
+
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._idle: list[_KServeStream] = []
 
@@ -63,12 +95,11 @@ class _KServeStream:
         is_idle: Whether it can take a request, as far as known here.
     """
 
-    def __init__(self, connection: triton.InferenceServerClient) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.is_idle = True
         self._is_used = False
         self._requests: asyncio.Queue[InferArguments | None] = asyncio.Queue()
-        # tritonclient has no annotation for its result: an asynchronous iterator that can be cancelled.
-        self._responses: Any = connection.stream_infer(self._sent())
+        self._responses = connection.stream_infer(self._sent())
 
     async def ask(self, asked: InferArguments) -> AsyncIterator[tuple[InferResult, bool]]:
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False

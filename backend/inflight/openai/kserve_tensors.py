@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.request import Request
@@ -39,8 +40,11 @@ _METRICS = {
 """Output tensor of each field of PerfMetrics."""
 
 
-def input_tensors(request: Request) -> dict[str, np.ndarray]:
-    """Return a request's inputs, with the batch dimension; raise Unsupported for a part that none carries."""
+def input_tensors(request: Request) -> dict[str, NDArray[Any]]:
+    """Return a request's inputs, with the batch dimension.
+
+    Raises Unsupported for a part of the request that has no tensor.
+    """
     _refuse_uncarried(request)
     bias, draft = request.embedding_bias, request.draft
     values: dict[str, Any] = {
@@ -96,7 +100,7 @@ def output_names(request: Request) -> list[str]:
 
 
 def read_result(
-    request: Request, outputs: Mapping[str, np.ndarray], is_final: bool, is_first: bool
+    request: Request, outputs: Mapping[str, NDArray[Any]], is_final: bool, is_first: bool
 ) -> SequenceResult:
     """Convert one response of the server to the engine's result.
 
@@ -241,12 +245,13 @@ def _or_open(value: int | None) -> int:
     return -1 if value is None else value
 
 
-def _array(name: str, value: Any) -> np.ndarray:
+def _array(name: str, value: Any) -> NDArray[Any]:
     """Return a value as its tensor, with batch dimension: [1, 1], [1, n], or [1, 2, n] for words."""
-    dtype = NUMPY_TYPES[INPUTS[name].dtype]
+    spec = INPUTS[name]
+    dtype = NUMPY_TYPES[spec.dtype]
     if name.endswith("words_list"):
         return pack_words(value)[np.newaxis].astype(dtype)
-    values = value if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str) else [value]
+    values = [value] if spec.scalar else value
     if dtype is np.object_:
         return np.array([[text.encode() for text in values]], np.object_)
     return np.asarray(values, dtype)[np.newaxis]
@@ -255,7 +260,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 # ---------------------------------------------------------------- outputs
 
 
-def _log_probs(array: np.ndarray | None, num_generated: list[int]) -> tuple[tuple[float, ...], ...] | None:
+def _log_probs(array: NDArray[Any] | None, num_generated: list[int]) -> tuple[tuple[float, ...], ...] | None:
     if array is None:
         return None
     if len(array) == 1:  # one row has no padding, but a stream may repeat log probs of previous tokens
@@ -264,7 +269,7 @@ def _log_probs(array: np.ndarray | None, num_generated: list[int]) -> tuple[tupl
 
 
 def _top_log_probs(
-    rows: Mapping[str, np.ndarray], num_generated: list[int]
+    rows: Mapping[str, NDArray[Any]], num_generated: list[int]
 ) -> tuple[tuple[TopLogProbs, ...], ...] | None:
     if "top_log_probs" not in rows:
         return None
@@ -277,7 +282,7 @@ def _top_log_probs(
     )
 
 
-def _perf_metrics(rows: Mapping[str, np.ndarray]) -> PerfMetrics | None:
+def _perf_metrics(rows: Mapping[str, NDArray[Any]]) -> PerfMetrics | None:
     if "arrival_time_ns" not in rows:
         return None
     return PerfMetrics(**{field: int(rows[output][0]) for field, output in _METRICS.items()})

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -67,14 +67,13 @@ class OpenAiOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that do not depend on the engine's place; flags that vLLM has, too, have its names."""
+    """Add the flags that apply to local and remote engines alike; flags that vLLM also has have vLLM's names."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
-    _add_model_arguments(group)
-    _add_listening_arguments(group)
+    _add_model_arguments(group.add_argument)
+    _add_listening_arguments(group.add_argument)
 
 
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
     add(
         "--served-model-name",
         metavar="NAME",
@@ -112,8 +111,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_listening_arguments(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
     add(
         "--api-key",
         metavar="KEY",

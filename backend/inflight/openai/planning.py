@@ -1,4 +1,5 @@
-"""A checked body, ready for the engine. On the tokenizing threads."""
+"""Checks a body's prompts against the model's limits, and plans the engine's requests. Runs on the tokenizing
+threads."""
 
 from __future__ import annotations
 

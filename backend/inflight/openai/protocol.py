@@ -8,7 +8,7 @@ explanation. `sampling` converts fields for the engine.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -46,7 +46,7 @@ class Body(BaseModel):
     def _refuse_others(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in cast(dict[str, Any], data).items() if value is not None}
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name in [name for name in given if name not in known]:
             if name not in cls.not_served:
@@ -148,7 +148,7 @@ class SamplingBody(Body, BodyControls):
 
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     stop: str | _Texts = Field(default_factory=list)
-    stop_token_ids: _Ids = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
+    stop_token_ids: _Ids = Field(default_factory=list[int], max_length=MAX_TOKEN_IDS)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -188,16 +188,19 @@ class SamplingBody(Body, BodyControls):
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
         """Raise an error for the first invalid value only; pydantic would make one for each."""
-        if isinstance(biases, dict) and len(biases) > MAX_TOKEN_IDS:
-            text = f"logit_bias has {len(biases)} tokens; this server takes at most {MAX_TOKEN_IDS}"
+        if not isinstance(biases, dict):
+            return biases
+        given = cast(dict[str, Any], biases)
+        if len(given) > MAX_TOKEN_IDS:
+            text = f"logit_bias has {len(given)} tokens; this server takes at most {MAX_TOKEN_IDS}"
             raise refused(ApiError(text, 400, "logit_bias", "invalid_value"))
-        for name, bias in biases.items() if isinstance(biases, dict) else ():
+        for name, bias in given.items():
             if not isinstance(bias, int | float) or isinstance(bias, bool):
                 shown = f"{name[:20]!r}: {str(bias)[:80]!r}"
                 raise refused(
                     ApiError(f"logit_bias must be numbers, got {shown}", 400, "logit_bias", "invalid_value")
                 )
-        return biases
+        return given
 
     @model_validator(mode="after")
     def _check_together(self) -> SamplingBody:
@@ -255,7 +258,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT32)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
-    tools: _Objects = Field(default_factory=list)
+    tools: _Objects = Field(default_factory=list[dict[str, Any]])
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool | None = None
@@ -273,7 +276,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: _Objects | None = None
-    tools: _Objects = Field(default_factory=list)
+    tools: _Objects = Field(default_factory=list[dict[str, Any]])
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -57,7 +57,8 @@ class BodySettings:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return the body's fields by tensor, where they depend on the body; errors name these fields."""
+        """Return, by tensor, the names of the body's fields for error messages, where they depend on the
+        body."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
@@ -146,23 +147,21 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
         for name, control in CONTROLS.items()
         if control.body is not None and control.body.is_number
     }
-    return SamplingConfig(
-        **values
-        | {
-            "beam_width": body.n if uses_beams else 1,
-            "num_return_sequences": None if uses_beams else body.n,
-            # top_p 0 means only the likeliest token; for the engine, it would mean no limit.
-            "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
-            "top_k": max(body.top_k, 0),
-            "top_p": body.top_p or 1.0,
-            "random_seed": seed,
-            "allowed_token_ids": tuple(body.allowed_token_ids or ()),
-            "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
-            "logit_bias_values": tuple(body.logit_bias.values()),
-            "length_penalty": body.length_penalty if uses_beams else 0.0,
-            "early_stopping": _early_stopping(body) if uses_beams else 0,
-        }
-    )
+    values |= {
+        "beam_width": body.n if uses_beams else 1,
+        "num_return_sequences": None if uses_beams else body.n,
+        # top_p 0 means only the likeliest token; for the engine, it would mean no limit.
+        "temperature": 0.0 if greedy or (body.top_p == 0.0 and not uses_beams) else body.temperature,
+        "top_k": max(body.top_k, 0),
+        "top_p": body.top_p or 1.0,
+        "random_seed": seed,
+        "allowed_token_ids": tuple(body.allowed_token_ids or ()),
+        "logit_bias_ids": tuple(map(_token_id, body.logit_bias)),
+        "logit_bias_values": tuple(body.logit_bias.values()),
+        "length_penalty": body.length_penalty if uses_beams else 0.0,
+        "early_stopping": _early_stopping(body) if uses_beams else 0,
+    }
+    return SamplingConfig(**values)
 
 
 def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:

@@ -65,7 +65,8 @@ class FailureDetector:
         self._progress.pop(rank, None)
 
     def failed(self, rank: int, iteration: int, now_s: float) -> None:
-        """Record that a forward pass of a peer or of this process raised; NEVER: the rank is lost in any case."""
+        """Record that a forward pass on `rank` raised in `iteration`; NEVER as the iteration means that the
+        rank is lost at once."""
         self._failures.append(_Failure(rank, iteration, now_s))
 
     def forgive(self, now_s: float) -> None:

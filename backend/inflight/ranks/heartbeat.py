@@ -185,7 +185,7 @@ class Heartbeat:
             connection.send(_Kind.BEAT, self.iteration)
 
     def _read(self, selector: selectors.BaseSelector, connection: _Connection, now_s: float) -> Loss | None:
-        """Handle received messages; return the peer's loss if its connection has ended."""
+        """Handle received messages; if the connection has ended, return the Loss of the peer."""
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:

@@ -123,8 +123,8 @@ def mpirun_options(mpirun_arguments: str, is_one_program: bool) -> list[str]:
 
     Args:
         mpirun_arguments: Further options, in shell syntax.
-        is_one_program: Whether all ranks run the same program. If not, mpirun places each program's ranks from the
-            first host on, and only a limit of slots makes it go on to the next.
+        is_one_program: Whether all ranks run the same program. If not, mpirun starts at the first host for each
+            program, and uses the next host only if the slots of the first are limited.
     """
     given = split_arguments(mpirun_arguments)
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -169,9 +169,10 @@ class MpiOutcomes:
         )
 
     def settle(self) -> None:
-        """Wait until the oldest unsettled message is sent to all; the sender calls it once for each `tell`.
+        """Wait until the oldest message that has not been settled is sent to all ranks.
 
-        Unsent bytes otherwise wait until this process calls MPI again.
+        The sender calls it once for each `tell`, because MPI may send the rest of a message only while this
+        process is in a call of MPI.
         """
         MPI.Request.Waitall(self._sending.popleft())
 

@@ -164,7 +164,7 @@ class Orchestrator:
             with contextlib.suppress(Unavailable):  # it has just been lost
                 watch = EngineWatch(path, self._timeout_s)
                 ranks = RanksProcess(watch.processes)
-                # The next delay is longer, whichever process it is in.
+                # The delay before a restart grows with every loss; the engine passes it on to the next process.
                 self._pause_s = watch.processes.pause_s
                 self._tell_guard(ranks)
                 return ranks, watch

@@ -246,7 +246,8 @@ class Sampler:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Record the tokens that another rank has sampled; those of beams come with their next moves."""
+        """Record the tokens that another rank has sampled, except beams', which come with the next beam
+        moves."""
         first = {slot: self._history.length(slot) for slot in batch.generation_slots}
         for chunk in batch.context:
             first[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens

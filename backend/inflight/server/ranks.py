@@ -45,7 +45,7 @@ _NOTE_PID = 'echo $$ >"$0"; exec env "$@"'
 
 @dataclass(frozen=True)
 class Launch:
-    """The way that the ranks of one engine are started.
+    """The start of one engine's ranks: their number, the launch mode and mpirun's arguments.
 
     Attributes:
         model: Triton model that holds the engine.

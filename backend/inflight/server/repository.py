@@ -1,8 +1,8 @@
 """A runtime copy of the model repository, with the requested parameters filled in.
 
-Owns what `--model`, `--dtype` and `--set` mean in terms of config.pbtxt parameters. Code is copied and large
-files are linked, so the original is never written to and no weights are copied. Knows neither Triton's
-processes nor the meaning of parameters.
+Translates `--model`, `--dtype`, `--set` and other options to config.pbtxt parameters. Code is copied and large
+files are linked, so the original is never written to and no weights are copied. Does not start Triton or check
+the values of parameters.
 """
 
 import difflib
@@ -223,7 +223,7 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:
-    """Return whether the model loads a checkpoint; tensorrtllm_backend's preprocessing has the path too."""
+    """Return whether the model loads a checkpoint. A path alone does not tell: preprocessing may have one too."""
     return MODEL_PATH in known and (ADD_SPECIAL_TOKENS not in known or MODEL_TYPE in known)
 
 
@@ -286,7 +286,7 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """Return `decoupled` for a model: as wanted, else as in its engine's config; None to keep its own."""
+    """Return a model's new `decoupled`: the wanted value, else that of its engine; None to leave it unchanged."""
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

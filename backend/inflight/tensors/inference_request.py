@@ -37,7 +37,7 @@ class InferenceRequest:
     """
 
     request_id: int
-    tensors: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_request(self, limits: ModelLimits) -> Request:
         """Return the Request that a GetInferenceRequests callback returns to a GptManager; see `to_prompt`."""

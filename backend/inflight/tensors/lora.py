@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.core.request.adapter import LoraRequest, LoraWeights
@@ -91,18 +91,19 @@ def read_adapter_command(rows: Sequence[TensorReader]) -> AdapterCommand:
         raise InvalidArgument(Name("lora_command"), f" takes one command, got a batch of {1 + len(others)}")
     text = first.text("lora_command") or ""
     try:
-        given = json.loads(text)
+        given: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _bad(text, f"is no JSON ({error})") from None
     if not isinstance(given, dict):
         raise _bad(text, "is no JSON object")
+    asked = cast(dict[str, Any], given)
     try:
-        action = AdapterAction(given.pop("command", None))
+        action = AdapterAction(asked.pop("command", None))
     except ValueError:
         raise _bad(text, "has no command that there is") from None
-    if unknown := given.keys() - _COMMANDS[action]:
+    if unknown := asked.keys() - _COMMANDS[action]:
         raise _bad(text, f"has {min(unknown)!r:.80}, which {action.value} does not take")
-    return _checked(AdapterCommand(action, **_fields(given, text)), text)
+    return _checked(AdapterCommand(action, **_fields(asked, text)), text)
 
 
 def _fields(given: dict[str, Any], text: str) -> dict[str, Any]:

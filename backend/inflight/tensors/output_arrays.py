@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.additional_outputs import CONTEXT, GENERATION
 from inflight.core.request.request import FloatTensor
@@ -21,7 +22,7 @@ from inflight.tensors.output_table import OUTPUTS, is_additional
 _NO_PAD = -1
 
 
-def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+def make_array(name: str, outputs: Sequence[Output]) -> NDArray[Any] | None:
     """Return the output tensor `name` of one response, [prompts, …] or flat; None if it has no values.
 
     The dtype is numpy's choice. Raises KeyError for an unknown name.
@@ -29,13 +30,13 @@ def make_array(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
     return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
 
 
-def without_elements(name: str, num_prompts: int) -> np.ndarray:
+def without_elements(name: str, num_prompts: int) -> NDArray[Any]:
     """Return an empty array for an output of the table that was named but whose flag is not set."""
     spec = OUTPUTS[name]
     return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
 
-_Maker = Callable[[Sequence[Output]], np.ndarray | None]
+_Maker = Callable[[Sequence[Output]], NDArray[Any] | None]
 _Rows = Sequence[Sequence[Any]]
 """The rows of each prompt."""
 
@@ -48,48 +49,48 @@ def _scalars(value: Callable[[Output], int]) -> _Maker:
 def _metrics(value: Callable[[PerfMetrics], float]) -> _Maker:
     """Return a maker of [prompts, 1] from performance metrics, 0 for a prompt without; None if all lack them."""
 
-    def make(outputs: Sequence[Output]) -> np.ndarray | None:
+    def make(outputs: Sequence[Output]) -> NDArray[Any] | None:
         metrics = [output.result.perf_metrics for output in outputs]
         return None if _all_missing(metrics) else np.array([[value(one or PerfMetrics())] for one in metrics])
 
     return make
 
 
-def _output_ids(outputs: Sequence[Output]) -> np.ndarray:
+def _output_ids(outputs: Sequence[Output]) -> NDArray[np.int32]:
     return _stack([output.result.output_token_ids for output in outputs], _pads(outputs), np.int32)
 
 
-def _sequence_length(outputs: Sequence[Output]) -> np.ndarray:
+def _sequence_length(outputs: Sequence[Output]) -> NDArray[np.int32]:
     lengths = [[len(ids) for ids in output.result.output_token_ids] for output in outputs]
     return _table(lengths, 0, np.int32)
 
 
-def _text_output(outputs: Sequence[Output]) -> np.ndarray | None:
+def _text_output(outputs: Sequence[Output]) -> NDArray[np.object_] | None:
     if any(output.texts is None for output in outputs):
         return None
     texts = [[text.encode("utf-8") for text in output.texts or ()] for output in outputs]
     return _table(texts, b"", np.object_).reshape(-1)
 
 
-def _finish_reason(outputs: Sequence[Output]) -> np.ndarray:
+def _finish_reason(outputs: Sequence[Output]) -> NDArray[np.object_]:
     reasons = [[reason.name.encode() for reason in output.result.finish_reasons] for output in outputs]
     return _table(reasons, b"", np.object_)
 
 
-def _cum_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+def _cum_log_probs(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     rows = [output.result.cum_log_probs for output in outputs]
     return None if _all_missing(rows) else _table([row or () for row in rows], 0.0, np.float32)
 
 
-def _output_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+def _output_log_probs(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     rows = [output.result.log_probs for output in outputs]
     return None if _all_missing(rows) else _stack([row or () for row in rows], None, np.float32)
 
 
-def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded: bool) -> _Maker:
+def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type[np.generic], is_padded: bool) -> _Maker:
     """Return a function that makes an array [prompts, rows, longest, most candidates]."""
 
-    def make(outputs: Sequence[Output]) -> np.ndarray | None:
+    def make(outputs: Sequence[Output]) -> NDArray[Any] | None:
         found = [output.result.top_log_probs for output in outputs]
         if _all_missing(found):
             return None
@@ -100,19 +101,19 @@ def _top(part: Callable[[TopLogProbs], Sequence[float]], dtype: type, is_padded:
     return make
 
 
-def _prompt_log_probs(outputs: Sequence[Output]) -> np.ndarray | None:
+def _prompt_log_probs(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     rows = [output.result.prompt_log_probs for output in outputs]
     return None if _all_missing(rows) else _stack([[row or ()] for row in rows], None, np.float32)[:, 0]
 
 
-def _context_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+def _context_logits(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     tensors = [output.result.context_logits for output in outputs]
     if _all_missing(tensors):
         return None
     return _stack_tensors([[tensor] if tensor else [] for tensor in tensors], _vocab_size(outputs))[:, 0]
 
 
-def _generation_logits(outputs: Sequence[Output]) -> np.ndarray | None:
+def _generation_logits(outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     tensors = [output.result.generation_logits for output in outputs]
     if _all_missing(tensors):
         return None
@@ -123,7 +124,7 @@ def _vocab_size(outputs: Sequence[Output]) -> int:
     return outputs[0].prompt.options.vocab_size
 
 
-def _additional(name: str, outputs: Sequence[Output]) -> np.ndarray | None:
+def _additional(name: str, outputs: Sequence[Output]) -> NDArray[np.float32] | None:
     """Return [prompts, prompt tokens, width] or [prompts, rows, longest, width], also if there are no tokens."""
     found = [
         next((each.tensors for each in output.result.additional_outputs if each.name == name), None)
@@ -183,7 +184,7 @@ def _all_missing(parts: Sequence[object | None]) -> bool:
     return all(part is None for part in parts)
 
 
-def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
+def _table(rows: _Rows, fill: object, dtype: type[np.generic]) -> NDArray[Any]:
     """Return an array [prompts, rows], padded with `fill`."""
     if len(rows) == 1:  # nothing to pad: nearly every response
         return np.array([list(rows[0])], dtype)
@@ -193,7 +194,9 @@ def _table(rows: _Rows, fill: object, dtype: type) -> np.ndarray:
     return table
 
 
-def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[int, ...] = ()) -> np.ndarray:
+def _stack(
+    rows: _Rows, fills: Sequence[int] | None, dtype: type[np.generic], tail: tuple[int, ...] = ()
+) -> NDArray[Any]:
     """Return an array [prompts, rows, longest, *tail], padded with `fills`, a number per prompt, else with 0."""
     if not tail and len(rows) == 1 and len(rows[0]) == 1:
         return np.array([[rows[0][0]]], dtype)
@@ -209,7 +212,7 @@ def _stack(rows: _Rows, fills: Sequence[int] | None, dtype: type, tail: tuple[in
     return stack
 
 
-def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndarray:
+def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> NDArray[np.float32]:
     """Return an array [prompts, rows, longest, width], also for no tokens; a single tensor is not copied."""
     arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
@@ -217,5 +220,5 @@ def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> np.ndar
     return _stack(arrays, None, np.float32, (width,))
 
 
-def _as_array(tensor: FloatTensor, width: int) -> np.ndarray:
+def _as_array(tensor: FloatTensor, width: int) -> NDArray[np.float32]:
     return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape[0], width)

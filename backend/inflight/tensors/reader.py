@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
 from inflight.tensors.spec import Neutral, NeutralRule, TensorSpec, TensorTable, Vocabulary
 
 _Read = TypeVar("_Read")
 
-NUMPY_TYPES: dict[str, type] = {
+NUMPY_TYPES: dict[str, type[np.generic]] = {
     "BF16": np.uint16,  # the bits of each number
     "BOOL": np.bool_,
     "BYTES": np.object_,
@@ -29,6 +30,7 @@ NUMPY_TYPES: dict[str, type] = {
     "UINT8": np.uint8,
     "UINT64": np.uint64,
 }
+_DTYPES = {name: np.dtype(numpy_type) for name, numpy_type in NUMPY_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class _Sent:
     """One tensor of the request, with the name that the client used."""
 
     wire_name: str
-    array: np.ndarray
+    array: NDArray[Any]
 
 
 class TensorReader:
@@ -51,7 +53,9 @@ class TensorReader:
         vocabulary: The vocabulary of the client's names.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], table: TensorTable, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, arrays: Mapping[str, NDArray[Any]], table: TensorTable, vocabulary: Vocabulary
+    ) -> None:
         self._table = table
         self._vocabulary = vocabulary
         self._sent: dict[str, list[_Sent]] = {}
@@ -86,7 +90,7 @@ class TensorReader:
                 )
         return [self] if most == 1 else [self._with(partial(_row, index)) for index in range(most)]
 
-    def _with(self, change: Callable[[np.ndarray, TensorSpec], np.ndarray]) -> TensorReader:
+    def _with(self, change: Callable[[NDArray[Any], TensorSpec], NDArray[Any]]) -> TensorReader:
         """Return a reader of the same tensors with changed arrays."""
         reader = TensorReader({}, self._table, self._vocabulary)
         reader._unknown = self._unknown
@@ -158,7 +162,7 @@ class TensorReader:
         """Return a reader with copies of the arrays, for use after the request's own tensors are gone."""
         return self._with(lambda array, _: array.copy())
 
-    def array(self, name: str) -> np.ndarray | None:
+    def array(self, name: str) -> NDArray[Any] | None:
         """Return an array without the batch dimension; None if absent or empty."""
         found = self._find(self._table[name])
         return None if found is None else _without_batch(found, self._table[name])
@@ -187,12 +191,12 @@ class TensorReader:
                     f"expected it {spec.asks_for_nothing}",
                 )
 
-    def _asks_for_nothing(self, array: np.ndarray, neutral: Neutral) -> bool:
+    def _asks_for_nothing(self, array: NDArray[Any], neutral: Neutral) -> bool:
         if neutral.rule is NeutralRule.PAD_ID:
             return array.size == 1 and array.item() == self.integer("pad_id")
         return is_neutral(array, neutral)
 
-    def _scalar(self, name: str) -> np.ndarray | None:
+    def _scalar(self, name: str) -> NDArray[Any] | None:
         found = self._find(self._table[name])
         if found is None:
             return None
@@ -205,7 +209,7 @@ class TensorReader:
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
             dtypes = (spec.dtype, *spec.other_dtypes)
-            if sent.array.dtype not in [NUMPY_TYPES[dtype] for dtype in dtypes]:
+            if sent.array.dtype not in [_DTYPES[dtype] for dtype in dtypes]:
                 raise InvalidArgument(
                     Name(sent.wire_name), f" must be {' or '.join(dtypes)}, got {sent.array.dtype}"
                 )
@@ -228,7 +232,7 @@ def _shown_name(table: TensorTable, vocabulary: Vocabulary, sent: Mapping[str, s
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
     """Call the reader of each row of a batch; with several rows an error names the row."""
-    results = []
+    results: list[_Read] = []
     for index, read in enumerate(readings):
         try:
             results.append(read())
@@ -239,12 +243,12 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
     return results
 
 
-def _is_true(array: np.ndarray) -> bool:
+def _is_true(array: NDArray[Any]) -> bool:
     """Return whether a BOOL array has a non-zero byte; numpy itself expects only 0 or 1."""
     return bool(array.view(np.uint8).any())
 
 
-def is_neutral(array: np.ndarray, neutral: Neutral) -> bool:
+def is_neutral(array: NDArray[Any], neutral: Neutral) -> bool:
     """Return whether a non-empty tensor is neutral, that is, has no effect."""
     if neutral.rule is NeutralRule.VALUES:
         raw = array.view(np.uint8) if array.dtype == np.bool_ else array
@@ -265,20 +269,20 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
         ) from None
 
 
-def _num_rows(array: np.ndarray, spec: TensorSpec) -> int:
+def _num_rows(array: NDArray[Any], spec: TensorSpec) -> int:
     """Return the number of rows; 1 without a batch dimension or for a wrong shape, which fails when read."""
     if spec.scalar:
         return array.size
     return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
 
 
-def _row(index: int, array: np.ndarray, spec: TensorSpec) -> np.ndarray:
+def _row(index: int, array: NDArray[Any], spec: TensorSpec) -> NDArray[Any]:
     if not array.size:
         return array
     return array.reshape(-1)[index : index + 1] if spec.scalar else array[index : index + 1]
 
 
-def _without_batch(sent: _Sent, spec: TensorSpec) -> np.ndarray:
+def _without_batch(sent: _Sent, spec: TensorSpec) -> NDArray[Any]:
     array, rank = sent.array, len(spec.dims)
     if array.ndim == rank + 1:
         if array.shape[0] != 1:
@@ -299,7 +303,7 @@ def _batch_refused(sent: _Sent) -> Unsupported:
     )
 
 
-def _shown(array: np.ndarray) -> str:
+def _shown(array: NDArray[Any]) -> str:
     """Return a value for a message: a single element, else the shape and the first few elements."""
     first = [_readable(value) for value in array.ravel()[:4].tolist()]
     if array.size == 1:

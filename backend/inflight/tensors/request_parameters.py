@@ -15,7 +15,7 @@ import difflib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -87,7 +87,7 @@ def read_request_parameters(
             vocabulary; the message names the parameter, the value and what was expected.
         Unsupported: A parameter asks for only one phase of a request.
     """
-    given = json.loads(parameters) if parameters and parameters != "{}" else {}
+    given: dict[str, Any] = json.loads(parameters) if parameters and parameters != "{}" else {}
     if not given and not timeout_us:  # nearly every request
         return NO_PARAMETERS
     _refuse_one_phase(given)
@@ -112,10 +112,11 @@ def error_writer(parameters: str) -> Callable[[InflightError], str]:
     """
     if CODED_ERRORS not in parameters and STRUCTURED_ERRORS not in parameters:  # nearly every request
         return str
-    given = json.loads(parameters)
-    if isinstance(given, dict) and given.get(STRUCTURED_ERRORS) is True:
+    given: Any = json.loads(parameters)
+    options = cast(dict[str, Any], given) if isinstance(given, dict) else {}
+    if options.get(STRUCTURED_ERRORS) is True:
         return lambda error: f"{error.kind}: {error.marked}"
-    if isinstance(given, dict) and given.get(CODED_ERRORS) is True:
+    if options.get(CODED_ERRORS) is True:
         return lambda error: f"{error.code}: {error}"
     return str
 
@@ -220,7 +221,7 @@ def _integer(given: Mapping[str, Any], name: str, largest: int) -> int | None:
         if isinstance(value, bool) or (isinstance(value, float) and not -_EXACT <= value <= _EXACT):
             raise ValueError
         number = int(value)
-        if isinstance(value, float) and number != value:
+        if isinstance(value, float) and not value.is_integer():
             raise ValueError
     except (TypeError, ValueError):
         advice = "; a string can hold one beyond 2**53" if isinstance(value, float) else ""

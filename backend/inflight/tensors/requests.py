@@ -165,7 +165,7 @@ class _PromptReader:
             request_id=0,
             input_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(),
-            # Rounds of drafts are responses of a stream.
+            # A drafted request always streams: each round of drafts gives a response.
             streaming=engine_streams(streaming, stop_strings, sampling.uses_beams) or bool(drafted),
             end_ids=self._end_ids(prompt_text is not None),
             pad_id=self._pad_id(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.core.request.guide import Guide, GuideKind
 from inflight.core.request.request import ExternalDraft, FloatTensor
@@ -112,7 +113,11 @@ def has_word_bias(reader: TensorReader, words: str, weights: str) -> bool:
 
 
 def add_word_bias(
-    bias: np.ndarray, reader: TensorReader, words: str, weights: str, ids_of: Callable[[str], Sequence[int]]
+    bias: NDArray[np.float32],
+    reader: TensorReader,
+    words: str,
+    weights: str,
+    ids_of: Callable[[str], Sequence[int]],
 ) -> None:
     """Add the bias that a request's words ask for, in place, by tensorrtllm_backend's rule.
 
@@ -129,7 +134,7 @@ def add_word_bias(
         InvalidArgument: The numbers of texts and weights differ, or a sum is NaN or +inf (-inf bans a token).
     """
     texts, array = reader.texts(words), reader.array(weights)
-    values = [] if array is None else array.tolist()
+    values: list[float] = [] if array is None else array.tolist()
     if len(texts) != len(values) and (any(texts) or any(values)):
         raise InvalidArgument(
             Name(reader.shown_name(words)),
@@ -145,12 +150,12 @@ def add_word_bias(
     check_bias(bias, reader.shown_name(weights))
 
 
-def check_bias(bias: np.ndarray, name: str) -> None:
+def check_bias(bias: NDArray[np.float32], name: str) -> None:
     """Raise InvalidArgument about the tensor `name` if it has NaN or +inf."""
     if np.isnan(bias).any() or np.isposinf(bias).any():
         raise InvalidArgument(Name(name), " must hold finite numbers, or -inf to ban a token")
 
 
-def as_float_tensor(array: np.ndarray) -> FloatTensor:
+def as_float_tensor(array: NDArray[Any]) -> FloatTensor:
     """Convert an array to the float32 tensor that the core passes on."""
     return FloatTensor(array.shape, np.ascontiguousarray(array, np.float32).tobytes())

@@ -45,7 +45,8 @@ class Naming:
             declared: Names of the outputs in the model's config.pbtxt, including those that the parameter
                 additional_model_outputs adds; if empty, the names of the table.
         """
-        known = {name for name, _ in OUTPUTS.declared(vocabulary)} | {*filter(is_additional, declared)}
+        names = [name for name, _ in OUTPUTS.declared(vocabulary)]
+        known = frozenset([*names, *filter(is_additional, declared)])
         return cls(requested & known, requested & known != (known & frozenset(declared) or known))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
@@ -32,7 +34,7 @@ def read_words(reader: TensorReader, name: str) -> Words:
     return () if array is None else read_word_list(array, reader.shown_name(name))
 
 
-def read_word_list(array: np.ndarray, name: str) -> Words:
+def read_word_list(array: NDArray[Any], name: str) -> Words:
     """Return the words of TensorRT-LLM's packed list, a [2, n] array.
 
     [[0], [-1]], which NVIDIA's clients send as an empty list, has no words. Ids after the last word's end are
@@ -74,7 +76,7 @@ def _shown(values: list[int]) -> str:
     return f"[{', '.join(map(str, values[:8]))}{', …' if len(values) > 8 else ''}]"
 
 
-def pack_words(words: Sequence[Sequence[int]]) -> np.ndarray:
+def pack_words(words: Sequence[Sequence[int]]) -> NDArray[Any]:
     """Pack words as [2, n]: all ids, then each word's end offset, padded with -1; [[0], [-1]] for no words."""
     flat = [token_id for word in words for token_id in word]
     if not flat:

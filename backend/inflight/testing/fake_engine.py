@@ -11,7 +11,7 @@ thread calls it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -60,7 +60,7 @@ class _Slot:
     conditions: Conditions
     is_plain: bool
     history: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list[int])
     num_tokens: int = 0
     last_token: int = -1
     state: int = _EMPTY  # the recurrent state: digest of the last token
@@ -88,7 +88,7 @@ class FakeLogits:
 
 
 class FakeEngine:
-    """Implements `inflight.core.ports.Engine`.
+    """An `inflight.core.ports.Engine` whose tokens are digests of its cache's content.
 
     Args:
         limits: The limits that the engine declares.
@@ -175,7 +175,7 @@ class FakeEngine:
     @contextmanager
     def _forgotten_on_failure(
         self, batch: ScheduledBatch, starts: Sequence[SlotStart], loads: Sequence[AdapterLoad] = ()
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Discard the slots and loads of a batch that fails, so that they must be started and loaded again."""
         try:
             yield
@@ -240,7 +240,7 @@ class FakeEngine:
             self._slots[slot].block_table.extend(block_ids)
 
     def _move(self, moves: Sequence[BeamMove]) -> None:
-        moved = {}
+        moved: dict[int, _Slot] = {}
         for move in moves:
             parent = self._slots[move.parent_slot]
             beam = replace(parent, block_table=parent.block_table.copy())
@@ -303,7 +303,7 @@ class FakeEngine:
         start, vocab_size = row.start, self.limits.vocab_size
         sampling, index = start.request.sampling, start.sequence_index
         row.num_tokens -= len(drafts)
-        tokens = []
+        tokens: list[int] = []
         for number, digest in enumerate(digests):
             token_id = choose(digest, row.history, sampling, index, row.num_tokens, vocab_size)
             tokens.append(token_id)

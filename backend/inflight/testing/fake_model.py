@@ -243,7 +243,7 @@ def expected_logits(
 ) -> list[array[float]]:
     """Return the logits from which each of `token_ids`, which follow `prompt`, is chosen."""
     sequence = LoneSequence(prompt, vocab_size, attend_to_all, conditions)
-    logits = []
+    logits: list[array[float]] = []
     for token_id in token_ids:
         logits.append(sequence.logits())
         sequence.append(token_id)
@@ -278,7 +278,7 @@ def expected_beam_steps(
     conditions = Conditions.of(request, adapter)
     search = BeamSearch(request)
     beams = [LoneSequence(request.input_token_ids, vocab_size, attend_to_all, conditions)]
-    steps = []
+    steps: list[list[Hypothesis]] = []
     while not search.done:
         group = BeamGroup(tuple(range(len(beams))), search.scores, search.num_candidates)
         rows = [(beam.digest, beam.history(request.sampling)) for beam in beams]

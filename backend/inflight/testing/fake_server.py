@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +98,7 @@ def make_fake_repository(folder: Path) -> Path:
 
 
 @contextmanager
-def serve_fake(settings: Mapping[str, str], options: ServerOptions | None = None) -> Iterator[TritonServer]:
+def serve_fake(settings: Mapping[str, str], options: ServerOptions | None = None) -> Generator[TritonServer]:
     """Serve with a fake engine, as `inflight.server.launch.serve` does; `settings` may have `fake_engine`."""
     with (
         tempfile.TemporaryDirectory(prefix="inflight-fake-") as folder,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
 from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description

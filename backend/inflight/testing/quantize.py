@@ -12,7 +12,7 @@ from math import gcd
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 from torch import Tensor
 
 Parts = dict[str, Tensor]
@@ -92,7 +92,7 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     Exponents are stored plus 127. A block's exponent is that of its largest number minus that of the largest 4-bit
     float, 6.
     """
-    blocks = weight.unflatten(-1, (-1, 32))
+    blocks = torch.unflatten(weight, -1, (-1, 32))
     exponents = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor() - 2
     scaled = blocks / exponents.exp2()[..., None]
     codes = torch.bucketize(scaled.abs(), torch.tensor(_FLOAT4_BORDERS)) | (scaled < 0).long() << 3
@@ -104,7 +104,7 @@ def _in_groups(
     weight: Tensor, size: int, dtype: torch.dtype, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return levels 0 to 15 [outputs, inputs], and zero points and scales [outputs, groups]."""
-    groups = weight.unflatten(1, (-1, size))
+    groups = torch.unflatten(weight, 1, (-1, size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
     scales = scales.clamp_min(_LEAST).to(dtype).float()
@@ -116,7 +116,7 @@ def _in_groups(
 def _words(numbers: Tensor) -> Tensor:
     """Pack 4-bit numbers [rows, n] into int32 [rows, n / 8], lowest bits first."""
     shifts = 4 * torch.arange(8, dtype=torch.int64)
-    words = (numbers.long().unflatten(1, (-1, 8)) << shifts).sum(2)
+    words = (torch.unflatten(numbers.long(), 1, (-1, 8)) << shifts).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
@@ -124,7 +124,7 @@ def _awq(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
     levels, zeros, scales = _in_groups(weight, size, dtype, symmetric=False)
 
     def pack(numbers: Tensor) -> Tensor:
-        return _words(numbers.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER].flatten(1))
+        return _words(torch.unflatten(numbers.T, 1, (-1, 8))[..., _AWQ_ORDER].flatten(1))
 
     return {"qweight": pack(levels), "qzeros": pack(zeros), "scales": scales.T.to(dtype)}
 

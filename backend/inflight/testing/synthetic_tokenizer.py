@@ -45,7 +45,8 @@ def make_tokenizer(vocabulary_size: int) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
+    special = [AddedToken(token, special=True) for token in _SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special)  # pyright: ignore[reportUnknownMemberType]  its list has no type
     return tokenizer
 
 

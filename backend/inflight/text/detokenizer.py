@@ -96,7 +96,7 @@ class _StreamedText:
         return text if raw is not None else text + self._decoder.continued(token)
 
     def rest(self) -> str:
-        """Return the remaining text if it ends here. Changes nothing."""
+        """Return the text that is still held back, as if the ids ended here. Changes nothing."""
         return self._utf8.pending if self._start is None else self._decoder.text(self._start)
 
     def _add_to_start(self, start: list[str], token: str) -> str:

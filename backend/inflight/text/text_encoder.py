@@ -24,7 +24,8 @@ _BYTES_PER_WORD = 512  # of a prompt that takes as long to tokenize as the spell
 
 
 class TextEncoder:
-    """A model's tokenizer, as requests use it. Every method raises the errors of `require_tokenizer`.
+    """Encodes texts of requests with a model's tokenizer. Every method raises the errors of
+    `require_tokenizer`.
 
     Args:
         require_tokenizer: Returns the tokenizer; raises Unsupported if there is none.

@@ -137,7 +137,7 @@ def _added_tokens(
 
 
 class _SpecialTokens:
-    """The special tokens of the settings and the default ones of a class."""
+    """The special tokens that tokenizer_config.json names, and the default ones of its tokenizer class."""
 
     def __init__(
         self,

@@ -147,7 +147,7 @@ def _outputs(config: Mapping[str, Any], role: Role) -> dict[str, str]:
 
 
 def _check_instances(config: Mapping[str, Any]) -> None:
-    groups = config.get("instance_group") or [{}]
+    groups: list[dict[str, Any]] = config.get("instance_group") or [{}]
     count = sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
     if count != 1:
         raise ConfigError(

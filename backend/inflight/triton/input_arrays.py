@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _BFLOAT_CODE = 4  # kDLBfloat
 _CPU = 1  # kDLCPU
@@ -40,12 +41,12 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-def input_arrays(request: Any) -> dict[str, np.ndarray]:
+def input_arrays(request: Any) -> dict[str, NDArray[Any]]:
     """Return the inputs of one of Triton's requests, by the names that the client used."""
     return {tensor.name(): _as_array(tensor) for tensor in request.inputs()}
 
 
-def _as_array(tensor: Any) -> np.ndarray:
+def _as_array(tensor: Any) -> NDArray[Any]:
     try:
         return tensor.as_numpy()
     except Exception:  # as_numpy refuses BF16 with an exception class that exists only in Triton's stub
@@ -55,7 +56,7 @@ def _as_array(tensor: Any) -> np.ndarray:
         return bits
 
 
-def _bfloat16_bits(capsule: Any) -> np.ndarray | None:
+def _bfloat16_bits(capsule: Any) -> NDArray[np.uint16] | None:
     """Return a copy of a BF16 tensor's bits, as uint16 in the tensor's shape.
 
     Returns None for a tensor of another type, or in the memory of another device.

@@ -49,7 +49,7 @@ class ResponseBuilder:
         wanted, named = options.outputs, options.named
         if len(outputs) > 1:
             wanted = wanted.union(*(output.prompt.options.outputs for output in outputs[1:]))
-        tensors = []
+        tensors: list[Any] = []
         for name, dtype in self._in_order(wanted | named if named else wanted):
             array = make_array(name, outputs) if name in wanted else without_elements(name, len(outputs))
             if array is not None:
@@ -63,7 +63,7 @@ class ResponseBuilder:
         for tensor in response.output_tensors():
             yield tensor.name(), tensor.as_numpy().nbytes
 
-    def _typed(self, wanted: frozenset[str]) -> tuple[tuple[str, type], ...]:
+    def _typed(self, wanted: frozenset[str]) -> tuple[tuple[str, type[np.generic]], ...]:
         """Return (name, data type) of these outputs, in the table's order."""
         return tuple((name, dtype) for name, dtype in self._types.items() if name in wanted)
 

@@ -15,6 +15,8 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from inflight.server.launch import TritonServer
+from tests.e2e.clients import wait_until
+from tests.e2e.test_metrics import active, page_of
 
 from .wire import (
     TENSORS_OF_PERF_METRICS,
@@ -152,7 +154,7 @@ def run(server: TritonServer, prompt: list[int], flags: Flags) -> Outcome:
             while not answers.empty():
                 _read(outcome, flags, answers.get())
         else:
-            for _ in range(_send_unary(client, answers, prompt, flags)):
+            for _ in range(_send_unary(server, client, answers, prompt, flags)):
                 _read(outcome, flags, answers.get(timeout=TIMEOUT_S))
     if flags.stop_after_ms:
         for ids in outcome.generated:
@@ -180,8 +182,11 @@ def _send_on_stream(client, answers: queue.Queue, prompt: list[int], flags: Flag
     client.stop_stream(cancel_requests=flags.stop_after_ms > 0 and flags.stop_via_request_cancel)
 
 
-def _send_unary(client, answers: queue.Queue, prompt: list[int], flags: Flags) -> int:
-    """Send the request; return the expected number of responses."""
+def _send_unary(server: TritonServer, client, answers: queue.Queue, prompt: list[int], flags: Flags) -> int:
+    """Send the request; return the expected number of responses.
+
+    Unary requests may overtake each other, so a stop waits until the request is active.
+    """
     common = {
         "request_id": flags.request_id,
         "callback": lambda result, error: answers.put(error or result),
@@ -193,6 +198,7 @@ def _send_unary(client, answers: queue.Queue, prompt: list[int], flags: Flags) -
     )
     time.sleep(flags.stop_after_ms / 1000)
     if flags.sends_stop:
+        wait_until(lambda: active(page_of(server)) == 1)
         client.async_infer(flags.model_name, tensors(grpc, stop_inputs()), **common)
     elif flags.stop_after_ms:
         call.cancel()

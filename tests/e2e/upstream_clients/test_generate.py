@@ -11,6 +11,8 @@ import pytest
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
+from tests.e2e.clients import wait_for_several
+
 from .conftest import PROMPT, WORD
 from .wire import connect, flag, integer, real, requested, tensors, texts
 
@@ -49,7 +51,7 @@ def plain(demo_server) -> str:
 
 
 def test_an_empty_string_may_stand_for_no_words(demo_server, plain):
-    """This is the body of the quick start: it has strings in place of lists."""
+    """The body of tensorrtllm_backend's quick start has empty strings in place of lists."""
     answer = generate(
         demo_server, {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": ""}
     )
@@ -83,7 +85,7 @@ def test_twenty_concurrent_requests_get_the_same_text(demo_server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
-    """Bodies for multimodal models have them there, with an id."""
+    """Bodies for multimodal models have the inputs under `parameters`, and an id."""
     parameters = {
         "max_tokens": 20,
         "beam_width": 1,
@@ -95,10 +97,17 @@ def test_inputs_may_be_given_under_parameters(demo_server, plain, stream):
         "temperature": 0,
         "exclude_input_in_output": True,
     }
-    events = generate_stream(demo_server, {"id": "42", "text_input": PROMPT, "parameters": parameters})
-    assert joined(events) == plain
-    assert {event["id"] for event in events} == {"42"}
-    assert (len(events) > 1) == stream
+
+    def events() -> list[dict]:
+        found = generate_stream(demo_server, {"id": "42", "text_input": PROMPT, "parameters": parameters})
+        assert joined(found) == plain
+        assert {event["id"] for event in found} == {"42"}
+        return found
+
+    if stream:
+        wait_for_several(events)
+    else:
+        assert len(events()) == 1
 
 
 def test_values_may_be_lists_of_one(demo_server, plain):
@@ -110,8 +119,7 @@ def test_values_may_be_lists_of_one(demo_server, plain):
         "exclude_input_in_output": [True],
         "min_length": [20],
     }
-    events = generate_stream(demo_server, body)
-    assert len(events) > 1
+    wait_for_several(lambda: generate_stream(demo_server, body))
     del body["min_length"]
     assert joined(generate_stream(demo_server, body)) == plain
 

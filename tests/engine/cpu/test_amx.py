@@ -171,7 +171,7 @@ def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[R
 def test_results_of_a_row_do_not_depend_on_the_others(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches of one row, of less than a tile, of several tiles, and of contexts whole and in chunks."""
+    """Batches have one row, less than a tile, several tiles, and contexts whole and in chunks."""
     monkeypatch.setenv("INFLIGHT_CPU_TARGET", "amx")
     engine = load_engine(model, kernels="native", max_num_sequences=40)
     prompts = draw([7, 50, 3, *[2] * 34])

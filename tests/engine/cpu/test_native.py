@@ -145,7 +145,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 @needs_native
 def test_threads_run_once_the_engine_is_loaded(zoo: Zoo) -> None:
-    """In its own process, in which no other code starts threads."""
+    """Runs in its own process, in which no other code starts threads."""
     program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
     assert done.returncode == 0, done.stderr

@@ -81,7 +81,8 @@ def test_all_modules_of_one_rank(zoo: Zoo, case: str, rank: int) -> None:
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe"])
 def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
-    """One layer of the second model has no experts: its MLP is not adapted either."""
+    """Adapters change attention; one layer of the second model has an MLP without experts, which they do not
+    change."""
     model = zoo[case]
     attention = {module: names for module, names in LLAMA.items() if names[0].startswith("self_attn")}
     adapter = make_adapter(model, 8, attention)
@@ -105,7 +106,7 @@ def test_mixed_ranks_and_magnitudes(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize("module", {**LLAMA_FUSED, **LLAMA})
 @pytest.mark.parametrize("has_magnitude", [False, True])
 def test_one_module(zoo: Zoo, module: Module, has_magnitude: bool) -> None:
-    """Every module alone, in one layer: all other columns are unchanged."""
+    """An adapter of one module in one layer leaves all other columns unchanged."""
     model = zoo["llama-odd-sizes"]
     names = {**LLAMA_FUSED, **LLAMA}[module]
     adapter = make_adapter(model, 5, {module: names}, [1], lambda _: has_magnitude)
@@ -140,7 +141,7 @@ def _adapters(model: ZooModel) -> tuple[Merged, ...]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "llama-odd-sizes"], ["llama-odd-sizes"]))
 def test_rows_of_a_batch_are_as_each_alone(zoo: Zoo, case: str, dtype: str) -> None:
-    """Bitwise: chunks of contexts and generation, with three adapters and none, in changing batches."""
+    """Chunks and generation rows, with three adapters and none, are bitwise equal in changing batches."""
     model = zoo[case]
     engine = load_native(model, dtype)
     adapters = [None, *_adapters(model)]
@@ -175,7 +176,8 @@ def test_chunks_of_a_context(zoo: Zoo, dtype: str, chunk: int) -> None:
 
 
 def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
-    """More rows than a product processes at a time, so that an adapter's rows are in several parts of it."""
+    """Contexts have more rows than a product processes at a time, so that an adapter's rows are in several
+    parts."""
     model = zoo["llama-gqa"]
     engine = load_native(model, max_num_tokens=1024)
     adapters = _adapters(model)
@@ -197,7 +199,7 @@ def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
 def test_error_is_that_of_the_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
-    """Weights rounded to the same dtype, compared with the same model in float32."""
+    """The error of an adapter is that of merged weights in the same dtype, against the model in float32."""
     model = zoo[case]
     adapter = make_adapter(model, rank, has_magnitude=lambda module: module is Module.MLP_4H_TO_H)
     adapter.model.oracle.save_pretrained(tmp_path)
@@ -279,7 +281,8 @@ def test_an_adapter_is_removed_if_a_page_is_overwritten(zoo: Zoo) -> None:
 
 
 def test_an_adapter_without_layers_of_this_stage_has_no_effect(zoo: Zoo) -> None:
-    """As at a pipeline stage without any of its layers: bitwise the same as without it."""
+    """With an adapter that has none of a pipeline stage's layers, results are bitwise those without an
+    adapter."""
     model = zoo["llama-gqa"]
     engine = load_native(model)
     adapter = make_adapter(model, layers=[0])

@@ -197,7 +197,8 @@ class Layer:
         return partial
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the same in float32, with the weights as they were packed."""
+        """Return the output of the layer's MLP half in float32, by torch's operators and with the weights as
+        they were packed."""
         weights, experts = self.weights, self.weights.experts
         assert experts is not None
         norm, read = weights.mlp_norm, x.float()

@@ -140,7 +140,7 @@ def test_a_changed_file_is_built_again(machine: Machine) -> None:
 
 @needs_native
 def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Machine) -> None:
-    """For example a file that was built with another C library."""
+    """Such a file may, for example, have been built with another C library."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     junk = b"no library"
@@ -153,7 +153,7 @@ def test_a_complete_file_that_cannot_be_loaded_is_built_again_once(machine: Mach
 
 @needs_native
 def test_a_library_in_a_noexec_folder_is_loaded_from_memory(machine: Machine) -> None:
-    """A cache folder on a file system mounted noexec, in a child's own mount namespace."""
+    """The cache folder is on a file system mounted noexec, in a mount namespace of the test's own."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     program = machine.root / "program.py"
@@ -329,7 +329,7 @@ def test_a_library_that_is_being_compiled_is_not_compiled_twice(machine: Machine
 
 @needs_native
 def test_only_one_of_several_processes_builds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share only the folder, as processes do."""
+    """Builders without common state, like separate processes, share only the cache folder."""
     machine.working_compiler()
     meet_before_the_lock(monkeypatch, 3)
     with ThreadPoolExecutor(3) as pool:
@@ -428,7 +428,8 @@ def test_a_library_that_another_process_runs_may_be_removed(machine: Machine) ->
 def test_a_library_removed_while_being_loaded_is_built_again(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process had checked its age before it was marked as used."""
+    """A process that removes old files has checked the library's age just before another process marks it as
+    used."""
     machine.working_compiler()
     machine.cache.mkdir(mode=0o700)
     shutil.copyfile(machine.real, machine.path)
@@ -542,7 +543,7 @@ def test_a_failing_compiler_is_reported_and_leaves_no_files(machine: Machine, fa
 def test_a_compiler_that_cannot_be_run_or_does_not_end(
     machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is not a program, and a compiler with a hanging child, which must be killed: it holds pipes."""
+    """One compiler is not a program; the other has a hanging child that holds the pipes, and must be killed."""
     monkeypatch.setattr(library, "_BUILD_TIMEOUT_S", 2.0)
     if body:
         machine.compiler(f"{body} & echo $! > '{machine.root}/child'; wait")

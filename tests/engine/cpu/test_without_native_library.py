@@ -49,13 +49,13 @@ def a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     monkeypatch.delenv("CXX", raising=False)
-    # A processor for which code could be compiled, whatever this one is.
+    # Simulate a processor for which code could be compiled.
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX2)
     return "an error of its own"
 
 
 def nothing_that_can_be_loaded(monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
-    """Let compiling succeed, but forbid execution from folders and memory; return the reason."""
+    """Let compiling succeed, but prevent loading from folders and from memory; return the logged reason."""
 
     def refuse(name: str) -> None:
         raise OSError(f"{name}: failed to map segment from shared object")

@@ -90,7 +90,7 @@ def test_greedy_tokens_in_float32(zoo: Zoo, case: str) -> None:
 def test_attention_is_right_at_the_edges_of_tiles(
     zoo: Zoo, case: str, dtype: torch.dtype, attention: GatheringAttention
 ) -> None:
-    """The cases that loading tries, with more windows."""
+    """The check that loading makes passes, with more windows."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
     check_attention(attention, decoder, 32, windows, dtype, torch.device("cuda"))
@@ -142,7 +142,8 @@ def test_kernels_at_edges_of_tiles_and_of_blocks(
 def test_a_generation_row_is_the_same_alone_and_among_others(
     zoo: Zoo, dtype: torch.dtype, window: AttentionWindow | None
 ) -> None:
-    """Bitwise, whatever the others' lengths and however many programs share its keys."""
+    """Results are bitwise equal for any lengths of other rows and any number of programs that share the row's
+    keys."""
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=64)
     attention, lengths = triton_attention(decoder), tuple(range(2000, 0, -10))
     rows = Rows(decoder, 32, 2000, dtype, 0, CUDA, sequences=len(lengths))
@@ -159,7 +160,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(
 def test_operations_of_layers(
     zoo: Zoo, case: str, dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As loading tries them, at edges of tiles; no kernel is left out."""
+    """Every kernel of the layers passes the check that loading makes, at edges of tiles."""
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
     decoder = read_model_description(zoo[case].folder).decoder
@@ -206,7 +207,7 @@ def test_the_highest_logits(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
-    """To the same levels as with torch's operators."""
+    """Kernels round to the same levels as torch's operators."""
     found = find_float8_rounding(CUDA, dtype)
     assert found is not quantize_float8
     for num_rows in EDGES:
@@ -230,7 +231,7 @@ def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
 def test_chunks_at_the_edges_of_tiles(
     zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int, recorded: bool
 ) -> None:
-    """A chunk's last row, which is sampled, after a part of its prompt and without."""
+    """The last row of a chunk, which is sampled, is correct with and without an earlier chunk of its prompt."""
     model = zoo[case]
     logits = []
     for device in ("cpu", "cuda"):
@@ -353,7 +354,8 @@ def test_learned_sinks_with_blocks_in_place(zoo: Zoo, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window"])
 def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str) -> None:
-    """Padded to the same number of rows, since matrix products of other sizes may be rounded differently."""
+    """Both runs are padded to the same number of rows, since matrix products of other sizes may be rounded
+    differently."""
     model = zoo[case]
     recorded = _grow_and_shrink(_load_graphed(model), model)
     with mock.patch(_CAPTURE, lambda device: lambda operations: operations):
@@ -365,7 +367,8 @@ def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
-    """In float32 the tokens of PEFT; recorded in bfloat16 bitwise as launched, and near those tokens' logits."""
+    """In float32, tokens are PEFT's. In bfloat16, recorded results are bitwise those of launches one by one,
+    and their logits are near those of float32."""
     model = zoo[case]
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4) for rank in (8, 20)]
 
@@ -394,7 +397,8 @@ def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window"])
 def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) -> None:
-    """Recorded, launched and gathered, each compared with float32 logits of the tokens that it chose."""
+    """Recorded, launched and gathering runs are each compared with float32 logits of the tokens that they
+    chose."""
     model = zoo[case]
     gathered = {"tokens_per_block": 8}  # FlashAttention 2 refuses such blocks
     for changes, why_not in (
@@ -412,7 +416,7 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.2), ("fp8", 0.6)])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2"])
 def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> None:
-    """Recorded, in bfloat16, compared with the unrounded weights."""
+    """A recorded run in bfloat16 is compared with the unrounded weights."""
     model = zoo[case]
     row = alone(_load_graphed(model, dtype=kind), model.prompt(60), 30)
     exact = model.logits(row.tokens)[59:-1]
@@ -422,7 +426,7 @@ def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> N
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 129])
 def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
-    """Compared with float64, for sizes for which processors have special operators."""
+    """Products are compared with float64, in sizes for which processors have special instructions."""
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(num_rows)
     weight, x = (torch.randn((rows, 512), generator=generator, device=device) for rows in (768, num_rows))
@@ -452,7 +456,8 @@ def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
     ],
 )
 def test_quantized_checkpoints_stay_quantized(zoo: Zoo, tmp_path: Path, name: str) -> None:
-    """Recorded, in bfloat16, compared with the dequantized weights; float8 by row rounds activations too."""
+    """Recorded runs in bfloat16 are compared with the dequantized weights; float8 by row rounds activations
+    too."""
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     row = alone(_load_graphed(model, dtype=None), model.prompt(60), 30)
     exact = model.logits(row.tokens)[59:-1]
@@ -463,7 +468,7 @@ def test_quantized_checkpoints_stay_quantized(zoo: Zoo, tmp_path: Path, name: st
 @pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 300])
 def test_a_product_with_levels(kind: str, num_rows: int) -> None:
-    """Compared with float64: the kernel, and for many rows torch's product."""
+    """The kernel, and for many rows torch's product, are compared with float64."""
     device = torch.device("cuda")
     for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
         matrix = draw(kind, *shape, shuffled=shape[2] == 32)
@@ -497,7 +502,7 @@ def test_an_iteration_waits_for_the_device_once(zoo: Zoo, sampling: dict[str, An
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 1.0}, {"top_k": 5}])
 def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[str, Any]) -> None:
-    """Nor for a stream: only for the arrival of tokens, which torch does not count as synchronization."""
+    """The host waits only for the arrival of tokens, which torch does not count as synchronization."""
     model = zoo["llama-gqa"]
     answers = []
     for samples_on_device in (False, True):
@@ -526,7 +531,7 @@ def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 def test_requests_that_continue_without_the_host(zoo: Zoo, way: str) -> None:
-    """With two iterations in flight."""
+    """Requests that do not need the host run with two iterations in flight."""
     model = zoo["llama-gqa"]
     requests = undemanding(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
@@ -614,7 +619,8 @@ def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
 
 
 def test_post_processors_do_what_the_control_does_and_get_the_stream(zoo: Zoo) -> None:
-    """As in TensorRT-LLM's example, on the given stream; beside sampling, drafts and beams."""
+    """Post-processors written like TensorRT-LLM's example run on the given stream, beside sampling, drafts
+    and beams."""
     model, streams = zoo["llama-gqa"], set()
 
     def process(req_id, logits, ids, stream_ptr, client_id):

@@ -114,7 +114,8 @@ def test_tokens_with_chunks_are_the_same(zoo: Zoo, case: str) -> None:
 
 
 def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
-    """One tile, a full one and one row more, with generation rows between them in the order of slots."""
+    """Chunks of one tile, of a full recording and of one row more, with generation rows between them in slot
+    order."""
     model, tape = zoo["llama-gqa"], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 256}
     driver = Driver(load_paged(model.folder, 200, 8, tape, **options))
@@ -187,7 +188,7 @@ def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **opt
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
-    """Their pages and their numbers of rows differ between replays."""
+    """Results are equal although the adapters' pages and numbers of rows differ between replays."""
     model, tape = zoo[case], Tape()
     recorded = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
     ranks = [8, 20, 1, 33]
@@ -299,7 +300,7 @@ def test_more_adapters_than_recorded_and_magnitudes_run_without_a_recording(
 
 
 def test_padding_rows_have_no_adapter(zoo: Zoo) -> None:
-    """Even if the rows at these places in an earlier batch had one."""
+    """Padding rows use no adapter even if rows at the same positions of an earlier batch did."""
     model = zoo["llama-gqa"]
     engine = load_paged(model.folder, 60, 6, Tape(), num_adapter_pages=20)
     driver = Driver(engine)

@@ -90,7 +90,7 @@ def test_float16_is_computed_in_bfloat16(zoo: Zoo, tmp_path: Path) -> None:
         ("fp8-block", "(14 in float8 in blocks) are unpacked to bfloat16: compiled layers do not"),
         ("fbgemm", "(14 in float8 with a scale for each row) are unpacked to bfloat16"),
         ("gptq-8", "(14 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
-        ("gptq-any-order", "unpacked to bfloat16 (model.layers.0.self_attn.q_proj.weight): others that are"),
+        ("gptq-any-order", "unpacked to bfloat16 (model.layers.0.self_attn.q_proj.weight): other parts"),
     ],
 )
 def test_formats_that_compiled_layers_do_not_keep_are_unpacked_and_logged(

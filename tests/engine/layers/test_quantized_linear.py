@@ -197,7 +197,7 @@ def test_a_wrong_product_is_not_used(
 def test_int8_without_the_package_of_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a GPU the log reports it; on a CPU the package is not needed."""
+    """On a GPU a missing package is logged; on a CPU the package is not needed."""
     gpu = torch.device("cuda")
     assert find_int8_product(CPU) is None and find_int8_product(gpu) is not None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -166,7 +166,7 @@ def test_error_in_bfloat16_is_bounded(zoo: Zoo, case: str) -> None:
 
 
 def test_an_executor_serves_a_family_without_a_map(zoo: Zoo) -> None:
-    """From a folder to tokens through the loop, as in a server."""
+    """An executor serves a checkpoint folder with transformers' own layers, through the loop as in a server."""
     model = zoo["glm"]
     config = trtllm.ExecutorConfig(max_batch_size=4, kv_cache_config=trtllm.KvCacheConfig(max_tokens=512))
     prompts = [list(model.prompt(length)) for length in (6, 21, 40)]
@@ -190,7 +190,7 @@ def test_the_log_says_that_transformers_code_runs_the_layers(
 
 
 def test_an_unknown_type_with_a_known_class_is_run_by_transformers(tmp_path: Path) -> None:
-    """It has its own defaults, and its type may gain other meanings."""
+    """A model type that is not supported may differ from the class's own family, so our layers are not used."""
     model = make_model(tmp_path, "llama-gqa")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "internlm3"}))

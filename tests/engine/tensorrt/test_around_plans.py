@@ -19,7 +19,7 @@ from tests.ranks.mpirun import run_ranks
 
 
 def test_gpt_manager(zoo: Zoo, plans: Plans) -> None:
-    """With a thread of its own."""
+    """A GptManager runs an engine of plans on a thread of its own."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), 40)
     waiting = [Request(number, model.prompt(5 + 9 * number, number), 12) for number in range(6)]
@@ -42,7 +42,8 @@ def test_gpt_manager(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_executor(zoo: Zoo, plans: Plans) -> None:
-    """It runs as many sequences as the plans have slots, and releases all resources at the end."""
+    """An executor over plans runs as many sequences as the plans have slots, and releases all resources at
+    the end."""
     model = zoo["llama-gqa"]
     cache = trtllm.KvCacheConfig(max_tokens=1024)
     config = trtllm.ExecutorConfig(3, kv_cache_config=cache)
@@ -66,7 +67,7 @@ def test_executor(zoo: Zoo, plans: Plans) -> None:
 
 
 def test_two_ranks_over_mpi(zoo: Zoo, plans: Plans) -> None:
-    """Sums over ranks in plans use the engine's own collectives."""
+    """The plans' sums over ranks use the engine's own collectives."""
     model = zoo["llama-gqa"]
     folder = plans(model, tensor_parallel_size=2)
     said = run_ranks(2, "tests.engine.tensorrt.ranks_program", str(folder))

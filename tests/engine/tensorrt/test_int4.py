@@ -92,7 +92,7 @@ def test_weights_that_are_inputs_stay_packed_in_4_bits(zoo: Zoo, tmp_path: Path)
 def test_ranks_split_4_bit_weights(
     zoo: Zoo, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With act-order, a rank has inputs of many groups, of some groups only a few: then they are unpacked."""
+    """With act-order a rank may have only a few inputs of some groups; its weights are then unpacked."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     with caplog.at_level(logging.WARNING):
         engines = build(model.folder, tmp_path / "engine", tensor_parallel_size=2)

@@ -255,7 +255,7 @@ def test_wrongly_connected_networks_are_detected(
 
 
 def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path) -> None:
-    """As in float16, where experts' results may overflow for rows that they were not trained for."""
+    """In float16 an expert's result may overflow for rows that are not routed to the expert."""
     model = make_model(tmp_path / "model", "mixtral")
     with torch.no_grad():
         model.oracle.model.layers[-1].mlp.experts.gate_up_proj[0] = torch.inf

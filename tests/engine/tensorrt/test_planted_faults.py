@@ -151,7 +151,7 @@ FAULTS: dict[str, Callable[[Patch], None]] = {
     "name", with_all(FAULTS, ["keys one position behind", "stale rows", "blocks written in another order"])
 )
 def test_a_fault_is_detected(zoo: Zoo, plans: Plans, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the assertions of `test_served_plans.py`, with fewer requests."""
+    """The assertions of `test_served_plans.py`, with fewer requests, detect each planted fault."""
     model = zoo["llama-gqa"]
     FAULTS[name](monkeypatch)
     requests = some_of_everything(model)[:6]
@@ -212,7 +212,8 @@ def empty_tiles_that_are_read(patch: Patch) -> None:
 def test_a_fault_in_recordings_is_detected(
     zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an assertion of `test_plan_features.py`: rows of slots that pause for an iteration are unchanged."""
+    """An assertion of `test_plan_features.py` detects the fault: rows of slots that pause for an iteration
+    are unchanged."""
     model = zoo["llama-gqa"]
     expected = replay_resting(load(plans(model), 60, max_num_sequences=6), model)
     plant(monkeypatch)

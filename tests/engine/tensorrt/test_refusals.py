@@ -83,7 +83,7 @@ def test_a_changed_configuration_is_refused(copied: Path) -> None:
 
 
 def test_a_file_that_is_not_a_plan_is_refused(copied: Path) -> None:
-    """Its digest is right; TensorRT itself reports that it is not a plan."""
+    """The file's digest is correct, so TensorRT itself reports that the file is not a plan."""
     (copied / "rank0.plan").write_bytes(b"nothing")
     layers = json.loads((copied / "rank0.json").read_text())["layers"]
     layers["file"]["digest"] = file_digest(copied / "rank0.plan")
@@ -235,7 +235,7 @@ def test_plans_for_another_compute_capability_are_refused(
 def test_tensorrts_own_runtime_refuses_without_a_gpu(
     model: ZooModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a plan that TensorRT has built, and without the stand-in."""
+    """Loads a plan that TensorRT itself has built, without the stand-in for TensorRT."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     from inflight.engine.tensorrt.build import BuildOptions, build_engine

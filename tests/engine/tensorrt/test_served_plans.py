@@ -51,7 +51,7 @@ def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> No
 
 
 def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Plans) -> None:
-    """It is computed in parts, one after the other."""
+    """The batch is computed in parts, one after the other."""
     model = zoo["llama-gqa"]
     engine = load(plans(model, max_context_chunks=1, max_num_tokens=7), num_blocks=60)
     requests = some_of_everything(model)
@@ -83,7 +83,8 @@ def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans)
 
 
 def test_a_continued_conversation_finds_its_row(zoo: Zoo, plans: Plans) -> None:
-    """Only tokens that the row lacks are read from blocks: none if a slot continues its own conversation."""
+    """Only tokens missing from a slot's row are read from blocks; a slot that continues its own conversation
+    reads none."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), num_blocks=60, max_num_sequences=1)
     cache, loads = engine.runner.cache, []

@@ -79,7 +79,8 @@ def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
 
 
 def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
-    """Chunks, chunks beside generation, generation; and rows that are filled from other sequences' blocks."""
+    """Batches have chunks, chunks beside generation, or generation only; some rows are filled from other
+    sequences' blocks."""
     model = zoo["llama-gqa"]
     folder = plans(model, max_context_chunks=1)
     with FakeDevice() as device:

@@ -345,7 +345,7 @@ def test_the_call_style_is_detected_from_instructions(said: str, style: str) -> 
 
 @pytest.mark.parametrize("name", ["xml_tools", "python_tools"])
 def test_tools_are_passed_under_the_templates_name(name: str) -> None:
-    """SmolLM3 has the first two, and in later versions all three."""
+    """SmolLM3's template reads the first two names, and in later versions all three."""
     shown = "{% for tool in (NAME or [])[:] %}{{ tool | string }}{% endfor %}{{ messages[0].content }}"
     chat = of_source(shown.replace("NAME", name))
     assert chat.takes_tools and "'weather'" in chat.render([USER], tools=TOOLS)

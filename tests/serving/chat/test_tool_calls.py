@@ -136,7 +136,7 @@ def test_an_unknown_parser_is_refused() -> None:
 
 
 def test_markers_may_be_special_tokens() -> None:
-    """Mistral's marker is one, and is missing in a text without special tokens."""
+    """Mistral's marker is a special token, so it is missing in a text without special tokens."""
     plain = tiny_tokenizers.tokenizer("byte_level")
     file = json.loads(tiny_tokenizers.backend("byte_level").to_str())
     for token in ("[TOOL_CALLS]", "</think>"):
@@ -260,7 +260,7 @@ def test_an_incomplete_call_that_is_cut_is_content(parser: str, text: str, conte
 def test_a_delta_has_one_entry_for_each_call(
     parser: str, calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
-    """Clients join several entries for one index in a chunk in different ways, and lose some."""
+    """Clients join several entries of a chunk with one index in different ways, and lose some."""
     stream = tool_call_stream(parser)
     deltas = [*map(stream.add, cut(write_calls(parser, calls), data)), stream.finish()]
     for delta in (*deltas, ChatDelta.joined(deltas)):

@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, who holds them, what they are found by, and which is evicted first. Pure."""
+"""The KV cache: blocks, their owners, the keys by which they are found, and the order of eviction. Pure."""

@@ -51,8 +51,8 @@ class DraftedRequest(Request):
                 )
 
     def _unsupported(self) -> dict[str, bool]:
-        """By tensor, whether the request uses a feature that drafting does not support, as each round is a new
-        request."""
+        """Return, by tensor, whether the request uses a feature that drafting does not support because each
+        round is a new request."""
         return {
             "beam_width": self.sampling.uses_beams,
             "num_return_sequences": self.sampling.num_sequences > 1,

@@ -302,7 +302,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0),
-        "no end id before so many tokens; 0",
+        "minimum number of tokens before an end id; 0",
         example=2,
         bans=True,
         text_names=("min_tokens", "min_length"),
@@ -310,8 +310,8 @@ class SamplingConfig:
         body=BodyField(
             0,
             {"ge": 0, "le": MAX_INT32},
-            meaning="no end before so many tokens: end ids are banned until then, and a stop string that is "
-            "complete by then ends nothing; so it is for every beam",
+            meaning="minimum number of tokens: end ids are banned until then, and a stop string that is complete "
+            "by then does not end the output; this applies to every beam",
             name="min_tokens",
         ),
         executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens"),
@@ -321,7 +321,7 @@ class SamplingConfig:
         0,
         "INT32",
         _at_least(0, " (0: off)"),
-        "no n-gram of so many tokens comes twice, prompt included; 0 or 2**30: off",
+        "size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off",
         example=3,
         is_off=lambda size: size >= NO_REPEAT_OFF,
         looks_back=True,

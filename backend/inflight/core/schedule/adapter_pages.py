@@ -5,10 +5,10 @@ adjacent. It stays there when its last sequence leaves, and is **idle** then: it
 adapter needs them, the adapter that has been idle longest first. An adapter in use stays.
 
 Sequences whose adapters find no room are overtaken by others. To bound that, the first of them makes a **claim**:
-until its adapter has its pages, no sequence behind it takes pages, or starts using an idle adapter or one of the
-oldest residents, as many as the claim needs. Those residents become idle in time, because every running sequence
-ends. The claim is computed anew at every admission; since the order of the residents does not change, it falls on
-the same ones.
+until its adapter has its pages, no sequence behind it takes pages, or starts to use a claimed adapter. Claimed are
+the idle adapters, and as many of the oldest residents as the claim needs; these become idle in time, because every
+running sequence ends. The claim is computed anew at every admission; since the order of the residents does not
+change, it covers the same ones.
 
 Deterministic: all ranks decide alike. Only the loop thread calls this. Pure.
 """

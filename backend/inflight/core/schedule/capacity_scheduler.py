@@ -77,8 +77,8 @@ class MaxUtilization:
     def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
         """Plan how the running sequences, oldest first, get blocks for their next token.
 
-        Starting with the oldest of the highest priority, a sequence that needs a block takes it from the other end
-        of the list.
+        Sequences are served by priority, oldest first. If there is no free block for one, the sequence of the
+        lowest priority that started last is paused.
 
         A request with tokens in flight cannot be paused. If that leaves too few blocks, the requests that lack one
         are left out of the iteration.

@@ -70,7 +70,8 @@ class KernelAttention:
     ) -> Mapping[AttentionWindow | None, KernelPlan]:
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
-        begin, chunks = packed.generation_begin, {}
+        begin = packed.generation_begin
+        chunks: Mapping[AttentionWindow | None, PagedPlan] = {}
         if self._for_chunks is not None and packed.chunks:
             chunks = self._for_chunks.plan(_chunks_of(packed), cache, windows)
         return {

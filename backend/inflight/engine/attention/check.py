@@ -68,7 +68,7 @@ def check_attention(
     generator = torch.Generator(device).manual_seed(0)
     shape = (len(stored), heads + 2 * kv_heads, decoder.head_dim)
     drawn = torch.randn(shape, generator=generator, device=device).to(dtype)
-    queries, keys, values = drawn.split((heads, kv_heads, kv_heads), dim=1)
+    queries, keys, values = drawn.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
     if decoder.latent is not None:
         values = keys
     cache.write(0, stored, keys, values)

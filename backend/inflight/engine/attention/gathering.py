@@ -6,8 +6,8 @@ Layers with the same window share a plan, and gathering leaves out blocks outsid
 are divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks
 are cut into pieces, as every row of a piece is computed with all keys that any of its rows sees.
 
-Query heads that share a key head never get copies of it: in a context chunk they are the heads of a batch entry
-over a broadcast key head; in generation they take the place of a sequence's rows.
+A key head is never copied for the query heads that share it. In a context chunk it is broadcast over these query
+heads; in generation they are passed as the rows of one head.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ def by_products(
     masks = attn_mask.expand(num_entries, num_heads, num_rows, num_keys)
     ends = masks[..., :0] if sinks is None else sinks.expand(masks.shape[:3])[..., None]
     size = max(1, _MOST_SCORES // (num_heads * num_rows * num_keys))
-    parts = []
-    for part in zip(*(tensor.split(size) for tensor in (query, key, value, masks, ends)), strict=True):
+    parts: list[Tensor] = []
+    for part in zip(*(torch.split(tensor, size) for tensor in (query, key, value, masks, ends)), strict=True):
         queries, keys, values, mask, end = (tensor.float() for tensor in part)
         scores = (queries * (head_dim**-0.5 if scale is None else scale)) @ keys.transpose(-1, -2)
         if soft_cap is not None:
@@ -344,7 +344,7 @@ class _Planner:
     def _groups(self) -> list[tuple[int, int]]:
         """Divide generation rows into groups (begin, end), where a group of shorter rows saves enough padding."""
         lengths = self._packed.generation_lengths.tolist()
-        starts = []
+        starts: list[int] = []
         longest = 0
         for index, length in enumerate(lengths):
             saved = (longest - length) * (len(lengths) - index)

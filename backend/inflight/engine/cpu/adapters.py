@@ -26,16 +26,17 @@ from inflight.engine.host_memory import Recycled
 from inflight.engine.low_rank import LowRank, low_rank_layers
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part
+from inflight.sampling.transfer import as_array
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product of a rank's layers, and the modules that it consists of.
+    """A matrix product of a rank's layers, and the LoRA modules whose outputs are among its columns.
 
     Attributes:
         name: Name of the field of LayerAdapterStruct.
         modules: The modules in the order of the source's rows, with the number of rows of each.
-        inner: Number of inputs.
+        inner: Number of input values of a row.
         order: Source row of every packed column, -1 for padding columns.
     """
 
@@ -52,7 +53,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """A module's share of the ranks of its product: `count` pairs of ranks from pair `first` on."""
+    """A module's part of the LoRA ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int
@@ -214,7 +215,7 @@ class PackedAdapters:
             for size in (part.num_registers_of_a(self._per_register), part.layout.num_registers)
         ]
         memory = self._memory.empty((sum(sizes), HALF), torch.int32).zero_()
-        places = iter(memory.split(sizes))
+        places = iter(memory.split_with_sizes(sizes))
         kept: list[object] = [memory, layers]
         for part in parts:
             a, b = next(places), next(places)
@@ -270,7 +271,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
 def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
     """Return the layout of a product's packed B for the modules that the adapter changes."""
     order = np.full(product.width, -1, dtype=np.int64)
-    order[: len(product.order)] = product.order.numpy()
+    order[: len(product.order)] = as_array(product.order)
     order = order.reshape(-1, HALF)
     rows: dict[Module, NDArray[np.int64]] = {}
     begin = 0

@@ -11,6 +11,7 @@ import itertools
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import AdapterLoad
@@ -39,6 +40,7 @@ from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
+from inflight.sampling.transfer import as_array
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 _CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
@@ -251,7 +253,8 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Return totals over the layers with experts since this decoder was created."""
+        """Return the time of routing and the number of experts whose weights were read, since this decoder
+        was created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
         return routed
@@ -288,7 +291,7 @@ class NativeDecoder:
         )
 
     def _bind(self, cache: KvCache) -> None:
-        """Set the layers' pointers into the cache, which never changes."""
+        """Set the layers' pointers into the cache, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
         assert cache.rounding == self._rounding, "the cache is the one that was described"
@@ -309,11 +312,11 @@ class NativeDecoder:
         return x
 
 
-def _spans(packed: PackedBatch) -> np.ndarray:
+def _spans(packed: PackedBatch) -> NDArray[np.int64]:
     """Return [spans, 4] int64: slot, first row, row after the last, first position. Chunks, then generation."""
     first = packed.generation_begin
     spans = [(chunk.slot, chunk.begin, chunk.end, chunk.start) for chunk in packed.chunks]
-    slots, lengths = packed.slots.numpy()[first:].tolist(), packed.generation_lengths.tolist()
+    slots, lengths = as_array(packed.slots)[first:].tolist(), packed.generation_lengths.tolist()
     spans += [
         (slot, row, row + 1, length - 1) for row, (slot, length) in enumerate(zip(slots, lengths), first)
     ]

@@ -30,7 +30,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -105,7 +105,7 @@ class Target:
         return (*self.anywhere, *self._beyond(dtype, int8).values())
 
     def _beyond(self, dtype: str, int8: bool) -> dict[str, str]:
-        for_bfloat16 = self.for_bfloat16 if dtype == "bfloat16" else {}
+        for_bfloat16: Mapping[str, str] = self.for_bfloat16 if dtype == "bfloat16" else {}
         return {**for_bfloat16, **(self.for_int8 if int8 else {})}
 
 
@@ -201,7 +201,8 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     why = _why_not_faster(targets[0], dtype, int8)
     for target in targets:
         library = _load(target, flags, dtype, int8, rounded_cache)
-        distrust = _PRODUCT_CHECKS[library.check_products()]
+        found: int = library.check_products()
+        distrust = _PRODUCT_CHECKS[found]
         if not distrust:
             library.description = _describe(target, why)
             return library
@@ -390,7 +391,7 @@ def _load_from_memory(path: Path) -> CompiledCode:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
+def _one_at_a_time(folder: Path) -> Generator[None]:
     """Wait for other processes that build; the kernel releases the lock of a process that dies."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -412,7 +413,7 @@ def _build(compiler: list[str], path: Path) -> None:
 
 
 def _described(compiler: list[str]) -> str:
-    """Return a word for the kind of code that a compiler command produces."""
+    """Return the dtype that a compiler command compiles code for, for the progress display."""
     if "-DINFLIGHT_INT8" in compiler:
         return "int8"
     return next(dtype for dtype, element in _ELEMENTS.items() if f"-DINFLIGHT_ELEMENT={element}" in compiler)

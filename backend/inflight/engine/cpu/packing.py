@@ -92,7 +92,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     num_threads: int
     has_int8_head: bool = False
     _arena: Arena = field(default_factory=Arena)
-    _tensors: list[Tensor] = field(default_factory=list)
+    _tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
         """Pack one layer, whose projections are already packed."""
@@ -155,7 +155,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         bias: Tensor | None = None,
         is_gated: bool = False,
     ) -> PackedLinear:
-        """Pack the matrices [rows, inner] of experts one after the other, each when it is iterated to.
+        """Pack the matrices [rows, inner] of experts, reading each from the iterator only when it is packed.
 
         `shape`: [count, rows, inner]; `bias`: [count, rows].
         """
@@ -181,7 +181,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             return NormStruct()
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
-    def _router(self, experts: ExpertWeights) -> LinearStruct:
+    def _router(self, experts: ExpertWeights[PackedLinear]) -> LinearStruct:
         """Pack the router's columns, followed by the shared gate's column, which has no bias; never as int8."""
         router, bias = experts.router.weight, experts.router.bias
         if experts.shared_gate is not None:

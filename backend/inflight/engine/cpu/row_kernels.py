@@ -18,6 +18,7 @@ from inflight.sampling.rng import Purpose
 from inflight.sampling.row_kernels import RowKernels, check_shape, penalties_of
 from inflight.sampling.rows import Rows
 from inflight.sampling.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
+from inflight.sampling.transfer import as_tensor
 
 _CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
 _DONE, _WRONG_TOKENS = 0, 2  # results of `penalize`; 1: no memory
@@ -102,7 +103,7 @@ class NativeRowKernels(RowKernels):
             tokens.ctypes.data,
         )
         _check(is_done)
-        yield Drawn(sampled, torch.from_numpy(tokens))
+        yield Drawn(sampled, as_tensor(tokens))
 
     def _find_peaks(self, logits: Tensor, count: int, indices: NDArray[np.int64] | None = None) -> Peaks:
         """Return the peaks of the rows `indices` [count], or of the first `count` rows."""

@@ -137,7 +137,7 @@ class BatchStruct(Structure):
 
 
 class RoutedStruct(Structure):
-    """Totals over the layers with experts since the decoder was created: `Routed` of source/experts.h."""
+    """Totals over all layers with experts since the decoder was created: see `Routed` in source/experts.h."""
 
     _fields_ = (("ns", c_int64), ("experts", c_int64))
 

@@ -1,4 +1,4 @@
-"""Records operations on a GPU as CUDA graphs, if iterations are to be recorded."""
+"""Records operations on a GPU as CUDA graphs, if the settings and the GPU allow it."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ class IterationGraphs:
     def _run(self, recording: _Recording) -> None:
         size, table = recording.size, self._table
         parts = self._parts(size, recording.has_chunks)
-        slots, positions, *others = self._numbers[: sum(parts)].split(parts)
+        slots, positions, *others = self._numbers[: sum(parts)].split_with_sizes(parts)
         token_ids = table.last_tokens[slots]
         if recording.has_chunks:
             known_ids, generating, tiles = others
@@ -306,6 +306,6 @@ class IterationGraphs:
         active = None
         if recording.with_adapters and self._pool is not None:
             numbers = [self._num_pages, self._num_pages, size]
-            pages, owners, adapters = self._adapters[: sum(numbers)].split(numbers)
+            pages, owners, adapters = self._adapters[: sum(numbers)].split_with_sizes(numbers)
             active = ActiveAdapters.of_rows(self._pool.layers, adapters, pages, owners)
         self._hidden[:size].copy_(self._decoder.forward(packed, self._cache, active=active))

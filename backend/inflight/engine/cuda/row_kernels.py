@@ -7,6 +7,7 @@ import torch
 from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
 from inflight.sampling.nan_check import find_peaks
 from inflight.sampling.row_kernels import RowKernels
+from inflight.sampling.transfer import to_list
 
 
 def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
@@ -38,6 +39,6 @@ def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> 
         except Exception as error:  # an unsupported kernel may raise anything
             raise IsOff(str(error).split("\n")[0]) from error
         if not torch.equal(found.highest.nan_to_num(), expected.highest.nan_to_num()):
-            raise IsOff(f"the highest logits of {num_rows} rows are {found.highest.tolist()}")
+            raise IsOff(f"the highest logits of {num_rows} rows are {to_list(found.highest)}")
         if found.tokens[0] != 0 or (num_rows > 1 and found.tokens[2] != vocab_size // 2):
-            raise IsOff(f"the tokens with the highest logits of {num_rows} rows are {found.tokens.tolist()}")
+            raise IsOff(f"the tokens with the highest logits of {num_rows} rows are {to_list(found.tokens)}")

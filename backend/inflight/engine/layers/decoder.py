@@ -35,6 +35,7 @@ from inflight.models.decoder_weights import ExpertWeights, LatentWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
+from inflight.sampling.transfer import to_list
 
 _BY_TORCH = RowKernels()
 _LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
@@ -261,7 +262,7 @@ class Decoder:
         if layer.query_norm is not None and layer.key_norm is not None:
             norms = layer.query_norm, layer.key_norm
             if self.config.qk_norm != "heads":
-                queries, keys, values = qkv.split((heads, kv_heads, kv_heads), dim=1)
+                queries, keys, values = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
                 queries = self._norm_together(queries, layer.query_norm, self.config.num_heads)
                 keys = self._norm_together(keys, layer.key_norm, self.config.num_kv_heads)
                 qkv, norms = torch.cat((queries, keys, values), dim=1), None
@@ -283,11 +284,13 @@ class Decoder:
         """
         rank, heads = config.kv_rank, self._held.num_heads
         query_width = config.query_rank or heads * config.query_head_dim
-        queries, latent, shared_key = down(x).split((query_width, rank, config.rope_head_dim), dim=1)
+        queries, latent, shared_key = down(x).split_with_sizes(
+            (query_width, rank, config.rope_head_dim), dim=1
+        )
         if weights.query_up is not None and weights.query_norm is not None:
             queries = weights.query_up(apply_norm(queries, weights.query_norm, config.norm_eps))
-        queries = queries.unflatten(1, (heads, config.query_head_dim))
-        plain, turned = queries.split((config.nope_head_dim, config.rope_head_dim), dim=2)
+        queries = torch.unflatten(queries, 1, (heads, config.query_head_dim))
+        plain, turned = queries.split_with_sizes((config.nope_head_dim, config.rope_head_dim), dim=2)
         turned = torch.cat([turned, shared_key[:, None]], dim=1)
         if config.interleaved:
             turned = torch.cat([turned[..., ::2], turned[..., 1::2]], dim=-1)
@@ -306,13 +309,14 @@ class Decoder:
         The part of the output that belongs to the shared keys is not used.
         """
         _, value_up = self._by_head(weights, config)
-        read = read.unflatten(1, (self._held.num_heads, config.cached_dim))[..., : config.kv_rank]
+        read = torch.unflatten(read, 1, (self._held.num_heads, config.cached_dim))[..., : config.kv_rank]
         return (read.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _by_head(self, weights: LatentWeights, config: LatentAttention) -> tuple[Tensor, Tensor]:
         """Return the heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
         widths = config.nope_head_dim, config.value_head_dim
-        keys, values = weights.kv_up.weight.unflatten(0, (self._held.num_heads, -1)).split(widths, dim=1)
+        by_head = torch.unflatten(weights.kv_up.weight, 0, (self._held.num_heads, -1))
+        keys, values = by_head.split_with_sizes(widths, dim=1)
         return keys, values
 
     def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
@@ -380,7 +384,7 @@ def mix_experts(
     """
     chances, chosen = route(x, experts, config)
     by_expert, order = chosen.flatten().sort(stable=True)
-    counts = torch.bincount(by_expert, minlength=config.count).tolist()
+    counts: list[int] = to_list(torch.bincount(by_expert, minlength=config.count))
     given = x.new_zeros(x.shape, dtype=torch.float32)
     if config.held is not None:
         first, last = config.held
@@ -389,7 +393,7 @@ def mix_experts(
         if not len(order):
             return given.to(x.dtype)
     rows = order // config.num_per_token
-    parts = x.index_select(0, rows).split(counts)
+    parts = x.index_select(0, rows).split_with_sizes(counts)
     results = [
         experts.down.at(index)(activate(experts.up.at(index)(part)))
         for index, part in enumerate(parts)
@@ -418,7 +422,7 @@ def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> t
 
 def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
     """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
-    grouped = wanted.unflatten(-1, (config.num_groups, -1))
+    grouped = torch.unflatten(wanted, -1, (config.num_groups, -1))
     of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
     best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
     is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)

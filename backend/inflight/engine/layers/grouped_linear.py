@@ -109,7 +109,7 @@ class GroupedLinear(Linear):
         step = max(1, _NUMBERS_OF_TILE // num_inputs)
         for begin in range(0, num_outputs, step):
             rows = slice(begin, begin + step)
-            values = float4_pairs(self.weight[rows])[:, :num_inputs].unflatten(1, (num_groups, -1))
+            values = torch.unflatten(float4_pairs(self.weight[rows])[:, :num_inputs], 1, (num_groups, -1))
             values = values.mul_(self.scales[rows, :, None].to(values.dtype)).flatten(1)
             bias = None if self.bias is None else self.bias[rows]
             y[:, rows] = F.linear(x, values.to(x.dtype), bias)
@@ -125,13 +125,13 @@ def tile_of(group_size: int, num_groups: int) -> int:
 def pack(levels: Tensor, tile: int) -> Tensor:
     """Pack levels 0 to 15 [out, in], two per byte: `tile` inputs in lower halves, the next `tile` in upper
     halves."""
-    padded = F.pad(levels, (0, -levels.shape[1] % (2 * tile))).unflatten(1, (-1, 2, tile))
+    padded = torch.unflatten(F.pad(levels, (0, -levels.shape[1] % (2 * tile))), 1, (-1, 2, tile))
     return (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
 
 
 def unpack(packed: Tensor, tile: int) -> Tensor:
     """Invert `pack`, including its padding."""
-    both = packed.unflatten(1, (-1, tile))
+    both = torch.unflatten(packed, 1, (-1, tile))
     return torch.stack((both & 15, both >> 4), dim=2).flatten(1)
 
 
@@ -147,7 +147,7 @@ class KeepingLevels(PlainSink):
     computed: torch.dtype
     device: torch.device
     _float8: Quantizing | None = None
-    _tried: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    _tried: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
@@ -194,7 +194,8 @@ class KeepingLevels(PlainSink):
         return [None if part is None else self._moved(part) for part in parts]
 
     def _tile(self, matrix: GroupedMatrix) -> int:
-        """Return `GroupedLinear.tile`; on a CPU, without a kernel, 4-bit floats are looked up in pairs."""
+        """Return `GroupedLinear.tile`. It is 1 for 4-bit floats on a CPU, which has no kernel, so that they
+        are unpacked in pairs by a table."""
         if matrix.is_float4 and self.device.type == "cpu":
             return 1
         return tile_of(matrix.group_size, matrix.scales.shape[1])
@@ -212,15 +213,15 @@ class KeepingLevels(PlainSink):
         """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
         assert values is not None and scales is not None, "every matrix has them"
+        assert first[0] is not None and first[1] is not None, "likewise"
         if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
-            assert first[0] is not None and first[1] is not None, "likewise"
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()
             return QuantizedLinear(values, bias, scales=by_row, computed=self.computed, product=product)
         one = GroupedLinear(
-            first[0],  # pyright: ignore[reportArgumentType]
+            first[0],
             None,
-            scales=first[1],  # pyright: ignore[reportArgumentType]
+            scales=first[1],
             zeros=first[2],
             order=first[3],
             group_size=matrix.group_size,

@@ -40,7 +40,7 @@ class KernelLayerOperations(LayerOperations):
         self.parts = frozenset(part for part in parts if fitting[part])
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """By a kernel if the norm is an RMSNorm; a LayerNorm by torch."""
+        """Compute a sum and its RMSNorm with one kernel; torch's operators compute a LayerNorm, or no norm."""
         if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
             return super().add_norm(x, computed, norm)
         return add_norm(x, computed, norm.weight, self.decoder.norm_eps)

@@ -75,7 +75,7 @@ def check_operations(
 ) -> None:
     """Compare all operations with torch's. Raises IsOff if one raises or gives other results."""
     for num_rows in _ROWS:
-        results = []
+        results: list[dict[str, Tensor]] = []
         for operations in (tried, torchs):
             draw = torch.Generator(device).manual_seed(num_rows)
             try:

@@ -75,14 +75,14 @@ class LayerOperations:
             cache: The KV cache.
         """
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
-        queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        queries_keys, values = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
         if norms is not None:
-            parts = zip(queries_keys.split((heads, kv_heads), dim=1), norms, strict=True)
+            parts = zip(queries_keys.split_with_sizes((heads, kv_heads), dim=1), norms, strict=True)
             normed = [apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts]
             queries_keys = torch.cat(normed, dim=1)
         if rotation is not None:
             queries_keys = rotate(queries_keys, *rotation)
-        queries, keys = queries_keys.split((heads, kv_heads), dim=1)
+        queries, keys = queries_keys.split_with_sizes((heads, kv_heads), dim=1)
         cache.write(layer, places, keys, values)
         return queries, keys, values
 

@@ -95,7 +95,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
     kind: str
     computed: torch.dtype
     device: torch.device
-    _products: dict[tuple[int, ...], Product] = field(default_factory=dict)
+    _products: dict[tuple[int, ...], Product] = field(default_factory=dict[tuple[int, ...], Product])
     _round: Rounding = field(default_factory=lambda: quantize_float8)
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
 
     def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
         rounded, row_scales = self._round(x)
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  the only float8 product
             rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
         )
 

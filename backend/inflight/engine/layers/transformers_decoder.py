@@ -9,7 +9,7 @@ sequence. Everything else in a layer is done row by row. Used on the loop thread
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 from inflight.sampling.row_kernels import RowKernels
+from inflight.sampling.transfer import to_list
 
 
 class AttentionCalls(ABC):
@@ -62,7 +63,7 @@ _CALLS: ContextVar[AttentionCalls] = ContextVar("attention_calls")
 
 
 @contextmanager
-def answering(calls: AttentionCalls) -> Iterator[None]:
+def answering(calls: AttentionCalls) -> Generator[None]:
     """Let `calls` handle the attention calls of modelling code inside the `with` block, on this thread."""
     token = _CALLS.set(calls)
     try:
@@ -170,7 +171,7 @@ class TransformersDecoder:
 
         `between` collects hidden states between layers. `hidden` is None, as there is only one stage.
         """
-        wanted = between.wanted if between is not None else frozenset()
+        wanted: Set[int] = between.wanted if between is not None else frozenset()
         calls = _PagedAttention(
             self._attention,
             self._layer_windows,
@@ -248,9 +249,10 @@ def relative_error(decoder: TransformersDecoder, model: TransformersModel, token
         pack_rows((), (0, 1), lengths, tables),
     ]
     ids, expected = (first, second), (expected_first, expected_second)
-    errors, scales = [], []
+    errors: list[Tensor] = []
+    scales: list[Tensor] = []
     for batch in batches:
-        rows = list(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True))
+        rows = list(zip(to_list(batch.slots), to_list(batch.positions), strict=True))
         token_ids = torch.stack([ids[slot][position] for slot, position in rows])
         found = decoder.forward_to_logits(replace(batch, token_ids=token_ids), cache)
         wanted = torch.stack([expected[slot][position] for slot, position in rows])

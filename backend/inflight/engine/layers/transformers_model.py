@@ -38,6 +38,7 @@ from inflight.engine.layers.transformers_decoder import (
 from inflight.engine.memory import is_out_of_memory
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
+from inflight.json_values import is_object
 from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ _ATTENTION = "inflight_paged"
 _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Upper bounds of `relative_error`: rounding is far below, and a wrong position or mask far above."""
 
-transformers.AttentionInterface.register(_ATTENTION, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)
+transformers.AttentionInterface.register(_ATTENTION, attend)  # pyright: ignore[reportUnknownMemberType]  no return type
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  the same
 
 
 def load_transformers_model(config: EngineConfig, device: torch.device, num_ranks: int) -> TransformersModel:
@@ -196,7 +197,7 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
     transformers.utils.logging.disable_progress_bar()
     try:
         # Use the type's own configuration class: a model class may belong to another type with other defaults.
-        config = CONFIG_MAPPING[refuse.model_type].from_pretrained(refuse.folder)
+        config = CONFIG_MAPPING[refuse.model_type].from_pretrained(refuse.folder)  # pyright: ignore[reportUnknownMemberType]  bare PathLike
         model, found = model_class.from_pretrained(
             refuse.folder,
             config=config,
@@ -337,7 +338,7 @@ class _Given(nn.Module):
         output_class: The class of the body's output.
     """
 
-    def __init__(self, output_class: type) -> None:
+    def __init__(self, output_class: type[Any]) -> None:
         super().__init__()
         self._output_class = output_class
 
@@ -365,7 +366,7 @@ def _examine(model: Any, device: torch.device, refuse: _Refusal) -> Transformers
         raise refuse("it has no attention of its own to compare with")
     examples = (first, _logits(model, first)), (second, _logits(model, second))
     model.set_attn_implementation(_ATTENTION)
-    setattr(model, model.base_model_prefix, _Given(type(output)))
+    setattr(model, model.base_model_prefix, _Given(output.__class__))
     hidden_size, vocab_size = output.last_hidden_state.shape[-1], examples[0][1].shape[-1]
     decoder = _describe(model, layers, hidden_size, vocab_size, refuse)
     return TransformersModel(decoder, model.dtype, body, model, examples)
@@ -409,13 +410,13 @@ def _describe(
 
 
 def _max_positions(config: Any, refuse: _Refusal) -> int:
-    """Return the longest sequence length with unchanged rotary frequencies; with LongRoPE, that of the short
-    ones."""
+    """Return the longest sequence with unchanged rotary frequencies; with LongRoPE, the limit of the short
+    factors."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
         raise refuse("config.json does not say how far its positions reach (max_position_embeddings)")
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(part for part in rope.values() if is_object(part))):
         if each.get("rope_type") == "longrope":
             longest = min(longest, each.get("original_max_position_embeddings") or longest)
     return longest

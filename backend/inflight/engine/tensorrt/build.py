@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
 from inflight.checkpoint_config import DTYPES
 from inflight.config import FP8, INT8

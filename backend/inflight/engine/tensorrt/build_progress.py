@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from inflight.progress import pause_s
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def build_progress(module: Any) -> Iterator[Any]:
+def build_progress(module: Any) -> Generator[Any]:
     """Show the progress of a build; yield TensorRT's IProgressMonitor for all of its plans.
 
     Args:
@@ -30,7 +30,7 @@ def build_progress(module: Any) -> Iterator[Any]:
         suppressed."""
 
         def __init__(self) -> None:
-            super().__init__()
+            module.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             with contextlib.suppress(Exception):

@@ -170,7 +170,7 @@ class TensorRtDecoder:
 
     def _run_head(self, hidden: Tensor, name: str) -> Tensor:
         most = self._head.spec.most_rows("hidden")
-        parts = [self._head.run({"hidden": each})[name] for each in hidden.split(most) if len(each)]
+        parts = [self._head.run({"hidden": each})[name] for each in torch.split(hidden, most) if len(each)]
         if not parts:
             spec = self._head.spec.tensor(name)
             return torch.empty((0, spec.shape[1]), dtype=getattr(torch, spec.dtype), device=self._device)
@@ -269,7 +269,7 @@ class TensorRtDecoder:
 def _banks(linear: LinearPages, pages: Tensor) -> Sequence[tuple[Module, Tensor, Tensor]]:
     """Yield the matrices A [ranks, in] and B [out, ranks] of each module, from all of `pages`."""
     a = linear.a.index_select(0, pages).transpose(0, 1)
-    b = linear.b.index_select(0, pages).flatten(0, 1).T.split(linear.widths)
+    b = linear.b.index_select(0, pages).flatten(0, 1).T.split_with_sizes(linear.widths)
     return [
         (module, of_module.flatten(0, 1).contiguous(), out.contiguous())
         for module, of_module, out in zip(linear.modules, a, b, strict=True)

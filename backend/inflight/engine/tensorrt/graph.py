@@ -15,6 +15,7 @@ import torch
 
 from inflight.engine.tensorrt.sidecar import Alias, PlanTensor, Profile, ShapeRange
 from inflight.errors import ConfigError
+from inflight.sampling.transfer import to_list
 
 _TYPES = {
     "float32": "FLOAT",
@@ -81,12 +82,12 @@ class Graph:
     module: Any
     logger: Any
     has_weight_inputs: bool = False
-    constants: dict[str, Constant] = field(default_factory=dict)
-    weights: dict[str, Constant] = field(default_factory=dict)
-    inputs: list[PlanTensor] = field(default_factory=list)
-    outputs: list[PlanTensor] = field(default_factory=list)
-    shapes: dict[str, tuple[Dimension, ...]] = field(default_factory=dict)
-    aliases: list[Alias] = field(default_factory=list)
+    constants: dict[str, Constant] = field(default_factory=dict[str, Constant])
+    weights: dict[str, Constant] = field(default_factory=dict[str, Constant])
+    inputs: list[PlanTensor] = field(default_factory=list[PlanTensor])
+    outputs: list[PlanTensor] = field(default_factory=list[PlanTensor])
+    shapes: dict[str, tuple[Dimension, ...]] = field(default_factory=dict[str, tuple[Dimension, ...]])
+    aliases: list[Alias] = field(default_factory=list[Alias])
 
     def __post_init__(self) -> None:
         trt = self.module
@@ -135,7 +136,7 @@ class Graph:
             tensor = tensor.reshape((1,) * rank)
         if tensor.numel() > 16:
             return self._add_constant(f"constant_{len(self.constants)}", _constant(tensor))
-        key = (dtype, tuple(tensor.shape), *tensor.flatten().tolist())
+        key = (dtype, tuple(tensor.shape), *to_list(tensor.flatten()))
         if key not in self._small:
             self._small[key] = self._add_constant(f"constant_{len(self.constants)}", _constant(tensor))
         return self._small[key]

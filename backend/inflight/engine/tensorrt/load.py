@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
 from inflight.config import EngineConfig
 from inflight.engine.adapter_pool import page_bytes

@@ -64,7 +64,7 @@ def make_logger(module: Any) -> Any:
 
     class Logger(module.ILogger):
         def __init__(self) -> None:
-            super().__init__()
+            module.ILogger.__init__(self)
             self.errors: list[str] = []
 
         def log(self, severity: Any, msg: str) -> None:

@@ -44,7 +44,7 @@ def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) 
     generating += range(chunks[-1].end if chunks else 0, count)
     tiles = np.array(cut_into_tiles(long, widest), dtype=np.int64).reshape(-1)
     numbers = upload(np.concatenate([tiles, np.array(generating, dtype=np.int64)]), slots.device)
-    of_tiles, generation_rows = numbers.split([len(tiles), len(generating)])
+    of_tiles, generation_rows = numbers.split_with_sizes([len(tiles), len(generating)])
     return PlacedRows(slots, positions, FixedRows(of_tiles.view(-1, 4), generation_rows, widest))
 
 

@@ -152,10 +152,10 @@ class RowCache:
             for load in change.loads
         ]
         slots, firsts, places, counts = np.array(parts, dtype=np.int64).T
-        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        within = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
         numbers = np.stack([np.repeat(each, counts) for each in (slots, firsts, places)])
         numbers[1:] += within
-        for part in upload(numbers, self.device).split(_TOKENS_AT_ONCE, dim=1):
+        for part in torch.split(upload(numbers, self.device), _TOKENS_AT_ONCE, dim=1):
             of_slot, positions, place = part
             read = tokens[:, :, place]  # [layers, 2, n, kv_heads, head_dim]
             self._rows[:, :, of_slot, :, positions] = read.permute(2, 0, 1, 3, 4)

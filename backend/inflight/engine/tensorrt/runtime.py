@@ -10,7 +10,7 @@ Whether plans can run is found out by trying: TensorRT itself reports an error o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Runtime:
         return context
 
     @contextmanager
-    def stream(self) -> Iterator[int]:
+    def stream(self) -> Generator[int]:
         """Yield the stream to run on, ordered after the work queued on the current stream.
 
         TensorRT waits for the device when given the default stream, so it gets another one.
@@ -153,7 +153,7 @@ class LoadedPlan:
             RuntimeError: TensorRT does not run it, or it cannot be recorded.
         """
         names = {spec.name for spec in self.spec.inputs} - self._fixed.keys()
-        if names != inputs.keys():
+        if names != set(inputs):
             raise ValueError(f"the inputs are {sorted(inputs)}, expected {sorted(names)}")
         for name, tensor in inputs.items():
             self._check_tensor(self.spec.tensor(name), tensor)

@@ -92,7 +92,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         return layer
 
     def _joined(self, matrices: Sequence[StoredMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
-        """Matrices behind each other on an axis, all of them numbers, or all of them levels."""
+        """Return matrices concatenated along an axis, all of them numbers or all of them levels."""
         if levels := [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]:
             return self._kept(levels, axis, bias)
         numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]

@@ -240,7 +240,8 @@ class _Option:
 
 
 def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
-    """Write alternatives of which no value has two, as anyOf without the values that more than one of them has."""
+    """Write oneOf: as anyOf, from whose alternatives the values that also match another alternative are
+    removed."""
     around = replace(
         node, value={k: v for k, v in node.value.items() if k not in ("oneOf", "anyOf", "not", "if")}
     )

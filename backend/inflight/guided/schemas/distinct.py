@@ -31,7 +31,8 @@ class Places:
         self.root = self.place([self._document.root])
 
     def place(self, nodes: Iterable[Node]) -> Place:
-        """Return the place where all or some of these schemas apply, and those that they apply in place."""
+        """Return the place with these schemas and all schemas that they refer to for the same value, by
+        allOf, $ref and others."""
         found: dict[tuple[str, str], Node] = {}
         waiting = list(nodes)
         while waiting:
@@ -131,7 +132,7 @@ class _Open(NamedTuple):
 
     @property
     def inside(self) -> Place:
-        """Return the place of the value that is read next."""
+        """Return the Place of the value that the text continues with."""
         return self.place.item if self.is_array else self.place.property(self.key or "")
 
     def known(self) -> dict[str, bytes]:
@@ -278,7 +279,7 @@ class ItemWatch:
 
 
 def _copied(open_: _Open | None) -> _Open | None:
-    """Return the same arrays and objects with their own copies of the items."""
+    """Return a copy of arrays and objects, with copies of their items too."""
     chain: list[_Open] = []
     while open_ is not None:
         chain.append(open_)

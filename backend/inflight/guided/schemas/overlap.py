@@ -1,4 +1,5 @@
-"""Whether some value can be valid by two JSON schemas at once: what `oneOf` has to know.
+"""Checks whether some value can be valid by two JSON schemas at once, which the translation of `oneOf`
+depends on.
 
 Answers are safe: schemas are disjoint only where that is certain. Plain functions; any thread.
 """

@@ -229,7 +229,7 @@ class Family:
     architecture: str
     read_config: Callable[[ConfigFile], DecoderConfig]
     names: WeightNames
-    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
     quantizations: tuple[str, ...] = ()
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
 from inflight.models.families.family import (
     FUSED_GATE_UP,
@@ -243,7 +244,7 @@ def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ..
     listed = config.value("no_rope_layers")
     if listed is None:
         return tuple((index + 1) % interval != 0 for index in range(num_layers))
-    if not isinstance(listed, list) or len(listed) != num_layers or any(one not in (0, 1) for one in listed):
+    if not is_list(listed) or len(listed) != num_layers or any(one not in (0, 1) for one in listed):
         raise config.error("no_rope_layers", f"0 or 1 for each of num_hidden_layers, {num_layers}")
     return tuple(bool(one) for one in listed)
 

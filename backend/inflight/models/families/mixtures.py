@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     DEFAULT_FULL_LAYERS,
@@ -71,8 +73,8 @@ def read_qwen_experts(
     """Return the experts of a config with Qwen's keys, without the shared MLP; `default_*`: for absent keys."""
     num_layers = config.positive_int("num_hidden_layers")
     step = config.int_or_none("decoder_sparse_step") or 1
-    plain = config.value("mlp_only_layers") or []
-    if not isinstance(plain, list) or any(type(layer) is not int for layer in plain):
+    plain: Any = config.value("mlp_only_layers") or []
+    if not is_list(plain) or any(type(layer) is not int for layer in plain):
         raise config.error("mlp_only_layers", "a list of layers")
     return ExpertsConfig(
         count=read_size(config, "num_experts", "num_local_experts", default_count),

@@ -76,8 +76,8 @@ class Activity:
 
 def _sample(told: dict[str, Any], last: _Sample | None, now_s: float) -> _Sample:
     batcher = told["batcher"]
-    state = batcher["state"] or {}
-    blocks = state.get("blocks", {})
+    state: dict[str, Any] = batcher["state"] or {}
+    blocks: dict[str, Any] = state.get("blocks", {})
     waiting = state.get("waiting")
     num_generated = state.get("generated_tokens")
     figures = {

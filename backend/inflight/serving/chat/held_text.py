@@ -19,7 +19,7 @@ class HeldText:
         self._space = ""
 
     def add(self, text: str) -> None:
-        """Append text."""
+        """Add the next part of the text; white space at its end is held back."""
         if self._drop_leading:
             text = text.lstrip()
         if not text:

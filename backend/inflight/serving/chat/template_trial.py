@@ -48,7 +48,7 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A renderer of test messages with one template, under a chat's conditions.
+    """A renderer of test messages with one template, with the same variables as in a real chat.
 
     Attributes:
         compiled: The template.

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import Role
@@ -73,7 +74,7 @@ class TextModel(ABC):
             self._guard.dismiss()
 
     @abstractmethod
-    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return, by output name, one array per row of the batch, all of one shape; raises RequestError."""
 
     def _answer(self, request: Any) -> Any:
@@ -93,7 +94,7 @@ class TextModel(ABC):
         tensors = [self._tensor(name, arrays) for name, arrays in outputs.items() if name in wanted]
         return self._pb_utils.InferenceResponse(output_tensors=tensors)
 
-    def _tensor(self, name: str, arrays: Sequence[np.ndarray]) -> Any:
+    def _tensor(self, name: str, arrays: Sequence[NDArray[Any]]) -> Any:
         spec = self.outputs[name]
         array = np.stack(arrays) if spec.is_batched else np.concatenate(arrays)
         return self._pb_utils.Tensor(name, array.astype(NUMPY_TYPES[spec.dtype]))
@@ -109,7 +110,7 @@ class Preprocessing(TextModel):
     inputs = PREPROCESSING_INPUTS
     outputs = PREPROCESSING_OUTPUTS
 
-    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
         queries = each_row([partial(_query, row) for row in rows])
         tokenizer = self.tokenizers.require()
@@ -168,14 +169,14 @@ class Preprocessing(TextModel):
         folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
         return CheckpointFacts.read(*filter(None, folders))
 
-    def _biases(self, rows: Sequence[TensorReader]) -> list[np.ndarray]:
+    def _biases(self, rows: Sequence[TensorReader]) -> list[NDArray[Any]]:
         """Return a bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
         if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
         size = self._facts().vocab_size or tokenizer.vocab_size
 
-        def bias(row: TensorReader) -> np.ndarray:
+        def bias(row: TensorReader) -> NDArray[np.float32]:
             array = np.zeros(size, np.float32)
             add_word_bias(array, row, *_BIAS_NAMES, lambda word: biased_ids(tokenizer, word))
             return array
@@ -194,11 +195,11 @@ class Postprocessing(TextModel):
     inputs = POSTPROCESSING_INPUTS
     outputs = POSTPROCESSING_OUTPUTS
 
-    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[np.ndarray]]:
+    def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
         return {"OUTPUT": each_row([partial(self._texts, row) for row in rows])}
 
-    def _texts(self, reader: TensorReader) -> np.ndarray:
+    def _texts(self, reader: TensorReader) -> NDArray[np.object_]:
         beams = reader.array("TOKENS_BATCH")
         if beams is None:
             raise InvalidArgument("a value is required for TOKENS_BATCH: it is missing or empty")
@@ -228,13 +229,13 @@ def _first(*ids: int | None) -> int:
     return next((token_id for token_id in ids if token_id is not None), NO_ID)
 
 
-def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[np.ndarray]:
+def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[NDArray[Any]]:
     """Pad each row to [n], where n is the length of the longest row, with its own filler."""
     length = max(map(len, rows))
     return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
 
 
-def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[np.ndarray]:
+def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[NDArray[Any]]:
     """Return a packed list [2, n] per row, padded after its last end to the longest list's length n."""
     packed = [pack_words([encode(word) for word in words if word]) for words in rows]
     ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))

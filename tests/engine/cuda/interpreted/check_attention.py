@@ -36,7 +36,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut short sequences into parts, as long ones are."""
+    """Make kernels divide even short sequences into parts, as they divide long ones."""
     monkeypatch.setattr(kernels, "_LEAST_PART", 16)
     monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
     monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads, longest: 4)
@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use small tiles: interpreted, a program's duration is proportional to their size."""
+    """Use small tiles, because an interpreted program's duration is proportional to the tile size."""
     for module in (kernels, packing):
         monkeypatch.setattr(module, "TILE_ROWS", 16)
 
@@ -110,7 +110,7 @@ def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
 def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding: KvRounding | None) -> None:
-    """Bitwise, however many programs share its parts."""
+    """Results are bitwise equal, for any number of programs that share the row's parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
@@ -164,7 +164,8 @@ def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_served_tokens_are_as_with_gathered_blocks(zoo: Zoo) -> None:
-    """Packed, in chunks, paused and with beam searches; one layer without a window, the others with windows."""
+    """Requests are packed, chunked, paused and searched with beams; one layer has no window, the others have
+    windows."""
     model, windows = zoo["llama-gqa"], {"max_attention_window_size": (12, 400, 40), "sink_token_length": 3}
     requests = requests_of(model)[:5]
     decoder = read_model_description(model.folder).decoder
@@ -185,7 +186,7 @@ def by_gathering(folder: Any, windows: dict[str, Any]) -> Any:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
-    """Padded with rows of no sequence; a replay runs again on the recording's memory."""
+    """Batches are padded up to the recording's size, and a replay reuses the recording's memory."""
     model = zoo["llama-gqa"]
     replays: list[int] = []
 
@@ -211,7 +212,7 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
 def test_chunks_by_both_kernels_and_as_recorded(zoo: Zoo, windows: Any) -> None:
-    """The batches that loading tries: chunks by both kernels, and with a larger maximum length."""
+    """`check_attention`, which runs at every load, accepts both kernels for chunks and the sizes of recordings."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None
     with pytest.MonkeyPatch.context() as patch:
@@ -228,7 +229,7 @@ def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 def test_tokens_over_8_bit_blocks_equal_those_of_gathered_blocks(zoo: Zoo) -> None:
-    """In two chunks, the second beside a generation row."""
+    """A prompt is computed in two chunks, the second beside a generation row."""
     model = zoo["llama-gqa"]
     decoder = read_model_description(model.folder).decoder
     by_kernels = {"attention": KernelAttention(decoder), "operations": KernelLayerOperations(decoder)}

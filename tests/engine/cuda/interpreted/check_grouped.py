@@ -61,7 +61,7 @@ def test_every_4_bit_float_with_every_scale() -> None:
     assert torch.equal(linear(torch.eye(32)), exact.float())
 
 
-def test_rows_apart_and_a_bias() -> None:
+def test_rows_that_are_not_contiguous_and_a_bias() -> None:
     linear = replace(module(draw("int4", 40, 96, 32), torch.float32), bias=torch.randn(40))
     wide = torch.randn(6, 200)
     expected = F.linear(wide[:, 3:99], linear.dequantized(), linear.bias)

@@ -92,7 +92,7 @@ def test_results_are_those_of_torchs_operators(
 @pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 30.0])
 def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding, spread: float) -> None:
-    """Bitwise, for numbers of all magnitudes, zeros and NaN."""
+    """Rounding is bitwise torch's for numbers of all magnitudes, zeros and NaN."""
     decoder = replace(decoder_of(zoo, head_dim=24), num_layers=1)
     kv_heads, rows = decoder.num_kv_heads, 40
     draw = torch.Generator().manual_seed(3)
@@ -114,7 +114,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding,
 
 
 def off(function: Any) -> Any:
-    """Return the same function with one number of its first result changed."""
+    """Wrap a function so that one number of its first result is wrong."""
 
     def changed(*arguments: Any) -> Any:
         results = function(*arguments)
@@ -323,7 +323,7 @@ def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch)
     [(1, 70, 300), (16, 32, 256), (17, 33, 130), (64, 65, 7), (65, 129, 64), (129, 3, 200)],
 )
 def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-    """At edges of tiles; memory after a row of activations is not read."""
+    """Products are correct at edges of tiles, and do not read memory after a row of activations."""
     draw = torch.Generator().manual_seed(num_rows)
     levels, scales = quantize_int8(torch.randn((outputs, inputs), generator=draw))
     wide = torch.full((num_rows, inputs + 9), torch.nan, dtype=dtype)
@@ -361,7 +361,7 @@ def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.
 
 
 def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
-    """Bitwise, with tiles of the same number of inputs; a row with NaN does not affect others."""
+    """Rows are bitwise equal with tiles of the same number of inputs; a row with NaN does not affect others."""
     levels, scales = quantize_int8(torch.randn(40, 300))
     x = torch.randn(16, 300)
     together = product.int8_product(x, levels, scales)
@@ -373,7 +373,7 @@ def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
 
 
 def test_int8_weights_on_the_kernel(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: loading finds the kernel correct, and uses it for every matrix."""
+    """Loading accepts the kernel and uses it for every matrix, as on a GPU."""
     monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: product.int8_product)
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
     model = zoo["llama-gqa"]

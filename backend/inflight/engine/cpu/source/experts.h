@@ -44,8 +44,8 @@ class Routing {
   float* scores(int64_t row) { return scores_.get() + row * width(); }
   float gate(int64_t row) { return scores(row)[experts_]; }
 
-  // Finds a row's experts, those with the highest scores, the first of equal ones, and their weights: probabilities
-  // over all experts or over these. NaN scores give NaN weights.
+  // Finds a row's experts, which have the highest scores (of equal scores, the lower index), and their weights:
+  // probabilities over all experts or over the chosen ones. NaN scores give NaN weights.
   void choose(int64_t row) {
     float* scores = this->scores(row);
     int32_t* chosen = chosen_.get() + row * per_row_;

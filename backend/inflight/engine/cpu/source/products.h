@@ -60,7 +60,7 @@ struct WidenedBfloats {
     std::memcpy(&pair, source, sizeof pair);
     return widened(ints(pair));
   }
-  // The operands of attention: queries, and the weights of values, which are not rounded here.
+  // Operands of attention's two products: queries, and the softmax's weights of the values; not rounded here.
   static void load_operand(Operand* target, const Stored* source, int count) {
     for (int i = 0; i < count; ++i) {
       const uint32_t wide = static_cast<uint32_t>(source[i]) << 16;

@@ -39,7 +39,7 @@ struct BfloatPairs {
     std::memcpy(&pair, source, sizeof pair);
     return _mm512_castsi512_ps(_mm512_set1_epi32(pair));
   }
-  // The operands of attention: queries, and the weights of values.
+  // Operands of attention's two products: queries, and the softmax's weights of the values.
   static void load_operand(Operand* target, const Stored* source, int count) {
     std::memcpy(target, source, count * sizeof *target);
   }

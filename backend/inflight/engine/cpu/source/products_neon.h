@@ -53,7 +53,7 @@ struct BfloatPairs {
   static Pairs to_pairs(Floats first, Floats second) {  // the values are levels, which need no rounding
     return bit_or(shift_right<16>(as_ints(first)), as_ints(second));
   }
-  // The operands of attention: queries, and the weights of values.
+  // Operands of attention's two products: queries, and the softmax's weights of the values.
   static void load_operand(Operand* target, const Stored* source, int count) {
     std::memcpy(target, source, count * sizeof *target);
   }

@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """Attention over paged KV blocks: a kernel for generation rows, which splits their keys, and one for context
 chunks.
 

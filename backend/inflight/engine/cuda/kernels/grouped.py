@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """Products with quantized matrices unpacked inside the kernel: levels, with scales for groups of inputs.
 
 A group's levels minus its zero point are integers, or 8-bit or 4-bit floats, which half precision represents

@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """Keys and values in 8 bits inside kernels: conversion of a head's values to levels and a scale, and back.
 
 The same arithmetic as `kv_rounding.py`. The bits of float8 are converted by integer operations, as older GPUs have

@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """The operations of a decoder layer between its matrix products, each in one kernel.
 
 They compute in float32 and round where torch's operators round, so that results are the same except for the order

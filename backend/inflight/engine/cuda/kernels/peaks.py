@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """The highest logit of each row, for sampling: two kernels, which read each row once."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """Products with 8-bit weights, int8 or float8, whose levels are converted to half precision inside the kernel.
 
 Weights are read once for up to 256 rows, so few rows take half the time of half-precision weights. The order of a

@@ -1,3 +1,5 @@
+# Triton's language: parameters have no Python types.
+# pyright: standard
 """Rounds rows to float8, each with its own scale, in one kernel."""
 
 from __future__ import annotations
