@@ -32,6 +32,7 @@ CASE_OF = {
     "llama": "llama-gqa",
     "mistral": "mistral-window",
     "ministral": "mistral-layer-types",
+    "ministral3": "ministral3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "phi3": "phi3-partial-window",

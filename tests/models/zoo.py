@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -141,6 +142,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": 19,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=MAX_POSITIONS,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.1,
+            ),
         },
     ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -306,6 +322,140 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-inner": ("GPT2", {"n_inner": 80, "activation_function": "relu"}),
 }
 
+_CLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+_QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+_OTHER_PARTS: dict[str, dict[str, Any]] = {
+    "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
+    "Mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_CLIP}},
+    "Qwen2VL": {
+        "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
+    },
+    "Qwen2_5_VL": {"vision_config": _QWEN_VISION},
+    "Qwen3VL": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
+    "Qwen3VLMoe": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
+    "Qwen3_5": {"vision_config": _QWEN3_VISION},
+    "Qwen3_5Moe": {"vision_config": _QWEN3_VISION},
+    "Kimi_K25": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        "projection_hidden_size": 64,
+    },
+    "Llava": {"vision_config": {"model_type": "clip_vision_model", **_CLIP}},
+    "LlavaNext": {"vision_config": {"model_type": "clip_vision_model", **_CLIP}},
+    "LlavaOnevision": {"vision_config": {"model_type": "siglip_vision_model", **_CLIP}},
+    "InternVL": {
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **_CLIP,
+            "image_size": [8, 8],
+            "patch_size": [4, 4],
+        }
+    },
+    "Lfm2Vl": {
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_patches": 4,
+            "patch_size": 4,
+        },
+        "projector_hidden_size": 16,
+    },
+    "Voxtral": {
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 8,
+        }
+    },
+}
+"""Parts of multimodal models that are not served."""
+
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
+    "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
+    "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
+    "qwen2-vl": (
+        "Qwen2VL",
+        "qwen2_vl_text",
+        {"num_key_value_heads": 2, **_rope("default", mrope_section=[1, 1, 2])},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        "qwen2_5_vl_text",
+        {
+            "num_key_value_heads": 2,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mrope_section=[2, 1, 1]),
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        "qwen3_vl_text",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            **_rope("default", mrope_section=[4, 4, 4], mrope_interleaved=True),
+        },
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        "qwen3_vl_moe_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            **_rope("default", mrope_section=[2, 2, 2], mrope_interleaved=True),
+        },
+    ),
+    "qwen3.5-vision": (
+        "Qwen3_5",
+        "qwen3_5_text",
+        {
+            **CASES["qwen3.5"][1],
+            "head_dim": 32,
+            **_rope("default", partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
+        },
+    ),
+    "qwen3.5-moe-vision": ("Qwen3_5Moe", "qwen3_5_moe_text", CASES["qwen3.5-moe"][1]),
+    "kimi-k2.5": ("Kimi_K25", "deepseek_v3", {**_DEEPSEEK, "norm_topk_prob": True}),
+    "llava": ("Llava", "llama", {"num_key_value_heads": 2}),
+    "llava-next": ("LlavaNext", "mistral", {"num_key_value_heads": 2, "sliding_window": 19}),
+    "llava-onevision": ("LlavaOnevision", "qwen2", {"num_key_value_heads": 2}),
+    "internvl": ("InternVL", "qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
+    "lfm2-vl": ("Lfm2Vl", "lfm2", CASES["lfm2"][1]),
+    "voxtral": ("Voxtral", "llama", {"num_key_value_heads": 2, "head_dim": 8}),
+}
+"""Multimodal models: the class, and model type and keys of the text part."""
+
 WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
     "cohere": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.2}),
@@ -440,6 +590,8 @@ class Zoo:
 
 def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
     """Draw the weights of `case` and save the model in `folder`."""
+    if case in MULTIMODAL:
+        return _make_multimodal(folder, case, seed)
     family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
     values = _GPT2 if family == "GPT2" else dict(_COMMON)
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
@@ -448,8 +600,33 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     has_text_config = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     config = getattr(transformers, config_name)(**{**values, **changes})
-    torch.manual_seed(seed)
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    oracle = _draw(class_name, config, seed)
+    oracle.save_pretrained(folder, **save_options)
+    return ZooModel(folder, oracle)
+
+
+def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
+    family, kind, changes = MULTIMODAL[case]
+    text = {**_COMMON, **changes, "model_type": kind, "tie_word_embeddings": False}
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(text_config=text, tie_word_embeddings=False, **_OTHER_PARTS[family])
+    config.text_config._experts_implementation = "eager"
+    oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
+    oracle.save_pretrained(folder)
+    if family == "Kimi_K25":  # transformers 5 renames the text part's layers too when it saves the model
+        path = folder / "model.safetensors"
+        tensors = {
+            name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
+    return ZooModel(folder, oracle)
+
+
+def _draw(class_name: str, config: Any, seed: int) -> Any:
+    """Return a model of this class with random weights."""
+    torch.manual_seed(seed)
     config._experts_implementation = "eager"  # the only one that supports float64
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -458,5 +635,4 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
             # initialized as 0 and 1, so that errors would not be noticed
             if name.endswith("bias") or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    oracle.save_pretrained(folder, **save_options)
-    return ZooModel(folder, oracle)
+    return oracle

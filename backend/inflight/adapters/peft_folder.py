@@ -26,7 +26,7 @@ from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames
+from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames, bases_in_multimodal
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -40,9 +40,13 @@ _ROWS_AT_ONCE = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`."""
+    """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`.
+
+    `base` is the part before the layers, which differs in models of text and multimodal ones.
+    """
 
     name: str
+    base: str
     module: Module
     layer: int
 
@@ -140,9 +144,10 @@ def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
         if len(names.mlp.up) > 1:
             modules |= _FUSED
         layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
-        match = re.fullmatch(f"(?:{re.escape(names.base)})?{layers}(.+)", name)
-        if match is not None and match.group(2) in modules:
-            return _Place(name, modules[match.group(2)], int(match.group(1)))
+        bases = "|".join(map(re.escape, bases_in_multimodal(names)))
+        match = re.fullmatch(f"({bases}){layers}(.+)", name)
+        if match is not None and match.group(3) in modules:
+            return _Place(name, match.group(1), modules[match.group(3)], int(match.group(2)))
     return None
 
 
@@ -229,9 +234,10 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
             )
     present = {(row.place.layer, row.place.module) for row in rows}
     fused = {layer for layer, module in present if module in _FUSED.values()}
+    base = rows[0].place.base
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
         for below, module in modules_by_name(model.names).items():
-            name = model.names.base + model.names.layers.format(layer) + below
+            name = base + model.names.layers.format(layer) + below
             if (layer, module) not in present and layer not in fused and config.is_target(name):
                 raise InvalidArgument(
                     f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
@@ -306,9 +312,10 @@ class _Norms:
         return norms
 
     def _stored_name(self, place: _Place) -> str:
-        """Return the stored name; a checkpoint without output projection has no prefix in its names."""
-        name = f"{self.names.base}{place.name.removeprefix(self.names.base)}.weight"
-        for each in (name, name.removeprefix(self.names.base)):
-            if each in self.checkpoint.tensors:
-                return each
+        """Return the stored name, which may have another prefix than in the adapter, or none."""
+        below = f"{place.name.removeprefix(place.base)}.weight"
+        for base in bases_in_multimodal(self.names):
+            if f"{base}{below}" in self.checkpoint.tensors:
+                return f"{base}{below}"
+        name = self.names.base + below
         raise InvalidArgument(f"use_dora needs the model's {name}, which the checkpoint does not have")

@@ -6,7 +6,7 @@ Shared parts of the readers, such as sliding windows, are here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
@@ -24,6 +24,18 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
 
+# Prefixes of tensors of the other parts of multimodal models: what comes before the text part, and draft layers.
+_OTHER_PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "audio_tower.",
+    "image_newline",
+    "mtp.",
+)
+
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 """Llama's modules in checkpoints, or adapters, that fuse these projections."""
 
@@ -38,14 +50,15 @@ class ExpertStacks:
         up: Gate and up projections.
         down: Down projection.
         router: Name of the router in such checkpoints, if it differs from that beside single experts.
-        transposed: Whether each matrix is stored [in, out] instead of [out, in].
+        transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: if its shape is not that of
+            the latter.
         interleaved: Whether outputs of `up` alternate between gate and up; otherwise all of gate come first.
     """
 
     up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
     router: str = ""
-    transposed: bool = False
+    transposed: bool | None = False
     interleaved: bool = False
 
 
@@ -231,6 +244,26 @@ class Family:
     names: WeightNames
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
     quantizations: tuple[str, ...] = ()
+
+
+def names_in_multimodal(names: WeightNames) -> WeightNames:
+    """Return the names of a family's tensors in a multimodal model, where tensors of other parts are left out."""
+    others = tuple(prefix + part for prefix in ("model.", "") for part in _OTHER_PARTS)
+    return replace(names, left_out=(*(name for name in names.left_out if name not in others), *others))
+
+
+def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:
+    """Return the prefixes that replace `names.base` in layouts of multimodal models, the most specific first.
+
+    The first two are those of transformers' modules and of most published files, the third that of models without
+    an output projection. The last ones are those of text models, which files of Qwen2-VL have too.
+    """
+    return "model.language_model.", f"language_model.{names.base}", "language_model.", names.base, ""
+
+
+def heads_in_multimodal(names: WeightNames) -> tuple[str, ...]:
+    """Return the names of the output projection in layouts of multimodal models."""
+    return names.lm_head, f"language_model.{names.lm_head}"
 
 
 def read_activation(config: ConfigFile, key: str, default: str) -> Activation:

@@ -42,6 +42,10 @@ QWEN_EXPERT_NAMES = ExpertNames(
 )
 _MOE_NAMES = replace(LLAMA_NAMES, experts=QWEN_EXPERT_NAMES)
 _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
+# Files of Qwen3-VL have stacks of transposed matrices, unless transformers has saved them.
+_QWEN3_MOE_NAMES = replace(
+    _MOE_NAMES_WITH_QK_NORM, experts=replace(QWEN_EXPERT_NAMES, stacks=ExpertStacks(transposed=None))
+)
 # This family always has these norms.
 _QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
 
@@ -168,6 +172,6 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
 MIXTURE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _MOE_NAMES_WITH_QK_NORM, _QWEN3_NEUTRAL),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _QWEN3_MOE_NAMES, _QWEN3_NEUTRAL),
     Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _MOE_NAMES_WITH_QK_NORM),
 )
