@@ -257,6 +257,8 @@ class CheckpointFacts:
         section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
         # Some models have a section for each kind of layer.
         sections = [section, *section.values()] if is_object(section) else []
+        if is_object(section) and section.get("llama_4_scaling_beta"):  # see Ministral 3's family
+            return _positive(section.get("original_max_position_embeddings")) or positions
         return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
 
     @property
@@ -276,8 +278,7 @@ class CheckpointFacts:
         return self._config.child(key) if self._config.has(key) else None
 
     def _size(self, *keys: str) -> int | None:
-        found = (self._config.value(key) for key in keys)
-        return next((value for value in found if type(value) is int and value > 0), None)
+        return next(filter(None, (_positive(self._config.value(key)) for key in keys)), None)
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:
@@ -319,6 +320,11 @@ def _stretched(section: Mapping[str, Any], positions: int) -> int:
     if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         return 0
     return int(factor * (original if type(original) is int else positions))
+
+
+def _positive(value: Any) -> int | None:
+    """Return an integer of at least 1 as it is, and None for any other value."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -283,13 +284,23 @@ _LFM2_NAMES = replace(
 )
 
 
+# Keys of Qwen3.5's files that transformers does not read: gates, always there, and draft layers.
+_QWEN3_5_NEUTRAL: dict[str, Sequence[Any]] = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "swish"),
+    "mamba_ssm_dtype": (None, "float32"),
+    "mtp_num_hidden_layers": (None, *range(10)),
+    "mtp_use_dedicated_embeddings": (None, True, False),
+}
+
 RECURRENT_FAMILIES = (
-    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_qwen_delta, _QWEN3_5_NAMES),
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_qwen_delta, _QWEN3_5_NAMES, _QWEN3_5_NEUTRAL),
     Family(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
         _read_qwen3_5_moe,
         replace(_QWEN3_5_NAMES, experts=QWEN_EXPERT_NAMES),
+        _QWEN3_5_NEUTRAL,
     ),
     Family("qwen3_next", "Qwen3NextForCausalLM", _read_qwen3_next, _QWEN3_NEXT_NAMES),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite_hybrid, _GRANITE_HYBRID_NAMES),
