@@ -23,6 +23,7 @@ from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
+from tests.engine.tensorrt import engines
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import MULTIMODAL, Zoo, ZooModel
 from tests.tiers import with_all
@@ -83,6 +84,14 @@ def test_several_ranks_give_transformers_tokens(zoo: Zoo, case: str) -> None:
     with ranks(model.folder, (2, 1), num_blocks=80) as engine:
         served = serve(engine, config_of("no-evict"), requests)
     assert_as_transformers(model, served, requests)
+
+
+@pytest.mark.exhaustive
+def test_plans_of_a_text_part_give_transformers_tokens(zoo: Zoo, tmp_path: Path) -> None:
+    model = zoo["qwen2.5-vl"]
+    requests = some_of_everything(model)[:2]
+    engine = engines.load(engines.build(model.folder, tmp_path / "plans"))
+    assert_as_transformers(model, serve(engine, config_of("no-evict"), requests), requests)
 
 
 # ---------------------------------------------------------------------- layouts of files
