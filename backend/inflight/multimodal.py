@@ -31,6 +31,8 @@ class Multimodal:
         text_type: `model_type` of the text part if config.json does not state it.
         tied: Default of `tie_word_embeddings`, which is read beside `text_config`.
         tied_by_text: Whether `tie_word_embeddings: true` inside `text_config` counts too.
+        may_be_flat: Whether files without `text_config` have the text part's keys at the top, as older ones of
+            Qwen2-VL.
         inputs: What the other parts take.
         lacking: Components of the text part that are not implemented here; "" if it is served.
     """
@@ -40,6 +42,7 @@ class Multimodal:
     text_type: str
     tied: bool = False
     tied_by_text: bool = False
+    may_be_flat: bool = False
     inputs: str = "pictures"
     lacking: str = ""
 
@@ -49,13 +52,19 @@ MULTIMODAL = (
     Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral", tied=True),
     Multimodal(
-        "qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl_text", tied_by_text=True, inputs=_VIDEO
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl_text",
+        tied_by_text=True,
+        may_be_flat=True,
+        inputs=_VIDEO,
     ),
     Multimodal(
         "qwen2_5_vl",
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl_text",
         tied_by_text=True,
+        may_be_flat=True,
         inputs=_VIDEO,
     ),
     Multimodal("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", inputs=_VIDEO),
@@ -183,32 +192,33 @@ def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
     """Return the text part of a multimodal model's config.json; None for any other model.
 
     As in transformers, `text_config` alone has the keys of the text part, and keys beside it are about other
-    parts, except the few in this module. Older files of Qwen2-VL have no `text_config`, and all keys at the top.
+    parts, except the few in this module.
     """
     found = _find_class(values)
     if found is None:
         return None
-    section = values.get(SECTION)
-    if is_object(section):
-        stated, outside = (
-            dict(section),
-            {key: values[key] for key in _OF_WHOLE if values.get(key) is not None},
-        )
+    section, outside = values.get(SECTION), dict[str, Any]()
+    is_flat = found.may_be_flat and not is_object(section)
+    if is_flat:
+        stated = {key: value for key, value in values.items() if key not in ("model_type", "vision_config")}
+    else:
+        stated = dict(section) if is_object(section) else {}
+        outside = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
         if any(values.get(key) is not None for key in _DTYPES):
             outside |= {key: values.get(key) for key in _DTYPES}
-        kind = stated.get("model_type") or found.text_type
-    else:
-        stated, outside = {key: value for key, value in values.items() if key != "vision_config"}, {}
-        kind = found.text_type
-    kind = kind if isinstance(kind, str) else ""
     is_tied = values.get(_TIED)
     if found.tied_by_text and stated.get(_TIED) is True:
         is_tied = True
     outside[_TIED] = found.tied if is_tied is None else is_tied
+    kind: Any = stated.get("model_type") or found.text_type
+    if isinstance(kind, str):
+        stated = {
+            **(DEFAULTS.get(kind, {}) if stated else {}),
+            **stated,
+            "model_type": _FAMILY_OF.get(kind, kind),
+        }
     stated.pop("architectures", None)
-    family = {"model_type": _FAMILY_OF.get(kind, kind)} if kind else {}
-    whole = {**DEFAULTS.get(kind, {}), **stated, **outside, **family}
-    return TextPart(found, whole, SECTION if is_object(section) else "", frozenset(outside))
+    return TextPart(found, {**stated, **outside}, "" if is_flat else SECTION, frozenset(outside))
 
 
 def _find_class(values: Mapping[str, Any]) -> Multimodal | None:

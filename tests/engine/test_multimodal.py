@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights, load_weights
+from inflight.models.registry import UnknownFamily
 from inflight.multimodal import MULTIMODAL as CLASSES
 from tests.engine.driver import alone, load_engine
 from tests.engine.everything import assert_as_transformers, some_of_everything
@@ -235,6 +236,47 @@ def test_unknown_and_missing_tensors_are_named(zoo: Zoo, tmp_path: Path) -> None
         check_weights(read_model_description(folder))
     assert "missing model.language_model.layers.0.self_attn.q_proj.weight" in str(error.value)
     assert "unexpected model.language_model.layers.0.self_attn.other.weight" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        (
+            {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": {}},
+            ConfigError,
+            "Llama4ForConditionalGeneration is not served: its text part needs attention in chunks",
+        ),
+        (
+            {
+                "architectures": ["LlavaForConditionalGeneration"],
+                "model_type": "llava",
+                "text_config": {"model_type": "cohere"},
+            },
+            UnknownFamily,
+            r"key 'text_config\.model_type' is 'cohere', expected one of llama, ",
+        ),
+        (
+            {
+                "architectures": ["Idefics3ForConditionalGeneration"],
+                "model_type": "idefics3",
+                "text_config": {"model_type": "llama"},
+            },
+            UnknownFamily,
+            r"key 'architectures' is \['Idefics3ForConditionalGeneration'\]",
+        ),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": []},
+            ConfigError,
+            r"key 'text_config\.\w+' is missing, expected an integer",
+        ),
+    ],
+)
+def test_models_whose_text_part_is_not_known_are_refused(
+    tmp_path: Path, values: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(error, match=message):
+        read_model_description(tmp_path)
 
 
 def test_every_class_has_a_model_in_the_tests() -> None:

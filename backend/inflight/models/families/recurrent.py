@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     ExpertNames,
@@ -41,7 +42,7 @@ def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_ty
 # ---------------------------------------------------------------------- Qwen3-Next and Qwen3.5
 
 
-def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
+def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderConfig:
     """Read the config of Qwen3.5: gated DeltaNet in most layers, and attention with gates and partial rotation."""
     num_layers = config.positive_int("num_hidden_layers")
     interval = config.int_or_none("full_attention_interval") or _FULL_ATTENTION_INTERVAL
@@ -58,7 +59,7 @@ def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
     return read_llama_like(
         config,
         default_positions=32768,
-        default_kv_heads=4,
+        default_kv_heads=default_kv_heads,
         default_part=_QWEN_PART,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -102,7 +103,7 @@ def _with_shared_expert(config: ConfigFile, experts: ExpertsConfig) -> DecoderCo
     shared = config.int_or_none("shared_expert_intermediate_size") or 512
     if not config.has("intermediate_size"):  # such models have experts in every layer
         config = config.with_values({"intermediate_size": shared})
-    decoder = _read_qwen_delta(config)
+    decoder = _read_qwen_delta(config, default_kv_heads=2)
     return replace(decoder, experts=replace(experts, shared_intermediate_size=shared, has_shared_gate=True))
 
 
@@ -200,7 +201,7 @@ def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
     limit: Any = config.value("time_step_limit")
     if limit is None:
         return 0.0, float("inf")
-    numbers = [float("inf") if each == _INFINITE else each for each in limit] if type(limit) is list else []
+    numbers = [float("inf") if each == _INFINITE else each for each in limit] if is_list(limit) else []
     if len(numbers) != 2 or any(type(each) not in (int, float) for each in numbers):
         raise config.error("time_step_limit", "the least and the largest step size")
     return float(numbers[0]), float(numbers[1])
