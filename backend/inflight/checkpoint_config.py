@@ -240,8 +240,9 @@ class CheckpointFacts:
 
     @property
     def mlp_size(self) -> int | None:
-        """Inner width of an MLP; four times the hidden size if not stated."""
-        return self._size("intermediate_size", "n_inner") or (self.hidden_size and 4 * self.hidden_size)
+        """Inner width of an MLP, or of a shared one beside experts; four times the hidden size if not stated."""
+        stated = self._size("intermediate_size", "n_inner", "shared_expert_intermediate_size")
+        return stated or (self.hidden_size and 4 * self.hidden_size)
 
     @property
     def num_experts(self) -> int | None:
