@@ -61,8 +61,10 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields of adapter_config.json that are used, and those that have no effect on a saved adapter."""
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# A multimodal model has the prefix `language_model.` before or after `model.`.
 _KEY = re.compile(
-    r"(?:base_model\.model\.)?(?P<name>(?:model\.|transformer\.)?(?:layers|h)\.(?P<layer>\d+)\.(?P<module>.+))"
+    r"(?:base_model\.model\.)?"
+    r"(?P<name>(?:(?:model\.)?language_model\.)?(?:model\.|transformer\.)?(?:layers|h)\.(?P<layer>\d+)\.(?P<module>.+))"
     r"\.(?P<role>lora_A|lora_B)(?:\.weight)?"
 )
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
