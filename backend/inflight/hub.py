@@ -1,8 +1,9 @@
-"""The place of a checkpoint: a folder on this machine, or a name on the Hugging Face hub, which is fetched.
+"""The place of a checkpoint: a folder or GGUF file on this machine, or a name on the hub, which is fetched.
 
 Fetching uses huggingface_hub: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` gives access to
 private models, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` forbids access. Only files that are served
-are fetched: no weights in other formats, no code. Standard library only until something is fetched; any thread.
+are fetched: no weights in other formats, no code. Standard library only until something is fetched or a GGUF file
+is read; any thread.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weights in other formats
 _SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
-_NOT_GGUF = (
-    "; GGUF is llama.cpp's file format, which is not read: take the checkpoint that it was made from "
-    "(--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or compressed-tensors"
+_NAME_THE_FILE = (
+    "; a GGUF file (llama.cpp's format) is read if --model names the file itself: FOLDER/FILE.gguf"
 )
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     """Return the folder of a checkpoint, fetching it if necessary; on a terminal a fetch shows a bar.
 
     Args:
-        model: A folder, or a name on the hub such as Qwen/Qwen3-0.6B.
+        model: A folder, a GGUF file, or a name on the hub such as Qwen/Qwen3-0.6B. A GGUF file gets a folder
+            of its own in the user's cache (`inflight.gguf`).
         revision: Branch, tag or commit of a name on the hub; None: the branch main.
         may_fetch: Whether files that are not in the hub's cache on this machine may be fetched.
 
@@ -38,12 +39,18 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     """
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(model):
-        if not folder.is_dir():
+        is_gguf = folder.suffix.lower() == ".gguf" and folder.is_file()
+        if not folder.is_dir() and not is_gguf:
             raise ConfigError(f"{model}: not a folder{instead_of_gguf(folder)}")
         if revision is not None:
             raise ConfigError(
-                f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a folder"
+                f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a "
+                f"{'file' if is_gguf else 'folder'}"
             )
+        if is_gguf:
+            from inflight.gguf.folder import checkpoint_of
+
+            return checkpoint_of(folder)
     else:
         folder = _fetch(model, revision, may_fetch)
     if not (folder / "config.json").is_file():
@@ -62,7 +69,7 @@ def checkpoint_name(folder: Path) -> str:
 def instead_of_gguf(path: Path) -> str:
     """Return the advice for a message that refuses `path` because it is GGUF; "" if it is not."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
-    return _NOT_GGUF if is_gguf else ""
+    return _NAME_THE_FILE if is_gguf else ""
 
 
 def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:

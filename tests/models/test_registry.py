@@ -405,14 +405,15 @@ def test_errors_name_file_key_value_and_what_was_expected(
     assert str(tmp_path / "config.json") in str(error.value)
 
 
-def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
-    """The error names an alternative for a GGUF file, a folder of them, one beside config.json, and a name on
-    the hub."""
-    said = r"GGUF is llama\.cpp's file format, which is not read: take the checkpoint that it was made from"
+def test_a_folder_of_gguf_files_is_refused_with_advice_to_name_a_file(tmp_path: Path) -> None:
+    """The advice comes for a folder of GGUF files, one beside config.json, and a name on the hub."""
+    said = r"a GGUF file \(llama\.cpp's format\) is read if --model names the file itself"
     file, named = tmp_path / "model-Q4_K_M.gguf", tmp_path / "Model-GGUF"
     file.touch()
     named.mkdir()
-    for path in (file, tmp_path, named):
+    with pytest.raises(ConfigError, match=said):
+        read_model_description(file)
+    for path in (tmp_path, named):
         with pytest.raises(ConfigError, match=said):
             read_model_description(path)
         with pytest.raises(ConfigError, match=said):

@@ -1,6 +1,7 @@
 """The *.safetensors files of a checkpoint folder: names, shapes and data of the tensors.
 
-Knows no model. Files are memory-mapped while the checkpoint is open, so only requested tensors are read.
+A folder of a GGUF file has none; `gguf_tensors.py` adds its tensors. Knows no model. Files are memory-mapped
+while the checkpoint is open, so only requested tensors are read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
+from inflight.gguf.folder import GGUF_FILE
 from inflight.hub import instead_of_gguf
 from inflight.models.levels import Levels, MatrixKind
 
@@ -177,6 +179,8 @@ def _file_names(folder: Path) -> dict[str, set[str]]:
                 raise weight_map.error(tensor, "the name of a file in the same folder")
             files.setdefault(file, set()).add(tensor)
         return files
+    if (folder / GGUF_FILE).is_symlink():
+        return {}
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     raise ConfigError(
         f"{folder} has neither {_SINGLE} nor {_INDEX}; found {', '.join(found) if found else 'no weight files'}. "

@@ -14,6 +14,7 @@ from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import WeightNames, bases_in_multimodal, heads_in_multimodal
+from inflight.models.gguf_tensors import add_gguf_tensors, is_gguf, log_unpacked
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
@@ -31,12 +32,14 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     that the embeddings are tied and only one of the two tensors is stored, it serves as both. Stacked experts
     are split into one tensor per expert.
     """
+    if is_gguf(checkpoint.folder):
+        add_gguf_tensors(checkpoint, model.decoder)
     checkpoint.leave_out(model.names.left_out)
     if model.multimodal is not None:
         model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))
     elif not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
-    if model.quantization is not None:
+    if model.quantization is not None and not is_gguf(checkpoint.folder):
         if model.names.transposed:
             raise ConfigError(
                 f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
@@ -53,7 +56,9 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def log_left_out(model: ModelDescription, checkpoint: Checkpoint) -> None:
-    """Log which tensors of a fitted checkpoint are not read, if any."""
+    """Log which tensors of a fitted checkpoint are not read, and which are unpacked, if any."""
+    if is_gguf(checkpoint.folder):
+        log_unpacked(checkpoint)
     if not checkpoint.left_out:
         return
     counts = ", ".join(f"{prefix.rstrip('.')} ({count})" for prefix, count in checkpoint.left_out.items())

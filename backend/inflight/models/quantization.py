@@ -1,9 +1,9 @@
 """Reads from config.json how a checkpoint's weights are quantized.
 
-Supported are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ and
-GPTQ. The tensors themselves show which modules are quantized, in how many bits and in which groups
-(`quantized_tensors.py`); this module reads what they do not show, and what would change their meaning. MXFP4
-occurs in stacked experts only (`stacked_experts.py`).
+Supported are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ, GPTQ, and
+the types of a GGUF file in the folder made for it (`inflight.gguf`). The tensors themselves show which modules are
+quantized, in how many bits and in which groups (`quantized_tensors.py`); this module reads what they do not show,
+and what would change their meaning. MXFP4 occurs in stacked experts only (`stacked_experts.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.gguf.folder import GGUF_FILE
 from inflight.json_values import is_list, is_object
 from inflight.models.unread_keys import refuse_unread
 
@@ -44,7 +45,7 @@ class Quantization:
     """The quantization of a checkpoint's weights.
 
     Attributes:
-        method: The value of `quant_method`: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4.
+        method: The value of `quant_method`: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4, gguf.
         block: Number of rows and columns that share a scale; None: scales are not per block.
         zero_offset: For GPTQ: added to a stored zero point.
         group_size: For AWQ and GPTQ: number of inputs in a group, if stated; the last group may be smaller.
@@ -87,6 +88,8 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
         section.boolean("dequantize", False)
         refuse_unread(section)
         return Quantization(method, is_of_stacks=True)
+    if method == "gguf" and config.path.with_name(GGUF_FILE).is_symlink():
+        return Quantization(method)
     if method in _REFUSED:
         raise section.error("quant_method", f"a method that is read here: {_REFUSED[method]}; {_INSTEAD}")
     read = _READERS.get(method or "")

@@ -174,12 +174,13 @@ def test_a_library_in_a_noexec_folder_is_loaded_from_memory(machine: Machine) ->
 NOEXEC_PROGRAM = """
 import ctypes
 from inflight.engine.cpu import layout, library
+from inflight.user_cache import cache_folder
 for load in range(2):
     target = library.find_target("float32")
     found = library._load.__wrapped__(target, library._processor_flags(), "float32", False)
     assert found.create.restype is ctypes.c_void_p
     if load == 0:
-        kept = next(library._cache_folder().glob("*.so"))
+        kept = next(cache_folder().glob("*.so"))
         try:
             ctypes.CDLL(str(kept))
         except OSError:

@@ -25,7 +25,6 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import threading
@@ -39,6 +38,7 @@ from inflight.engine.cpu.layout import check_layout
 from inflight.engine.cpu.structs import declare
 from inflight.errors import ConfigError
 from inflight.progress import compile_progress
+from inflight.user_cache import cache_folder
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,6 @@ _DIGEST_BYTES = 16
 _BUILD_PREFIX = "build-"  # of the folder of a build, which remains only if its process was killed
 _UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
     "",
     "the kernel does not let this process use tiles",
@@ -221,7 +220,7 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     if not refusal:
         return "which came with the package"
     compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
-    folder = _cache_folder()
+    folder = cache_folder()
     why = "" if refusal == _NONE_PREBUILT else f": {refusal}"
     if folder is None:
         return f"{compiler[0]} compiles them at every start, as there is no folder to keep them in{why}"
@@ -294,7 +293,7 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
         with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
-    if _cache_folder() is not None:  # otherwise the result would be lost
+    if cache_folder() is not None:  # otherwise the result would be lost
         threading.Thread(target=load, name="inflight-compile", daemon=True).start()
 
 
@@ -328,7 +327,7 @@ def _load(
     if refusal != _NONE_PREBUILT:
         _log.info("the layers are compiled on this machine: %s", refusal)
     name = f"decoder-{_key(compiler, flags)}.so"
-    folder = _cache_folder()
+    folder = cache_folder()
     try:
         if folder is not None:
             return _open(compiler, folder / name)
@@ -533,23 +532,6 @@ def _digest_of_sources(*more: bytes) -> str:
         digest.update(source.read_bytes())
     digest.update(b"\0".join(more))
     return digest.hexdigest()
-
-
-def _cache_folder() -> Path | None:
-    """Return the folder for compiled code, writable by this user only as it is executed; None without one."""
-    candidates = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
-    for candidate in candidates:
-        folder = Path(candidate) / "inflight"
-        if Path(candidate).is_absolute():
-            try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError:
-                continue
-            found = folder.stat()
-            is_private = found.st_uid == os.geteuid() and not found.st_mode & _WRITABLE_BY_OTHERS
-            if is_private and os.access(folder, os.W_OK):
-                return folder
-    return None
 
 
 def _processor_flags() -> frozenset[str]:

@@ -40,6 +40,7 @@ from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models import DecoderConfig
+from inflight.models.gguf_tensors import is_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
             "quantization_config", "no such key: --engine transformers reads no quantized weights"
         )
     refuse = _Refusal.of(file)
+    if is_gguf(file.path.parent):
+        raise refuse("its weights are in a GGUF file, which --engine torch reads")
     model = _read(file, config.dtype, device, refuse)
     try:
         with torch.inference_mode():

@@ -1,0 +1,224 @@
+"""Translates the keys of a GGUF file to those of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inflight.checkpoint_config import ConfigFile
+from inflight.gguf.architectures import find_architecture
+from inflight.gguf.header import FLOAT_TYPES, GgufHeader
+
+Json = dict[str, Any]
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_END_TOKENS = ("eos", "eot", "eom")
+_HARMLESS = ("vocab_size", "rope.scaling.finetuned")
+_NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, "", [])
+_BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Numbers of layers of the models, of 27 billion parameters, whose attention has another scale."""
+
+
+def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
+    """Return the content of config.json; `keys` are the file's keys.
+
+    Raises:
+        ConfigError: A key or tensor is missing or has an unsupported value; or a key of the architecture is not
+            known, and may change what is computed. The message names file, key, value and what was expected.
+    """
+    architecture = find_architecture(header)
+    _refuse_other_files(keys)
+    section = _Section(header, keys)
+    config = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "dtype": _dtype(header),
+        "tie_word_embeddings": _HEAD not in header.tensors,
+        **_common(header, section),
+        **_READERS.get(header.architecture, _nothing)(header, section),
+        **_token_ids(keys),
+    }
+    types = {tensor.type for tensor in header.tensors.values()}
+    if quantized := sorted(types.difference(FLOAT_TYPES)):
+        config["quantization_config"] = {"quant_method": "gguf", "types": quantized}
+    _refuse_unread(header.architecture, keys)
+    return config
+
+
+class _Section:
+    """Typed access to the keys of the file's architecture, without its name before each."""
+
+    def __init__(self, header: GgufHeader, keys: ConfigFile) -> None:
+        self.keys, self._prefix = keys, f"{header.architecture}."
+
+    def name(self, key: str) -> str:
+        return self._prefix + key
+
+    def size(self, key: str) -> int:
+        return self.keys.positive_int(self.name(key))
+
+    def size_or_none(self, key: str) -> int | None:
+        """Return an integer of at least 1; None if the key is absent or 0."""
+        return self.keys.int_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
+
+    def number(self, key: str) -> float:
+        return self.keys.number(self.name(key))
+
+    def number_or_none(self, key: str) -> float | None:
+        """Return a positive number; None if the key is absent or 0."""
+        return self.keys.number_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
+
+    def text_or_none(self, key: str) -> str | None:
+        return self.keys.text_or_none(self.name(key))
+
+
+def _common(header: GgufHeader, section: _Section) -> Json:
+    """Return the keys that all architectures have."""
+    hidden_size, num_heads = section.size("embedding_length"), section.size("attention.head_count")
+    embedding = header.tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise section.keys.error(_EMBEDDING, "a matrix among the file's tensors")
+    rotated = section.size_or_none("rope.dimension_count")
+    key_length = section.size_or_none("attention.key_length")
+    of_model = rotated if header.architecture == "llama" and rotated else hidden_size // num_heads
+    head_dim = key_length or of_model
+    if section.size_or_none("attention.value_length") not in (None, head_dim):
+        raise section.keys.error(section.name("attention.value_length"), f"the key length, {head_dim}")
+    config = {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": section.size("feed_forward_length"),
+        "num_hidden_layers": section.size("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": section.size_or_none("attention.head_count_kv") or num_heads,
+        "max_position_embeddings": section.size("context_length"),
+        "rms_norm_eps": section.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": section.number_or_none("rope.freq_base") or 10000.0,
+    }
+    if head_dim * num_heads != hidden_size or key_length:
+        config["head_dim"] = head_dim
+    if rotated not in (None, head_dim):
+        if header.architecture != "phi3":
+            raise section.keys.error(section.name("rope.dimension_count"), f"the head size, {head_dim}")
+        config["partial_rotary_factor"] = rotated / head_dim
+    if scaling := _scaling(header, section, config["max_position_embeddings"]):
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _scaling(header: GgufHeader, section: _Section, max_positions: int) -> Json | None:
+    """Return the scaling of rotary positions.
+
+    Llama 3's is stored as the factor of each frequency, which is LongRoPE with the same factors at all lengths.
+    """
+    kind = section.text_or_none("rope.scaling.type") or "none"
+    original = section.size_or_none("rope.scaling.original_context_length") or max_positions
+    factor, attention = (
+        section.number_or_none("rope.scaling.factor"),
+        section.number_or_none("rope.scaling.attn_factor"),
+    )
+    short = header.numbers("rope_factors_short.weight")
+    long = header.numbers("rope_factors_long.weight")
+    of_all = header.numbers("rope_freqs.weight")
+    if short and long:
+        if kind not in ("none", "longrope"):
+            raise section.keys.error(section.name("rope.scaling.type"), "longrope beside its tensors")
+        scaling: Json = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        scaling["original_max_position_embeddings"] = original
+        return scaling if attention is None else {**scaling, "attention_factor": attention}
+    if of_all is not None:
+        if kind != "none":
+            raise section.keys.error(section.name("rope.scaling.type"), "none beside rope_freqs.weight")
+        return {
+            "rope_type": "longrope",
+            "short_factor": of_all,
+            "long_factor": of_all,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": max_positions,
+        }
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise section.keys.error(section.name("rope.scaling.type"), "none, linear, yarn or longrope")
+    scaling = {"rope_type": kind, "factor": factor or section.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+        if attention is not None:
+            raise section.keys.error(section.name("rope.scaling.attn_factor"), "no such key")
+    return scaling
+
+
+def _read_llama(header: GgufHeader, section: _Section) -> Json:
+    return {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+def _read_phi3(header: GgufHeader, section: _Section) -> Json:
+    original = section.size_or_none("rope.scaling.original_context_length")
+    window = section.size_or_none("attention.sliding_window")
+    return {
+        "sliding_window": window,
+        "original_max_position_embeddings": original or section.size("context_length"),
+    }
+
+
+def _read_gemma(header: GgufHeader, section: _Section) -> Json:
+    """Return the keys of Gemma 2 and 3; the file does not state the scale of attention."""
+    is_biggest = section.size("block_count") == _BIGGEST_GEMMA[header.architecture]
+    hidden_size, num_heads = section.size("embedding_length"), section.size("attention.head_count")
+    config: Json = {
+        "head_dim": section.size("attention.key_length"),
+        "query_pre_attn_scalar": hidden_size // num_heads
+        if is_biggest
+        else section.size("attention.key_length"),
+        "sliding_window": section.size("attention.sliding_window"),
+    }
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        config[key] = section.number_or_none(key)
+    if header.architecture == "gemma3":
+        config["rope_local_base_freq"] = section.number_or_none("rope.freq_base_swa") or 10000.0
+        if section.keys.value(section.name("rope.freq_base")) is None:
+            config["rope_theta"] = 1e6
+    return config
+
+
+def _nothing(header: GgufHeader, section: _Section) -> Json:
+    return {}
+
+
+_READERS: Mapping[str, Callable[[GgufHeader, _Section], Json]] = {
+    "llama": _read_llama,
+    "phi3": _read_phi3,
+    "gemma2": _read_gemma,
+    "gemma3": _read_gemma,
+}
+
+
+def _dtype(header: GgufHeader) -> str:
+    """Return the dtype of unquantized matrices; bfloat16 in a quantized file."""
+    types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    if types == {"F32"}:
+        return "float32"
+    return "float16" if types <= {"F16", "F32"} else "bfloat16"
+
+
+def _token_ids(keys: ConfigFile) -> Json:
+    ends = [keys.value(f"tokenizer.ggml.{name}_token_id") for name in _END_TOKENS]
+    found = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
+    begin = keys.value("tokenizer.ggml.bos_token_id")
+    return ({"eos_token_id": found} if found else {}) | ({} if begin is None else {"bos_token_id": begin})
+
+
+def _refuse_other_files(keys: ConfigFile) -> None:
+    """Raise ConfigError for a file that holds no whole model."""
+    if keys.text_or_none("general.type") not in (None, "model"):
+        raise keys.error("general.type", "'model'")
+    if keys.value("split.count") not in (None, 0, 1):
+        raise keys.error("split.count", "1: join the parts first (llama-gguf-split --merge)")
+
+
+def _refuse_unread(architecture: str, keys: ConfigFile) -> None:
+    """Raise ConfigError for the first key of the architecture that was not read and may matter."""
+    for key in keys.unread():
+        section, _, rest = key.partition(".")
+        if section == architecture and rest not in _HARMLESS and keys.values[key] not in _NEUTRAL:
+            raise keys.error(key, "no such key: it is not known here and may change what is computed")

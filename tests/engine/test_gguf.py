@@ -1,0 +1,184 @@
+"""GGUF files, loaded as they are: results equal transformers' with the weights that `gguf` dequantizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from transformers import AutoModelForCausalLM
+
+from inflight.core.request.request import Request
+from inflight.errors import ConfigError
+from inflight.gguf import folder as gguf_folder
+from inflight.hub import checkpoint_name, find_checkpoint
+from inflight.models.levels import MatrixKind
+from inflight.models.loader import check_weights, quantized_kinds
+from inflight.models.registry import read_model_description
+from tests.engine.driver import alone, load_engine
+from tests.engine.ranks import ranks
+from tests.engine.serving import config_of, serve
+from tests.models.gguf_files import CASES, write
+from tests.models.zoo import ZooModel
+from tests.tiers import with_all
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the folders of GGUF files in the test's own folder; compiled layers stay in the user's."""
+    path = tmp_path / "cache"
+    path.mkdir()
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: path)
+    return path
+
+
+def _check(model: ZooModel, **settings: str | None) -> None:
+    """Compare the engine's tokens and logits with the oracle's."""
+    settings.setdefault("dtype", "float32")
+    row = alone(load_engine(find_checkpoint(str(model.folder)), **settings), model.prompt(20), 6)
+    assert row.generated == model.greedy(model.prompt(20), 6)
+    exact = model.logits(row.tokens)[19:-1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", with_all(list(CASES), ["llama", "llama-3", "qwen3", "phi3", "gemma3"]))
+def test_logits_of_every_architecture_equal_the_models(tmp_path: Path, case: str) -> None:
+    _check(write(tmp_path / "m.gguf", case, "F32"))
+
+
+@pytest.mark.parametrize(
+    "kind", with_all(["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0"], ["BF16", "Q4_0", "Q4_1", "Q8_0"])
+)
+def test_logits_equal_those_of_dequantized_weights(tmp_path: Path, kind: str) -> None:
+    _check(write(tmp_path / "m.gguf", "llama", kind))
+
+
+@pytest.mark.parametrize(
+    "kinds", with_all([("Q4_K",), ("Q5_K",), ("Q6_K",), ("Q4_K", "Q6_K", "Q4_0")], [("Q4_K", "Q6_K", "Q4_0")])
+)
+def test_logits_equal_those_of_dequantized_k_blocks(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    _check(write(tmp_path / "m.gguf", "llama-wide", *kinds))
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("Q4_0", {MatrixKind.INT4}), ("Q8_0", {MatrixKind.INT8}), ("Q4_1", set())]
+)
+def test_matrices_stay_quantized_in_formats_that_hold_them(
+    tmp_path: Path, kind: str, expected: set[MatrixKind]
+) -> None:
+    model = write(tmp_path / "m.gguf", "llama", kind)
+    folder = find_checkpoint(str(model.folder))
+    assert set(quantized_kinds(read_model_description(folder))) == expected
+    for kernels in (None, "torch"):
+        row = alone(load_engine(folder, dtype=None, kernels=kernels), model.prompt(20), 2)
+        exact = model.logits(row.tokens)[19:-1]
+        error = (torch.stack(row.logits).float() - exact).std() / exact.std()
+        assert error < 0.05, "only activations and products are rounded"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"expert__count": 8}, r"key 'llama\.expert_count' is 8, expected no such key: it is not known here"),
+        (
+            {"attention_value__length": 4},
+            r"key 'llama\.attention\.value_length' is 4, expected the key length, 8",
+        ),
+    ],
+)
+def test_a_key_that_may_change_the_computation_is_refused(
+    tmp_path: Path, keys: dict[str, int], said: str
+) -> None:
+    model = write(tmp_path / "m.gguf", "llama", "F32", **keys)
+    with pytest.raises(ConfigError, match=rf"m\.gguf: {said}"):
+        find_checkpoint(str(model.folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(GGMLQuantizationType.IQ4_NL, "IQ4_NL"), (GGMLQuantizationType.Q2_K, "Q2_K")],
+)
+def test_types_that_are_not_read_are_refused_by_name(
+    tmp_path: Path, kind: GGMLQuantizationType, said: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    block_bytes = GGML_QUANT_SIZES[kind][1]
+    writer.add_tensor("output.weight", np.zeros((1, block_bytes), np.uint8), raw_dtype=kind)
+    _finish(writer)
+    with pytest.raises(
+        ConfigError, match=rf"tensor 'output\.weight' has type {said}, expected one of F32"
+    ):
+        find_checkpoint(str(path))
+
+
+def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write(path, "llama", "Q8_0")
+    whole = path.read_bytes()
+    for damaged in (b"", b"GGUF", b"PK" + whole[2:], whole[:100], whole[:-1000]):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"m\.gguf is no complete GGUF file"):
+            find_checkpoint(str(path))
+    for architecture, key, value, said in (
+        ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, qwen2"),
+        ("llama", "general.type", "adapter", r"'general\.type' is 'adapter', expected 'model'"),
+        ("llama", None, None, r"'llama\.embedding_length' is missing, expected an integer >= 1"),
+    ):
+        writer = GGUFWriter(path, architecture)
+        if key is not None:
+            writer.add_string(key, value)
+        _finish(writer)
+        with pytest.raises(ConfigError, match=rf"m\.gguf: key {said}"):
+            find_checkpoint(str(path))
+
+
+def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
+    model = write(tmp_path / "m.gguf", "llama", "F32", feed_forward__length=97)
+    with pytest.raises(
+        ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"
+    ):
+        check_weights(read_model_description(find_checkpoint(str(model.folder))))
+
+
+def test_the_folder_of_a_file_is_made_once_and_again_after_a_change(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "Some-Model-Q8_0.gguf"
+    write(path, "llama", "Q8_0")
+    folder = find_checkpoint(str(path))
+    assert checkpoint_name(folder) == "Some-Model-Q8_0"
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert find_checkpoint(str(path)) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+    write(path, "llama-tied", "F32")
+    assert find_checkpoint(str(path)) != folder
+    assert len(list((cache / "gguf").iterdir())) == 2
+
+
+@pytest.mark.parametrize("topology", with_all([(2, 1), (1, 2)], [(2, 1)]), ids=str)
+def test_ranks_split_a_gguf_files_weights(tmp_path: Path, topology: tuple[int, int]) -> None:
+    model = write(tmp_path / "m.gguf", "llama", "Q4_0")
+    requests = [Request(number, model.prompt(9 + number, number), 8) for number in range(3)]
+    with ranks(find_checkpoint(str(model.folder)), topology) as engine:
+        served = serve(engine, config_of("chunked"), requests)
+    for request in requests:
+        assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["llama", "llama-tied", "qwen2", "gemma2"])
+def test_transformers_reads_the_same_weights_from_these_files(tmp_path: Path, case: str) -> None:
+    """Shows that the files are those that llama.cpp's converter would write."""
+    model = write(tmp_path / "m.gguf", case, "Q8_0")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    expected = dict(model.oracle.named_parameters())
+    for name, parameter in read.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+def _finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
