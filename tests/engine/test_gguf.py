@@ -108,9 +108,7 @@ def test_types_that_are_not_read_are_refused_by_name(
     block_bytes = GGML_QUANT_SIZES[kind][1]
     writer.add_tensor("output.weight", np.zeros((1, block_bytes), np.uint8), raw_dtype=kind)
     _finish(writer)
-    with pytest.raises(
-        ConfigError, match=rf"tensor 'output\.weight' has type {said}, expected one of F32"
-    ):
+    with pytest.raises(ConfigError, match=rf"tensor 'output\.weight' has type {said}, expected one of F32"):
         find_checkpoint(str(path))
 
 
@@ -137,9 +135,7 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
 
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
     model = write(tmp_path / "m.gguf", "llama", "F32", feed_forward__length=97)
-    with pytest.raises(
-        ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.gguf: tensor .*mlp.* \[.*96.*\], expected \[.*97.*\]"):
         check_weights(read_model_description(find_checkpoint(str(model.folder))))
 
 

@@ -63,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_HF_ID", help="checkpoint or GGUF file to check: can it be loaded, and does it fit?")
+    add(
+        "--model",
+        metavar="DIR_OR_HF_ID",
+        help="checkpoint or GGUF file to check: can it be loaded, and does it fit?",
+    )
     add(
         "--revision",
         metavar="REVISION",

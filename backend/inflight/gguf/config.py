@@ -52,9 +52,11 @@ class _Section:
         self.keys, self._prefix = keys, f"{header.architecture}."
 
     def name(self, key: str) -> str:
+        """Return the whole key."""
         return self._prefix + key
 
     def size(self, key: str) -> int:
+        """Return an integer of at least 1."""
         return self.keys.positive_int(self.name(key))
 
     def size_or_none(self, key: str) -> int | None:
@@ -62,14 +64,12 @@ class _Section:
         return self.keys.int_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
 
     def number(self, key: str) -> float:
+        """Return a positive number."""
         return self.keys.number(self.name(key))
 
     def number_or_none(self, key: str) -> float | None:
         """Return a positive number; None if the key is absent or 0."""
         return self.keys.number_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
-
-    def text_or_none(self, key: str) -> str | None:
-        return self.keys.text_or_none(self.name(key))
 
 
 def _common(header: GgufHeader, section: _Section) -> Json:
@@ -107,45 +107,36 @@ def _common(header: GgufHeader, section: _Section) -> Json:
 
 
 def _scaling(header: GgufHeader, section: _Section, max_positions: int) -> Json | None:
-    """Return the scaling of rotary positions.
+    """Return the scaling of rotary positions; None without any.
 
     Llama 3's is stored as the factor of each frequency, which is LongRoPE with the same factors at all lengths.
     """
-    kind = section.text_or_none("rope.scaling.type") or "none"
+    key = section.name("rope.scaling.type")
+    kind = section.keys.text_or_none(key) or "none"
     original = section.size_or_none("rope.scaling.original_context_length") or max_positions
-    factor, attention = (
-        section.number_or_none("rope.scaling.factor"),
-        section.number_or_none("rope.scaling.attn_factor"),
-    )
-    short = header.numbers("rope_factors_short.weight")
-    long = header.numbers("rope_factors_long.weight")
-    of_all = header.numbers("rope_freqs.weight")
-    if short and long:
-        if kind not in ("none", "longrope"):
-            raise section.keys.error(section.name("rope.scaling.type"), "longrope beside its tensors")
-        scaling: Json = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-        scaling["original_max_position_embeddings"] = original
-        return scaling if attention is None else {**scaling, "attention_factor": attention}
-    if of_all is not None:
+    attention_factor = section.number_or_none("rope.scaling.attn_factor")
+    of_frequencies = header.numbers("rope_freqs.weight")
+    short, long = (header.numbers(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if of_frequencies is not None:
         if kind != "none":
-            raise section.keys.error(section.name("rope.scaling.type"), "none beside rope_freqs.weight")
-        return {
-            "rope_type": "longrope",
-            "short_factor": of_all,
-            "long_factor": of_all,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": max_positions,
-        }
+            raise section.keys.error(key, "none beside the tensor rope_freqs.weight")
+        short = long = of_frequencies
+        original, attention_factor = max_positions, 1.0
+    if short is not None and long is not None:
+        if kind not in ("none", "longrope"):
+            raise section.keys.error(
+                key, "longrope beside the tensors rope_factors_short and rope_factors_long"
+            )
+        factors = {"short_factor": short, "long_factor": long, "attention_factor": attention_factor}
+        return {"rope_type": "longrope", "original_max_position_embeddings": original, **factors}
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise section.keys.error(section.name("rope.scaling.type"), "none, linear, yarn or longrope")
-    scaling = {"rope_type": kind, "factor": factor or section.number("rope.scaling.factor")}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = original
-        if attention is not None:
-            raise section.keys.error(section.name("rope.scaling.attn_factor"), "no such key")
-    return scaling
+        raise section.keys.error(key, "none, linear or yarn, or longrope with its tensors")
+    if attention_factor is not None:
+        raise section.keys.error(section.name("rope.scaling.attn_factor"), f"no such key beside {kind}")
+    of_yarn = {"original_max_position_embeddings": original} if kind == "yarn" else {}
+    return {"rope_type": kind, "factor": section.number("rope.scaling.factor"), **of_yarn}
 
 
 def _read_llama(header: GgufHeader, section: _Section) -> Json:
@@ -163,21 +154,18 @@ def _read_phi3(header: GgufHeader, section: _Section) -> Json:
 
 def _read_gemma(header: GgufHeader, section: _Section) -> Json:
     """Return the keys of Gemma 2 and 3; the file does not state the scale of attention."""
+    head_dim, num_heads = section.size("attention.key_length"), section.size("attention.head_count")
     is_biggest = section.size("block_count") == _BIGGEST_GEMMA[header.architecture]
-    hidden_size, num_heads = section.size("embedding_length"), section.size("attention.head_count")
     config: Json = {
-        "head_dim": section.size("attention.key_length"),
-        "query_pre_attn_scalar": hidden_size // num_heads
-        if is_biggest
-        else section.size("attention.key_length"),
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": section.size("embedding_length") // num_heads if is_biggest else head_dim,
         "sliding_window": section.size("attention.sliding_window"),
+        "attn_logit_softcapping": section.number_or_none("attn_logit_softcapping"),
+        "final_logit_softcapping": section.number_or_none("final_logit_softcapping"),
     }
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        config[key] = section.number_or_none(key)
     if header.architecture == "gemma3":
         config["rope_local_base_freq"] = section.number_or_none("rope.freq_base_swa") or 10000.0
-        if section.keys.value(section.name("rope.freq_base")) is None:
-            config["rope_theta"] = 1e6
+        config["rope_theta"] = section.number_or_none("rope.freq_base") or 1e6
     return config
 
 

@@ -137,7 +137,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_HF_ID", help="Hugging Face checkpoint or GGUF file to serve (default: the demo model)")
+    add(
+        "--model",
+        metavar="DIR_OR_HF_ID",
+        help="Hugging Face checkpoint or GGUF file to serve (default: the demo model)",
+    )
     add(
         "--revision",
         metavar="REVISION",
