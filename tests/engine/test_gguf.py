@@ -20,9 +20,11 @@ from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
-from tests.models.gguf_files import CASES, write
+from tests.models.gguf_files import CASES, write, write_model
 from tests.models.zoo import ZooModel
 from tests.tiers import with_all
+
+DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
 
 
 @pytest.fixture(autouse=True)
@@ -160,6 +162,16 @@ def test_ranks_split_a_gguf_files_weights(tmp_path: Path, topology: tuple[int, i
         served = serve(engine, config_of("chunked"), requests)
     for request in requests:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
+
+
+def test_the_demo_model_gives_its_tokens_from_a_file_of_it(tmp_path: Path) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    model = write_model(tmp_path / "demo.gguf", "llama", oracle, "F32")
+    row, original = (
+        alone(load_engine(folder, dtype="float32"), model.prompt(20), 24)
+        for folder in (find_checkpoint(str(model.folder)), DEMO_MODEL)
+    )
+    assert row.generated == original.generated == model.greedy(model.prompt(20), 24)
 
 
 @pytest.mark.exhaustive

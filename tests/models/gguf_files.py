@@ -6,7 +6,6 @@ rows in Llama's queries and keys, norms of Gemma plus 1, factors of Llama 3's fr
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +70,20 @@ def make_oracle(case: str) -> Any:
 
 
 def write(path: Path, case: str, *kinds: str, **keys: Any) -> ZooModel:
+    """Write a GGUF file of a case, as `write_model` does."""
+    return write_model(path, CASES[case][0], make_oracle(case), *kinds, **keys)
+
+
+def write_model(path: Path, architecture: str, oracle: Any, *kinds: str, **keys: Any) -> ZooModel:
     """Write a GGUF file; return its path, as the model's folder, and an oracle with the dequantized weights.
 
     Args:
         path: The file.
-        case: One of CASES.
+        architecture: llama.cpp's name of the model's family.
+        oracle: transformers' model, whose weights change to the dequantized ones.
         kinds: Types of matrices, which take turns.
         keys: Further integers, by keys of the architecture in which "__" stands for "_" and "_" for ".".
     """
-    architecture = CASES[case][0]
-    oracle = copy.deepcopy(make_oracle(case))
     writer = GGUFWriter(path, architecture)
     _add_keys(writer, architecture, oracle.config)
     for key, value in keys.items():
@@ -157,7 +160,7 @@ def _add_keys(writer: GGUFWriter, architecture: str, config: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if architecture == "phi3":
         writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", MAX_POSITIONS))
-    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    writer.add_eos_token_id(config.eos_token_id)
 
 
 def _add_frequencies(writer: GGUFWriter, oracle: Any) -> None:

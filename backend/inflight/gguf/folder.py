@@ -23,6 +23,11 @@ GGUF_FILE = "model.gguf"
 """The name of the link to the file."""
 
 
+def is_gguf(folder: Path) -> bool:
+    """Whether a checkpoint folder has its weights in a GGUF file."""
+    return os.path.lexists(folder / GGUF_FILE)
+
+
 def checkpoint_of(file: Path) -> Path:
     """Return the checkpoint folder of a GGUF file, which is made if necessary; its name is the file's.
 

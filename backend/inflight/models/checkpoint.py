@@ -20,7 +20,7 @@ from torch import Tensor
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
-from inflight.gguf.folder import GGUF_FILE
+from inflight.gguf.folder import is_gguf
 from inflight.hub import instead_of_gguf
 from inflight.models.levels import Levels, MatrixKind
 
@@ -179,7 +179,7 @@ def _file_names(folder: Path) -> dict[str, set[str]]:
                 raise weight_map.error(tensor, "the name of a file in the same folder")
             files.setdefault(file, set()).add(tensor)
         return files
-    if (folder / GGUF_FILE).is_symlink():
+    if is_gguf(folder):
         return {}
     found = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     raise ConfigError(

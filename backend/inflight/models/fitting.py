@@ -12,9 +12,10 @@ import torch
 
 from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
+from inflight.gguf.folder import is_gguf
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import WeightNames, bases_in_multimodal, heads_in_multimodal
-from inflight.models.gguf_tensors import add_gguf_tensors, is_gguf, log_unpacked
+from inflight.models.gguf_tensors import add_gguf_tensors, log_unpacked
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts

@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,11 +25,6 @@ from inflight.models.levels import Levels, MatrixKind
 
 _logger = logging.getLogger(__name__)
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-def is_gguf(folder: Path) -> bool:
-    """Whether a checkpoint folder belongs to a GGUF file."""
-    return (folder / GGUF_FILE).is_symlink()
 
 
 def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:

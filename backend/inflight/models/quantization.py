@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.gguf.folder import GGUF_FILE
+from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_list, is_object
 from inflight.models.unread_keys import refuse_unread
 
@@ -88,7 +88,7 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
         section.boolean("dequantize", False)
         refuse_unread(section)
         return Quantization(method, is_of_stacks=True)
-    if method == "gguf" and config.path.with_name(GGUF_FILE).is_symlink():
+    if method == "gguf" and is_gguf(config.path.parent):
         return Quantization(method)
     if method in _REFUSED:
         raise section.error("quant_method", f"a method that is read here: {_REFUSED[method]}; {_INSTEAD}")

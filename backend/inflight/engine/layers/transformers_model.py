@@ -38,9 +38,9 @@ from inflight.engine.layers.transformers_decoder import (
 from inflight.engine.memory import is_out_of_memory
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
+from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_object
 from inflight.models import DecoderConfig
-from inflight.models.gguf_tensors import is_gguf
 
 _log = logging.getLogger(__name__)
 
