@@ -84,14 +84,15 @@ def _common(header: GgufHeader, section: _Section) -> Json:
     head_dim = key_length or of_model
     if section.size_or_none("attention.value_length") not in (None, head_dim):
         raise section.keys.error(section.name("attention.value_length"), f"the key length, {head_dim}")
-    config = {
+    max_positions = section.size("context_length")
+    config: Json = {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": section.size("feed_forward_length"),
         "num_hidden_layers": section.size("block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": section.size_or_none("attention.head_count_kv") or num_heads,
-        "max_position_embeddings": section.size("context_length"),
+        "max_position_embeddings": max_positions,
         "rms_norm_eps": section.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": section.number_or_none("rope.freq_base") or 10000.0,
     }
@@ -101,7 +102,7 @@ def _common(header: GgufHeader, section: _Section) -> Json:
         if header.architecture != "phi3":
             raise section.keys.error(section.name("rope.dimension_count"), f"the head size, {head_dim}")
         config["partial_rotary_factor"] = rotated / head_dim
-    if scaling := _scaling(header, section, config["max_position_embeddings"]):
+    if scaling := _scaling(header, section, max_positions):
         config["rope_scaling"] = scaling
     return config
 

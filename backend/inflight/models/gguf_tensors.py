@@ -7,11 +7,12 @@ integer zero points; they are read as numbers (float32), by the package `gguf`.
 from __future__ import annotations
 
 import logging
+import mmap
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,13 +73,14 @@ class _Mapped:
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
-        # Private pages: torch refuses memory that cannot be written to, which it is not.
-        self._bytes = np.memmap(header.path, np.uint8, mode="c")
+        with header.path.open("rb") as file:
+            # Private pages: torch warns of memory that cannot be written to, though nothing writes to it.
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
 
     def stored(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor's bytes, mapped: uint8 [rows, bytes of a row]."""
-        found = torch.from_numpy(self._bytes[tensor.offset : tensor.offset + tensor.num_bytes])
-        return found.view(tensor.shape[0], -1)
+        return self._bytes[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.shape[0], -1)
 
     def numbers(self, tensor: GgufTensor) -> Tensor:
         """Return a tensor in its own dtype, mapped, or dequantized to float32."""
@@ -87,9 +89,12 @@ class _Mapped:
             return stored.view(_FLOATS[tensor.type]).view(tensor.shape)
         if tensor.type in _LEVELS:
             return _LEVELS[tensor.type](stored).dequantized()
-        from gguf import GGMLQuantizationType, dequantize
+        import gguf
 
-        return torch.from_numpy(dequantize(stored.numpy(), GGMLQuantizationType[tensor.type]))
+        # numpy's types in the declarations of torch and of the package are incomplete
+        blocks: Any = stored.numpy()  # pyright: ignore[reportUnknownMemberType]
+        numbers: Any = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type])
+        return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _add(
@@ -173,10 +178,10 @@ def _q6_k(stored: Tensor) -> Levels:
     """Decode blocks of 256 numbers of 6 bits (zero point 32): lower 4 bits, upper 2 bits, 16 int8 scales of
     groups of 16, and a float16 scale of those."""
     blocks = _blocks(stored, 210)
-    lower = blocks[..., :128].unflatten(-1, (2, 64))
+    lower = torch.unflatten(blocks[..., :128], -1, (2, 64))
     lower = torch.stack((lower & 15, lower >> 4), -2)
     upper = (
-        blocks[..., 128:192].unflatten(-1, (2, 1, 32))
+        torch.unflatten(blocks[..., 128:192], -1, (2, 1, 32))
         >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
     )
     levels = (lower.flatten(-3) | (upper & 3).flatten(-3) << 4).view(torch.int8) - 32
