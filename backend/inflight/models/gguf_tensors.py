@@ -11,7 +11,7 @@ import mmap
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -91,9 +91,9 @@ class _Mapped:
             return _LEVELS[tensor.type](stored).dequantized()
         import gguf
 
-        # numpy's types in the declarations of torch and of the package are incomplete
-        blocks: Any = stored.numpy()  # pyright: ignore[reportUnknownMemberType]
-        numbers: Any = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type])
+        untyped: Any = gguf  # neither it nor torch declares the types of arrays
+        blocks = cast(Any, stored).numpy()
+        numbers: Any = untyped.dequantize(blocks, untyped.GGMLQuantizationType[tensor.type])
         return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
 
 
