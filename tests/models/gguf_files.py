@@ -49,7 +49,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 12}),
     "phi3": ("phi3", "Phi3", {"sliding_window": 19}),
     "phi3-longrope": ("phi3", "Phi3", {"rope_parameters": _LONGROPE}),
-    "gemma2": ("gemma2", "Gemma2", _GEMMA),
+    "gemma2": ("gemma2", "Gemma2", {**_GEMMA, "tie_word_embeddings": True}),
     "gemma3": ("gemma3", "Gemma3", {**_GEMMA, "num_hidden_layers": 7}),
 }
 """By name: llama.cpp's name of the architecture, transformers' name, and changes to its config."""
