@@ -210,7 +210,7 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
 
 @every_kernel
 @pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_all_together_in_every_way_with_few_pages_and_blocks(
     zoo: Zoo, case: str, way: str, kernels: str | None
 ) -> None:

@@ -1,4 +1,7 @@
-"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX."""
+"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX.
+
+Whole models, for which the library is compiled with the stand-in, are in the exhaustive tier.
+"""
 
 from __future__ import annotations
 
@@ -168,6 +171,7 @@ def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[R
     return rows
 
 
+@pytest.mark.exhaustive
 def test_results_of_a_row_do_not_depend_on_the_others(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +188,7 @@ def test_results_of_a_row_do_not_depend_on_the_others(
         assert all(torch.equal(a, b) for a, b in zip(alone.logits, row.logits, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama"], indirect=True)  # routers compute in bfloat16
 def test_int8_is_bitwise_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +200,7 @@ def test_int8_is_bitwise_equal_with_and_without_tiles(
         assert all(torch.equal(a, b) for a, b in zip(own.logits, other.logits, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_nearly_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
