@@ -314,7 +314,7 @@ class EngineConfig:
     engine_threads: int | None = parameter(
         None,
         integer(1),
-        "threads of a rank's forward pass; its share of the cores without one",
+        "threads of a rank's forward pass; by its share of cores and quota without one",
         behind="engine_endpoint",
     )
     additional_model_outputs: tuple[WantedOutput, ...] = parameter(

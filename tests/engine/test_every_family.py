@@ -7,6 +7,7 @@ Ways of serving are tested in detail elsewhere, on a few families; these tests a
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.quantize import quantize_int8
 from inflight.engine.tensorrt.network import lacking
@@ -161,18 +163,49 @@ def _table(zoo: Zoo, scratch: Path) -> str:
     return "\n".join(lines)
 
 
-@needs_native
-def test_the_documented_table_is_current(zoo: Zoo, tmp_path: Path) -> None:
-    assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
-    begin, end = "<!-- table -->\n", "\n<!-- end of table -->"
+def _targets() -> str:
+    """Return the table of targets of all machines, with the code that computes each dtype."""
+    lines = ["| target | float32 | bfloat16, int8, 4 bits | float16, fp8 | |", "|---|---|---|---|---|"]
+    targets = [*itertools.chain(*library._OF_MACHINES.values()), library._GENERIC]
+    for target, slower in itertools.zip_longest(targets, targets[1:]):
+        cells = [
+            "torch"
+            if dtype not in library._ELEMENTS
+            else "compiled"
+            if dtype in target.dtypes
+            else f"as `{slower.name}`"
+            for dtype in ("float32", "bfloat16", "float16")
+        ]
+        lines.append(f"| `{target.name}` | {' | '.join(cells)} | {target.caveat} |")
+    return "\n".join(lines)
+
+
+def _check_page(name: str, found: str) -> None:
+    """Compare a table of the page with what was found, or replace it."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
     page = PAGE.read_text()
     head, rest = page.split(begin)
     table, tail = rest.split(end)
-    found = _table(zoo, tmp_path)
     if os.environ.get("UPDATE_TABLES"):
         PAGE.write_text(head + begin + found + end + tail)
         table = found
     assert table == found
+
+
+def test_the_documented_targets_are_current() -> None:
+    _check_page("targets", _targets())
+
+
+@needs_native
+@pytest.mark.parametrize("target", with_all(["", "generic"], [""]))
+def test_the_documented_table_is_current(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """On this machine's fastest target, and on the one that runs anywhere: the compiled families are the same."""
+    if target:
+        monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
+    assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
+    _check_page("table", _table(zoo, tmp_path))
 
 
 def test_components_that_compiled_layers_lack_are_logged(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,6 +20,7 @@ from inflight.engine.cpu import library
 from inflight.engine.cpu.library import CannotBuild, find_target, load_library
 from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
+from tests.engine.cpu.programs import run_program
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.kernels import needs_native
 
@@ -41,15 +42,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
     monkeypatch.setattr(library, "_PREBUILT", Path("/nothing"))
     monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
     return target
-
-
-def run_program(folder: Path, text: str, *flags: str) -> int:
-    """Compile a C++ program, which includes the headers by name, and return its exit status."""
-    (folder / "program.cpp").write_text(text)
-    headers = ("-std=c++17", "-pthread", "-O1", "-I", str(library._SOURCES))
-    command = [library._find_compiler(), *headers, *find_target("bfloat16").here, *flags, "program.cpp"]
-    subprocess.run([*command, "-o", "program"], cwd=folder, check=True, timeout=600)
-    return subprocess.run([folder / "program"], timeout=120, check=False).returncode
 
 
 @pytest.mark.parametrize(("fault", "found"), [(1, 0), (2, 2), (3, 3)], ids=["none", "a sum", "a crash"])

@@ -81,6 +81,7 @@ class ShapeStruct(Structure):
         ("shared_inner", c_int32),
         ("normalizes_chances", c_int32),
         ("cache_kind", c_int32),
+        ("spin_us", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),
