@@ -263,7 +263,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
-    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.25}),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.2}),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
         {
@@ -279,7 +279,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {
             **_DELTA,
-            "initializer_range": 0.25,
+            "initializer_range": 0.2,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
@@ -350,6 +350,7 @@ def _as_float64() -> Iterator[None]:
     with (
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
     ):
         yield
 
