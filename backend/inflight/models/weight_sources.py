@@ -285,7 +285,7 @@ class _Finder:
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
 
     def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
-        """Return queries, keys, values and gates; in the checkpoint a head's gate follows its query."""
+        """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
         decoder, shard = self._decoder, self._part.shard
         size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
         queries, gates = (
@@ -295,10 +295,9 @@ class _Finder:
         query, key, value = (prefix + module for module in modules)
         own_keys = (shard.kv_rows(decoder),)
         parts = (
-            StoredRows(query, 2 * decoder.query_size, queries),
+            StoredRows(query, 2 * decoder.query_size, (*gates, *queries)),
             StoredRows(key, decoder.kv_size, own_keys),
             StoredRows(value, decoder.kv_size, own_keys),
-            StoredRows(query, 2 * decoder.query_size, gates),
         )
         return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
 

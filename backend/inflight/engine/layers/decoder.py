@@ -254,8 +254,8 @@ class Decoder:
         heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
         qkv, gates = layer.qkv(x), None
         if self.config.attention_gate:
-            qkv, gates = qkv.split(
-                ((heads + 2 * kv_heads) * self._held.head_dim, self._held.query_size), dim=1
+            gates, qkv = qkv.split(
+                (self._held.query_size, (heads + 2 * kv_heads) * self._held.head_dim), dim=1
             )
         qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
         norms = None

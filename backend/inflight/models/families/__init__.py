@@ -7,7 +7,7 @@ tensors. These functions return general components of decoders; no other code de
 from __future__ import annotations
 
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
-from inflight.models.families.family import FUSED_GATE_UP, FUSED_QKV, Family, WeightNames
+from inflight.models.families.family import FUSED_GATE_UP, FUSED_QKV, GRANITE_GATE_UP, Family, WeightNames
 from inflight.models.families.gemma import GEMMA_FAMILIES
 from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
@@ -25,4 +25,4 @@ FAMILIES: tuple[Family, ...] = (
     *GPT_FAMILIES,
 )
 
-__all__ = ["FAMILIES", "FUSED_GATE_UP", "FUSED_QKV", "Family", "WeightNames"]
+__all__ = ["FAMILIES", "FUSED_GATE_UP", "FUSED_QKV", "GRANITE_GATE_UP", "Family", "WeightNames"]

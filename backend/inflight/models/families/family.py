@@ -27,6 +27,9 @@ DEFAULT_FULL_LAYERS = 28
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 """Llama's modules in checkpoints, or adapters, that fuse these projections."""
 
+GRANITE_GATE_UP = "shared_mlp.input_linear"
+"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:

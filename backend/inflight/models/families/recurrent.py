@@ -8,6 +8,7 @@ from typing import Any
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
+    GRANITE_GATE_UP,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -205,7 +206,7 @@ def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
     return float(numbers[0]), float(numbers[1])
 
 
-_GRANITE_MLP = MlpNames(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+_GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
 _GRANITE_HYBRID_NAMES = replace(
     LLAMA_NAMES,
     mlp=_GRANITE_MLP,
