@@ -33,6 +33,7 @@ TARGETS = {
     "granite-hybrid": [*ATTENTION, "o_proj", "input_linear", "output_linear"],
     "granite-hybrid-moe": [*ATTENTION, "o_proj"],
     "lfm2": [*ATTENTION, "self_attn.out_proj", "w1", "w2", "w3"],
+    "lfm2-moe": [*ATTENTION, "self_attn.out_proj"],
 }
 """By case, the projections of attention, and of the MLP in models without experts."""
 OPTIONS = {

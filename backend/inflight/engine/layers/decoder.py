@@ -100,7 +100,7 @@ class Decoder:
         self._first_layer = part.layers[0]
         self._places = _places(self._held)
         self._mixers = [
-            make_mixer(self._held.recurrent, layer.recurrent, self._operations.activation)
+            make_mixer(self._held.recurrent, layer.recurrent, self._operations.activation, collectives)
             if self._held.recurrent is not None and layer.recurrent is not None
             else None
             for layer in weights.layers

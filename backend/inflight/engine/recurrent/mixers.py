@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.recurrent import linear_attention
 from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, total_size
 
@@ -46,7 +47,7 @@ class Mixer:
             state: State before the first of these tokens.
 
         Returns:
-            Input of the output projection, [tokens, output_width], and the state after the last token.
+            Rows for `finish`, [tokens, output_width], and the state after the last token.
         """
         inputs = self._conv_inputs(projected)
         known = torch.cat((state[0], inputs.T), dim=1)
@@ -73,6 +74,13 @@ class Mixer:
         )
         return output, (known[:, :, 1:], new_states)
 
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
+
+        Every rank calls it with the same number of rows.
+        """
+        return rows
+
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         """Return the inputs of the convolution, [rows, columns]."""
         raise NotImplementedError
@@ -84,7 +92,7 @@ class Mixer:
         state: Tensor,
         attend: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the output projection, and the new state of linear attention.
+        """Return rows for `finish`, and the new state of linear attention.
 
         `attend` is `linear_attention.scan` or `linear_attention.step`.
         """
@@ -121,7 +129,8 @@ class GatedDeltaMixer(Mixer):
         log_decay = weights.decay * F.softplus(steps.float() + weights.step_bias)
         values = values.unflatten(1, (num_heads, -1))
         scaled = queries * config.key_dim**-0.5
-        read, new_state = attend(scaled, keys, values, log_decay, beta.sigmoid().float(), state)
+        beta = config.beta_scale * beta.sigmoid().float()
+        read, new_state = attend(scaled, keys, values, log_decay, beta, state)
         read = F.rms_norm(read.to(projected.dtype).float(), (config.value_dim,), eps=config.norm_eps)
         read = weights.norm * read.to(projected.dtype)
         gated = read.float() * F.silu(gates.float()).unflatten(1, (num_heads, -1))
@@ -136,13 +145,18 @@ class GatedDeltaMixer(Mixer):
 
 
 class Mamba2Mixer(Mixer):
-    """A layer of Mamba-2, without its projections."""
+    """A layer of Mamba-2, without its projections; `collectives` connect the ranks that share groups of heads."""
 
     def __init__(
-        self, config: Mamba2, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+        self,
+        config: Mamba2,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        collectives: Collectives,
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
+        self._collectives = collectives if config.num_group_ranks > 1 else ALONE
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         width = self._config.output_width
@@ -173,12 +187,15 @@ class Mamba2Mixer(Mixer):
         )
         if weights.skip is not None:
             read = read + values * weights.skip.unsqueeze(-1)
-        gated = read.flatten(1) * F.silu(projected[:, : config.output_width].float())
-        if weights.norm is None:
-            return gated.to(projected.dtype), new_state
-        groups = gated.unflatten(1, (config.num_groups, -1))
-        normed = F.rms_norm(groups, (groups.shape[-1],), eps=config.norm_eps).flatten(1)
-        return (weights.norm * normed.to(projected.dtype)).to(projected.dtype), new_state
+        return read.flatten(1) * F.silu(projected[:, : config.output_width].float()), new_state
+
+    def finish(self, rows: Tensor) -> Tensor:
+        config, norm = self._config, self._weights.norm
+        assert norm is not None, "Mamba-2 has a norm"
+        groups = rows.unflatten(1, (config.num_groups, -1))
+        squares = self._collectives.all_reduce(groups.square().mean(-1, keepdim=True))
+        normed = groups * torch.rsqrt(squares / config.num_group_ranks + config.norm_eps)
+        return norm * normed.flatten(1).to(norm.dtype)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """Return queries or keys repeated for each head of their group, [rows, heads, state_dim]."""
@@ -205,13 +222,23 @@ class ShortConvMixer(Mixer):
 
 
 def make_mixer(
-    config: RecurrentConfig, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+    config: RecurrentConfig,
+    weights: RecurrentWeights,
+    activation: Callable[[Tensor], Tensor],
+    collectives: Collectives = ALONE,
 ) -> Mixer:
-    """Return the mixer of a layer; `activation` follows the convolution, except in `ShortConv`."""
+    """Return the mixer of a layer.
+
+    Args:
+        config: Configuration of this rank's part of the layer.
+        weights: This rank's weights.
+        activation: Follows the convolution, except in `ShortConv`.
+        collectives: Collectives with the ranks that have the other parts of the layer.
+    """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation)
     if isinstance(config, Mamba2):
-        return Mamba2Mixer(config, weights, activation)
+        return Mamba2Mixer(config, weights, activation, collectives)
     return ShortConvMixer(weights, activation)
 
 

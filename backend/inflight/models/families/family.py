@@ -158,7 +158,7 @@ class RecurrentNames:
 
     Attributes:
         product: Modules of the input projection, each with its number of `RecurrentConfig.sections`, in order.
-        conv: The convolution.
+        conv: The convolution; or one module for each of `RecurrentConfig.conv_sections`.
         output: Output projection.
         decay: Whole name of the tensor with the logarithm of the negated decay; "" if there is none.
         step_bias: Whole name of the bias of step sizes; "" if there is none.
@@ -169,7 +169,7 @@ class RecurrentNames:
     """
 
     product: tuple[tuple[str, int], ...]
-    conv: str
+    conv: tuple[str, ...]
     output: str
     decay: str = ""
     step_bias: str = ""
@@ -192,6 +192,7 @@ class WeightNames:
         mlp: MLP of each layer without experts.
         experts: Experts of the layers that have them; None if there are none.
         recurrent: Modules of the recurrent layers; None if there are none.
+        recurrent_norms: Norms of the recurrent layers, if they differ from those of other layers.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
@@ -208,6 +209,7 @@ class WeightNames:
     mlp: MlpNames
     experts: ExpertNames | None = None
     recurrent: RecurrentNames | None = None
+    recurrent_norms: NormNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
     transposed: bool = False
