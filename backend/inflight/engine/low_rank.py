@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
@@ -101,7 +102,7 @@ def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Te
 
     In `rows` a head's gates follow its query.
     """
-    by_head = rows.unflatten(0, (decoder.num_heads, 2, decoder.head_dim))
+    by_head = torch.unflatten(rows, 0, (decoder.num_heads, 2, decoder.head_dim))
     own = by_head[slice(*shard.split(decoder.num_heads))]
     return own.transpose(0, 1).flip(0).flatten(0, 2)
 

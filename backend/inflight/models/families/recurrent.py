@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     GRANITE_GATE_UP,
@@ -275,7 +276,7 @@ def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
     limit: Any = config.value("time_step_limit")
     if limit is None:
         return 0.0, float("inf")
-    numbers = [float("inf") if each == _INFINITE else each for each in limit] if type(limit) is list else []
+    numbers = [float("inf") if each == _INFINITE else each for each in limit] if is_list(limit) else []
     if len(numbers) != 2 or any(type(each) not in (int, float) for each in numbers):
         raise config.error("time_step_limit", "the least and the largest step size")
     return float(numbers[0]), float(numbers[1])
@@ -348,7 +349,7 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
         recurrent_layers = _read_recurrent_layers(config, "conv")
     else:
         num_layers, attend = config.positive_int("num_hidden_layers"), config.value("full_attn_idxs")
-        if not isinstance(attend, list):
+        if not is_list(attend):
             raise config.error("full_attn_idxs", "a list of layers, or layer_types")
         recurrent_layers = tuple(index not in attend for index in range(num_layers))
     config.value("full_attn_idxs")
