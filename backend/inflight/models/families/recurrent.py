@@ -43,7 +43,7 @@ def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_ty
 # ---------------------------------------------------------------------- Qwen3-Next and Qwen3.5
 
 
-def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
+def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderConfig:
     """Read the config of Qwen3.5: gated DeltaNet in most layers, and attention with gates and partial rotation."""
     num_layers = config.positive_int("num_hidden_layers")
     interval = config.int_or_none("full_attention_interval") or _FULL_ATTENTION_INTERVAL
@@ -60,8 +60,8 @@ def _read_qwen_delta(config: ConfigFile) -> DecoderConfig:
     return read_llama_like(
         config,
         default_positions=32768,
-        default_kv_heads=4,
-        default_part=_QWEN_PART,
+        default_kv_heads=default_kv_heads,
+        default_part=1.0 if "partial_rotary_factor" in config.values else _QWEN_PART,  # null: whole heads
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="heads",
@@ -104,7 +104,7 @@ def _with_shared_expert(config: ConfigFile, experts: ExpertsConfig) -> DecoderCo
     shared = config.int_or_none("shared_expert_intermediate_size") or 512
     if not config.has("intermediate_size"):  # such models have experts in every layer
         config = config.with_values({"intermediate_size": shared})
-    decoder = _read_qwen_delta(config)
+    decoder = _read_qwen_delta(config, default_kv_heads=2)
     return replace(decoder, experts=replace(experts, shared_intermediate_size=shared, has_shared_gate=True))
 
 
@@ -260,7 +260,7 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
             conv_width=config.int_or_none("mamba_d_conv") or 4,
             norm_eps=norm_eps,
             step_limit=_read_step_limit(config),
-            has_conv_bias=config.boolean("mamba_conv_bias", True),
+            has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
             has_bias=config.boolean("mamba_proj_bias", False),
         ),
         recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
@@ -353,6 +353,8 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
             raise config.error("full_attn_idxs", "a list of layers, or layer_types")
         recurrent_layers = tuple(index not in attend for index in range(num_layers))
     config.value("full_attn_idxs")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
     has_bias = config.boolean("conv_bias", False)
     return read_llama_like(
         config,
@@ -364,7 +366,6 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
         tied_embeddings=config.boolean("tie_embedding", config.boolean("tie_word_embeddings", True)),
         recurrent=ShortConv(hidden, config.int_or_none("conv_L_cache") or 3, has_bias, has_bias),
         recurrent_layers=recurrent_layers,
-        activation=read_activation(config, "hidden_act", "silu"),
         experts=experts,
     )
 
