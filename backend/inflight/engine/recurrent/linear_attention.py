@@ -78,7 +78,9 @@ def scan(
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
         sides = torch.cat((values * weights, weighed * since_begin), dim=-1)
-        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore[reportUnknownMemberType]
+            system, sides, upper=False, unitriangular=True
+        )
         values, read_before = solved.split_with_sizes((values.shape[-1], keys.shape[-1]), dim=-1)
     queries, keys = queries * since_begin, keys * until_end.unsqueeze(-1)
     decay = total_decay[..., -1].exp()[..., None, None]

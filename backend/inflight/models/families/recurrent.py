@@ -62,7 +62,7 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         config,
         default_positions=32768,
         default_kv_heads=default_kv_heads,
-        default_part=_QWEN_PART,
+        default_part=1.0 if "partial_rotary_factor" in config.values else _QWEN_PART,  # null: whole heads
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="heads",
@@ -261,7 +261,7 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
             conv_width=config.int_or_none("mamba_d_conv") or 4,
             norm_eps=norm_eps,
             step_limit=_read_step_limit(config),
-            has_conv_bias=config.boolean("mamba_conv_bias", True),
+            has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
             has_bias=config.boolean("mamba_proj_bias", False),
         ),
         recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
@@ -354,6 +354,8 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
             raise config.error("full_attn_idxs", "a list of layers, or layer_types")
         recurrent_layers = tuple(index not in attend for index in range(num_layers))
     config.value("full_attn_idxs")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
     has_bias = config.boolean("conv_bias", False)
     return read_llama_like(
         config,
@@ -365,7 +367,6 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
         tied_embeddings=config.boolean("tie_embedding", config.boolean("tie_word_embeddings", True)),
         recurrent=ShortConv(hidden, config.int_or_none("conv_L_cache") or 3, has_bias, has_bias),
         recurrent_layers=recurrent_layers,
-        activation=read_activation(config, "hidden_act", "silu"),
         experts=experts,
     )
 
