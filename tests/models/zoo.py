@@ -148,6 +148,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 2,
             "head_dim": 12,
+            "initializer_range": 0.25,
             **_rope(
                 "yarn",
                 factor=4.0,
