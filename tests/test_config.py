@@ -99,6 +99,7 @@ GOOD = [
     ("tokens_per_block", "16", 16),
     ("kv_cache_dtype", "fp8", "fp8"),
     ("max_tokens_in_paged_kv_cache", "4096", 4096),
+    ("recurrent_state_snapshots", "0", 0),
     ("kv_cache_free_gpu_mem_fraction", "0.25", 0.25),
     ("kv_cache_free_cpu_mem_fraction", "1", 1.0),
     ("exclude_input_in_output", "False", False),

@@ -7,6 +7,7 @@ only; any thread.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.hub import instead_of_gguf
 from inflight.json_values import is_list, is_object
+from inflight.multimodal import Multimodal, find_text_part
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Possible dtypes of unquantized weights."""
@@ -29,6 +31,12 @@ class ConfigFile:
     """Typed access to the keys of one JSON object. A key whose value is null counts as absent.
 
     It records which keys were read, so that a caller can check the unread ones afterwards.
+
+    Attributes:
+        path: The file.
+        values: Keys and values.
+        whole: The whole config.json, if this is a multimodal model's text part; otherwise this object.
+        multimodal: The class of that model; None if this is no text part.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any], section: str = "") -> None:
@@ -36,7 +44,10 @@ class ConfigFile:
         self.path = path
         self.values = values
         self._section = section
+        self._outside: frozenset[str] = frozenset()
         self._read: set[str] = set()
+        self.whole: ConfigFile = self
+        self.multimodal: Multimodal | None = None
 
     @classmethod
     def load(cls, path: Path) -> ConfigFile:
@@ -135,6 +146,21 @@ class ConfigFile:
             raise self.error(key, expected)
         return value
 
+    def with_values(self, values: Mapping[str, Any]) -> ConfigFile:
+        """Return the file with other values for some keys. Keys read from the copy count as read in both."""
+        changed = copy.copy(self)
+        changed.values = {**self.values, **values}
+        return changed
+
+    def text_part(self) -> ConfigFile:
+        """Return the config.json of a multimodal model's text part; for any other model this object."""
+        found = find_text_part(self.values)
+        if found is None:
+            return self
+        part = ConfigFile(self.path, found.values, found.section)
+        part._outside, part.whole, part.multimodal = found.outside, self, found.of
+        return part
+
     def child(self, key: str) -> ConfigFile:
         """Return the object under `key`."""
         value = self.value(key)
@@ -143,19 +169,20 @@ class ConfigFile:
         return ConfigFile(self.path, value, self._path_of(key))
 
     def _path_of(self, key: str) -> str:
-        return f"{self._section}.{key}" if self._section else key
+        return f"{self._section}.{key}" if self._section and key not in self._outside else key
 
 
 class CheckpointFacts:
     """Facts about a checkpoint from its config.json, under any of the names that families use for them.
 
-    A fact that is not stated is None. Sizes that are not integers of at least 1 count as not stated; loading
-    the checkpoint reports such errors.
+    Of a multimodal model, sizes and other facts are those of its text part; name, model type and tokenizer are
+    the whole model's. A fact that is not stated is None. Sizes that are not integers of at least 1 count as not
+    stated; loading the checkpoint reports such errors.
     """
 
     def __init__(self, config: ConfigFile) -> None:
         """Read the facts from `config`, the contents of a config.json."""
-        self._config = config
+        self._config = config.text_part()
 
     @classmethod
     def read(cls, *folders: str | Path) -> CheckpointFacts:
@@ -174,17 +201,17 @@ class CheckpointFacts:
     @property
     def name(self) -> str:
         """The class names in `architectures`, else the model type; ConfigError if they are not strings."""
-        return ", ".join(self._config.texts("architectures")) or self.model_type or "unnamed"
+        return ", ".join(self._config.whole.texts("architectures")) or self.model_type or "unnamed"
 
     @property
     def model_type(self) -> str | None:
         """The model type; ConfigError if it is not a string."""
-        return self._config.text_or_none("model_type")
+        return self._config.whole.text_or_none("model_type")
 
     @property
     def tokenizer_class(self) -> str | None:
         """Name of transformers' tokenizer class; ConfigError if it is not a string."""
-        return self._config.text_or_none("tokenizer_class")
+        return self._config.whole.text_or_none("tokenizer_class")
 
     @property
     def vocab_size(self) -> int | None:
@@ -213,8 +240,9 @@ class CheckpointFacts:
 
     @property
     def mlp_size(self) -> int | None:
-        """Inner width of an MLP; four times the hidden size if not stated."""
-        return self._size("intermediate_size", "n_inner") or (self.hidden_size and 4 * self.hidden_size)
+        """Inner width of an MLP, or of a shared one beside experts; four times the hidden size if not stated."""
+        stated = self._size("intermediate_size", "n_inner", "shared_expert_intermediate_size")
+        return stated or (self.hidden_size and 4 * self.hidden_size)
 
     @property
     def num_experts(self) -> int | None:
@@ -227,9 +255,13 @@ class CheckpointFacts:
         positions = self._size("max_position_embeddings", "n_positions", "n_ctx")
         if positions is None:
             return None
+        if self._config.value("model_type") == "gemma3_text":  # its number is the scaled one
+            return positions
         section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
         # Some models have a section for each kind of layer.
         sections = [section, *section.values()] if is_object(section) else []
+        if is_object(section) and section.get("llama_4_scaling_beta"):  # see Ministral 3's family
+            return _positive(section.get("original_max_position_embeddings")) or positions
         return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
 
     @property
@@ -249,8 +281,7 @@ class CheckpointFacts:
         return self._config.child(key) if self._config.has(key) else None
 
     def _size(self, *keys: str) -> int | None:
-        found = (self._config.value(key) for key in keys)
-        return next((value for value in found if type(value) is int and value > 0), None)
+        return next(filter(None, (_positive(self._config.value(key)) for key in keys)), None)
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:
@@ -292,6 +323,11 @@ def _stretched(section: Mapping[str, Any], positions: int) -> int:
     if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         return 0
     return int(factor * (original if type(original) is int else positions))
+
+
+def _positive(value: Any) -> int | None:
+    """Return an integer of at least 1 as it is, and None for any other value."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

@@ -286,6 +286,11 @@ class EngineConfig:
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None, integer(1), "size of the KV cache; by fraction without one"
     )
+    recurrent_state_snapshots: int | None = parameter(
+        None,
+        integer(0),
+        "recurrent states saved for prefix reuse; twice max_batch_size without one",
+    )
     kv_cache_free_gpu_mem_fraction: float = parameter(
         0.9, share(above=True), "share of free GPU memory for the KV cache"
     )

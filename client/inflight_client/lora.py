@@ -32,6 +32,11 @@ MODULE_IDS = {
     "mlp.down_proj": 6,
     "mlp.up_proj": 7,
     "mlp.gate_up_proj": 18,
+    "shared_mlp.input_linear": 18,
+    "shared_mlp.output_linear": 6,
+    "feed_forward.w1": 5,
+    "feed_forward.w2": 6,
+    "feed_forward.w3": 7,
     "attn.c_attn": 0,
     "attn.c_proj": 4,
     "mlp.c_fc": 5,
@@ -43,9 +48,9 @@ MODULE_IDS = {
     "fc1": 5,
     "fc2": 6,
 }
-"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama and similar models, then of
-GPTs."""
-_GATE_UP = "mlp.gate_up_proj"
+"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama, hybrids and
+similar models, then of GPTs."""
+_GATE_UP = "mlp.gate_up_proj", "shared_mlp.input_linear"
 
 _HONOURED = """
     peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern target_modules exclude_modules
@@ -61,8 +66,10 @@ HARMLESS = frozenset(_HARMLESS.split())
 """Fields of adapter_config.json that are used, and those that have no effect on a saved adapter."""
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# A multimodal model has the prefix `language_model.` before or after `model.`.
 _KEY = re.compile(
-    r"(?:base_model\.model\.)?(?P<name>(?:model\.|transformer\.)?(?:layers|h)\.(?P<layer>\d+)\.(?P<module>.+))"
+    r"(?:base_model\.model\.)?"
+    r"(?P<name>(?:(?:model\.)?language_model\.)?(?:model\.|transformer\.)?(?:layers|h)\.(?P<layer>\d+)\.(?P<module>.+))"
     r"\.(?P<role>lora_A|lora_B)(?:\.weight)?"
 )
 _STORED = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}

@@ -53,6 +53,18 @@ def test_both_converters_write_the_same_bytes(
         assert files(tmp_path / kind) == files(tmp_path / f"c{kind}")
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_both_read_an_adapter_of_a_multimodal_models_text_part(zoo: Zoo, tmp_path: Path, prefix: str) -> None:
+    text = r".*language_model\..*\.(q_proj|down_proj)"
+    folder = save_adapter(make_peft_model(zoo["qwen2.5-vl"], target_modules=text), tmp_path / "peft")
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path).items()
+    save_file({name.replace("model.language_model.", prefix): each for name, each in tensors}, path)
+    assert main([str(folder), str(tmp_path / "ours")]) == 0
+    assert client_main(["convert-lora", str(folder), str(tmp_path / "clients")]) == 0
+    assert files(tmp_path / "ours") == files(tmp_path / "clients")
+
+
 def test_both_swap_the_halves_of_a_fused_gate_and_up(tmp_path: Path) -> None:
     path = "base_model.model.model.layers.0.mlp.gate_up_proj"
     tensors = {f"{path}.lora_A.weight": torch.ones(1, 4), f"{path}.lora_B.weight": torch.arange(6.0)[:, None]}

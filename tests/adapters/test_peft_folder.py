@@ -141,6 +141,35 @@ def test_every_form_of_target_modules_is_read(zoo: Zoo, tmp_path: Path, target: 
     assert_merged(adapted, weights, model, zoo["llama-gqa"].oracle.state_dict())
 
 
+OF_TEXT = r".*language_model\..*\.(q_proj|o_proj|down_proj)"
+
+
+@pytest.mark.parametrize("options", [{"r": 4, "lora_alpha": 6}, {"r": 4, "use_dora": True}])
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_multimodal_models_text_part_is_read(
+    zoo: Zoo, tmp_path: Path, options: dict[str, Any], prefix: str
+) -> None:
+    """Its names are those of transformers 5, or of versions before 4.52."""
+    whole = zoo["qwen2.5-vl"]
+    model = read_model_description(whole.folder)
+    adapted = make_peft_model(whole, target_modules=OF_TEXT, **options)
+    folder = save_adapter(adapted, tmp_path)
+    tensors = load_file(folder / _FILE).items()
+    save_file({name.replace("model.language_model.", prefix): each for name, each in tensors}, folder / _FILE)
+    weights = read_peft_folder(folder, model)
+    in_modules = replace(model, names=replace(model.names, base="model.language_model."))
+    assert_merged(adapted, weights, in_modules, whole.oracle.state_dict())
+
+
+def test_an_adapter_that_changes_other_parts_of_a_multimodal_model_is_refused(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    whole = zoo["gemma3-vision"]
+    folder = save_adapter(make_peft_model(whole, target_modules=["q_proj"]), tmp_path)
+    with pytest.raises(InvalidArgument, match=r"the adapter has a tensor '[\w.]*vision_tower"):
+        read_peft_folder(folder, read_model_description(whole.folder))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_keep_their_stored_type(zoo: Zoo, tmp_path: Path, dtype: torch.dtype) -> None:
     model = read_model_description(zoo["llama-gqa"].folder)

@@ -13,6 +13,7 @@ from typing import Any
 
 from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.request.llm_request import RequestState
 from inflight.core.schedule import waiting_queue
 from inflight.core.schedule.adapter_pages import AdapterPages
@@ -92,6 +93,23 @@ def _(cache: KvCacheManager) -> None:
     assert cache.num_unreserved >= 0, f"{-cache.num_unreserved} blocks are reserved twice"
     promises = Counter(chain.from_iterable(table.promised for table in cache._tables.values()))
     assert promises == cache._promises, "the promises and what the sequences are computing disagree"
+    if cache.states is not None:
+        check_integrity(cache.states)
+        assert cache.states._saves.keys() == cache._tables.keys()
+        assert cache.states._snapshot_of.keys() <= cache.pool._block_of.keys(), (
+            "a snapshot outlived its block"
+        )
+
+
+@check_integrity.register
+def _(states: StateSnapshots) -> None:
+    """Check that every snapshot is either free, pending or findable, and that promises add up."""
+    pending = [snapshot for saves in states._saves.values() for snapshot in saves.pending.values()]
+    every = [*states._free, *states._snapshot_of.values(), *pending]
+    assert sorted(every) == list(range(states.num_snapshots))
+    assert states._rolling.keys() <= states._snapshot_of.keys()
+    promised = Counter(digest for saves in states._saves.values() for digest in saves.planned.values())
+    assert promised == states._promised
 
 
 @check_integrity.register

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inflight.models import FAMILIES
 from inflight.models.families import llama
+from inflight.multimodal import MULTIMODAL
 
 _ROOT = Path(__file__).parents[2]
 _BEGIN, _END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
@@ -43,6 +44,12 @@ def test_readme_lists_the_families_of_the_table() -> None:
         path.write_text(f"{head}{_BEGIN}{expected}{_END}{tail}")
         found = expected
     assert found.strip() == expected
+
+
+def test_the_page_lists_the_multimodal_classes() -> None:
+    page = (_ROOT / "docs" / "models.md").read_text().split("## Multimodal models")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| `(\w+)` \| .+ \|$", page, re.MULTILINE)
+    assert listed == [(each.model_type, each.architecture) for each in MULTIMODAL if not each.lacking]
 
 
 def test_the_shown_family_equals_the_code() -> None:

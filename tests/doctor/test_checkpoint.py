@@ -85,6 +85,13 @@ def test_all_and_active_parameters_of_a_mixture_are_reported(tmp_path: Path, cas
     )
 
 
+def test_of_a_multimodal_model_the_text_part_is_described(tmp_path: Path):
+    found = check(make_model(tmp_path / "model", "qwen2.5-vl").folder, "float32")
+    assert found["checkpoint"].says.startswith("Qwen2_5_VLForConditionalGeneration, 3 layers, ")
+    assert found["inputs"].level is YELLOW
+    assert found["inputs"].says.endswith("alone is served: requests with pictures and videos are refused")
+
+
 def test_packed_experts_are_described(tmp_path: Path):
     folder = make_model(tmp_path / "model", "gpt-oss").folder
     plain = check(folder, "bfloat16")["checkpoint"].says

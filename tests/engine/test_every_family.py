@@ -34,6 +34,7 @@ CASE_OF = {
     "llama": "llama-gqa",
     "mistral": "mistral-window",
     "ministral": "mistral-layer-types",
+    "ministral3": "ministral3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "phi3": "phi3-partial-window",
@@ -52,16 +53,34 @@ CASE_OF = {
     "gpt_neox": "neox",
     "opt": "opt",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5-moe",
+    "qwen3_next": "qwen3-next",
+    "olmo_hybrid": "olmo-hybrid",
+    "granitemoehybrid": "granite-hybrid-moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2-moe",
 }
 """A model of the zoo for each family."""
 NEW = [
-    case for family, case in CASE_OF.items() if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+    *(
+        case
+        for family, case in CASE_OF.items()
+        if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+    ),
+    "granite-hybrid",  # several groups of heads
 ]
 """The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
-FAST = [(case, None) for case in ("mixtral", "deepseek-v3", "gemma3", "gpt-oss")] + [("mixtral", "torch")]
-"""Experts, latent attention, windows in some layers, learned sinks."""
+FAST = [
+    *(
+        (case, None)
+        for case in ("mixtral", "deepseek-v3", "gemma3", "gpt-oss", "qwen3.5", "granite-hybrid-moe")
+    ),
+    ("mixtral", "torch"),
+]
+"""Experts, latent attention, windows in some layers, learned sinks, two kinds of recurrent layers."""
 every_case = pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -97,7 +116,7 @@ def test_several_ranks_give_transformers_tokens(
 
 
 @pytest.mark.parametrize(
-    ("case", "kernels"), with_all(by_default_and(["gemma2", "olmo2"], NEW), [*FAST[:4], ("gemma2", "torch")])
+    ("case", "kernels"), with_all(by_default_and(["gemma2", "olmo2"], NEW), [*FAST[:-1], ("gemma2", "torch")])
 )
 @pytest.mark.parametrize("dtype", BOUND)
 @torch.inference_mode()
@@ -120,10 +139,12 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
 
 
 def _in_type(oracle: Any, dtype: str) -> Any:
-    """Return transformers' model in bfloat16; for int8 with matrices, except routers', rounded as ours."""
+    """Return transformers' model in bfloat16; for int8 with matrices rounded as ours, so not those of routers and
+    convolutions."""
     copied = copy.deepcopy(oracle)
+    kept = ("gate.weight", "router.layer.weight", "conv.weight", "conv1d.weight")
     for name, matrix in copied.model.layers.named_parameters() if dtype == "int8" else ():
-        if matrix.dim() > 1 and not name.endswith("gate.weight"):
+        if matrix.dim() > 1 and not name.endswith(kept):
             levels, scales = quantize_int8(matrix.flatten(0, -2))
             matrix.copy_((levels * scales[:, None]).view_as(matrix))
     return copied.bfloat16()

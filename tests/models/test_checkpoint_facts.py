@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
-from tests.models.test_published_configs import PUBLISHED, READ
+from inflight.multimodal import DEFAULTS
+from tests.models.test_published_configs import MULTIMODAL, PUBLISHED, READ
 from tests.models.test_registry import GPT2, LLAMA
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -70,10 +72,63 @@ def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, na
     facts, config = _facts(tmp_path, PUBLISHED[name]), PUBLISHED[name]
     decoder = read_model_description(tmp_path).decoder
     assert decoder.latent is not None or facts.num_kv_heads == decoder.num_kv_heads
-    is_stated = "max_position_embeddings" in config or "n_positions" in config
+    is_stated = name in MULTIMODAL or "max_position_embeddings" in config or "n_positions" in config
     assert facts.longest_sequence == (decoder.max_positions if is_stated else None)
     assert facts.eos_token_ids == decoder.eos_token_ids
     _check_sizes(facts, decoder)
+
+
+def test_name_and_tokenizer_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    facts = _facts(tmp_path, {**PUBLISHED["Gemma 3 4B with pictures"], "tokenizer_class": "GemmaTokenizer"})
+    assert (facts.name, facts.model_type) == ("Gemma3ForConditionalGeneration", "gemma3")
+    assert facts.tokenizer_class == "GemmaTokenizer"
+
+
+WHOLE: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {"num_hidden_layers": 2, "eos_token_id": 7, "dtype": "float16"},
+}
+INT8 = {"quant_method": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside", "expected"),
+    [
+        ({}, {}, ((7,), "float16", None)),
+        ({"eos_token_id": [1, 106], "torch_dtype": "bfloat16"}, {}, ((1, 106), "bfloat16", None)),
+        ({"eos_token_id": None, "dtype": None}, {}, ((7,), "float16", None)),
+        ({"quantization_config": INT8}, {}, ((7,), "float16", INT8)),
+        ({}, {"quantization_config": INT8}, ((7,), "float16", INT8)),
+        ({"sliding_window": 3, "num_hidden_layers": 9}, {}, ((7,), "float16", None)),
+    ],
+)
+def test_some_keys_beside_text_config_count_for_the_text_part(
+    tmp_path: Path, outside: dict[str, Any], inside: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    facts = _facts(tmp_path, {**WHOLE, **outside, "text_config": {**WHOLE["text_config"], **inside}})
+    quantization = facts.quantization and facts.quantization.values
+    assert (facts.eos_token_ids, facts.dtype, quantization) == expected
+    assert facts.num_layers == 2
+
+
+def test_an_error_says_where_the_key_of_a_text_part_is(tmp_path: Path) -> None:
+    values = {**WHOLE, "torch_dtype": "int3", "text_config": {"num_hidden_layers": 2, "eos_token_id": "x"}}
+    facts = _facts(tmp_path, values)
+    with pytest.raises(ConfigError, match=r"key 'text_config\.eos_token_id' is 'x'"):
+        facts.eos_token_ids  # noqa: B018
+    with pytest.raises(ConfigError, match=r"key 'torch_dtype' is 'int3'"):
+        facts.dtype  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_sizes_that_a_text_part_omits_are_transformers_defaults(kind: str) -> None:
+    config = CONFIG_MAPPING[kind]()
+    for key, value in DEFAULTS[kind].items():
+        if key == "rope_theta":
+            assert config.rope_parameters["rope_theta"] == value
+        elif key != "norm_topk_prob":  # no key of transformers' class
+            assert getattr(config, key) == value, key
 
 
 def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:

@@ -29,6 +29,7 @@ OF_NO_FAMILY = [
     "bigcode/starcoder2-3b",
 ]
 """Models of families that only transformers' code runs."""
+MULTIMODAL = [name for name, values in PUBLISHED.items() if "vision_config" in values]
 REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
 """Models of known families with an unsupported feature, and the key of that feature."""
 READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
@@ -40,8 +41,13 @@ def read(folder: Path, values: dict[str, Any]) -> DecoderConfig:
 
 
 def theirs(values: dict[str, Any]) -> PretrainedConfig:
+    """Return transformers' configuration, of a multimodal model that of its text part."""
     own = {key: value for key, value in values.items() if key != "quantization_config"}
-    return CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(own)))
+    whole = CONFIG_MAPPING[values["model_type"]].from_dict(json.loads(json.dumps(own)))
+    config = whole.get_text_config()
+    if config is not whole:
+        config.tie_word_embeddings, config.dtype = whole.tie_word_embeddings, whole.dtype or config.dtype
+    return config
 
 
 def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -49,7 +55,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if types := getattr(config, "layer_types", None):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if config.model_type not in ("mistral", "mixtral", "phi3", "qwen3_moe"):
+    if config.model_type not in ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"):
         window = None  # other families do not use the key
     return (window,) * config.num_hidden_layers
 
@@ -126,5 +132,8 @@ def test_unsupported_features_of_a_known_family_are_refused_by_their_key(tmp_pat
 
 @pytest.mark.parametrize("name", READ)
 def test_an_unknown_key_in_a_published_config_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="key 'attention_of_tomorrow' is 1"):
-        read(tmp_path, {**PUBLISHED[name], "attention_of_tomorrow": 1})
+    values = json.loads(json.dumps(PUBLISHED[name]))
+    values.get("text_config", values)["attention_of_tomorrow"] = 1
+    section = "text_config." if "text_config" in values else ""
+    with pytest.raises(ConfigError, match=f"key '{section}attention_of_tomorrow' is 1"):
+        read(tmp_path, values)

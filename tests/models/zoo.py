@@ -6,12 +6,16 @@ Weights have ten times the usual deviation of 0.02, with which a random model re
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -78,6 +82,31 @@ _DEEPSEEK = {
     "routed_scaling_factor": 1.5,
 }
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_MAMBA2 = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 72,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-gqa": ("Llama", {"num_key_value_heads": 2}),
@@ -112,6 +141,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": 19,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "initializer_range": 0.25,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=MAX_POSITIONS,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.1,
+            ),
         },
     ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -234,12 +279,204 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.2}),
+    "qwen3.5-moe": (
+        "Qwen3_5Moe",
+        {
+            **_DELTA,
+            "initializer_range": 0.2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **_DELTA,
+            "initializer_range": 0.2,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "shared_expert_intermediate_size": 56,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            **{key: value for key, value in _DELTA.items() if key != "head_dim"},
+            "rope_parameters": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite-hybrid": ("GraniteMoeHybrid", {**_MAMBA2, "mamba_n_groups": 2, "num_local_experts": 0}),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
     "neox": ("GPTNeoX", {}),
     "neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "relu"}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 64, "init_std": 0.3}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner": ("GPT2", {"n_inner": 80, "activation_function": "relu"}),
 }
+
+_CLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+}
+_QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+_OTHER_PARTS: dict[str, dict[str, Any]] = {
+    "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
+    "Mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_CLIP}},
+    "Qwen2VL": {
+        "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
+    },
+    "Qwen2_5_VL": {"vision_config": _QWEN_VISION},
+    "Qwen3VL": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
+    "Qwen3VLMoe": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
+    "Qwen3_5": {"vision_config": _QWEN3_VISION},
+    "Qwen3_5Moe": {"vision_config": _QWEN3_VISION},
+    "Kimi_K25": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+        },
+        "projection_hidden_size": 64,
+    },
+    "Llava": {"vision_config": {"model_type": "clip_vision_model", **_CLIP}},
+    "LlavaNext": {"vision_config": {"model_type": "clip_vision_model", **_CLIP}},
+    "LlavaOnevision": {"vision_config": {"model_type": "siglip_vision_model", **_CLIP}},
+    "InternVL": {
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **_CLIP,
+            "image_size": [8, 8],
+            "patch_size": [4, 4],
+        }
+    },
+    "Lfm2Vl": {
+        "vision_config": {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_patches": 4,
+            "patch_size": 4,
+        },
+        "projector_hidden_size": 16,
+    },
+    "Voxtral": {
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_mel_bins": 8,
+        }
+    },
+}
+"""Parts of multimodal models that are not served."""
+
+MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
+    "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
+    "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
+    "qwen2-vl": (
+        "Qwen2VL",
+        "qwen2_vl_text",
+        {"num_key_value_heads": 2, **_rope("default", mrope_section=[1, 1, 2])},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        "qwen2_5_vl_text",
+        {
+            "num_key_value_heads": 2,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mrope_section=[2, 1, 1]),
+        },
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        "qwen3_vl_text",
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 24,
+            **_rope("default", mrope_section=[4, 4, 4], mrope_interleaved=True),
+        },
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        "qwen3_vl_moe_text",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_experts": 7,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            **_rope("default", mrope_section=[2, 2, 2], mrope_interleaved=True),
+        },
+    ),
+    "qwen3.5-vision": (
+        "Qwen3_5",
+        "qwen3_5_text",
+        {
+            **CASES["qwen3.5"][1],
+            "head_dim": 32,
+            **_rope("default", partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
+        },
+    ),
+    "qwen3.5-moe-vision": ("Qwen3_5Moe", "qwen3_5_moe_text", CASES["qwen3.5-moe"][1]),
+    "kimi-k2.5": ("Kimi_K25", "deepseek_v3", {**_DEEPSEEK, "norm_topk_prob": True}),
+    "llava": ("Llava", "llama", {"num_key_value_heads": 2}),
+    "llava-next": ("LlavaNext", "mistral", {"num_key_value_heads": 2, "sliding_window": 19}),
+    "llava-onevision": ("LlavaOnevision", "qwen2", {"num_key_value_heads": 2}),
+    "internvl": ("InternVL", "qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
+    "lfm2-vl": ("Lfm2Vl", "lfm2", CASES["lfm2"][1]),
+    "voxtral": ("Voxtral", "llama", {"num_key_value_heads": 2, "head_dim": 8}),
+}
+"""Multimodal models: the class, and model type and keys of the text part."""
 
 WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
@@ -279,6 +516,24 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""
 
 
+_RECURRENT_NORMS = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Names in OLMo Hybrid's recurrent layers, and those of published checkpoints."""
+
+
+@contextmanager
+def _as_float64() -> Iterator[None]:
+    """Make code of transformers that always computes in float32 compute in float64."""
+    with (
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+        patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
+    ):
+        yield
+
+
 @dataclass(frozen=True)
 class ZooModel:
     """A checkpoint folder, and the transformers model that was saved in it.
@@ -305,7 +560,9 @@ class ZooModel:
             self.found["in float64"] = copy.deepcopy(self.oracle).double()
         key = ("logits", tuple(token_ids))
         if key not in self.found:
-            self.found[key] = self.found["in float64"](torch.tensor([token_ids])).logits[0].float()
+            with _as_float64():
+                logits = self.found["in float64"](torch.tensor([token_ids])).logits[0]
+            self.found[key] = logits.float()
         return self.found[key].clone()
 
     def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
@@ -363,22 +620,75 @@ class Zoo:
 
 def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
     """Draw the weights of `case` and save the model in `folder`."""
+    if case in MULTIMODAL:
+        return _make_multimodal(folder, case, seed)
     family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
     values = _GPT2 if family == "GPT2" else dict(_COMMON)
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
     for name in foreign.get(family, ()):
         del values[name]
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    has_text_config = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     config = getattr(transformers, config_name)(**{**values, **changes})
-    torch.manual_seed(seed)
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    oracle = _draw(class_name, config, seed)
+    if family == "OlmoHybrid":
+        _save_as_published(oracle, folder)
+    else:
+        oracle.save_pretrained(folder, **save_options)
+    return ZooModel(folder, oracle)
+
+
+def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
+    family, kind, changes = MULTIMODAL[case]
+    text = {**_COMMON, **changes, "model_type": kind, "tie_word_embeddings": False}
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(text_config=text, tie_word_embeddings=False, **_OTHER_PARTS[family])
+    config.text_config._experts_implementation = "eager"
+    oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
+    oracle.save_pretrained(folder)
+    if family == "Kimi_K25":  # transformers 5 renames the text part's layers too when it saves the model
+        path = folder / "model.safetensors"
+        tensors = {
+            name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
+    return ZooModel(folder, oracle)
+
+
+def _draw(class_name: str, config: Any, seed: int) -> Any:
+    """Return a model of this class with random weights."""
+    torch.manual_seed(seed)
     config._experts_implementation = "eager"  # the only one that supports float64
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        biases = [pair for pair in oracle.named_buffers() if pair[0].endswith("correction_bias")]
+        biases = [
+            pair for pair in oracle.named_buffers() if pair[0].endswith(("correction_bias", "expert_bias"))
+        ]
         for name, parameter in (*oracle.named_parameters(), *biases):
             # initialized as 0 and 1, so that errors would not be noticed
             if name.endswith("bias") or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    oracle.save_pretrained(folder, **save_options)
-    return ZooModel(folder, oracle)
+    return oracle
+
+
+def _save_as_published(oracle: Any, folder: Path) -> None:
+    """Save an OLMo Hybrid with the names of published checkpoints.
+
+    transformers' own conversion to these names divides convolutions into equal parts, and renames norms of other
+    layers too.
+    """
+    oracle.save_pretrained(folder, save_original_format=False)
+    path, config = folder / "model.safetensors", oracle.config
+    tensors, whole = load_file(path), "linear_attn.conv1d.weight"
+    key_width = config.linear_num_key_heads * config.linear_key_head_dim
+    for name in [each for each in tensors if each.endswith(whole)]:
+        prefix, conv = name.removesuffix(whole), tensors.pop(name)
+        parts = conv.split((key_width, key_width, len(conv) - 2 * key_width))
+        tensors |= {
+            f"{prefix}linear_attn.{each}_conv1d.weight": part.clone() for each, part in zip("qkv", parts)
+        }
+        for ours, theirs in _RECURRENT_NORMS.items():
+            tensors[f"{prefix}{theirs}.weight"] = tensors.pop(f"{prefix}{ours}.weight")
+    save_file(tensors, path, {"format": "pt"})

@@ -361,6 +361,19 @@ def test_a_role_unknown_to_the_template_is_refused(tmp_path: Path) -> None:
                 assert "messages[1].role is 'wizard'" in error["message"]
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "video_url"])
+def test_parts_other_than_texts_are_refused(tmp_path: Path, kind: str) -> None:
+    part = {"type": kind, kind: {"url": "data:,x"}}
+    content = [{"type": "text", "text": "What is this?"}, part]
+    with scripted("yes", chat_template=template(tmp_path, TEMPLATE)) as url:
+        body = {"messages": [{"role": "user", "content": content}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "messages", "invalid_value")
+        says = f"messages[0].content[1] is of type '{kind}'; this server takes parts of type text alone"
+        assert error["message"] == says
+
+
 def test_calls_without_a_parser_are_refused_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -141,22 +141,29 @@ class CacheOracle:
             return
         found, sought = self._num_found(llm_request)
         self._num_promised[llm_request.key] = len(self._prefixes(llm_request, len(llm_request.tokens)))
-        longest = self._longest_beginning(llm_request, num_full)
         assert num_full <= found, f"request {llm_request.request_id} found what nobody computed"
-        assert num_begun <= longest, (
-            f"request {llm_request.request_id} found a beginning that nobody computed"
-        )
+        self._check_found(llm_request, num_full, num_begun, found)
         assert counts.missed == sought - num_full
-        # Requests admitted together with this one have taken blocks, too.
-        if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
-            self.num_exact += 1
-            assert num_full == found, f"request {llm_request.request_id} did not find what there is"
-            assert num_begun == longest, "a beginning was not found that there is"
         name = llm_request.request_id, llm_request.sequence_index
         self.num_tokens += num_tokens
         self.num_copied[name] += num_begun > 0
         self.num_reused[name] += num_full
         self.num_missed[name] += counts.missed
+
+    def _check_found(self, llm_request: LlmRequest, num_full: int, num_begun: int, found: int) -> None:
+        """Check the full blocks, and the tokens of a block's beginning, that a sequence has found.
+
+        `found`: number of full blocks of its prefix that have been computed.
+        """
+        longest = self._longest_beginning(llm_request, num_full)
+        assert num_begun <= longest, (
+            f"request {llm_request.request_id} found a beginning that nobody computed"
+        )
+        # Requests admitted together with this one have taken blocks, too.
+        if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
+            self.num_exact += 1
+            assert num_full == found, f"request {llm_request.request_id} did not find what there is"
+            assert num_begun == longest, "a beginning was not found that there is"
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
         """Record taken blocks."""

@@ -30,6 +30,7 @@ class Outcome:
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
         copied: Blocks of which only the beginning was found, and copied.
         num_exact_reuses: Starts whose number of reused blocks was certain.
+        num_from_snapshots: Starts from a snapshot of recurrent state.
         num_divided_contexts: Iterations in which the chunking policy made a difference.
         num_full_pipelines: Iterations with a batch in every stage of several.
         num_ahead: Batches that began while the one before was in flight, on a device that overlaps
@@ -59,6 +60,7 @@ class Outcome:
     num_failed_iterations: int = 0
     num_pauses: int = 0
     num_exact_reuses: int = 0
+    num_from_snapshots: int = 0
     num_divided_contexts: int = 0
     num_full_pipelines: int = 0
     num_ahead: int = 0

@@ -71,6 +71,11 @@ class Scenario:
         limits = replace(self.limits, num_micro_batches=num_micro_batches, overlaps_iterations=False)
         return replace(self, limits=limits)
 
+    def with_state(self) -> Scenario:
+        """Return the scenario for a model with recurrent state, with no, few or many snapshots."""
+        num_snapshots = random.Random(self.seed).choice([0, 1, 2, 5, 500, 500])
+        return replace(self, limits=replace(self.limits, has_state=True, num_state_snapshots=num_snapshots))
+
     def in_turn(self) -> Scenario:
         """Return the scenario with one batch in flight."""
         return self.pipelined(1)

@@ -31,6 +31,7 @@ from .queue_oracle import QueueOracle
 from .rows_oracle import RowsOracle
 from .scenario import Scenario, time_of_answer
 from .stages_oracle import StagesOracle
+from .state_oracle import StateOracle
 
 _MOST_ITERATIONS = 3000
 
@@ -54,6 +55,9 @@ class SimulatedServer:
         self.adapters = HostCache(scenario.seed)
         self.outcome.adapters, self.outcome.without_adapter = self.adapters.given, self.adapters.failed
         self.cache = CacheOracle(self.scheduler, scenario.config, self.adapters.given)
+        if scenario.limits.has_state:
+            num_snapshots = scenario.limits.num_state_snapshots
+            self.cache = StateOracle(self.scheduler, scenario.config, self.adapters.given, num_snapshots)
         self.queue = QueueOracle(self.scheduler, scenario.config, self.cache)
         self.rows = RowsOracle(self.scheduler, scenario.config, scenario.limits)
         self.stages = StagesOracle(self.scheduler, scenario.limits)
@@ -106,6 +110,8 @@ class SimulatedServer:
         outcome.reused, outcome.missed = self.cache.num_reused, self.cache.num_missed
         outcome.copied = self.cache.num_copied
         outcome.num_exact_reuses = self.cache.num_exact
+        if isinstance(self.cache, StateOracle):
+            outcome.num_from_snapshots = self.cache.num_from_snapshots
         outcome.num_divided_contexts = self.rows.num_divided
         outcome.num_shared_generations = self.rows.num_shared
         outcome.num_failed_iterations = self.blame.num_failed

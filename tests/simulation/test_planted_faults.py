@@ -7,6 +7,7 @@ import pytest
 from tests.tiers import with_all
 
 from .faults import FAULTS, FAULTS_OF_PIPELINES
+from .faults_of_states import FAULTS_OF_STATES
 from .scenario import (
     Scenario,
     draw,
@@ -31,6 +32,17 @@ def test_a_planted_fault_is_detected(plant, monkeypatch):
 def test_a_fault_planted_in_a_pipeline_is_detected(plant, monkeypatch):
     plant(monkeypatch)
     assert any(map(_notices_in_a_pipeline, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
+
+
+@pytest.mark.parametrize("plant", FAULTS_OF_STATES, ids=lambda plant: plant.__name__)
+def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(map(_notices_with_state, SEEDS)), f"{len(SEEDS)} seeds and nothing noticed"
+
+
+def _notices_with_state(seed: int) -> bool:
+    ahead, bad = draw(seed).with_state().ahead(), draw_with_a_bad_device(seed).with_state()
+    return _is_noticed(ahead.in_turn(), ahead.undemanding(), bad.in_turn(), bad.ahead().undemanding())
 
 
 def _notices(seed: int) -> bool:

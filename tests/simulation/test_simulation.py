@@ -94,6 +94,21 @@ def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_busy(pipel
 
 
 @pytest.mark.parametrize(
+    "draw_scenario", [draw, draw_with_a_bad_device, draw_with_failing_rows], ids=lambda each: each.__name__
+)
+@pytest.mark.parametrize(
+    "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
+)
+def test_recurrent_states_change_no_tokens(kind, draw_scenario):
+    """With no, few and many snapshots. The oracle also checks which snapshot each sequence starts from."""
+    outcomes = [run(kind(draw_scenario(seed).with_state())) for seed in range(100)]
+    assert sum(outcome.num_from_snapshots for outcome in outcomes) > 50
+    assert sum(outcome.num_exact_reuses for outcome in outcomes) > 50
+    if draw_scenario is draw:
+        assert sum(outcome.num_accepted for outcome in outcomes) > 10 or kind is two_in_flight
+
+
+@pytest.mark.parametrize(
     "kind", with_all([one_in_flight, two_in_flight, two_stages, three_stages], [two_in_flight, three_stages])
 )
 def test_a_device_that_fails_repeatedly_changes_no_tokens(kind):

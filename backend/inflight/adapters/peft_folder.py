@@ -26,7 +26,14 @@ from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames
+from inflight.models.families import (
+    FAMILIES,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GRANITE_GATE_UP,
+    WeightNames,
+    bases_in_multimodal,
+)
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -35,14 +42,20 @@ _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
 """Fused names, in some versions of a model, of layers that its family has as separate ones."""
+_GATE_UP = {FUSED_GATE_UP, GRANITE_GATE_UP}
+"""Names of layers that fuse the gate and up projections of an MLP."""
 _ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`."""
+    """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`.
+
+    `base` is the part before the layers, which differs in models of text and multimodal ones.
+    """
 
     name: str
+    base: str
     module: Module
     layer: int
 
@@ -127,7 +140,7 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
     # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
     up = PROJECTIONS["up"][: len(mlp.up)]
     found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
-    found |= {name: module for name, module in _FUSED.items() if name in found}
+    found |= {name: Module.MLP_GATE_UP for name in found if name in _GATE_UP}
     if attention.qkv_by_head:
         found = {name: module for name, module in found.items() if name not in attention.qkv}
     return {**found, attention.output: Module.ATTN_DENSE, mlp.down: Module.MLP_4H_TO_H}
@@ -140,9 +153,10 @@ def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
         if len(names.mlp.up) > 1:
             modules |= _FUSED
         layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
-        match = re.fullmatch(f"(?:{re.escape(names.base)})?{layers}(.+)", name)
-        if match is not None and match.group(2) in modules:
-            return _Place(name, modules[match.group(2)], int(match.group(1)))
+        bases = "|".join(map(re.escape, bases_in_multimodal(names)))
+        match = re.fullmatch(f"({bases}){layers}(.+)", name)
+        if match is not None and match.group(3) in modules:
+            return _Place(name, match.group(1), modules[match.group(3)], int(match.group(2)))
     return None
 
 
@@ -213,11 +227,11 @@ def _check_row(row: _PeftRow, config: PeftConfig) -> None:
 
 def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescription) -> None:
     """Raise InvalidArgument unless shapes are the model's, and all target layers have tensors."""
-    sizes = module_sizes(model.decoder)
     for row in rows:
         name, module, layer = row.place.name, row.place.module, row.place.layer
         if layer >= model.decoder.num_layers:
             raise InvalidArgument(f"{name}: the model has {model.decoder.num_layers} layers")
+        sizes = module_sizes(model.decoder, layer)
         if module not in sizes:
             raise InvalidArgument(f"{name}: lora module {module.text} not enabled for this model")
         size = ModuleSize(row.a.shape[1], row.b.shape[0])
@@ -229,10 +243,14 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
             )
     present = {(row.place.layer, row.place.module) for row in rows}
     fused = {layer for layer, module in present if module in _FUSED.values()}
+    base = rows[0].place.base
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
+        sizes = module_sizes(model.decoder, layer)
         for below, module in modules_by_name(model.names).items():
-            name = model.names.base + model.names.layers.format(layer) + below
-            if (layer, module) not in present and layer not in fused and config.is_target(name):
+            name = base + model.names.layers.format(layer) + below
+            if module not in sizes or (layer, module) in present or layer in fused:
+                continue
+            if config.is_target(name):
                 raise InvalidArgument(
                     f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
                     "tensors of it"
@@ -306,9 +324,10 @@ class _Norms:
         return norms
 
     def _stored_name(self, place: _Place) -> str:
-        """Return the stored name; a checkpoint without output projection has no prefix in its names."""
-        name = f"{self.names.base}{place.name.removeprefix(self.names.base)}.weight"
-        for each in (name, name.removeprefix(self.names.base)):
-            if each in self.checkpoint.tensors:
-                return each
+        """Return the stored name, which may have another prefix than in the adapter, or none."""
+        below = f"{place.name.removeprefix(place.base)}.weight"
+        for base in bases_in_multimodal(self.names):
+            if f"{base}{below}" in self.checkpoint.tensors:
+                return f"{base}{below}"
+        name = self.names.base + below
         raise InvalidArgument(f"use_dora needs the model's {name}, which the checkpoint does not have")

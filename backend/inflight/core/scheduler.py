@@ -17,6 +17,7 @@ from inflight.core.endings import Deadlines, Endings, PendingEndings, as_request
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.kv_events import KvEvent, KvEventLog
+from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.outcomes import Outcomes
 from inflight.core.recover.recovery import Recovery, rebuild
 from inflight.core.report.metrics import MetricsSnapshot, Observations, adapter_stats
@@ -44,7 +45,8 @@ class Scheduler:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
         self.limits = limits.model_limits(config)
         events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
-        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events)
+        states = StateSnapshots(limits.num_state_snapshots) if limits.has_state else None
+        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events, states)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)
         self._running = Running(limits, self.kv_cache)

@@ -127,6 +127,9 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         f"{_size(num_bytes)} of weights in {computed}{stored}, {_quantization(facts, kept)}, "
         f"sequences of up to {longest} tokens",
     )
+    if (multimodal := description.multimodal) is not None:
+        says = f"the text part of {facts.name} alone is served: requests with {multimodal.inputs} are refused"
+        yield yellow("inputs", says, "send texts only")
     yield path
     yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
 

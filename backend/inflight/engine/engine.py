@@ -137,10 +137,10 @@ class ModelEngine:
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
             if pending.result.host_slots:  # other slots have been fed, and their next rows may be in flight
-                self.runner.slots.remember(batch, output, pending.result.host_slots)
+                self.runner.take_tokens(batch, output, pending.result.host_slots)
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)
-            self.runner.slots.remember(batch, output)
+            self.runner.take_tokens(batch, output)
         if pending.outputs.additional:
             output = with_token_rows(output, batch, pending.outputs.additional)
         context = pending.outputs.context

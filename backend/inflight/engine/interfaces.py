@@ -18,6 +18,7 @@ from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.kv_cache import Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
+from inflight.engine.recurrent.states import RecurrentStates
 from inflight.models import DecoderConfig
 from inflight.sampling.row_kernels import RowKernels
 
@@ -104,6 +105,11 @@ class BlockCache(Protocol):
     """The interface of a KV cache for a ModelRunner."""
 
     null_block: int
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """Recurrent states of the slots; None for a model without recurrent layers."""
+        ...
 
     @property
     def device(self) -> torch.device:

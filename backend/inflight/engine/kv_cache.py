@@ -20,6 +20,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_rounding import KvRounding, head_bytes
 from inflight.engine.packing import PackedBatch
+from inflight.engine.recurrent.states import RecurrentStates
 from inflight.models import DecoderConfig
 
 Numbers = NDArray[np.int64] | list[int]
@@ -31,7 +32,7 @@ def block_bytes(
 ) -> int:
     """Return the bytes of one block over all layers, including scales."""
     num_heads = decoder.cached_size // decoder.head_dim  # of keys, and of values if these are separate
-    return decoder.num_layers * tokens_per_block * num_heads * head_bytes(decoder, dtype, rounding)
+    return decoder.num_cached_layers * tokens_per_block * num_heads * head_bytes(decoder, dtype, rounding)
 
 
 def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
@@ -59,11 +60,13 @@ class KvCache:
         dtype: Data type of the keys and values that are written and read.
         device: The device of the memory.
         rounding: How keys and values are rounded; None: not at all.
+        states: Recurrent states of the slots; None for a model without recurrent layers.
 
     Attributes:
         null_block: Id of the block that no sequence uses.
         dtype: Data type of keys and values in computations.
         rounding: How keys and values are rounded; None: they are stored in that dtype.
+        states: The argument of the same name.
     """
 
     def __init__(
@@ -74,17 +77,20 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         rounding: KvRounding | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
+        self.states = states
         self.num_blocks = self.null_block = num_blocks
         self.tokens_per_block = tokens_per_block
         self.dtype, self.rounding = dtype, rounding
         self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
         block_size = tokens_per_block * decoder.kv_size
         self._num_parts = decoder.cached_size // decoder.kv_size
-        shape = (decoder.num_layers, self._num_parts, num_blocks + 1, block_size)
+        shape = (decoder.num_cached_layers, self._num_parts, num_blocks + 1, block_size)
         stored = dtype if rounding is None else rounding.stored
         self._blocks = _allocate(shape, stored, device)
-        self._tokens = self._blocks.view(decoder.num_layers, self._num_parts, -1, *self._head_shape)
+        num_tokens = (num_blocks + 1) * tokens_per_block
+        self._tokens = self._blocks.view(*shape[:2], num_tokens, *self._head_shape)
         num_scales = 0 if rounding is None else tokens_per_block * decoder.num_kv_heads  # per block
         self._scales = _allocate((*shape[:3], num_scales), torch.float32, device)
         self._scratch = torch.empty((self._num_parts, 0, block_size), dtype=stored, device=device)

@@ -24,8 +24,10 @@ from inflight.engine.load_decoder import AnyDecoder, computed_dtype, find_model,
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import allocating
 from inflight.engine.room import (
+    allocate_states,
     count_adapter_pages,
     count_blocks,
+    count_snapshots,
     find_device,
     longest_sequence,
     make_limits,
@@ -216,6 +218,7 @@ class _Loader:
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
         """Allocate the KV cache in the free memory, except an estimate for recordings."""
         config, held, dtype, device = self._config, self._held, decoder.dtype, self._device
+        states = allocate_states(config, held, dtype, device)
         reserved = 0
         if capture is not None and isinstance(decoder, Decoder):
             kinds = RecordedKinds.of(
@@ -231,7 +234,7 @@ class _Loader:
         rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
         with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
-            return KvCache(held, num_blocks, size, dtype, device, rounding)
+            return KvCache(held, num_blocks, size, dtype, device, rounding, states)
 
     def make_runner(
         self, decoder: AnyDecoder, cache: KvCache, num_adapter_pages: int, capture: Capture | None
@@ -245,6 +248,7 @@ class _Loader:
             num_adapter_pages,
             self._device,
             self._mapping,
+            count_snapshots(self._config, self._model.decoder),
         )
         limits = replace(
             limits,

@@ -54,7 +54,7 @@ def plan_kv_cache(
     Args:
         config: The configuration.
         max_sequence_length: Maximum sequence length in tokens.
-        block_bytes: Bytes of one block, over all layers.
+        block_bytes: Bytes of one block, over all layers; 0 in a pipeline stage without attention.
         free_bytes: Memory that this process may still use on the device.
         on_gpu: Whether the device is a GPU. On a CPU the cache has at most REUSE_ROOM times the tokens of all
             slots.
@@ -66,7 +66,7 @@ def plan_kv_cache(
     )
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     fraction: float = getattr(config, name)
-    in_memory = int(free_bytes * fraction) // block_bytes - 1  # minus the null block
+    in_memory = int(free_bytes * fraction) // max(1, block_bytes) - 1  # minus the null block
     bounds = [KvCachePlan(max(0, in_memory), name)]
     if max_tokens is not None:
         bounds.append(KvCachePlan(max_tokens // size, "max_tokens_in_paged_kv_cache"))
@@ -91,13 +91,13 @@ def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -
 
     Args:
         config: The configuration.
-        page_bytes: Bytes of one page, over all layers.
+        page_bytes: Bytes of one page, over all layers; 0 in a pipeline stage that adapters cannot change.
         free_bytes: Memory that this process may still use on the device.
     """
     fraction = config.lora_cache_gpu_memory_fraction
     share = _LORA_FRACTION if fraction is None else fraction
     useful = config.max_num_sequences * largest_adapter_pages(config)
-    return min(useful, int(free_bytes * share) // page_bytes)
+    return min(useful, int(free_bytes * share) // max(1, page_bytes))
 
 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:

@@ -19,18 +19,21 @@ from inflight.engine.additional_outputs import offer
 from inflight.engine.kv_cache import block_bytes, describe_rounding
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.memory import (
+    allocating,
     check_adapter_pages,
     free_memory,
     largest_adapter_pages,
     plan_adapter_pages,
     plan_kv_cache,
 )
+from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import DynamicScaling
 from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 
+_LESS_STATES = "less recurrent_state_snapshots or max_batch_size"
 _logger = logging.getLogger(__name__)
 
 
@@ -181,6 +184,7 @@ def make_limits(
     num_adapter_pages: int,
     device: torch.device,
     mapping: Mapping,
+    num_state_snapshots: int = 0,
 ) -> EngineLimits:
     """Return the limits that an engine on torch's tensors declares, without the outputs it offers by name."""
     return EngineLimits(
@@ -196,4 +200,33 @@ def make_limits(
         num_adapter_pages=num_adapter_pages,
         adapter_page_rank=config.lora_cache_optimal_adapter_size,
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,
+        has_state=decoder.recurrent is not None,
+        num_state_snapshots=num_state_snapshots,
     )
+
+
+def allocate_states(
+    config: EngineConfig, held: DecoderConfig, dtype: torch.dtype, device: torch.device
+) -> RecurrentStates | None:
+    """Allocate the recurrent states and their snapshots; None for a model or stage without recurrent layers."""
+    num_layers = sum(held.recurrent_layers)
+    if held.recurrent is None or not num_layers:
+        return None
+    num_slots, num_snapshots = config.max_num_sequences, count_snapshots(config, held)
+    num_bytes = state_bytes(held.recurrent, num_layers, dtype)
+    with allocating(
+        "recurrent states", lambda: num_bytes * (num_slots + 1 + num_snapshots), device, _LESS_STATES
+    ):
+        states = RecurrentStates(held.recurrent, num_layers, num_slots, num_snapshots, dtype, device)
+    _logger.info(
+        "recurrent states: %d slots and %d snapshots of %.2f MiB", num_slots, num_snapshots, num_bytes / 2**20
+    )
+    return states
+
+
+def count_snapshots(config: EngineConfig, decoder: DecoderConfig) -> int:
+    """Return the number of snapshots of recurrent states; 0 for a model without recurrent layers."""
+    if decoder.recurrent is None:
+        return 0
+    wanted = config.recurrent_state_snapshots
+    return 2 * config.max_num_sequences if wanted is None else wanted

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -148,7 +148,15 @@ class ModelRunner:
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
         """Feed the sampled tokens to their slots next."""
-        self.slots.remember(batch, output)
+        self.take_tokens(batch, output)
+
+    def take_tokens(
+        self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
+    ) -> None:
+        """Feed the sampled tokens to their slots next, and apply accepted drafts; `only`: to just these slots."""
+        self.slots.remember(batch, output, only)
+        if self.cache.states is not None:
+            self.cache.states.accept(batch, output, only)
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
         """Make the batch's slots void, as if it had failed here."""
@@ -182,6 +190,8 @@ class ModelRunner:
         for load in batch.adapter_loads:
             self.decoder.load_adapter(load)
         fresh_blocks = self.slots.apply(batch)
+        if self.cache.states is not None:
+            self.cache.states.apply(batch)
         self.prompt_tables.apply(batch)
         self.context_outputs.apply(batch)
         self.additional_outputs.apply(batch)
@@ -203,6 +213,8 @@ class ModelRunner:
             if replayed is not None:
                 return self._outputs(batch, *replayed, between, are_wanted)
         packed = pack(batch, self.slots, virtual)
+        if self.cache.states is not None:
+            self.cache.states.begin(batch, packed)
         outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)
         if self.debug_tensors is not None:
             logits = outputs.rows if self._is_last_stage else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Checkpoint:
     Attributes:
         tensors: File, shape and dtype of each tensor.
         levels: Access to the levels of the quantized tensors.
+        left_out: Number of tensors that `leave_out` removed, by prefix.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,6 +77,7 @@ class Checkpoint:
         self._stored_as: dict[str, str] = {}
         self._added: dict[str, Callable[[], Tensor]] = {}
         self.levels: dict[str, LevelsOfFile] = {}
+        self.left_out: Counter[str] = Counter()
         try:
             # In transformers' order: if a tensor is in two files, the last file counts.
             for name, expected in sorted(_file_names(folder).items()):
@@ -112,6 +115,13 @@ class Checkpoint:
         """Rename tensor `name` to `new_name`."""
         self.tensors[new_name] = self.tensors.pop(name)
         self._stored_as[new_name] = self._stored_as.pop(name, name)
+
+    def leave_out(self, prefixes: tuple[str, ...]) -> None:
+        """Remove the tensors whose names have one of these prefixes from `tensors`, and count them."""
+        for name in list(self.tensors):
+            if prefix := next((each for each in prefixes if name.startswith(each)), None):
+                del self.tensors[name]
+                self.left_out[prefix] += 1
 
     def release_pages(self, tensor: Tensor) -> None:
         """Release the mapped pages of a tensor that `read` returned, which count as this process's memory."""

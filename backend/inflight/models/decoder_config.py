@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from inflight.models.recurrent import RecurrentConfig
+
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["before", "after", "around"]
 QkNorm = Literal["heads", "projection"]
@@ -268,6 +270,10 @@ class DecoderConfig:
         embedding_scale: Factor of token embeddings.
         residual_scale: Factor of the results of attention and MLP that are added to the residual stream.
         logits_scale: Factor of the logits.
+        attention_gate: Whether the result of attention is multiplied by the sigmoid of gates, one for each column,
+            from a linear layer of the attention's input.
+        recurrent: Recurrent layer that replaces attention in some layers; None: no layer is recurrent.
+        recurrent_layers: Whether each layer is recurrent; empty if no layer is.
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; not read.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
@@ -306,6 +312,9 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    attention_gate: bool = False
+    recurrent: RecurrentConfig | None = None
+    recurrent_layers: tuple[bool, ...] = ()
     clamped_swiglu: ClampedSwiglu | None = None
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
@@ -321,6 +330,15 @@ class DecoderConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Return whether a layer is recurrent, that is, has no attention."""
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers with attention, whose keys and values are cached."""
+        return self.num_layers - sum(self.recurrent_layers)
 
     @property
     def score_scale(self) -> float:

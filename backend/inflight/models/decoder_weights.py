@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.models.recurrent import RecurrentWeights
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -92,9 +94,10 @@ class Layer(Generic[LinearT]):
     Attributes:
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
-        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]. With
-            latent attention: queries, or the vector that they are projected from, the compressed latent and
-            the shared key.
+        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; with
+            `attention_gate` followed by the gates of the query heads, [query_size, hidden_size]. With latent
+            attention: queries, or the vector that they are projected from, the compressed latent and the shared
+            key. In a recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm.
         output: [hidden_size, num_heads * output_head_dim].
@@ -106,6 +109,7 @@ class Layer(Generic[LinearT]):
         down: [hidden_size, intermediate_size]; None if there is no MLP.
         latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
+        recurrent: Weights of a recurrent layer besides its projections; None in a layer with attention.
     """
 
     attention_norm: Norm | None
@@ -121,6 +125,7 @@ class Layer(Generic[LinearT]):
     experts: ExpertWeights[LinearT] | None = None
     latent: LatentWeights | None = None
     sinks: Tensor | None = None
+    recurrent: RecurrentWeights | None = None
 
 
 LayerWeights = Layer[Linear]

@@ -13,6 +13,7 @@ import torch
 from inflight.checkpoint_config import DTYPES
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint
+from inflight.models.families import WeightNames, bases_in_multimodal, heads_in_multimodal
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
@@ -25,11 +26,15 @@ _logger = logging.getLogger(__name__)
 def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     """Return the model with the names of this checkpoint's tensors; raise ConfigError if they do not fit.
 
-    A checkpoint of a model without its output projection omits the prefix of all names. If config.json says
+    A checkpoint of a model without its output projection omits the prefix of all names. Tensors of a multimodal
+    model's text part have one of several prefixes, and those of its other parts are left out. If config.json says
     that the embeddings are tied and only one of the two tensors is stored, it serves as both. Stacked experts
     are split into one tensor per expert.
     """
-    if not any(name.startswith(model.names.base) for name in checkpoint.tensors):
+    checkpoint.leave_out(model.names.left_out)
+    if model.multimodal is not None:
+        model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))
+    elif not any(name.startswith(model.names.base) for name in checkpoint.tensors):
         model = replace(model, names=replace(model.names, base=""))
     if model.quantization is not None:
         if model.names.transposed:
@@ -47,6 +52,20 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     return model
 
 
+def log_left_out(model: ModelDescription, checkpoint: Checkpoint) -> None:
+    """Log which tensors of a fitted checkpoint are not read, if any."""
+    if not checkpoint.left_out:
+        return
+    counts = ", ".join(f"{prefix.rstrip('.')} ({count})" for prefix, count in checkpoint.left_out.items())
+    of = model.multimodal
+    _logger.info(
+        "%s: %snot read are the tensors of %s",
+        model.folder,
+        "" if of is None else f"of {of.architecture} the text part is served, without {of.inputs}; ",
+        counts,
+    )
+
+
 def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     """Return a fitted model with its embeddings tied or not, as transformers does it.
 
@@ -60,6 +79,19 @@ def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     base = model.names.base
     _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
     return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
+
+
+def _with_stored_prefixes(names: WeightNames, checkpoint: Checkpoint) -> WeightNames:
+    """Return the names of a text part with the prefixes that this checkpoint has."""
+
+    def has(prefix: str) -> bool:
+        return any(name.startswith(prefix) for name in checkpoint.tensors)
+
+    base = next(
+        filter(lambda base: has(base + names.layers.format(0)), bases_in_multimodal(names)), names.base
+    )
+    head = next(filter(lambda head: has(f"{head}."), heads_in_multimodal(names)), names.lm_head)
+    return replace(names, base=base, lm_head=head)
 
 
 def _vocabulary_names(model: ModelDescription) -> tuple[str, str]:

@@ -14,7 +14,7 @@ import torch
 from inflight.hub import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
-from inflight.models.fitting import fitted, untied
+from inflight.models.fitting import fitted, log_left_out, untied
 from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
@@ -135,6 +135,7 @@ def load_weights_into(
     """
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
+        log_left_out(model, checkpoint)
         target = dtype or _stored_dtype(model, checkpoint)
         sources = find_sources(model, part)
         num_bytes = sum(tensor.num_bytes(target) for tensor in tensors(sources))

@@ -10,9 +10,10 @@ from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_fi
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families import FAMILIES, Family, WeightNames
+from inflight.models.families import FAMILIES, Family, WeightNames, names_in_multimodal
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unread_keys import refuse_unread
+from inflight.multimodal import Multimodal
 
 _logger = logging.getLogger(__name__)
 
@@ -26,12 +27,14 @@ class ModelDescription:
         decoder: The architecture.
         names: Names of the tensors.
         quantization: Quantization of the weights; None if they are not quantized, or if tensor names show it.
+        multimodal: Class of the multimodal model whose text part this is; None if it is no such part.
     """
 
     folder: Path
     decoder: DecoderConfig
     names: WeightNames
     quantization: Quantization | None = None
+    multimodal: Multimodal | None = None
 
 
 class UnknownFamily(ConfigError):
@@ -49,12 +52,19 @@ class UnknownFamily(ConfigError):
 def read_model_description(folder: Path | str) -> ModelDescription:
     """Read config.json of a checkpoint folder, and generation_config.json if present.
 
+    Of a multimodal model, the text part is described.
+
     Raises:
         UnknownFamily: The family is not in `FAMILIES`.
         ConfigError: The folder, a file or a key is missing, has the wrong type, or requires an unsupported
             feature; the message names file, key, value and what was expected.
     """
-    config = read_config_file(folder)
+    config = read_config_file(folder).text_part()
+    if config.multimodal is not None and config.multimodal.lacking:
+        raise ConfigError(
+            f"{config.path}: {config.multimodal.architecture} is not served: its text part needs "
+            f"{config.multimodal.lacking}, which this server does not have"
+        )
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
     decoder = replace(
@@ -63,7 +73,8 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
-    return ModelDescription(config.path.parent, decoder, family.names, quantization)
+    names = family.names if config.multimodal is None else names_in_multimodal(family.names)
+    return ModelDescription(config.path.parent, decoder, names, quantization, config.multimodal)
 
 
 def _family(config: ConfigFile) -> Family:
@@ -94,7 +105,7 @@ def _family(config: ConfigFile) -> Family:
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:
     """Log that a checkpoint has its own code, which transformers would not run unasked either."""
-    own = config.values.get("auto_map")
+    own = config.whole.values.get("auto_map")
     classes = [name for name in own if name.startswith("AutoModel")] if is_object(own) else []
     if classes:
         _logger.warning(
@@ -121,6 +132,7 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
     for rope in dict.fromkeys(decoder.ropes):
         if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:
             raise ConfigError(
-                f"{config.path}: with num_attention_heads {decoder.num_heads} and partial_rotary_factor "
-                f"{rope.partial_factor:g}, {rotary_dim} dimensions of a head are rotated, expected an even number"
+                f"{config.path}: with hidden_size {decoder.hidden_size}, num_attention_heads {decoder.num_heads}, "
+                f"head_dim {decoder.head_dim} and partial_rotary_factor {rope.partial_factor:g}, {rotary_dim} "
+                "dimensions of a head are rotated, expected an even number"
             )

@@ -190,7 +190,10 @@ def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -
         if isinstance(value, dict):
             raise section.error(name, "no values of its own: a set for each layer type is not supported")
     original = _original_max_positions(config, section) or max_positions
-    if kind == "default":
+    # Multimodal models give pairs of dimensions to positions in time, height and width, which are equal in text.
+    for each in ("mrope_section", "mrope_interleaved"):
+        section.value(each)
+    if kind in ("default", "mrope"):
         return None
     if kind == "dynamic":
         return DynamicScaling(section.number("factor"))

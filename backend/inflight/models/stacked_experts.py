@@ -34,14 +34,15 @@ class _Stack:
         rows: Number of outputs.
         columns: Number of inputs.
         modules: Modules of one expert, below its prefix, and the rows of each.
-        transposed: Whether matrices are stored [columns, rows]; packed ones never are.
+        transposed: Whether matrices are stored [columns, rows]; None: if they are not [rows, columns]. Packed ones
+            never are.
     """
 
     name: str
     rows: int
     columns: int
     modules: tuple[tuple[str, slice], ...]
-    transposed: bool
+    transposed: bool | None
 
 
 def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
@@ -137,9 +138,12 @@ class _PlainMatrices:
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         self._checkpoint = checkpoint
-        shape = (stack.columns, stack.rows) if stack.transposed else (stack.rows, stack.columns)
-        self._taken = _take(checkpoint, stack.name, (count, *shape), DTYPES)
+        straight, turned = (count, stack.rows, stack.columns), (count, stack.columns, stack.rows)
         self._is_transposed = stack.transposed
+        if self._is_transposed is None:
+            stored = checkpoint.tensors.get(stack.name)
+            self._is_transposed = stored is not None and stored.shape == turned and turned != straight
+        self._taken = _take(checkpoint, stack.name, turned if self._is_transposed else straight, DTYPES)
 
     def add(self, name: str, shape: tuple[int, int], index: int, rows: slice) -> None:
         """Add some rows of an expert's matrix, of the given shape, as a tensor of the checkpoint."""

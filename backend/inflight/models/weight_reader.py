@@ -24,6 +24,7 @@ from inflight.models.decoder_weights import (
     Norm,
 )
 from inflight.models.levels import GroupedMatrix, stack_rows
+from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_sources import (
     DecoderSources,
@@ -32,6 +33,7 @@ from inflight.models.weight_sources import (
     LayerSources,
     LinearSource,
     NormSource,
+    RecurrentSources,
     StackSource,
     TensorSource,
 )
@@ -98,6 +100,19 @@ class WeightReader(Generic[LayerT, LinearT]):
             mlp_norm=self._norm_or_none(sources.mlp_norm),
             mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
             sinks=self._vector(sources.sinks),
+            recurrent=None if sources.recurrent is None else self._recurrent(sources.recurrent),
+        )
+
+    def _recurrent(self, sources: RecurrentSources) -> RecurrentWeights:
+        """Read a recurrent layer's weights; the stored tensor of `decay` is log(-decay)."""
+        decay = self._vector(sources.decay)
+        return RecurrentWeights(
+            conv=self._tensor(sources.conv),
+            conv_bias=self._vector(sources.conv_bias),
+            decay=None if decay is None else -decay.exp(),
+            step_bias=self._vector(sources.step_bias),
+            skip=self._vector(sources.skip),
+            norm=self._vector(sources.norm),
         )
 
     def _latent(self, sources: LatentSources) -> LatentWeights:

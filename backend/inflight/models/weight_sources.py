@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from inflight.models.decoder_config import ExpertsConfig, LatentAttention
-from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
+from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
+from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
 
@@ -37,6 +38,7 @@ class TensorSource:
         columns: Number of columns of these tensors; None for vectors.
         kept: Range of the columns to read.
         transposed: Whether the checkpoint stores the transposed matrix.
+        is_conv: Whether the checkpoint stores the shape [rows, 1, columns] of a depthwise convolution.
         dtype: Dtype of the loaded tensor; None: the model's.
     """
 
@@ -44,6 +46,7 @@ class TensorSource:
     columns: int | None = None
     kept: Range = (0, 0)
     transposed: bool = False
+    is_conv: bool = False
     dtype: torch.dtype | None = None
 
     @property
@@ -60,12 +63,16 @@ class TensorSource:
         """Return the shape that a part with this number of rows has in the file."""
         if self.columns is None:
             return (rows,)
+        if self.is_conv:
+            return (rows, 1, self.columns)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
     def wanted(self, stored: Tensor, rows: Range) -> Tensor:
         """Return the given rows and the selected columns of a stored tensor."""
         if self.columns is None:
             return stored[slice(*rows)]
+        if self.is_conv:
+            return stored[slice(*rows), 0, slice(*self.kept)]
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
 
 
@@ -124,6 +131,18 @@ class ExpertSources:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentSources:
+    """Stored weights of a recurrent layer besides its projections; `decay` is stored as log(-decay)."""
+
+    conv: TensorSource
+    conv_bias: TensorSource | None
+    decay: TensorSource | None
+    step_bias: TensorSource | None
+    skip: TensorSource | None
+    norm: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSources:
     """Stored tensors of a decoder layer, in the order in which they are read."""
 
@@ -140,6 +159,7 @@ class LayerSources:
     mlp_norm: NormSource | None
     mlp_post_norm: NormSource | None
     sinks: TensorSource | None
+    recurrent: RecurrentSources | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,16 +231,25 @@ class _Finder:
 
     def _layer(self, index: int) -> LayerSources:
         decoder, names, shard = self._decoder, self._names, self._part.shard
-        attention, norms = names.attention, names.norms
+        attention, is_recurrent = names.attention, decoder.is_recurrent(index)
+        norms = names.recurrent_norms if is_recurrent and names.recurrent_norms else names.norms
         prefix = names.base + names.layers.format(index)
 
         def norm(module: str) -> NormSource | None:
             return self._norm(prefix + module, decoder.hidden_size) if module else None
 
         queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
-        if decoder.latent is None:
+        latent = None
+        if is_recurrent:
+            assert decoder.recurrent is not None and names.recurrent is not None, (
+                "the family names its modules"
+            )
+            qkv = self._recurrent_product(prefix, names.recurrent, decoder.recurrent)
+        elif decoder.latent is None and decoder.attention_gate:
+            qkv = self._gated_qkv(prefix, attention.qkv)
+        elif decoder.latent is None:
             rows = (decoder.query_size, queries), keys, keys
-            qkv, latent = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias), None
+            qkv = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias)
         else:
             assert attention.latent is not None, "a family with latent attention names its modules"
             qkv, latent = self._latent(prefix, attention.latent, decoder.latent)
@@ -238,18 +267,112 @@ class _Finder:
             down=down,
             experts=experts,
             attention_norm=norm(norms.attention),
-            query_norm=self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
-            key_norm=self._head_norm(prefix + attention.key_norm, keys),
-            output=self._row_parallel(
-                prefix + attention.output,
-                decoder.num_heads * decoder.output_head_dim,
-                shard.head_rows(decoder, decoder.output_head_dim),
-                decoder.output_bias,
-            ),
+            query_norm=None
+            if is_recurrent
+            else self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
+            key_norm=None if is_recurrent else self._head_norm(prefix + attention.key_norm, keys),
+            output=self._recurrent_output(prefix) if is_recurrent else self._attention_output(prefix),
             attention_post_norm=norm(norms.attention_post),
             mlp_norm=norm(norms.mlp),
             mlp_post_norm=norm(norms.mlp_post),
-            sinks=self._sinks(prefix) if decoder.learned_sinks else None,
+            sinks=self._sinks(prefix) if decoder.learned_sinks and not is_recurrent else None,
+            recurrent=self._recurrent(prefix) if is_recurrent else None,
+        )
+
+    def _attention_output(self, prefix: str) -> LinearSource:
+        decoder = self._decoder
+        own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
+        columns = decoder.num_heads * decoder.output_head_dim
+        return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
+
+    def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
+        """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
+        decoder, shard = self._decoder, self._part.shard
+        size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
+        queries, gates = (
+            tuple(((2 * head + kind) * size, (2 * head + kind + 1) * size) for head in range(first, last))
+            for kind in range(2)
+        )
+        query, key, value = (prefix + module for module in modules)
+        own_keys = (shard.kv_rows(decoder),)
+        parts = (
+            StoredRows(query, 2 * decoder.query_size, (*gates, *queries)),
+            StoredRows(key, decoder.kv_size, own_keys),
+            StoredRows(value, decoder.kv_size, own_keys),
+        )
+        return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
+
+    # ------------------------------------------------------------------ recurrent layers
+
+    def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearSource:
+        """Return this shard's rows of a recurrent layer's input projection."""
+        sections, parts = list(config.sections), list[StoredRows]()
+        for module, count in names.product:
+            ranges = self._by_key_head if names.by_key_head else self._in_sections
+            own, sections = sections[:count], sections[count:]
+            parts.append(StoredRows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
+        hidden = self._decoder.hidden_size
+        return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
+
+    def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """Return this shard's rows of sections that are stored one after the other."""
+        begins = accumulate((section.size for section in sections), initial=0)
+        owns = (self._part.shard.share(section.count) for section in sections)
+        return tuple(
+            (begin + first * section.width, begin + last * section.width)
+            for begin, section, (first, last) in zip(begins, sections, owns)
+        )
+
+    def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """Return this shard's rows, section by section, of sections that are stored by key head."""
+        recurrent = self._decoder.recurrent
+        assert isinstance(recurrent, GatedDelta), "others have no key heads"
+        widths = [section.size // recurrent.num_key_heads for section in sections]
+        heads = range(*self._part.shard.split(recurrent.num_key_heads))
+        return tuple(
+            (head * sum(widths) + begin, head * sum(widths) + begin + width)
+            for begin, width in zip(accumulate(widths, initial=0), widths)
+            for head in heads
+        )
+
+    def _recurrent_output(self, prefix: str) -> LinearSource:
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        own = self._part.shard.split(config.output_width)
+        return self._row_parallel(prefix + names.output, config.output_width, own, config.has_bias)
+
+    def _recurrent(self, prefix: str) -> RecurrentSources:
+        """Return the weights of a recurrent layer besides its projections, in float32 except for the norm."""
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        sections = config.conv_sections
+        of_modules = [sections] if len(names.conv) == 1 else [(each,) for each in sections]
+        conv = tuple(
+            StoredRows(prefix + module, total_size(own), self._in_sections(own))
+            for module, own in zip(names.conv, of_modules, strict=True)
+        )
+
+        def of_heads(name: str) -> TensorSource | None:
+            own = StoredRows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
+            return TensorSource((own,), dtype=torch.float32) if name else None
+
+        normed = config.norm_sections
+        norm = StoredRows(f"{prefix}{names.norm}.weight", total_size(normed), self._in_sections(normed))
+        return RecurrentSources(
+            conv=TensorSource(
+                _named(conv, "weight"),
+                config.conv_width,
+                (0, config.conv_width),
+                is_conv=True,
+                dtype=torch.float32,
+            ),
+            conv_bias=TensorSource(_named(conv, "bias"), dtype=torch.float32)
+            if config.has_conv_bias
+            else None,
+            decay=of_heads(names.decay),
+            step_bias=of_heads(names.step_bias),
+            skip=of_heads(names.skip),
+            norm=TensorSource((norm,)) if names.norm else None,
         )
 
     def _latent(

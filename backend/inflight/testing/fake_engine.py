@@ -1,10 +1,11 @@
 """An engine without a model, whose KV cache stores at every position a digest of the whole prefix up to it.
 
-A row's next token is a digest of everything that its block table and its adapter's pages hold. So any
-scheduling error changes the tokens: a wrong block, a block shared or freed too early, a missing copy, a token
-computed twice or not at all, a page overwritten while in use. The `expected_*` functions of `fake_model`
-return the correct tokens. External drafts are verified like drafts without logits. There is no clock. Only
-the loop thread calls it.
+A row's next token is a digest of everything that its block table and its adapter's pages hold, and of its
+recurrent state if that differs from the digest of the prefix. So any scheduling error changes the tokens: a wrong
+block, a block shared or freed too early, a missing copy, a token computed twice or not at all, a page overwritten
+while in use, the recurrent state of another slot or position. The `expected_*` functions of `fake_model` return
+the correct tokens. External drafts are verified like drafts without logits. There is no clock. Only the loop
+thread calls it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from inflight.testing.fake_model import (
 )
 
 _EMPTY = 0  # content of an unwritten position
+_NOT_SAVED = -1  # content of a snapshot that was never saved
 _NO_ADAPTER = b"nothing", 0  # content of an unwritten adapter page
 
 
@@ -61,6 +63,7 @@ class _Slot:
     block_table: list[int] = field(default_factory=list[int])
     num_tokens: int = 0
     last_token: int = -1
+    state: int = _EMPTY  # the recurrent state: digest of the last token
 
     def go_on_with(self, token_id: int) -> None:
         self.last_token = token_id
@@ -105,6 +108,7 @@ class FakeEngine:
         # The content of each page: the adapter's digest, and the index of the page in the adapter.
         self._adapter_pages: list[tuple[bytes, int]] = [_NO_ADAPTER] * limits.num_adapter_pages
         self._adapters: dict[int, tuple[int, ...]] = {}  # an adapter's pages by the first of them
+        self._snapshots = [_NOT_SAVED] * limits.num_state_snapshots
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
         """Apply the deltas and compute every row; also choose tokens if the batch samples on the device."""
@@ -123,9 +127,11 @@ class FakeEngine:
                 context[chunk.slot] = self._slots[chunk.slot].start.request, digests
             if chunk.is_last:
                 sampled.append(digests[-1 - chunk.num_draft_tokens :])
+            self._save_states(batch, chunk.slot, chunk.start, digests)
         for slot in batch.generation_slots:
             row = self._slots[slot]
             sampled.append((self._run_token(row, row.last_token),))
+            self._save_states(batch, slot, row.num_tokens - 1, sampled[-1])
         logits = FakeLogits(sampled, context)
         return replace(logits, output=self._decode(batch, logits)) if batch.samples_on_device else logits
 
@@ -216,7 +222,15 @@ class FakeEngine:
             conditions = Conditions.of(start.request)
             is_plain = conditions == PLAIN and start.adapter < 0
             wants_details = start.request.output.wants_details
-            self._slots[start.slot] = _Slot(start, remembers, wants_details, conditions, is_plain, history)
+            self._slots[start.slot] = _Slot(
+                start,
+                remembers,
+                wants_details,
+                conditions,
+                is_plain,
+                history,
+                state=_EMPTY if start.snapshot < 0 else self._snapshots[start.snapshot],
+            )
         for source, target in batch.block_copies:
             self._cache[target] = self._cache[source].copy()
         self._move(batch.moves)
@@ -262,10 +276,19 @@ class FakeEngine:
             prefix = (self._cache[row.block_table[(position - 1) // size]][(position - 1) % size],)
         else:
             prefix = ()
+        if self.limits.has_state and row.state != (prefix[-1] if prefix else _EMPTY):
+            prefix = (*prefix, row.state)
         digest = digest_after(prefix, token_id if row.is_plain else self._seen(row, token_id, position))
         self._cache[row.block_table[position // size]][position % size] = digest
         row.num_tokens += 1
+        row.state = digest
         return digest
+
+    def _save_states(self, batch: ScheduledBatch, slot: int, start: int, digests: Sequence[int]) -> None:
+        """Save the states of a slot after its tokens from position `start` on, which have these digests."""
+        for save in batch.state_saves:
+            if save.slot == slot:
+                self._snapshots[save.snapshot] = digests[save.num_tokens - 1 - start]
 
     def _seen(self, row: _Slot, token_id: int, position: int) -> int:
         conditions = row.conditions
@@ -288,6 +311,7 @@ class FakeEngine:
             if number == len(drafts) or token_id != drafts[number]:
                 break
             row.num_tokens += 1
+        row.state = digests[len(tokens) - 1]
         return tuple(tokens)
 
     def _details(self, row: _Slot, digests: Sequence[int], tokens: tuple[int, ...]) -> TokenDetails:

@@ -23,23 +23,31 @@ CLASS_OF_MODEL = {
     model_type: name
     for name, model_types in {
         AS_IN_ITS_FILE: (
-            "flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe internlm2 internlm3 jamba minicpm3 "
-            "ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe stablelm"
+            "flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid internlm2 internlm3 "
+            "jamba kimi_k25 llava llava_next minicpm3 ministral ministral3 mistral mistral3 mixtral nemotron "
+            "olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
         ),
         "CodeLlamaTokenizer": "code_llama",
         "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj opt phi starcoder2",
         "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv",
         "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text recurrent_gemma",
-        "Qwen2Tokenizer": "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next",
+        "Qwen2Tokenizer": (
+            "internvl qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe"
+        ),
+        "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text",
     }.items()
     for model_type in model_types.split()
 }
 
 # Checkpoints of these models name wrong classes so often that transformers ignores them.
-_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2"})
+_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "qwen3_5_moe_text"})
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN3_5_WORDS = (  # as before, but marks belong to words
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -181,7 +189,15 @@ def _gpt_neox(settings: Mapping[str, Any]) -> Json:
 
 
 def _qwen2(settings: Mapping[str, Any]) -> Json:
-    words = {"type": "Split", "pattern": {"Regex": _QWEN2_WORDS}, "behavior": "Isolated", "invert": False}
+    return _qwen(settings, _QWEN2_WORDS)
+
+
+def _qwen3_5(settings: Mapping[str, Any]) -> Json:
+    return _qwen(settings, _QWEN3_5_WORDS)
+
+
+def _qwen(settings: Mapping[str, Any], pattern: str) -> Json:
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     prefixed = bool(settings.get("add_prefix_space") or False)
     return {
         "model": {},
@@ -202,6 +218,7 @@ def _content(token: str | Mapping[str, Any] | None) -> str | None:
 
 _END_OF_TEXT = "<|endoftext|>"
 _GPT = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
+_QWEN = {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
 _SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 _CLASSES: Mapping[str, TokenizerClass] = {
@@ -230,9 +247,6 @@ _CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT),
     "GPTNeoXTokenizer": TokenizerClass(_gpt_neox, {**_GPT, "pad_token": "<|padding|>"}, template=()),
-    "Qwen2Tokenizer": TokenizerClass(
-        _qwen2,
-        {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
-        readds_special_tokens=True,
-    ),
+    "Qwen2Tokenizer": TokenizerClass(_qwen2, _QWEN, readds_special_tokens=True),
+    "Qwen3_5Tokenizer": TokenizerClass(_qwen3_5, _QWEN),
 }

@@ -47,7 +47,22 @@ EXACT = 2e-4
 """Largest error of a logit in float32; those of the zoo's models have a standard deviation of 2 to 3."""
 BOUND = {"bfloat16": 0.08, "float16": 0.01}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
-REFUSED = {"deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-half-rotation", "gpt-oss", "gemma2"}
+REFUSED = {
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "deepseek-v3-half-rotation",
+    "gpt-oss",
+    "gemma2",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "qwen3-next",
+    "olmo-hybrid",
+    "granite-hybrid",
+    "granite-hybrid-moe",
+    "lfm2",
+    "lfm2-moe",
+}
 
 
 def _one(model: ZooModel, folder: Path, **options: Any) -> Interpreted:

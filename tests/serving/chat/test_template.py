@@ -24,8 +24,8 @@ from tests.serving.chat.template_folders import NAMES, make_folder, reference, s
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WITHOUT_TOOLS = {
-    "chatml", "deepseek_r1", "deepseek_v2", "gemma2", "gemma3", "llama2", "llama3", "mistral_v1", "olmo",
-    "parts_only", "phi3", "qwen3_thinking", "vicuna", "zephyr",
+    "chatml", "deepseek_r1", "deepseek_v2", "gemma2", "gemma3", "llama2", "llama3", "mistral_small",
+    "mistral_v1", "olmo", "parts_only", "phi3", "qwen2_vl", "qwen3_thinking", "vicuna", "zephyr",
 }  # fmt: skip
 
 
@@ -158,10 +158,12 @@ def test_parts_are_rendered_or_joined(transformers_tokenizer: PreTrainedTokenize
     parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts."}]
     text = template(name).render([{"role": "user", "content": parts}])
     joined = template(name).render([{"role": "user", "content": "Two\nparts."}])
-    if name in ("gemma3", "parts_only"):
-        wanted = expected(transformers_tokenizer, "gemma3", [{"role": "user", "content": parts}])
+    if name in ("gemma3", "mistral_small", "parts_only", "qwen2_vl"):
         assert "Twoparts." in text
-        assert name != "gemma3" or text == f"{wanted}<start_of_turn>model\n"
+        chat: Any = [{"role": "user", "content": parts}]
+        assert text == transformers_tokenizer.apply_chat_template(
+            chat, chat_template=source(name), tokenize=False, add_generation_prompt=True
+        )
     else:
         assert text == joined
 
@@ -175,6 +177,10 @@ def test_parts_are_rendered_or_joined(transformers_tokenizer: PreTrainedTokenize
         ([USER, {"role": "user"}], r"messages\[1\].content is missing"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content is '5'"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\].*image_url"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}],
+            r"messages\[0\].content\[1\] is of type 'input_audio'; this server takes parts of type text alone",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\].text"),
         ([{"role": "user", "content": ["x", 5]}], r"content\[1\] is '5'"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"tool_calls\[0\]"),
@@ -398,6 +404,15 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path: Path, files
         if tools and "TEXT" in wanted:
             continue  # these tools would be ignored
         assert chat.render([USER], tools=tools, add_generation_prompt=False) == wanted
+
+
+def test_the_template_of_a_multimodal_model_may_be_in_a_file_of_its_own(tmp_path: Path) -> None:
+    """transformers reads chat_template.json for the model's processor; tokenizer_config.json comes first here."""
+    own = {"chat_template_DOT_json": json.dumps({"chat_template": TOOL})}
+    chat = load_chat_template(str(make_folder(tmp_path / "alone", **own)))
+    assert chat is not None and chat.render([USER], tools=TOOLS).startswith("TOOL")
+    chat = load_chat_template(str(make_folder(tmp_path / "beside", settings={"chat_template": TEXT}, **own)))
+    assert chat is not None and chat.render([USER]).startswith("<s>TEXT")
 
 
 def test_a_template_file_overrides_the_checkpoints(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from itertools import islice
 
 from inflight.core.kv.kv_events import KvEventLog
 from inflight.core.kv.retention import Retention
+from inflight.core.kv.state_snapshots import StateSnapshots
 
 _NS_PER_MS = 1_000_000
 _DEFAULT_RETENTION = Retention()
@@ -113,12 +114,16 @@ class _Content:
 class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
-    With a log of `events`, reports content that can no longer be found, and changed priorities.
+    With a log of `events`, reports content that can no longer be found, and changed priorities. When a block's
+    content is dropped, so is its snapshot of recurrent state in `states`.
     """
 
-    def __init__(self, num_blocks: int, events: KvEventLog | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, events: KvEventLog | None = None, states: StateSnapshots | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self._events = events
+        self._states = states
         self._references = [0] * num_blocks
         self._empty = list(reversed(range(num_blocks)))  # the last is taken first
         self._contents: dict[int, _Content] = {}
@@ -330,6 +335,8 @@ class BlockPool:
         content = self._contents.pop(block_id)
         if self._events is not None:
             self._events.removed(content.digest)
+        if self._states is not None:
+            self._states.drop(content.digest)
         del self._block_of[content.digest]
         del self._children[content.parent][content.digest]
         if not self._children[content.parent]:

@@ -23,6 +23,7 @@ from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
 from inflight.core.kv.retention import Retention
+from inflight.core.kv.state_snapshots import StateSnapshots
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class PrefixMatch:
         is_promised: Whether a running sequence is computing the first block that was not found.
         source: A block that begins with the same tokens as the first block that was not found.
         num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
+        num_found: For a model with recurrent state, the number of full blocks in the cache, of which `block_ids`
+            has those up to the last snapshot.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -42,6 +45,7 @@ class PrefixMatch:
     is_promised: bool = False
     source: int = 0
     num_copied_tokens: int = 0
+    num_found: int = 0
 
 
 class BlockCounts(NamedTuple):
@@ -88,6 +92,7 @@ class _Table:
     # Per beam, the blocks after the common beginning; never empty, so that the block being written is always here.
     # Separate from the common beginning, so that a step costs what the beams differ in.
     tails: list[list[int]]
+    snapshot: int = -1  # of the recurrent state that the sequence starts from
 
     @property
     def promised(self) -> list[bytes]:
@@ -115,13 +120,21 @@ class KvCacheManager:
         num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
             at admission, and not found, since the start.
         events: The log of changes to the content of blocks; None: no log.
+        states: Snapshots of recurrent state; None for a model without recurrent state.
     """
 
-    def __init__(self, num_blocks: int, tokens_per_block: int, events: KvEventLog | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tokens_per_block: int,
+        events: KvEventLog | None = None,
+        states: StateSnapshots | None = None,
+    ) -> None:
         self.events = events
         if events is not None:
             events.created(num_blocks)
-        self.pool = BlockPool(num_blocks, events)
+        self.states = states
+        self.pool = BlockPool(num_blocks, events, states)
         self.tokens_per_block = tokens_per_block
         self.num_reserved = 0
         self.num_taken_blocks = 0
@@ -154,6 +167,10 @@ class KvCacheManager:
         """Return (source, target) of the block that a sequence reuses in part; None if there is none."""
         return self._tables[key].copy
 
+    def snapshot(self, key: int) -> int:
+        """Return the snapshot of recurrent state that a sequence starts from; -1: it has none."""
+        return self._tables[key].snapshot
+
     def held(self, key: int) -> tuple[int, int]:
         """Return (distinct blocks held, blocks reserved beyond them) of a running sequence."""
         table = self._tables[key]
@@ -177,12 +194,31 @@ class KvCacheManager:
                 is_promised = digest in self._promises
                 break
             block_ids.append(block_id)
+        if self.states is not None:
+            return self._match_state(self.states, digests[: self._num_sought(len(token_ids))], block_ids)
         num_held = sum(map(self.pool.is_held, block_ids))
         place = len(block_ids)
         start, end = place * self.tokens_per_block, len(token_ids) - 1
         rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
         beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
         return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
+
+    def _match_state(
+        self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int]
+    ) -> PrefixMatch:
+        """Return the match of a model with recurrent state: the found blocks up to the last snapshot.
+
+        The tokens after the snapshot are computed again, even if their blocks are cached. No part of a block is
+        copied. The match is promised if a running sequence will save a later snapshot.
+        """
+        place = states.find(digests[: len(block_ids)])
+        used = tuple(block_ids[:place])
+        return PrefixMatch(
+            used,
+            num_held=sum(map(self.pool.is_held, used)),
+            is_promised=states.is_promised(digests[place:]),
+            num_found=len(block_ids),
+        )
 
     def _num_sought(self, num_tokens: int) -> int:
         """Return the number of full blocks to look up, so that at least one token is left to compute."""
@@ -238,6 +274,14 @@ class KvCacheManager:
         self.num_reserved += table.reserved
         self.num_reused_blocks += table.num_reused
         self.num_missed_blocks += missed
+        if self.states is not None:
+            boundaries = {match.num_found, self._num_sought(known.num_tokens)} if known else set[int]()
+            planned = {
+                count * self.tokens_per_block: digests[count - 1] for count in boundaries if count > shared
+            }
+            self.states.start(key, planned)
+            if shared:
+                table.snapshot = self.states.use(digests[shared - 1])
 
     def _take_copy(self, table: _Table, source: int) -> None:
         """Take a block to copy the matching beginning to. It may be the source itself, if that was free."""
@@ -371,6 +415,8 @@ class KvCacheManager:
                 self.events.stored(table.parent if index else None, block)
             table.parent = digest
             table.num_published += 1
+            if self.states is not None:
+                self.states.computed(key, start + size, digest)
 
     def _end_promise(self, digest: bytes) -> None:
         """Withdraw one sequence's promise of a block, because it has published the block or never will."""
@@ -391,6 +437,8 @@ class KvCacheManager:
         """Release a sequence's blocks and reservation, if any, and the digests computed while it waited."""
         self._prompts.pop(key, None)
         table = self._tables.pop(key, None)
+        if self.states is not None:
+            self.states.release(key)
         if table is not None:
             self.num_reserved -= table.reserved
             for digest in table.promised:
@@ -405,7 +453,9 @@ class KvCacheManager:
         Counts since the start stay.
         """
         self.pool.forget_all()
-        self.pool = BlockPool(self.pool.num_blocks, self.events)
+        if self.states is not None:
+            self.states.clear()
+        self.pool = BlockPool(self.pool.num_blocks, self.events, self.states)
         self.num_reserved = 0
         self._tables.clear()
         self._prompts.clear()

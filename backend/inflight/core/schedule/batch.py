@@ -8,17 +8,24 @@ per beam; its context runs in the first of them.
 The device applies a batch in this order:
 
 1. put the adapters of `adapter_loads` into their pages; free `released_slots`, then apply `starts`, each with its
-   adapter, which stays in its pages until the slot is released;
+   adapter, which stays in its pages until the slot is released, and with the recurrent state of its snapshot or,
+   without a snapshot, the initial state;
 2. copy the blocks of `block_copies`;
 3. apply `moves` simultaneously: each copies the state of a beam as it was before all moves;
 4. put the blocks of `replaced_blocks` into the block tables, then append `new_blocks` to the block tables;
-5. one packed forward pass over the rows of `context`, then those of `generation_slots`.
+5. one packed forward pass over the rows of `context`, then those of `generation_slots`; it copies recurrent
+   states to the snapshots of `state_saves`.
+
+Some models have a **recurrent state** for each slot, besides the blocks. Its size is fixed, and it depends on
+every token computed in the slot, including accepted drafts but not rejected ones. A moved beam copies its
+parent's state.
 
 A batch fails when `forward` or `decode` raises, for whatever reason and at whatever point. Then
 
 - the device state of the slots that the batch named (starts, blocks, rows) is void, and so are the blocks that it
   wrote to, which belong to sequences of this batch only. But if `decode` raises, a batch forwarded in the meantime
   may have restarted some of these slots for sequences without a row in the failed batch;
+- the snapshots named by its `state_saves` are void;
 - the pages named by its `adapter_loads` are void too: the adapters are loaded again, and sequences that use them
   in batches made before the failure was known are restarted as well. In such a batch, a row whose adapter pages
   are void must not harm the other rows;
@@ -61,6 +68,8 @@ class SlotStart:
         token_ids: All tokens known so far, if choosing the next one depends on them
             (`Request.starts_with_tokens`); otherwise empty.
         adapter: The first page of its adapter, which stays on the device until the sequence leaves; -1: none.
+        snapshot: The snapshot of recurrent state after the tokens in the block table, from which the slot starts;
+            -1: the slot starts from the initial state.
     """
 
     slot: int
@@ -68,6 +77,23 @@ class SlotStart:
     sequence_index: int = 0
     token_ids: tuple[int, ...] = ()
     adapter: int = -1
+    snapshot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """A copy of a slot's recurrent state to a snapshot.
+
+    Attributes:
+        slot: The slot, which has rows in the batch.
+        num_tokens: Number of the sequence's tokens after which the state is copied. The last of them is in the
+            batch: a generation row, or a token inside or at the end of a chunk, but not a draft.
+        snapshot: Snapshot index, 0 .. num_state_snapshots - 1; its previous content is overwritten.
+    """
+
+    slot: int
+    num_tokens: int
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +186,7 @@ class ScheduledBatch:
         context: Chunks of known tokens, at most one per slot.
         generation_slots: Slots that feed back their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
+        state_saves: Recurrent states to copy to snapshots.
         samples_on_device: Whether the device must keep the sampled tokens itself, because the next batch, which
             feeds them, is forwarded before `decode` of this one. The next batch has no row that depends on a token
             of a sequence that needs the host (`Request.needs_host`).
@@ -177,6 +204,7 @@ class ScheduledBatch:
     context: tuple[ContextChunk, ...] = ()
     generation_slots: tuple[int, ...] = ()
     beam_groups: tuple[BeamGroup, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
     samples_on_device: bool = False
 
     @property
@@ -290,6 +318,8 @@ class EngineLimits:
         max_adapter_rank: Largest rank of an adapter.
         shares_blocks: Whether sequences may share blocks. Without it each sequence of a request computes the
             prompt itself, and there is neither beam search nor prefix reuse.
+        has_state: Whether a slot has a recurrent state besides its blocks.
+        num_state_snapshots: Number of snapshots of recurrent states that there is memory for.
     """
 
     vocab_size: int
@@ -307,6 +337,8 @@ class EngineLimits:
     adapter_page_rank: int = 8
     max_adapter_rank: int = 0
     shares_blocks: bool = True
+    has_state: bool = False
+    num_state_snapshots: int = 0
 
     def adapter_pages(self, rank: int) -> int:
         """Return how many pages an adapter of this rank takes."""

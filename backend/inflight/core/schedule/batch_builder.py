@@ -14,7 +14,14 @@ from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.schedule.adapter_pages import AdapterPages
-from inflight.core.schedule.batch import BeamGroup, BeamMove, ContextChunk, ScheduledBatch, SlotStart
+from inflight.core.schedule.batch import (
+    BeamGroup,
+    BeamMove,
+    ContextChunk,
+    ScheduledBatch,
+    SlotStart,
+    StateSave,
+)
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 
 
@@ -39,6 +46,7 @@ class BatchBuilder:
         self._moves: list[BeamMove] = []
         self._replaced_blocks: list[tuple[int, int, int]] = []
         self._beam_groups: list[BeamGroup] = []
+        self._state_saves: list[StateSave] = []
 
     @property
     def is_empty(self) -> bool:
@@ -55,7 +63,10 @@ class BatchBuilder:
         request, slot = llm_request.request, llm_request.slots[0]
         token_ids = tuple(llm_request.tokens) if request.starts_with_tokens else ()
         adapter = self._adapter_pages.first_page(llm_request.key)
-        self._starts.append(SlotStart(slot, request, llm_request.sequence_index, token_ids, adapter))
+        snapshot = self._kv_cache.snapshot(llm_request.key)
+        self._starts.append(
+            SlotStart(slot, request, llm_request.sequence_index, token_ids, adapter, snapshot)
+        )
         copy = self._kv_cache.block_copy(llm_request.key)
         if copy is not None and copy[0] != copy[1]:
             self._block_copies.append(copy)
@@ -95,6 +106,12 @@ class BatchBuilder:
                 wants_context=llm_request.gives_context,
             )
         )
+        if self._kv_cache.states is not None:
+            certain = min(end, llm_request.context_length)
+            self._state_saves += [
+                StateSave(llm_request.slots[0], num_tokens, snapshot)
+                for num_tokens, snapshot in self._kv_cache.states.save(llm_request.key, start, certain)
+            ]
         if is_last and llm_request.beams is not None:
             self._add_beam_group(llm_request.slots, llm_request.beams)
 
@@ -120,6 +137,17 @@ class BatchBuilder:
                 continue
             llm_request.num_scheduled_tokens += 1
             generation_slots.append(llm_request.slots[0])
+            if (position + 1) % size == 0:
+                self._save_state(llm_request, position + 1)
+
+    def _save_state(self, llm_request: LlmRequest, num_tokens: int) -> None:
+        """Save the recurrent state, if the model has one, at a block boundary in generation."""
+        states = self._kv_cache.states
+        if states is None or llm_request.rules.scope is None:
+            return
+        snapshot = states.save_generated(llm_request.key, num_tokens)
+        if snapshot is not None:
+            self._state_saves.append(StateSave(llm_request.slots[0], num_tokens, snapshot))
 
     def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
@@ -130,6 +158,10 @@ class BatchBuilder:
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
         left = request.max_new_tokens - llm_request.num_generated - 1
         most = min(request.prompt_lookup_num_tokens, num_free_rows, room, left)
+        if self._kv_cache.states is not None:
+            # A draft ends before the last token of a block, after which generation saves the state.
+            size = self._kv_cache.tokens_per_block
+            most = min(most, size - 2 - llm_request.num_computed_tokens % size)
         draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
         if request.prompt_table is None:
             return draft
@@ -177,5 +209,6 @@ class BatchBuilder:
             context=tuple(self._context),
             generation_slots=tuple(self._generation_slots),
             beam_groups=tuple(self._beam_groups),
+            state_saves=tuple(self._state_saves),
             samples_on_device=samples_on_device,
         )

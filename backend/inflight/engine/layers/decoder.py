@@ -27,6 +27,7 @@ from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
+from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
@@ -85,7 +86,9 @@ class Decoder:
         self.config = config
         self.adapters: AdapterPool | None = None
         # finding the experts that have rows waits for the device
-        self.has_fixed_shapes = attention.has_fixed_shapes and config.experts is None
+        self.has_fixed_shapes = (
+            attention.has_fixed_shapes and config.experts is None and config.recurrent is None
+        )
         self.takes_fixed_rows = self.has_fixed_shapes and attention.takes_fixed_rows
         self._attention = attention
         self._part = part
@@ -95,6 +98,15 @@ class Decoder:
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._first_layer = part.layers[0]
+        self._places = _places(self._held)
+        self._mixers = [
+            make_mixer(
+                self._held.recurrent, layer.recurrent, self._operations.activation, collectives.all_reduce
+            )
+            if self._held.recurrent is not None and layer.recurrent is not None
+            else None
+            for layer in weights.layers
+        ]
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
@@ -145,8 +157,14 @@ class Decoder:
             plan = plans[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
-            rotation = rotations.get(self._layer_ropes[index])
-            attended = self._attend(read, rotation, index, layer, places, plan, cache)
+            mixer, place = self._mixers[index], self._places[index]
+            if mixer is not None:
+                assert cache.states is not None, "a model with recurrent layers has states"
+                mixed = cache.states.run(place, mixer, layer.qkv(read))
+                attended = self._row_parallel(layer.output, mixed)
+            else:
+                rotation = rotations.get(self._layer_ropes[index])
+                attended = self._attend(read, rotation, place, layer, places, plan, cache)
             following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
             if self.config.parallel_residual:
                 computed = self._mlp(self._norm(x, layer.mlp_norm), layer)
@@ -217,21 +235,31 @@ class Decoder:
     ) -> Tensor:
         if self.config.latent is not None and layer.latent is not None:
             queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
-            values = keys
+            values, gates = keys, None
             cache.write(index, places, keys, values)
         else:
-            queries, keys, values = self._queries_keys_values(x, rotation, index, layer, places, cache)
+            queries, keys, values, gates = self._queries_keys_values(x, rotation, index, layer, places, cache)
         read = self._attention.attend(queries, keys, values, index, plan, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
+        if gates is not None:
+            read = read * torch.sigmoid(gates)
         return self._row_parallel(layer.output, read)
 
     def _queries_keys_values(
         self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, each [rows, heads, head_dim]; stores keys and values in the cache."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, each [rows, heads, head_dim]; stores keys and values in the cache.
+
+        With `attention_gate` also the gates [rows, heads * head_dim], else None.
+        """
         heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
-        qkv = layer.qkv(x).view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
+        qkv, gates = layer.qkv(x), None
+        if self.config.attention_gate:
+            gates, qkv = qkv.split_with_sizes(
+                (self._held.query_size, (heads + 2 * kv_heads) * self._held.head_dim), dim=1
+            )
+        qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
         norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             norms = layer.query_norm, layer.key_norm
@@ -240,7 +268,7 @@ class Decoder:
                 queries = self._norm_together(queries, layer.query_norm, self.config.num_heads)
                 keys = self._norm_together(keys, layer.key_norm, self.config.num_kv_heads)
                 qkv, norms = torch.cat((queries, keys, values), dim=1), None
-        return self._operations.heads(qkv, norms, rotation, places, index, cache)
+        return *self._operations.heads(qkv, norms, rotation, places, index, cache), gates
 
     def _compress(
         self,
@@ -333,6 +361,17 @@ class Decoder:
         mean = squares / (copies * num_heads * self.config.head_dim)
         scale = torch.rsqrt(mean + self.config.norm_eps)
         return (wide * scale[:, None, None]).to(x.dtype) * norm.weight.view(x.shape[1:])
+
+
+def _places(held: DecoderConfig) -> list[int]:
+    """Return each layer's index among the layers of its kind: with attention, or recurrent."""
+    counts = {True: 0, False: 0}
+    places: list[int] = []
+    for layer in range(held.num_layers):
+        is_recurrent = held.is_recurrent(layer)
+        places.append(counts[is_recurrent])
+        counts[is_recurrent] += 1
+    return places
 
 
 def mix_experts(

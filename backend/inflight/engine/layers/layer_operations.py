@@ -35,11 +35,12 @@ class LayerOperations:
 
     Attributes:
         decoder: The argument of the same name.
+        activation: The model's activation function.
     """
 
     def __init__(self, decoder: DecoderConfig) -> None:
         self.decoder = decoder
-        self._activation = _ACTIVATIONS[decoder.activation]
+        self.activation = _ACTIVATIONS[decoder.activation]
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add the output of attention or MLP to the residual stream x; return the sum and the sum after `norm`,
@@ -88,12 +89,12 @@ class LayerOperations:
     def activate(self, inner: Tensor) -> Tensor:
         """Return the input of an MLP's second projection, from the output of its first."""
         if not self.decoder.gated_mlp:
-            return self._activation(inner)
+            return self.activation(inner)
         gate, up = inner.chunk(2, dim=-1)
         if (swiglu := self.decoder.clamped_swiglu) is not None:
             gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
             return gate.mul(torch.sigmoid(gate * swiglu.alpha)).mul_(up + 1)
-        return self._activation(gate).mul_(up)
+        return self.activation(gate).mul_(up)
 
 
 def rotation_of(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Rotation:

@@ -29,6 +29,8 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     experts = config.experts
     found = {
         "latent attention": config.latent is not None,
+        "recurrent layers": config.recurrent is not None,
+        "gates of attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
         "soft caps of attention": config.attention_soft_cap is not None,
         "clamped SwiGLU": config.clamped_swiglu is not None,

@@ -77,6 +77,11 @@ class RowCache:
         self.length = max_seq_len
 
     @property
+    def states(self) -> None:
+        """Always None, because plans do not support recurrent layers."""
+        return
+
+    @property
     def device(self) -> torch.device:
         """The device that the cache is on."""
         return self._rows.device

@@ -7,12 +7,22 @@ tensors. These functions return general components of decoders; no other code de
 from __future__ import annotations
 
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
-from inflight.models.families.family import FUSED_GATE_UP, FUSED_QKV, Family, WeightNames
+from inflight.models.families.family import (
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GRANITE_GATE_UP,
+    Family,
+    WeightNames,
+    bases_in_multimodal,
+    heads_in_multimodal,
+    names_in_multimodal,
+)
 from inflight.models.families.gemma import GEMMA_FAMILIES
 from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
 from inflight.models.families.llama import LLAMA_FAMILIES
 from inflight.models.families.mixtures import MIXTURE_FAMILIES
+from inflight.models.families.recurrent import RECURRENT_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES,
@@ -20,7 +30,18 @@ FAMILIES: tuple[Family, ...] = (
     *DEEPSEEK_FAMILIES,
     GPT_OSS,
     *GEMMA_FAMILIES,
+    *RECURRENT_FAMILIES,
     *GPT_FAMILIES,
 )
 
-__all__ = ["FAMILIES", "FUSED_GATE_UP", "FUSED_QKV", "Family", "WeightNames"]
+__all__ = [
+    "FAMILIES",
+    "FUSED_GATE_UP",
+    "FUSED_QKV",
+    "GRANITE_GATE_UP",
+    "Family",
+    "WeightNames",
+    "bases_in_multimodal",
+    "heads_in_multimodal",
+    "names_in_multimodal",
+]

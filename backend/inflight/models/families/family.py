@@ -6,7 +6,7 @@ Shared parts of the readers, such as sliding windows, are here too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
@@ -24,8 +24,23 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
 
+# Prefixes of tensors of the other parts of multimodal models: what comes before the text part, and draft layers.
+_OTHER_PARTS = (
+    "vision_tower.",
+    "vision_model.",
+    "visual.",
+    "multi_modal_projector.",
+    "mm_projector.",
+    "audio_tower.",
+    "image_newline",
+    "mtp.",
+)
+
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 """Llama's modules in checkpoints, or adapters, that fuse these projections."""
+
+GRANITE_GATE_UP = "shared_mlp.input_linear"
+"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,15 @@ class ExpertStacks:
         up: Gate and up projections.
         down: Down projection.
         router: Name of the router in such checkpoints, if it differs from that beside single experts.
-        transposed: Whether each matrix is stored [in, out] instead of [out, in].
+        transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: if its shape is not that of
+            the latter.
         interleaved: Whether outputs of `up` alternate between gate and up; otherwise all of gate come first.
     """
 
     up: str = "mlp.experts.gate_up_proj"
     down: str = "mlp.experts.down_proj"
     router: str = ""
-    transposed: bool = False
+    transposed: bool | None = False
     interleaved: bool = False
 
 
@@ -150,6 +166,32 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentNames:
+    """Names of a recurrent layer's modules, below the layer.
+
+    Attributes:
+        product: Modules of the input projection, each with its number of `RecurrentConfig.sections`, in order.
+        conv: The convolution; or one module for each of `RecurrentConfig.conv_sections`.
+        output: Output projection.
+        decay: Whole name of the tensor with the logarithm of the negated decay; "" if there is none.
+        step_bias: Whole name of the bias of step sizes; "" if there is none.
+        skip: Whole name of the factor of values that are added to the output; "" if there is none.
+        norm: Norm on the output; "" if there is none.
+        by_key_head: Whether a module of the input projection has all sections of one key head, then those of the
+            next head.
+    """
+
+    product: tuple[tuple[str, int], ...]
+    conv: tuple[str, ...]
+    output: str
+    decay: str = ""
+    step_bias: str = ""
+    skip: str = ""
+    norm: str = ""
+    by_key_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class WeightNames:
     """Names of modules; `.weight` and `.bias` are appended to look a tensor up.
 
@@ -162,10 +204,13 @@ class WeightNames:
         attention: Attention of each layer.
         mlp: MLP of each layer without experts.
         experts: Experts of the layers that have them; None if there are none.
+        recurrent: Modules of the recurrent layers; None if there are none.
+        recurrent_norms: Norms of the recurrent layers, if they differ from those of other layers.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
+        left_out: Prefixes of tensors that are not read, such as those of draft layers.
     """
 
     base: str
@@ -176,10 +221,13 @@ class WeightNames:
     attention: AttentionNames
     mlp: MlpNames
     experts: ExpertNames | None = None
+    recurrent: RecurrentNames | None = None
+    recurrent_norms: NormNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
     transposed: bool = False
     ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +249,26 @@ class Family:
     names: WeightNames
     neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
     quantizations: tuple[str, ...] = ()
+
+
+def names_in_multimodal(names: WeightNames) -> WeightNames:
+    """Return the names of a family's tensors in a multimodal model, where tensors of other parts are left out."""
+    others = tuple(prefix + part for prefix in ("model.", "") for part in _OTHER_PARTS)
+    return replace(names, left_out=(*(name for name in names.left_out if name not in others), *others))
+
+
+def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:
+    """Return the prefixes that replace `names.base` in layouts of multimodal models, the most specific first.
+
+    The first two are those of transformers' modules and of most published files, the third that of models without
+    an output projection. The last ones are those of text models, which files of Qwen2-VL have too.
+    """
+    return "model.language_model.", f"language_model.{names.base}", "language_model.", names.base, ""
+
+
+def heads_in_multimodal(names: WeightNames) -> tuple[str, ...]:
+    """Return the names of the output projection in layouts of multimodal models."""
+    return names.lm_head, f"language_model.{names.lm_head}"
 
 
 def read_activation(config: ConfigFile, key: str, default: str) -> Activation:

@@ -79,7 +79,10 @@ def _read_gemma2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_gemma3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms."""
+    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms.
+
+    Its `max_position_embeddings`, also the default, is the length after linear scaling.
+    """
     if config.boolean("use_bidirectional_attention", False):
         raise config.error(
             "use_bidirectional_attention", "false: this engine generates, and sees no later tokens"
@@ -94,7 +97,7 @@ def _read_gemma3(config: ConfigFile) -> DecoderConfig:
     max_positions = config.int_or_none("max_position_embeddings") or 131072
     ropes = read_layer_type_ropes(config, max_positions, _THETAS)
     decoder = _read_gemma(config, 131072, types, tuple(ropes[kind] for kind in types))
-    return replace(decoder, qk_norm="heads")
+    return replace(decoder, qk_norm="heads", max_positions=max_positions)
 
 
 GEMMA_FAMILIES = (

@@ -24,7 +24,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.rope import longest_sequence, read_rope
 
-_QWEN3_HEAD_DIM = 128  # if the key is absent
+_QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
 _WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
 # Any value is accepted, because in this family query, key and value always have biases.
@@ -127,6 +127,49 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
     """
     windows = read_windows_of_all(config)
     return read_llama_like(config, default_positions=131072, default_kv_heads=8, sliding_windows=windows)
+
+
+# transformers' `rope_parameters` of a Ministral 3 that has none.
+_MINISTRAL3_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def _read_ministral3(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Ministral 3: Mistral without windows by layer, and YaRN.
+
+    Its queries are also multiplied by a factor that grows with the position, and is 1 before
+    `original_max_position_embeddings`. There is no such factor here, so sequences end there.
+    """
+    key = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+    if not config.has(key):
+        config = config.with_values({key: _MINISTRAL3_ROPE})
+    scaling = config.child(key)
+    if scaling.value("llama_4_scaling_beta") is None:
+        raise scaling.error("llama_4_scaling_beta", "a number, the growth of queries with their position")
+    longest = scaling.positive_int("original_max_position_embeddings")
+    outside = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter has no effect there
+    config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
+    decoder = read_llama_like(
+        config,
+        default_positions=262144,
+        default_kv_heads=8,
+        default_theta=1e6,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        head_dim=config.int_or_none("head_dim") or _MINISTRAL3_HEAD_DIM,
+        sliding_windows=(config.int_or_none("sliding_window"),) * config.positive_int("num_hidden_layers"),
+    )
+    if scaling.values["llama_4_scaling_beta"] == 0:
+        return decoder
+    return replace(decoder, max_positions=min(decoder.max_positions, longest))
 
 
 # ---------------------------------------------------------------------- Qwen
@@ -267,6 +310,7 @@ LLAMA_FAMILIES = (
     Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES),
     Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
     Family("ministral", "MinistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
+    Family("ministral3", "Ministral3ForCausalLM", _read_ministral3, LLAMA_NAMES),
     Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES, _BIASES_ARE_THERE),
     Family(
         "qwen3",

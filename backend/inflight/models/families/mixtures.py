@@ -29,21 +29,23 @@ _MIXTRAL_NAMES = replace(
         stacks=ExpertStacks(router="mlp.gate"),
     ),
 )
-_MOE_NAMES = replace(
-    LLAMA_NAMES,
-    experts=ExpertNames(
-        router="mlp.gate",
-        prefix="mlp.experts.{}.",
-        each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
-        stacks=ExpertStacks(),
-        shared=MlpNames(
-            up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-            down="mlp.shared_expert.down_proj",
-        ),
-        shared_gate="mlp.shared_expert_gate",
+QWEN_EXPERT_NAMES = ExpertNames(
+    router="mlp.gate",
+    prefix="mlp.experts.{}.",
+    each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+    stacks=ExpertStacks(),
+    shared=MlpNames(
+        up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        down="mlp.shared_expert.down_proj",
     ),
+    shared_gate="mlp.shared_expert_gate",
 )
+_MOE_NAMES = replace(LLAMA_NAMES, experts=QWEN_EXPERT_NAMES)
 _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
+# Files of Qwen3-VL have stacks of transposed matrices, unless transformers has saved them.
+_QWEN3_MOE_NAMES = replace(
+    _MOE_NAMES_WITH_QK_NORM, experts=replace(QWEN_EXPERT_NAMES, stacks=ExpertStacks(transposed=None))
+)
 # This family always has these norms.
 _QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
 
@@ -69,9 +71,10 @@ def _read_mixtral(config: ConfigFile) -> DecoderConfig:
     )
 
 
-def _read_qwen_experts(
+def read_qwen_experts(
     config: ConfigFile, default_count: int, default_per_token: int, default_width: int
 ) -> ExpertsConfig:
+    """Return the experts of a config with Qwen's keys, without the shared MLP; `default_*`: for absent keys."""
     num_layers = config.positive_int("num_hidden_layers")
     step = config.int_or_none("decoder_sparse_step") or 1
     plain: Any = config.value("mlp_only_layers") or []
@@ -88,7 +91,7 @@ def _read_qwen_experts(
 
 def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config of Qwen2-MoE: Qwen2 with experts in some layers, and in these a shared MLP."""
-    experts = _read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
+    experts = read_qwen_experts(config, default_count=60, default_per_token=4, default_width=1408)
     shared = config.int_or_none("shared_expert_intermediate_size") or 5632
     return read_llama_like(
         config,
@@ -135,7 +138,7 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
         output_bias=attention_bias,
         qk_norm="heads",
         sliding_windows=(window,) * config.positive_int("num_hidden_layers"),
-        experts=_read_qwen_experts(config, default_count=128, default_per_token=8, default_width=768),
+        experts=read_qwen_experts(config, default_count=128, default_per_token=8, default_width=768),
     )
 
 
@@ -169,6 +172,6 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
 MIXTURE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _MOE_NAMES_WITH_QK_NORM, _QWEN3_NEUTRAL),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _QWEN3_MOE_NAMES, _QWEN3_NEUTRAL),
     Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _MOE_NAMES_WITH_QK_NORM),
 )

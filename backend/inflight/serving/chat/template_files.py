@@ -1,8 +1,8 @@
 """The files in which a checkpoint keeps its chat templates.
 
-These are chat_template.jinja with additional_chat_templates/, or tokenizer_config.json. Owns their
-precedence, which is transformers', and the names of special tokens in templates. Does not know the content of
-templates. Plain functions; any thread.
+These are chat_template.jinja with additional_chat_templates/, or tokenizer_config.json, or chat_template.json of
+multimodal models. Owns their precedence, which is transformers', and the names of special tokens in templates.
+Does not know the content of templates. Plain functions; any thread.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
     special = {name: named[name] for name in _ROLES if name in named}
     if file is not None:
         return TemplateFiles({DEFAULT: _read_text(file)}, special, str(file))
-    sources = _from_jinja_files(path) or _from_settings(path / "tokenizer_config.json")
+    sources = _from_jinja_files(path)
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        sources = sources or _from_settings(path / name)
     return TemplateFiles(sources, special, folder)
 
 

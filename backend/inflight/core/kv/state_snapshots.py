@@ -1,0 +1,184 @@
+"""The snapshots of recurrent states: the index by prefix, the snapshots to save, and the order of eviction.
+
+A model with recurrent layers has, besides KV blocks, one state of fixed size for each sequence, which depends on
+all its tokens so far and cannot be restored from blocks. A **snapshot** is a copy of that state after the last
+token of a block (a **boundary**). It is found by the block's digest. A prefix is reused up to the last boundary
+that has both its blocks and a snapshot.
+
+A sequence saves snapshots
+
+1. at the last boundary before its last known token, for its siblings and requests with the same prompt;
+2. at the end of the cached blocks that it found, if there is no snapshot: other sequences share this prefix;
+3. at every boundary in generation, replacing its previous one, for the next turn of a conversation.
+
+A snapshot is **pending** from the batch that saves it until the update with that batch's output. Then it can be
+found until it is evicted: with its block, or as the least recently used snapshot. The batch that starts a sequence
+from a snapshot reads it; a later batch may overwrite it. Pure; only the loop thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class _Saves:
+    """The snapshots that one running sequence saves.
+
+    Attributes:
+        planned: Digests of the boundaries in the context where a snapshot will be saved, by number of tokens.
+        pending: Snapshots saved by batches in flight, by number of tokens.
+        generated: Digest of the last snapshot saved in generation; None: there is none.
+    """
+
+    planned: dict[int, bytes] = field(default_factory=dict[int, bytes])
+    pending: dict[int, int] = field(default_factory=dict[int, int])
+    generated: bytes | None = None
+
+
+class StateSnapshots:
+    """The snapshots of an engine, 0 .. num_snapshots - 1, found by the digests of boundaries.
+
+    Attributes:
+        num_snapshots: Number of snapshots that there is memory for.
+        num_saved: Number of snapshots that became findable since the start.
+    """
+
+    def __init__(self, num_snapshots: int) -> None:
+        self.num_snapshots = num_snapshots
+        self.num_saved = 0
+        self._free = list(reversed(range(num_snapshots)))
+        self._snapshot_of: dict[bytes, int] = {}  # the least recently used first
+        # Sequence keys of snapshots saved in generation that no other sequence has used.
+        self._rolling: dict[bytes, int] = {}
+        self._saves: dict[int, _Saves] = {}  # by sequence key
+        self._promised: Counter[bytes] = Counter()  # planned boundaries of all running sequences
+
+    @property
+    def num_found(self) -> int:
+        """Number of snapshots that can be found."""
+        return len(self._snapshot_of)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of snapshots saved by batches in flight."""
+        return sum(len(saves.pending) for saves in self._saves.values())
+
+    def find(self, digests: Sequence[bytes]) -> int:
+        """Return the number of blocks, given by their chained digests, up to the last snapshot; 0 without one."""
+        for count in range(len(digests), 0, -1):
+            if digests[count - 1] in self._snapshot_of:
+                return count
+        return 0
+
+    def use(self, digest: bytes) -> int:
+        """Return the snapshot at a boundary, which must have one, and make it the most recently used."""
+        snapshot = self._snapshot_of.pop(digest)
+        self._snapshot_of[digest] = snapshot
+        self._rolling.pop(digest, None)
+        return snapshot
+
+    def is_promised(self, digests: Iterable[bytes]) -> bool:
+        """Return whether a running sequence will save a snapshot at one of these boundaries."""
+        return any(digest in self._promised for digest in digests)
+
+    # ---------------------------------------------------------------- saving
+
+    def start(self, key: int, planned: dict[int, bytes]) -> None:
+        """Register a sequence that starts.
+
+        Args:
+            key: The sequence, which must not run yet.
+            planned: Digests of the boundaries where it will save snapshots, by number of tokens.
+        """
+        assert key not in self._saves, f"sequence {key} runs already"
+        self._saves[key] = _Saves(planned if self.num_snapshots else {})
+        self._promised.update(self._saves[key].planned.values())
+
+    def save(self, key: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Return (number of tokens, snapshot) to save in the chunk of the tokens `start` .. `end` - 1."""
+        saves = self._saves[key]
+        saved: list[tuple[int, int]] = []
+        for num_tokens in sorted(saves.planned):
+            if not start < num_tokens <= end:
+                continue
+            snapshot = self._take()
+            if snapshot is None:
+                self._end_promise(saves.planned.pop(num_tokens))
+                continue
+            saves.pending[num_tokens] = snapshot
+            saved.append((num_tokens, snapshot))
+        return saved
+
+    def save_generated(self, key: int, num_tokens: int) -> int | None:
+        """Return the snapshot to save in generation at the boundary after `num_tokens` tokens.
+
+        None: all snapshots are pending, so none is saved.
+        """
+        saves = self._saves[key]
+        if saves.generated is not None and self._rolling.get(saves.generated) == key:
+            self.drop(saves.generated)
+        snapshot = self._take()
+        if snapshot is not None:
+            saves.pending[num_tokens] = snapshot
+        return snapshot
+
+    def _take(self) -> int | None:
+        """Take a free snapshot, or the least recently used one; None: all are pending."""
+        if not self._free and self._snapshot_of:
+            self.drop(next(iter(self._snapshot_of)))
+        return self._free.pop() if self._free else None
+
+    def computed(self, key: int, num_tokens: int, digest: bytes) -> None:
+        """Make the snapshot pending after `num_tokens` tokens, if any, findable: its batch has returned."""
+        saves = self._saves[key]
+        is_planned = saves.planned.pop(num_tokens, None) is not None
+        if is_planned:
+            self._end_promise(digest)
+        snapshot = saves.pending.pop(num_tokens, None)
+        if snapshot is None:
+            return
+        if digest in self._snapshot_of:
+            self._free.append(snapshot)
+            if is_planned:
+                self.use(digest)
+            return
+        self._snapshot_of[digest] = snapshot
+        self.num_saved += 1
+        if not is_planned:
+            self._rolling[digest] = key
+            saves.generated = digest
+
+    # ---------------------------------------------------------------- ends
+
+    def drop(self, digest: bytes) -> None:
+        """Free the snapshot at a boundary, if there is one."""
+        snapshot = self._snapshot_of.pop(digest, None)
+        if snapshot is not None:
+            self._free.append(snapshot)
+            self._rolling.pop(digest, None)
+
+    def release(self, key: int) -> None:
+        """Remove a sequence with no batch in flight: free its pending snapshots and withdraw its promises."""
+        saves = self._saves.pop(key, None)
+        if saves is None:
+            return
+        self._free += saves.pending.values()
+        for digest in saves.planned.values():
+            self._end_promise(digest)
+
+    def clear(self) -> None:
+        """Remove all snapshots and sequences."""
+        self._free = list(reversed(range(self.num_snapshots)))
+        self._snapshot_of.clear()
+        self._rolling.clear()
+        self._saves.clear()
+        self._promised.clear()
+
+    def _end_promise(self, digest: bytes) -> None:
+        """Withdraw one sequence's promise of a snapshot."""
+        self._promised[digest] -= 1
+        if not self._promised[digest]:
+            del self._promised[digest]

@@ -1,0 +1,1 @@
+"""Recurrent layers, which keep one state of fixed size for each sequence instead of keys and values."""

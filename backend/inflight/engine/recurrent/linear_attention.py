@@ -1,0 +1,100 @@
+"""Linear attention with decay, in torch's operators: the recurrence of gated DeltaNet and Mamba-2.
+
+A head's state S [key_dim, value_dim] maps keys to values. Each token decays it, adds its value at its key, and
+reads it at its query:
+
+    S = exp(log_decay) S
+    S = S + k^T v                       (Mamba-2)
+    S = S + k^T (beta (v - k S))        (delta rule, which replaces the value that S has at the key)
+    output = q S
+
+`step` computes one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
+`PIECE` tokens: within a piece in parallel, as attention with a mask of decays; from piece to piece by the state.
+
+References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PIECE = 64
+"""Number of tokens that `scan` computes in parallel."""
+
+
+def step(
+    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor | None, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the next token of each sequence.
+
+    Args:
+        queries: [sequences, heads, key_dim] float32.
+        keys: The same shape.
+        values: [sequences, heads, value_dim] float32.
+        log_decay: [sequences, heads] float32, at most 0.
+        beta: [sequences, heads] float32; None: without the delta rule.
+        states: [sequences, heads, key_dim, value_dim] float32.
+
+    Returns:
+        Outputs [sequences, heads, value_dim] float32, and the states after these tokens.
+    """
+    states = states * log_decay.exp()[..., None, None]
+    if beta is not None:
+        held = (keys.unsqueeze(-2) @ states).squeeze(-2)
+        values = (values - held) * beta.unsqueeze(-1)
+    states = torch.addcmul(states, keys.unsqueeze(-1), values.unsqueeze(-2))
+    return (queries.unsqueeze(-2) @ states).squeeze(-2), states
+
+
+def scan(
+    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the next tokens of one sequence; equal, up to rounding, to one call of `step` for each token.
+
+    Args:
+        queries: [tokens, heads, key_dim] float32.
+        keys: The same shape.
+        values: [tokens, heads, value_dim] float32.
+        log_decay: [tokens, heads] float32, at most 0.
+        beta: [tokens, heads] float32; None: without the delta rule.
+        state: [heads, key_dim, value_dim] float32.
+
+    Returns:
+        Outputs [tokens, heads, value_dim] float32, and the state after the last token.
+    """
+    num_tokens = queries.shape[0]
+    queries, keys, values = (_in_pieces(each) for each in (queries, keys, values))
+    total_decay = _in_pieces(log_decay.unsqueeze(-1)).squeeze(-1).cumsum(-1)
+    # Decay between any two tokens of a piece; rows are the later tokens.
+    between = (total_decay.unsqueeze(-1) - total_decay.unsqueeze(-2)).tril().exp().tril()
+    since_begin, until_end = total_decay.exp().unsqueeze(-1), (total_decay[..., -1:] - total_decay).exp()
+    within = (queries @ keys.mT) * between
+    read_before = None
+    if beta is not None:
+        # Each written value depends on those of earlier tokens of the piece: a triangular system.
+        weights = _in_pieces(beta.unsqueeze(-1))
+        weighed = keys * weights
+        system = (weighed @ keys.mT) * between
+        sides = torch.cat((values * weights, weighed * since_begin), dim=-1)
+        solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore[reportUnknownMemberType]
+            system, sides, upper=False, unitriangular=True
+        )
+        values, read_before = solved.split_with_sizes((values.shape[-1], keys.shape[-1]), dim=-1)
+    queries, keys = queries * since_begin, keys * until_end.unsqueeze(-1)
+    decay = total_decay[..., -1].exp()[..., None, None]
+    outputs = torch.empty_like(values)
+    for piece in range(values.shape[0]):
+        written = values[piece]
+        if read_before is not None:
+            written = written - read_before[piece] @ state
+        outputs[piece] = queries[piece] @ state + within[piece] @ written
+        state = state * decay[piece] + keys[piece].mT @ written
+    return outputs.transpose(1, 2).flatten(0, 1)[:num_tokens], state
+
+
+def _in_pieces(x: Tensor) -> Tensor:
+    """Return [tokens, heads, width] as [pieces, heads, PIECE, width], padded with zeros."""
+    padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % PIECE))
+    return torch.unflatten(padded, 0, (-1, PIECE)).transpose(1, 2)

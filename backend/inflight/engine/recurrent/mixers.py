@@ -1,0 +1,252 @@
+"""Recurrent layers in torch's operators, between a layer's input projection and its output projection.
+
+A sequence's state has two parts: the convolution's inputs of the last tokens, [columns, conv_width - 1] in the
+model's dtype, and the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor in
+layers without linear attention. `scan` computes the next tokens of one sequence, `step` the next token of each of
+many sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.engine.recurrent import linear_attention
+from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, total_size
+
+State = tuple[Tensor, Tensor]
+"""The state of the convolution, and the state of linear attention."""
+
+Sum = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
+
+_L2_EPS = 1e-6
+
+
+class Mixer:
+    """A recurrent layer without its projections; subclasses define the columns of the input projection.
+
+    Args:
+        weights: The layer's weights.
+        activation: Activation after the convolution, if the layer has one.
+    """
+
+    def __init__(self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]) -> None:
+        self._weights = weights
+        self._activation = activation
+
+    def scan(self, projected: Tensor, state: State) -> tuple[Tensor, State]:
+        """Compute the next tokens of one sequence.
+
+        Args:
+            projected: Output of the input projection, [tokens, columns of `sections`].
+            state: State before the first of these tokens.
+
+        Returns:
+            Rows for `finish`, [tokens, output_width], and the state after the last token.
+        """
+        inputs = self._conv_inputs(projected)
+        known = torch.cat((state[0], inputs.T), dim=1)
+        weights = self._weights
+        convolved = F.conv1d(
+            known.unsqueeze(0).float(),
+            weights.conv.unsqueeze(1),
+            weights.conv_bias,
+            groups=len(weights.conv),
+        )
+        rows = convolved.squeeze(0).T.to(projected.dtype)
+        output, new_state = self._read(rows, projected, state[1], linear_attention.scan)
+        return output, (known[:, len(inputs) :].clone(), new_state)
+
+    def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
+        """Compute the next token of each sequence: rows [sequences, …] and states [sequences, …], as in `scan`."""
+        inputs = self._conv_inputs(projected)
+        known = torch.cat((states[0], inputs.unsqueeze(2)), dim=2)
+        convolved = (known.float() * self._weights.conv).sum(2)
+        if self._weights.conv_bias is not None:
+            convolved = convolved + self._weights.conv_bias
+        output, new_states = self._read(
+            convolved.to(projected.dtype), projected, states[1], linear_attention.step
+        )
+        return output, (known[:, :, 1:], new_states)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
+
+        Every rank calls it with the same number of rows.
+        """
+        return rows
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        """Return the inputs of the convolution, [rows, columns]."""
+        raise NotImplementedError
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """Return rows for `finish`, and the new state of linear attention.
+
+        `attend` is `linear_attention.scan` or `linear_attention.step`.
+        """
+        raise NotImplementedError
+
+
+class GatedDeltaMixer(Mixer):
+    """A layer of gated DeltaNet, without its projections."""
+
+    def __init__(
+        self, config: GatedDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weights, activation)
+        self._config = config
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        return projected[:, : total_size(self._config.conv_sections)]
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        config, weights = self._config, self._weights
+        assert weights.decay is not None and weights.step_bias is not None and weights.norm is not None
+        key_width, num_heads = config.num_key_heads * config.key_dim, config.num_value_heads
+        rows = self._activation(convolved).float()
+        queries, keys, values = rows.split_with_sizes((key_width, key_width, config.output_width), dim=1)
+        queries, keys = (self._normalize(each) for each in (queries, keys))
+        rest = projected[:, total_size(config.conv_sections) :]
+        gates, beta, steps = rest.split_with_sizes((config.output_width, num_heads, num_heads), dim=1)
+        log_decay = weights.decay * F.softplus(steps.float() + weights.step_bias)
+        values = torch.unflatten(values, 1, (num_heads, -1))
+        scaled = queries * config.key_dim**-0.5
+        beta = config.beta_scale * beta.sigmoid().float()
+        read, new_state = attend(scaled, keys, values, log_decay, beta, state)
+        read = F.rms_norm(read.to(projected.dtype).float(), (config.value_dim,), eps=config.norm_eps)
+        read = weights.norm * read.to(projected.dtype)
+        gated = read.float() * torch.unflatten(F.silu(gates.float()), 1, (num_heads, -1))
+        return gated.flatten(1).to(projected.dtype), new_state
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        """Return queries or keys normalized to length 1, repeated for each value head."""
+        config = self._config
+        heads = torch.unflatten(x, 1, (config.num_key_heads, config.key_dim))
+        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
+        return heads.repeat_interleave(config.num_value_heads // config.num_key_heads, dim=1)
+
+
+class Mamba2Mixer(Mixer):
+    """A layer of Mamba-2, without its projections; `all_reduce` sums over the ranks that share groups of heads."""
+
+    def __init__(
+        self,
+        config: Mamba2,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        all_reduce: Sum,
+    ) -> None:
+        super().__init__(weights, activation)
+        self._config = config
+        self._all_reduce = all_reduce
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        width = self._config.output_width
+        return projected[:, width : width + total_size(self._config.conv_sections)]
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        config, weights = self._config, self._weights
+        assert weights.decay is not None and weights.step_bias is not None
+        group_width = config.num_groups * config.state_dim
+        rows = self._activation(convolved).float()
+        values, keys, queries = rows.split_with_sizes((config.output_width, group_width, group_width), dim=1)
+        values = torch.unflatten(values, 1, (config.num_heads, config.head_dim))
+        steps = projected[:, -config.num_heads :].float() + weights.step_bias
+        steps = F.softplus(steps).clamp(*config.step_limit)
+        read, new_state = attend(
+            self._by_head(queries),
+            self._by_head(keys),
+            values * steps.unsqueeze(-1),
+            steps * weights.decay,
+            None,
+            state,
+        )
+        if weights.skip is not None:
+            read = read + values * weights.skip.unsqueeze(-1)
+        return read.flatten(1) * F.silu(projected[:, : config.output_width].float()), new_state
+
+    def finish(self, rows: Tensor) -> Tensor:
+        config, norm = self._config, self._weights.norm
+        assert norm is not None, "Mamba-2 has a norm"
+        groups = torch.unflatten(rows, 1, (config.num_groups, -1))
+        variance = groups.square().mean(-1, keepdim=True)
+        if config.num_group_ranks > 1:
+            variance = self._all_reduce(variance) / config.num_group_ranks
+        normed = groups * torch.rsqrt(variance + config.norm_eps)
+        return norm * normed.flatten(1).to(norm.dtype)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return queries or keys repeated for each head of their group, [rows, heads, state_dim]."""
+        config = self._config
+        groups = torch.unflatten(x, 1, (config.num_groups, config.state_dim))
+        return groups.repeat_interleave(config.num_heads // config.num_groups, dim=1)
+
+
+class ShortConvMixer(Mixer):
+    """A gated short convolution (LFM2), without its projections."""
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        gates, _, inputs = projected.chunk(3, dim=1)
+        return gates * inputs
+
+    def _read(
+        self,
+        convolved: Tensor,
+        projected: Tensor,
+        state: Tensor,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        return projected.chunk(3, dim=1)[1] * convolved, state
+
+
+def make_mixer(
+    config: RecurrentConfig,
+    weights: RecurrentWeights,
+    activation: Callable[[Tensor], Tensor],
+    all_reduce: Sum = lambda tensor: tensor,
+) -> Mixer:
+    """Return the mixer of a layer.
+
+    Args:
+        config: Configuration of this rank's part of the layer.
+        weights: This rank's weights.
+        activation: Follows the convolution, except in `ShortConv`.
+        all_reduce: Sums over the ranks that have the other parts of the layer.
+    """
+    if isinstance(config, GatedDelta):
+        return GatedDeltaMixer(config, weights, activation)
+    if isinstance(config, Mamba2):
+        return Mamba2Mixer(config, weights, activation, all_reduce)
+    return ShortConvMixer(weights, activation)
+
+
+def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
+    """Return states before the first token, which are zero, with the additional dimensions `leading` in front."""
+    conv = torch.zeros(
+        (*leading, total_size(config.conv_sections), config.conv_width - 1), dtype=dtype, device=device
+    )
+    shape = config.state_shape or (0,)
+    return conv, torch.zeros((*leading, *shape), dtype=torch.float32, device=device)

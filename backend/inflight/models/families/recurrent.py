@@ -1,0 +1,422 @@
+"""Families with recurrent layers: Qwen3-Next, Qwen3.5, OLMo Hybrid, Granite 4 hybrids, LFM2 and LFM2-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
+from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
+from inflight.models.families.family import (
+    GRANITE_GATE_UP,
+    ExpertNames,
+    ExpertStacks,
+    Family,
+    MlpNames,
+    NormNames,
+    RecurrentNames,
+    read_activation,
+)
+from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
+from inflight.models.families.mixtures import QWEN_EXPERT_NAMES, read_qwen_experts
+from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
+
+# Values of Qwen's keys `full_attention_interval`, `partial_rotary_factor` and `head_dim` if they are absent.
+_FULL_ATTENTION_INTERVAL = 4
+_QWEN_PART = 0.25
+_QWEN_HEAD_DIM = 256
+_OLMO_GATED_NORM_EPS = 1e-5  # not in the config
+_INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
+_ATTENTION = ("full_attention", "attention")
+
+
+def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_types") -> tuple[bool, ...]:
+    """Return whether each layer is recurrent: one of `names`, instead of full_attention or attention."""
+    num_layers, types = config.positive_int("num_hidden_layers"), config.texts(key)
+    if len(types) != num_layers or set(types) - {*names, *_ATTENTION}:
+        kinds = ", ".join((*_ATTENTION, *names))
+        raise config.error(key, f"one of {kinds} for each of num_hidden_layers, {num_layers}")
+    return tuple(kind not in _ATTENTION for kind in types)
+
+
+# ---------------------------------------------------------------------- Qwen3-Next and Qwen3.5
+
+
+def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderConfig:
+    """Read the config of Qwen3.5: gated DeltaNet in most layers, and attention with gates and partial rotation."""
+    num_layers = config.positive_int("num_hidden_layers")
+    interval = config.int_or_none("full_attention_interval") or _FULL_ATTENTION_INTERVAL
+    if config.has("layer_types"):
+        recurrent_layers = _read_recurrent_layers(config, "linear_attention")
+    else:
+        recurrent_layers = tuple((index + 1) % interval != 0 for index in range(num_layers))
+    num_key_heads = config.int_or_none("linear_num_key_heads") or 16
+    num_value_heads = config.int_or_none("linear_num_value_heads") or 32
+    if num_value_heads % num_key_heads:
+        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
+    norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
+    attention_bias = config.boolean("attention_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=32768,
+        default_kv_heads=default_kv_heads,
+        default_part=1.0 if "partial_rotary_factor" in config.values else _QWEN_PART,  # null: whole heads
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="heads",
+        norm_eps=norm_eps,
+        norm_offset=1.0,
+        head_dim=config.int_or_none("head_dim") or _QWEN_HEAD_DIM,
+        attention_gate=True,
+        recurrent=GatedDelta(
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=config.int_or_none("linear_key_head_dim") or 128,
+            value_dim=config.int_or_none("linear_value_head_dim") or 128,
+            conv_width=config.int_or_none("linear_conv_kernel_dim") or 4,
+            norm_eps=norm_eps,
+        ),
+        recurrent_layers=recurrent_layers,
+    )
+
+
+def _read_qwen3_next(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Qwen3-Next: Qwen3.5 with experts in some layers, and in these a shared MLP."""
+    experts = read_qwen_experts(config, default_count=512, default_per_token=10, default_width=512)
+    return _with_shared_expert(config, replace(experts, is_normalized=config.boolean("norm_topk_prob", True)))
+
+
+def _read_qwen3_5_moe(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Qwen3.5-MoE: Qwen3.5 with experts and a shared MLP in every layer."""
+    experts = ExpertsConfig(
+        count=config.int_or_none("num_experts") or 256,
+        num_per_token=config.int_or_none("num_experts_per_tok") or 8,
+        intermediate_size=config.int_or_none("moe_intermediate_size") or 512,
+        is_normalized=True,
+        layers=(True,) * config.positive_int("num_hidden_layers"),
+    )
+    return _with_shared_expert(config, experts)
+
+
+def _with_shared_expert(config: ConfigFile, experts: ExpertsConfig) -> DecoderConfig:
+    """Read the config of Qwen3.5 or Qwen3-Next with these experts and a shared MLP."""
+    shared = config.int_or_none("shared_expert_intermediate_size") or 512
+    if not config.has("intermediate_size"):  # such models have experts in every layer
+        config = config.with_values({"intermediate_size": shared})
+    decoder = _read_qwen_delta(config, default_kv_heads=2)
+    return replace(decoder, experts=replace(experts, shared_intermediate_size=shared, has_shared_gate=True))
+
+
+_DELTA_NAMES = RecurrentNames(
+    product=(
+        ("linear_attn.in_proj_qkv", 3),
+        ("linear_attn.in_proj_z", 1),
+        ("linear_attn.in_proj_b", 1),
+        ("linear_attn.in_proj_a", 1),
+    ),
+    conv=("linear_attn.conv1d",),
+    output="linear_attn.out_proj",
+    decay="linear_attn.A_log",
+    step_bias="linear_attn.dt_bias",
+    norm="linear_attn.norm",
+)
+_QWEN3_5_NAMES = replace(LLAMA_NAMES, attention=NORMED_ATTENTION, recurrent=_DELTA_NAMES, left_out=("mtp.",))
+_QWEN3_NEXT_NAMES = replace(
+    _QWEN3_5_NAMES,
+    experts=QWEN_EXPERT_NAMES,
+    recurrent=replace(
+        _DELTA_NAMES,
+        product=(("linear_attn.in_proj_qkvz", 4), ("linear_attn.in_proj_ba", 2)),
+        by_key_head=True,
+    ),
+)
+
+
+# ---------------------------------------------------------------------- OLMo Hybrid
+
+
+def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
+    """Read the config of OLMo Hybrid: gated DeltaNet in most layers, and attention as in OLMo 2.
+
+    Published models have no rotary positions.
+    """
+    num_layers, num_heads = (
+        config.positive_int("num_hidden_layers"),
+        config.positive_int("num_attention_heads"),
+    )
+    if config.has("layer_types"):
+        recurrent_layers = _read_recurrent_layers(config, "linear_attention")
+    else:
+        last = num_layers - 1 if num_layers < _FULL_ATTENTION_INTERVAL else None
+        recurrent_layers = tuple(
+            (index + 1) % _FULL_ATTENTION_INTERVAL != 0 and index != last for index in range(num_layers)
+        )
+    for key in (
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+    ):
+        config.value(key)  # of the initialization
+    num_key_heads = config.int_or_none("linear_num_key_heads") or num_heads
+    num_value_heads = config.int_or_none("linear_num_value_heads") or num_heads
+    if num_value_heads % num_key_heads:
+        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
+    key_dim = config.int_or_none("linear_key_head_dim")
+    key_dim = key_dim or int(0.75 * config.positive_int("hidden_size") / num_key_heads)
+    attention_bias = config.boolean("attention_bias", False)
+    decoder = read_llama_like(
+        config,
+        default_positions=65536,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="projection",
+        recurrent=GatedDelta(
+            num_key_heads=num_key_heads,
+            num_value_heads=num_value_heads,
+            key_dim=key_dim,
+            value_dim=config.int_or_none("linear_value_head_dim") or 2 * key_dim,
+            conv_width=config.int_or_none("linear_conv_kernel_dim") or 4,
+            norm_eps=_OLMO_GATED_NORM_EPS,
+            beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
+        ),
+        recurrent_layers=recurrent_layers,
+    )
+    parameters: Any = config.value("rope_parameters") or {}
+    rotates = config.has("rope_theta") or parameters.get("rope_theta") is not None
+    return decoder if rotates else replace(decoder, ropes=(None,) * num_layers)
+
+
+_OLMO_HYBRID_NAMES = replace(
+    LLAMA_NAMES,
+    norms=NormNames(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm"),
+    attention=NORMED_ATTENTION,
+    recurrent=replace(
+        _DELTA_NAMES,
+        product=tuple((f"linear_attn.{each}_proj", 1) for each in "qkvgba"),
+        conv=tuple(f"linear_attn.{each}_conv1d" for each in "qkv"),
+        output="linear_attn.o_proj",
+        norm="linear_attn.o_norm",
+    ),
+    recurrent_norms=NormNames(attention="attention_layer_norm", mlp="feedforward_layer_norm"),
+)
+
+
+# ---------------------------------------------------------------------- Granite 4 hybrids
+
+
+def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
+    """Read the config of a Granite 4 hybrid: Mamba-2 in most layers, Granite's four scales, and a shared MLP.
+
+    Some models also have experts in every layer.
+    """
+    hidden = config.positive_int("hidden_size")
+    num_heads = config.int_or_none("mamba_n_heads") or 128
+    width = hidden * (config.int_or_none("mamba_expand") or 2)
+    stated = config.value("mamba_d_head")
+    head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
+    if head_dim * num_heads != width:
+        raise config.error(
+            "mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, {width // num_heads}"
+        )
+    num_groups = config.int_or_none("mamba_n_groups") or 1
+    if num_heads % num_groups:
+        raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
+    config.value("mamba_chunk_size")  # does not change the result
+    types = "layers_block_type" if config.has("layers_block_type") else "layer_types"
+    norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
+    attention_bias = config.boolean("attention_bias", False)
+    shared = config.int_or_none("shared_intermediate_size") or 1024
+    num_layers = config.positive_int("num_hidden_layers")
+    experts = None
+    if config.value("num_local_experts"):
+        experts = ExpertsConfig(
+            count=config.positive_int("num_local_experts"),
+            num_per_token=config.int_or_none("num_experts_per_tok") or 2,
+            intermediate_size=config.positive_int("intermediate_size"),
+            is_normalized=True,
+            layers=(True,) * num_layers,
+            shared_intermediate_size=shared,
+        )
+    else:
+        config.value("num_experts_per_tok")
+    decoder = read_llama_like(
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
+        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
+        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
+        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
+        experts=experts,
+        recurrent=Mamba2(
+            num_heads=num_heads,
+            head_dim=head_dim,
+            state_dim=config.int_or_none("mamba_d_state") or 256,
+            num_groups=num_groups,
+            conv_width=config.int_or_none("mamba_d_conv") or 4,
+            norm_eps=norm_eps,
+            step_limit=_read_step_limit(config),
+            has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
+            has_bias=config.boolean("mamba_proj_bias", False),
+        ),
+        recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
+    )
+    ropes = (
+        decoder.ropes if config.text_or_none("position_embedding_type") == "rope" else (None,) * num_layers
+    )
+    return replace(decoder, intermediate_size=shared, ropes=ropes)
+
+
+def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
+    """Return the minimum and maximum step size."""
+    limit: Any = config.value("time_step_limit")
+    if limit is None:
+        return 0.0, float("inf")
+    numbers = [float("inf") if each == _INFINITE else each for each in limit] if is_list(limit) else []
+    if len(numbers) != 2 or any(type(each) not in (int, float) for each in numbers):
+        raise config.error("time_step_limit", "the least and the largest step size")
+    return float(numbers[0]), float(numbers[1])
+
+
+_GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
+_GRANITE_HYBRID_NAMES = replace(
+    LLAMA_NAMES,
+    mlp=_GRANITE_MLP,
+    experts=ExpertNames(
+        router="block_sparse_moe.router.layer",
+        prefix="block_sparse_moe.experts.{}.",
+        each=MlpNames(up=("w1", "w3"), down="w2"),
+        stacks=ExpertStacks(
+            up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"
+        ),
+        shared=_GRANITE_MLP,
+    ),
+    recurrent=RecurrentNames(
+        product=(("mamba.in_proj", 5),),
+        conv=("mamba.conv1d",),
+        output="mamba.out_proj",
+        decay="mamba.A_log",
+        step_bias="mamba.dt_bias",
+        skip="mamba.D",
+        norm="mamba.norm",
+    ),
+)
+
+
+# ---------------------------------------------------------------------- LFM2
+
+
+def _read_lfm2(config: ConfigFile) -> DecoderConfig:
+    """Read the config of LFM2: gated short convolutions in most layers, norms over each query and key head."""
+    inner = config.int_or_none("block_ff_dim") or config.positive_int("intermediate_size")
+    if config.boolean("block_auto_adjust_ff_dim", True):
+        multiple = config.int_or_none("block_multiple_of") or 256
+        inner = int(2 * inner / 3)
+        factor = config.number_or_none("block_ffn_dim_multiplier")
+        inner = inner if factor is None else int(factor * inner)
+        inner = multiple * -(-inner // multiple)
+    for key in ("block_multiple_of", "block_ffn_dim_multiplier", "intermediate_size"):
+        config.value(key)
+    return _read_short_conv(config.with_values({"intermediate_size": inner}))
+
+
+def _read_lfm2_moe(config: ConfigFile) -> DecoderConfig:
+    """Read the config of LFM2-MoE: LFM2 with experts in all layers but the first."""
+    num_dense = config.value("num_dense_layers") if config.has("num_dense_layers") else 2
+    if type(num_dense) is not int or num_dense < 0:
+        raise config.error("num_dense_layers", "an integer >= 0")
+    experts = ExpertsConfig(
+        count=config.int_or_none("num_experts") or 32,
+        num_per_token=config.int_or_none("num_experts_per_tok") or 4,
+        intermediate_size=config.int_or_none("moe_intermediate_size") or 1792,
+        is_normalized=config.boolean("norm_topk_prob", True),
+        layers=tuple(index >= num_dense for index in range(config.positive_int("num_hidden_layers"))),
+        scoring="sigmoid",
+        has_choice_bias=config.boolean("use_expert_bias", True),
+        result_scale=config.number_or_none("routed_scaling_factor") or 1.0,
+    )
+    return _read_short_conv(config, experts)
+
+
+def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -> DecoderConfig:
+    """Read the keys that LFM2 and LFM2-MoE share."""
+    hidden = config.positive_int("hidden_size")
+    if config.has("layer_types"):
+        recurrent_layers = _read_recurrent_layers(config, "conv")
+    else:
+        num_layers, attend = config.positive_int("num_hidden_layers"), config.value("full_attn_idxs")
+        if not is_list(attend):
+            raise config.error("full_attn_idxs", "a list of layers, or layer_types")
+        recurrent_layers = tuple(index not in attend for index in range(num_layers))
+    config.value("full_attn_idxs")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
+    has_bias = config.boolean("conv_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=128000,
+        default_kv_heads=8,
+        default_theta=1e6,
+        qk_norm="heads",
+        norm_eps=config.number_or_none("norm_eps") or 1e-5,
+        tied_embeddings=config.boolean("tie_embedding", config.boolean("tie_word_embeddings", True)),
+        recurrent=ShortConv(hidden, config.int_or_none("conv_L_cache") or 3, has_bias, has_bias),
+        recurrent_layers=recurrent_layers,
+        experts=experts,
+    )
+
+
+_LFM2_NAMES = replace(
+    LLAMA_NAMES,
+    final_norm="embedding_norm",
+    norms=NormNames(attention="operator_norm", mlp="ffn_norm"),
+    attention=replace(
+        LLAMA_ATTENTION,
+        output="self_attn.out_proj",
+        query_norm="self_attn.q_layernorm",
+        key_norm="self_attn.k_layernorm",
+    ),
+    mlp=MlpNames(up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2"),
+    recurrent=RecurrentNames(product=(("conv.in_proj", 3),), conv=("conv.conv",), output="conv.out_proj"),
+)
+_LFM2_MOE_NAMES = replace(
+    _LFM2_NAMES,
+    experts=ExpertNames(
+        router="feed_forward.gate",
+        prefix="feed_forward.experts.{}.",
+        each=MlpNames(up=("w1", "w3"), down="w2"),
+        stacks=ExpertStacks(up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
+        choice_bias="feed_forward.expert_bias",
+    ),
+)
+
+
+# Keys of Qwen3.5's files that transformers does not read: gates, always there, and draft layers.
+_QWEN3_5_NEUTRAL: dict[str, Sequence[Any]] = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "swish"),
+    "mamba_ssm_dtype": (None, "float32"),
+    "mtp_num_hidden_layers": (None, *range(10)),
+    "mtp_use_dedicated_embeddings": (None, True, False),
+}
+
+RECURRENT_FAMILIES = (
+    Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_qwen_delta, _QWEN3_5_NAMES, _QWEN3_5_NEUTRAL),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _read_qwen3_5_moe,
+        replace(_QWEN3_5_NAMES, experts=QWEN_EXPERT_NAMES),
+        _QWEN3_5_NEUTRAL,
+    ),
+    Family("qwen3_next", "Qwen3NextForCausalLM", _read_qwen3_next, _QWEN3_NEXT_NAMES),
+    Family("olmo_hybrid", "OlmoHybridForCausalLM", _read_olmo_hybrid, _OLMO_HYBRID_NAMES),
+    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite_hybrid, _GRANITE_HYBRID_NAMES),
+    Family("lfm2", "Lfm2ForCausalLM", _read_lfm2, _LFM2_NAMES),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", _read_lfm2_moe, _LFM2_MOE_NAMES),
+)

@@ -1,0 +1,231 @@
+"""Multimodal models (classes `…ForConditionalGeneration`), of which the text part is served.
+
+Owns the list of these classes, and the conversion of their config.json to one of the text part alone. Does not
+know tensors. Standard library only; plain functions on parsed JSON, any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.json_values import is_object
+
+SECTION = "text_config"
+"""Key of config.json under which the text part's keys are."""
+
+# Keys that count for the text part too if they are beside `text_config`.
+_OF_WHOLE = ("eos_token_id", "quantization_config", "compression_config", "quantization")
+_DTYPES = ("dtype", "torch_dtype")
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """A class of multimodal models.
+
+    Attributes:
+        model_type: config.json's `model_type`.
+        architecture: The class in config.json's `architectures`.
+        text_type: `model_type` of the text part if config.json does not state it.
+        tied: Default of `tie_word_embeddings`, which is read beside `text_config`.
+        tied_by_text: Whether `tie_word_embeddings: true` inside `text_config` counts too.
+        may_be_flat: Whether files without `text_config` have the text part's keys at the top, as older ones of
+            Qwen2-VL.
+        inputs: What the other parts take.
+        lacking: Components of the text part that are not implemented here; "" if it is served.
+    """
+
+    model_type: str
+    architecture: str
+    text_type: str
+    tied: bool = False
+    tied_by_text: bool = False
+    may_be_flat: bool = False
+    inputs: str = "pictures"
+    lacking: str = ""
+
+
+_VIDEO = "pictures and videos"
+MULTIMODAL = (
+    Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral", tied=True),
+    Multimodal(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl_text",
+        tied_by_text=True,
+        may_be_flat=True,
+        inputs=_VIDEO,
+    ),
+    Multimodal(
+        "qwen2_5_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl_text",
+        tied_by_text=True,
+        may_be_flat=True,
+        inputs=_VIDEO,
+    ),
+    Multimodal("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", inputs=_VIDEO),
+    Multimodal("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", inputs=_VIDEO),
+    Multimodal("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text", inputs=_VIDEO),
+    Multimodal("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", inputs=_VIDEO),
+    Multimodal("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3", tied=True, inputs=_VIDEO),
+    Multimodal("kimi_k25", "KimiK25ForConditionalGeneration", "deepseek_v3", tied=True, inputs=_VIDEO),
+    Multimodal("llava", "LlavaForConditionalGeneration", "llama", tied_by_text=True),
+    Multimodal("llava_next", "LlavaNextForConditionalGeneration", "llama"),
+    Multimodal(
+        "llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2", tied_by_text=True, inputs=_VIDEO
+    ),
+    Multimodal("internvl", "InternVLForConditionalGeneration", "qwen2", tied=True, inputs=_VIDEO),
+    Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
+    Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
+    Multimodal(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        "llama4_text",
+        lacking="attention in chunks, and queries scaled by position in layers without rotary positions",
+    ),
+)
+
+# Families of the text parts whose model_type is no family's.
+_FAMILY_OF = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+    "kimi_k2": "deepseek_v3",
+}
+_QWEN_VL_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+# transformers' defaults of keys that files of multimodal models omit, and that the families require, or for which
+# they have other defaults.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "mistral": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "qwen2": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+    "qwen2_vl_text": _QWEN_VL_DEFAULTS,
+    "qwen2_5_vl_text": _QWEN_VL_DEFAULTS,
+    "qwen3_vl_text": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+    },
+    "qwen3_vl_moe_text": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 128000,
+        "rope_theta": 5e5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,  # the router always divides by the sum
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The config.json of a multimodal model's text part.
+
+    Attributes:
+        of: The class of the whole model.
+        values: Keys and values, as in a config.json of a text model.
+        section: Key under which the file has them; "" if it has them at the top.
+        outside: Those that the file has at the top nevertheless.
+    """
+
+    of: Multimodal
+    values: Mapping[str, Any]
+    section: str
+    outside: frozenset[str]
+
+
+def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
+    """Return the text part of a multimodal model's config.json; None for any other model.
+
+    As in transformers, `text_config` alone has the keys of the text part, and keys beside it are about other
+    parts, except the few in this module.
+    """
+    found = _find_class(values)
+    if found is None:
+        return None
+    section, outside = values.get(SECTION), dict[str, Any]()
+    is_flat = found.may_be_flat and not is_object(section)
+    if is_flat:
+        stated = {key: value for key, value in values.items() if key not in ("model_type", "vision_config")}
+    else:
+        stated = dict(section) if is_object(section) else {}
+        outside = {key: values[key] for key in _OF_WHOLE if values.get(key) is not None}
+        if any(values.get(key) is not None for key in _DTYPES):
+            outside |= {key: values.get(key) for key in _DTYPES}
+    is_tied = values.get(_TIED)
+    if found.tied_by_text and stated.get(_TIED) is True:
+        is_tied = True
+    outside[_TIED] = found.tied if is_tied is None else is_tied
+    kind: Any = stated.get("model_type") or found.text_type
+    if isinstance(kind, str):
+        stated = {
+            **(DEFAULTS.get(kind, {}) if stated else {}),
+            **stated,
+            "model_type": _FAMILY_OF.get(kind, kind),
+        }
+    stated.pop("architectures", None)
+    return TextPart(found, {**stated, **outside}, "" if is_flat else SECTION, frozenset(outside))
+
+
+def _find_class(values: Mapping[str, Any]) -> Multimodal | None:
+    names: Any = values.get("architectures")
+    for each in MULTIMODAL:
+        if each.model_type == values.get("model_type") and (
+            not names or (isinstance(names, list) and each.architecture in names)
+        ):
+            return each
+    return None
