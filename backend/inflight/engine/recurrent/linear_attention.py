@@ -16,6 +16,8 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,9 +80,8 @@ def scan(
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
         sides = torch.cat((values * weights, weighed * since_begin), dim=-1)
-        solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore[reportUnknownMemberType]
-            system, sides, upper=False, unitriangular=True
-        )
+        solve: Callable[..., Tensor] = torch.linalg.solve_triangular  # pyright: ignore[reportUnknownMemberType]
+        solved = solve(system, sides, upper=False, unitriangular=True)
         values, read_before = solved.split_with_sizes((values.shape[-1], keys.shape[-1]), dim=-1)
     queries, keys = queries * since_begin, keys * until_end.unsqueeze(-1)
     decay = total_decay[..., -1].exp()[..., None, None]

@@ -27,6 +27,7 @@ from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
 _FULL_ATTENTION_INTERVAL = 4
 _QWEN_PART = 0.25
 _QWEN_HEAD_DIM = 256
+_GRANITE_EXPERTS = 8  # Granite's num_local_experts if the key is absent
 _OLMO_GATED_NORM_EPS = 1e-5  # not in the config
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
 _ATTENTION = ("full_attention", "attention")
@@ -231,6 +232,8 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     shared = config.int_or_none("shared_intermediate_size") or 1024
     num_layers = config.positive_int("num_hidden_layers")
+    if "num_local_experts" not in config.values:
+        config = config.with_values({"num_local_experts": _GRANITE_EXPERTS})
     experts = None
     if config.value("num_local_experts"):
         experts = ExpertsConfig(
