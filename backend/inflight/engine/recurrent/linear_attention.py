@@ -17,6 +17,7 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +81,7 @@ def scan(
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
         sides = torch.cat((values * weights, weighed * since_begin), dim=-1)
-        solve: Callable[..., Tensor] = torch.linalg.solve_triangular  # pyright: ignore[reportUnknownMemberType]
+        solve = cast("Callable[..., Tensor]", torch.linalg.solve_triangular)  # pyright: ignore[reportUnknownMemberType]
         solved = solve(system, sides, upper=False, unitriangular=True)
         values, read_before = solved.split_with_sizes((values.shape[-1], keys.shape[-1]), dim=-1)
     queries, keys = queries * since_begin, keys * until_end.unsqueeze(-1)
