@@ -129,7 +129,7 @@ class ChunkingPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingConfig:
-    """The scheduler's settings.
+    """Policies and limits by which the scheduler chooses the requests and rows of an iteration.
 
     Attributes:
         policy: STATIC_BATCH if `gpt_model_type` is V1.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group.
+    """A Linux control group (cgroup), which may limit the processor time and memory of its processes.
 
     Attributes:
         version: 1 or 2; names of files differ.

@@ -46,7 +46,7 @@ class XGrammarMatcher:
 
 
 class XGrammarBackend:
-    """Implements `GuideBackend`."""
+    """Compiles guides to matchers with xgrammar; a `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         # xgrammar never allows an empty token, so special tokens are passed as empty and stand for no text.

@@ -21,7 +21,7 @@ class Section:
 
     @property
     def size(self) -> int:
-        """Number of columns."""
+        """Number of columns of all its heads or groups."""
         return self.count * self.width
 
 

@@ -66,7 +66,7 @@ class NativeDecoder:
         rounding: Rounding of the cache that every call passes.
 
     Raises:
-        ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is no number of microseconds.
+        ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
 
     Attributes:
         config: Configuration of the whole model.

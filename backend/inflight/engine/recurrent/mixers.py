@@ -8,6 +8,7 @@ many sequences.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -23,10 +24,13 @@ State = tuple[Tensor, Tensor]
 Sum = Callable[[Tensor], Tensor]
 """Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""`linear_attention.scan` or `linear_attention.step`."""
+
 _L2_EPS = 1e-6
 
 
-class Mixer:
+class Mixer(ABC):
     """A recurrent layer without its projections; subclasses define the columns of the input projection.
 
     Args:
@@ -80,22 +84,15 @@ class Mixer:
         """
         return rows
 
+    @abstractmethod
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         """Return the inputs of the convolution, [rows, columns]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Return rows for `finish`, and the new state of linear attention.
-
-        `attend` is `linear_attention.scan` or `linear_attention.step`.
-        """
-        raise NotImplementedError
+        """Return rows for `finish`, and the new state of linear attention."""
 
 
 class GatedDeltaMixer(Mixer):
@@ -111,11 +108,7 @@ class GatedDeltaMixer(Mixer):
         return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         config, weights = self._config, self._weights
         assert weights.decay is not None and weights.step_bias is not None and weights.norm is not None
@@ -162,11 +155,7 @@ class Mamba2Mixer(Mixer):
         return projected[:, width : width + total_size(self._config.conv_sections)]
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         config, weights = self._config, self._weights
         assert weights.decay is not None and weights.step_bias is not None
@@ -213,11 +202,7 @@ class ShortConvMixer(Mixer):
         return gates * inputs
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         return projected.chunk(3, dim=1)[1] * convolved, state
 

@@ -232,7 +232,7 @@ class WeightNames:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model architecture.
+    """How checkpoints of one class of transformers are read: its keys of config.json and names of tensors.
 
     Attributes:
         model_type: config.json's `model_type`.

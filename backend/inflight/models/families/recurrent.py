@@ -53,10 +53,6 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         recurrent_layers = _read_recurrent_layers(config, "linear_attention")
     else:
         recurrent_layers = tuple((index + 1) % interval != 0 for index in range(num_layers))
-    num_key_heads = config.int_or_none("linear_num_key_heads") or 16
-    num_value_heads = config.int_or_none("linear_num_value_heads") or 32
-    if num_value_heads % num_key_heads:
-        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
     norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
@@ -71,16 +67,28 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         norm_offset=1.0,
         head_dim=config.int_or_none("head_dim") or _QWEN_HEAD_DIM,
         attention_gate=True,
-        recurrent=GatedDelta(
-            num_key_heads=num_key_heads,
-            num_value_heads=num_value_heads,
-            key_dim=config.int_or_none("linear_key_head_dim") or 128,
-            value_dim=config.int_or_none("linear_value_head_dim") or 128,
-            conv_width=config.int_or_none("linear_conv_kernel_dim") or 4,
-            norm_eps=norm_eps,
+        recurrent=_read_gated_delta(
+            config, GatedDelta(16, 32, key_dim=128, value_dim=128, conv_width=4, norm_eps=norm_eps)
         ),
         recurrent_layers=recurrent_layers,
     )
+
+
+def _read_gated_delta(config: ConfigFile, defaults: GatedDelta) -> GatedDelta:
+    """Read the sizes of a layer of gated DeltaNet; `defaults` has those of absent keys, and all else."""
+    found = replace(
+        defaults,
+        num_key_heads=config.int_or_none("linear_num_key_heads") or defaults.num_key_heads,
+        num_value_heads=config.int_or_none("linear_num_value_heads") or defaults.num_value_heads,
+        key_dim=config.int_or_none("linear_key_head_dim") or defaults.key_dim,
+        value_dim=config.int_or_none("linear_value_head_dim") or defaults.value_dim,
+        conv_width=config.int_or_none("linear_conv_kernel_dim") or defaults.conv_width,
+    )
+    if found.num_value_heads % found.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads", f"a multiple of linear_num_key_heads, {found.num_key_heads}"
+        )
+    return found
 
 
 def _read_qwen3_next(config: ConfigFile) -> DecoderConfig:
@@ -163,11 +171,17 @@ def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
     ):
         config.value(key)  # of the initialization
     num_key_heads = config.int_or_none("linear_num_key_heads") or num_heads
-    num_value_heads = config.int_or_none("linear_num_value_heads") or num_heads
-    if num_value_heads % num_key_heads:
-        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
     key_dim = config.int_or_none("linear_key_head_dim")
     key_dim = key_dim or int(0.75 * config.positive_int("hidden_size") / num_key_heads)
+    delta = GatedDelta(
+        num_key_heads,
+        num_heads,
+        key_dim,
+        value_dim=2 * key_dim,
+        conv_width=4,
+        norm_eps=_OLMO_GATED_NORM_EPS,
+        beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
+    )
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
@@ -175,15 +189,7 @@ def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="projection",
-        recurrent=GatedDelta(
-            num_key_heads=num_key_heads,
-            num_value_heads=num_value_heads,
-            key_dim=key_dim,
-            value_dim=config.int_or_none("linear_value_head_dim") or 2 * key_dim,
-            conv_width=config.int_or_none("linear_conv_kernel_dim") or 4,
-            norm_eps=_OLMO_GATED_NORM_EPS,
-            beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
-        ),
+        recurrent=_read_gated_delta(config, delta),
         recurrent_layers=recurrent_layers,
     )
     parameters: Any = config.value("rope_parameters") or {}
@@ -214,9 +220,51 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
 
     Some models also have experts in every layer.
     """
-    hidden = config.positive_int("hidden_size")
+    types = "layers_block_type" if config.has("layers_block_type") else "layer_types"
+    attention_bias = config.boolean("attention_bias", False)
+    num_layers = config.positive_int("num_hidden_layers")
+    shared = config.int_or_none("shared_intermediate_size") or 1024
+    decoder = read_llama_like(
+        config,
+        default_positions=2048,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
+        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
+        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
+        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
+        experts=_read_granite_experts(config, shared),
+        recurrent=_read_mamba2(config),
+        recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
+    )
+    rotates = config.text_or_none("position_embedding_type") == "rope"
+    return replace(
+        decoder, intermediate_size=shared, ropes=decoder.ropes if rotates else (None,) * num_layers
+    )
+
+
+def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | None:
+    """Read the experts beside a shared MLP of width `shared`; None if `num_local_experts` is 0 or null."""
+    count = config.value("num_local_experts")
+    if "num_local_experts" not in config.values:
+        count = _GRANITE_EXPERTS
+    if not count:
+        config.value("num_experts_per_tok")
+        return None
+    return ExpertsConfig(
+        count=config.with_values({"num_local_experts": count}).positive_int("num_local_experts"),
+        num_per_token=config.int_or_none("num_experts_per_tok") or 2,
+        intermediate_size=config.positive_int("intermediate_size"),
+        is_normalized=True,
+        layers=(True,) * config.positive_int("num_hidden_layers"),
+        shared_intermediate_size=shared,
+    )
+
+
+def _read_mamba2(config: ConfigFile) -> Mamba2:
+    """Read the sizes of a layer of Mamba-2."""
     num_heads = config.int_or_none("mamba_n_heads") or 128
-    width = hidden * (config.int_or_none("mamba_expand") or 2)
+    width = config.positive_int("hidden_size") * (config.int_or_none("mamba_expand") or 2)
     stated = config.value("mamba_d_head")
     head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
     if head_dim * num_heads != width:
@@ -227,52 +275,17 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
     if num_heads % num_groups:
         raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
     config.value("mamba_chunk_size")  # does not change the result
-    types = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
-    attention_bias = config.boolean("attention_bias", False)
-    shared = config.int_or_none("shared_intermediate_size") or 1024
-    num_layers = config.positive_int("num_hidden_layers")
-    if "num_local_experts" not in config.values:
-        config = config.with_values({"num_local_experts": _GRANITE_EXPERTS})
-    experts = None
-    if config.value("num_local_experts"):
-        experts = ExpertsConfig(
-            count=config.positive_int("num_local_experts"),
-            num_per_token=config.int_or_none("num_experts_per_tok") or 2,
-            intermediate_size=config.positive_int("intermediate_size"),
-            is_normalized=True,
-            layers=(True,) * num_layers,
-            shared_intermediate_size=shared,
-        )
-    else:
-        config.value("num_experts_per_tok")
-    decoder = read_llama_like(
-        config,
-        default_positions=2048,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
-        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
-        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
-        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
-        experts=experts,
-        recurrent=Mamba2(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            state_dim=config.int_or_none("mamba_d_state") or 256,
-            num_groups=num_groups,
-            conv_width=config.int_or_none("mamba_d_conv") or 4,
-            norm_eps=norm_eps,
-            step_limit=_read_step_limit(config),
-            has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
-            has_bias=config.boolean("mamba_proj_bias", False),
-        ),
-        recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
+    return Mamba2(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=config.int_or_none("mamba_d_state") or 256,
+        num_groups=num_groups,
+        conv_width=config.int_or_none("mamba_d_conv") or 4,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
+        step_limit=_read_step_limit(config),
+        has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
+        has_bias=config.boolean("mamba_proj_bias", False),
     )
-    ropes = (
-        decoder.ropes if config.text_or_none("position_embedding_type") == "rope" else (None,) * num_layers
-    )
-    return replace(decoder, intermediate_size=shared, ropes=ropes)
 
 
 def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
