@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
@@ -86,11 +87,24 @@ def _taken_apart(
 
 def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
     """Return what a shard has of a module's matrices."""
+    if module is Module.ATTN_Q and decoder.attention_gate:
+        magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
+        return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
     begin, end = _slice(module, decoder, shard)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)
     magnitude = None if whole.magnitude is None else whole.magnitude[begin:end]
     return LowRank(whole.a, whole.b[begin:end], magnitude)
+
+
+def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Tensor:
+    """Return this shard's outputs of a query projection with gates: all gates, then all queries.
+
+    In `rows` a head's gates follow its query.
+    """
+    by_head = torch.unflatten(rows, 0, (decoder.num_heads, 2, decoder.head_dim))
+    own = by_head[slice(*shard.split(decoder.num_heads))]
+    return own.transpose(0, 1).flip(0).flatten(0, 2)
 
 
 def _slice(module: Module, decoder: DecoderConfig, shard: Shard) -> Range:

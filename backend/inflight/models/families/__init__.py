@@ -10,6 +10,7 @@ from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
 from inflight.models.families.family import (
     FUSED_GATE_UP,
     FUSED_QKV,
+    GRANITE_GATE_UP,
     Family,
     WeightNames,
     bases_in_multimodal,
@@ -37,6 +38,7 @@ __all__ = [
     "FAMILIES",
     "FUSED_GATE_UP",
     "FUSED_QKV",
+    "GRANITE_GATE_UP",
     "Family",
     "WeightNames",
     "bases_in_multimodal",
