@@ -10,7 +10,7 @@ from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_fi
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families import FAMILIES, Family, WeightNames, names_in_multimodal
+from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unread_keys import refuse_unread
 from inflight.multimodal import Multimodal
@@ -38,7 +38,7 @@ class ModelDescription:
 
 
 class UnknownFamily(ConfigError):
-    """A checkpoint of a family that this package does not implement.
+    """A checkpoint of a family that this package does not implement, or with a feature that its map lacks.
 
     Attributes:
         family: The family's name in config.json.
@@ -67,9 +67,11 @@ def read_model_description(folder: Path | str) -> ModelDescription:
         )
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
-    decoder = replace(
-        family.read_config(config), eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config)
-    )
+    try:
+        decoder = family.read_config(config)
+    except NoMap as error:
+        raise UnknownFamily(error, f"{family.architecture} with {error.key}") from error
+    decoder = replace(decoder, eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config))
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
