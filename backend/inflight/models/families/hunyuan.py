@@ -94,12 +94,9 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
     for key, needed in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
         if config.has(key) and _read_of_layers(config, key, needed) != needed:
             raise config.error(key, f"{needed} in every layer, or no such key")
-    num_experts = _read_of_layers(config, "num_experts", 1)
-    if config.int_or_none("num_local_experts") not in (None, num_experts):
-        raise config.error("num_local_experts", f"{num_experts}, as num_experts says, or no such key")
     experts = ExpertsConfig(
-        count=num_experts,
-        num_per_token=_read_of_layers(config, "moe_topk", config.int_or_none("num_experts_per_tok") or 1),
+        count=_read_of_layers(config, "num_experts", 1, "num_local_experts"),
+        num_per_token=_read_of_layers(config, "moe_topk", 1, "num_experts_per_tok"),
         intermediate_size=width,
         is_normalized=True,
         layers=(True,) * config.positive_int("num_hidden_layers"),
@@ -109,13 +106,18 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
     return _read_hunyuan(config, experts=experts)
 
 
-def _read_of_layers(config: ConfigFile, key: str, default: int) -> int:
-    """Return an integer of at least 1 that may be given for each layer, where all must be equal."""
-    given = config.value(key)
+def _read_of_layers(config: ConfigFile, key: str, default: int, alias: str | None = None) -> int:
+    """Return an integer of at least 1 that may be given for each layer, where all must be equal.
+
+    `alias`: other families' name of the key; both must agree.
+    """
+    given, other = config.value(key), config.int_or_none(alias) if alias else None
     if is_list(given) and given and all(type(one) is int and one == given[0] for one in given):
         given = given[0]
     if given is None:
-        return default
+        return other or default
+    if alias and other not in (None, given):
+        raise config.error(alias, f"{given}, as {key} says, or no such key")
     if type(given) is not int or given < 1:
         raise config.error(key, "an integer >= 1, the same in every layer")
     return given
