@@ -41,6 +41,7 @@ from inflight.errors import InflightError
 from inflight.models import read_model_description
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds
+from inflight.processors import Processors
 
 _LONE_REQUESTS = 4
 _TIMEOUT_S = 3600
@@ -121,7 +122,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--requests", type=positive, default=64, help=f"requests of W; lone has {_LONE_REQUESTS}"
     )
-    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=positive, default=Processors.here().num_threads)
     parser.add_argument(
         "--timeout",
         type=positive,

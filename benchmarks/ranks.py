@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from benchmarks.measuring.options import new_parser
+from inflight.processors import Processors
 from inflight.ranks.launch import find_mpirun, mpirun_options
 
 _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
@@ -59,7 +60,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=24, help="tokens to generate per stream")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of all ranks together")
+    threads = Processors.here().num_threads
+    parser.add_argument("--threads", type=int, default=threads, help="threads of all ranks together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--setups", nargs="+", default=list(_SETUPS), metavar="tp=N,pp=M")
     arguments = parser.parse_args()

@@ -18,6 +18,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.file_names import native, readable
 from tests.models.zoo import make_model
+from tests.tiers import with_all
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
@@ -32,6 +33,7 @@ from inflight.ranks.job import Job
 from inflight.models import read_model_description
 from inflight.text.tokenizer import Tokenizer
 from tests.triton.factories import make_parameters
+from tests.tiers import with_all
 
 given = json.loads(sys.stdin.buffer.read())
 parameters = make_parameters(kernels="torch", **given["parameters"])
@@ -66,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("environment", [{}, WITHOUT_LOCALE], ids=["UTF-8", "ASCII"])
+@pytest.mark.parametrize("environment", with_all([{}, WITHOUT_LOCALE], [WITHOUT_LOCALE]))
 def test_an_engine_finds_and_reports_files_with_non_ascii_names(
     folder: Path, environment: dict[str, str]
 ) -> None:

@@ -98,7 +98,7 @@ class ConfigFile:
         return None if value is None else float(value)
 
     def number(self, key: str) -> float:
-        """Return a positive number."""
+        """Return a required positive number; ConfigError if it is absent or of another type."""
         return self._required(key, self.number_or_none(key), _POSITIVE)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -220,7 +220,7 @@ class CheckpointFacts:
 
     @property
     def num_layers(self) -> int | None:
-        """Number of decoder layers."""
+        """Number of decoder layers, recurrent ones included; None if not stated."""
         return self._size("num_hidden_layers", "n_layer")
 
     @property
@@ -261,7 +261,8 @@ class CheckpointFacts:
         # Some models have a section for each kind of layer.
         sections = [section, *section.values()] if is_object(section) else []
         if is_object(section) and section.get("llama_4_scaling_beta"):  # see Ministral 3's family
-            return _positive(section.get("original_max_position_embeddings")) or positions
+            key = "original_max_position_embeddings"
+            return self._size(key) or _positive(section.get(key)) or positions
         return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
 
     @property

@@ -129,7 +129,7 @@ class ChunkingPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SchedulingConfig:
-    """The scheduler's settings.
+    """Policies and limits by which the scheduler chooses the requests and rows of an iteration.
 
     Attributes:
         policy: STATIC_BATCH if `gpt_model_type` is V1.
@@ -319,7 +319,7 @@ class EngineConfig:
     engine_threads: int | None = parameter(
         None,
         integer(1),
-        "threads of a rank's forward pass; its share of the cores without one",
+        "threads of a rank's forward pass; by its share of cores and quota without one",
         behind="engine_endpoint",
     )
     additional_model_outputs: tuple[WantedOutput, ...] = parameter(

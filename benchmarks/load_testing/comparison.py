@@ -26,6 +26,7 @@ from benchmarks.measuring.report import Percentiles, Timeline, medians
 from benchmarks.measuring.setup import Setup
 from benchmarks.measuring.workload import BenchRequest
 from inflight.models import read_model_description
+from inflight.processors import Processors
 from inflight.server.client_apis import ClientApis
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
@@ -137,7 +138,7 @@ def options(given: argparse.Namespace) -> Options:
         concurrency=streams,
         dtype=given.dtype,
         kernels=None,
-        num_threads=given.threads or len(os.sched_getaffinity(0)),
+        num_threads=given.threads or Processors.here().num_threads,
         max_num_tokens=given.max_num_tokens,
         num_rounds=given.rounds,
     )

@@ -7,12 +7,12 @@ sends the same prompts again.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measuring.workload import BenchRequest, WorkloadName
+from inflight.processors import Processors
 
 _DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
 _MAX_SEQUENCE_LENGTH = 1024
@@ -60,7 +60,7 @@ class Options:
             concurrency=min(concurrency, num_requests),
             dtype=arguments.dtype,
             kernels=arguments.kernels,
-            num_threads=arguments.threads or len(os.sched_getaffinity(0)),
+            num_threads=arguments.threads or Processors.here().num_threads,
             max_num_tokens=arguments.max_num_tokens,
             num_rounds=arguments.rounds,
             more=tuple(arguments.set),

@@ -32,6 +32,11 @@ MODULE_IDS = {
     "mlp.down_proj": 6,
     "mlp.up_proj": 7,
     "mlp.gate_up_proj": 18,
+    "shared_mlp.input_linear": 18,
+    "shared_mlp.output_linear": 6,
+    "feed_forward.w1": 5,
+    "feed_forward.w2": 6,
+    "feed_forward.w3": 7,
     "attn.c_attn": 0,
     "attn.c_proj": 4,
     "mlp.c_fc": 5,
@@ -43,9 +48,9 @@ MODULE_IDS = {
     "fc1": 5,
     "fc2": 6,
 }
-"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama and similar models, then of
-GPTs."""
-_GATE_UP = "mlp.gate_up_proj"
+"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama, hybrids and
+similar models, then of GPTs."""
+_GATE_UP = "mlp.gate_up_proj", "shared_mlp.input_linear"
 
 _HONOURED = """
     peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern target_modules exclude_modules

@@ -22,6 +22,7 @@ from inflight.models.registry import ModelDescription, read_model_description
 from inflight.models.sharding import Part
 from tests.adapters.factories import LLAMA_LAYERS, linear_layers, make_peft_model, save_adapter
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "qwen2", "qwen3", "mistral-window", "gpt2", "gpt2-inner"]
 _FILE = "adapter_model.safetensors"
@@ -88,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa", "gpt2-inner"]))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 def test_rows_equal_the_weights_that_peft_merges(
     zoo: Zoo, tmp_path: Path, case: str, options: dict[str, Any]

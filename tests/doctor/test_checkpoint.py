@@ -237,7 +237,10 @@ def test_the_kernels_that_will_compute_the_layers_are_reported(monkeypatch: pyte
         raise library.CannotBuild("there is no C++ compiler")
 
     monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
-    assert check(DEMO)["its layers"].level is GREEN
+    monkeypatch.setattr(library, "describe_target", lambda *_: "avx2: the processor lacks avx512f")
+    found = check(DEMO)["its layers"]
+    assert found.level is GREEN
+    assert found.says == "compiled layers (avx2: the processor lacks avx512f), kept from an earlier start"
     monkeypatch.setattr(library, "foresee", cannot)
     assert check(DEMO)["its layers"].level is YELLOW
     monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")

@@ -9,7 +9,8 @@ from tests.models.zoo import ZooModel
 
 
 def some_of_everything(model: ZooModel) -> list[Request]:
-    """Return prompts of which two share a prefix, a beam search, partly right drafts, and prompt lookup."""
+    """Return prompts of which two share a prefix, a beam search, partly right drafts, prompt lookup, and a stop
+    word."""
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
     right = model.greedy(other, 4)
     return [
@@ -19,6 +20,7 @@ def some_of_everything(model: ZooModel) -> list[Request]:
         Request(3, other, 12, draft=ExternalDraft((*right[:3], (right[3] + 1) % 200))),
         Request(4, (*prompt, *prompt[:12]), 16, prompt_lookup_num_tokens=3),
         *(Request(number, model.prompt(5 + number, number), 30) for number in range(5, 9)),
+        Request(9, other, 12, stop_words=(tuple(right[2:]),)),
     ]
 
 
@@ -30,4 +32,11 @@ def assert_as_transformers(model: ZooModel, served: Served, requests: list[Reque
             expected = model.beams(prompt, count, num_beams=3, num_return_sequences=3, length_penalty=0.0)
             assert served.beams(request) == [tokens for tokens, _ in expected]
         else:
-            assert served.tokens(request) == model.greedy(prompt, count)
+            tokens = model.greedy(prompt, count)
+            ends = [
+                end
+                for word in request.stop_words
+                for end in range(len(word), count + 1)
+                if tuple(tokens[end - len(word) : end]) == word
+            ]
+            assert served.tokens(request) == tokens[: min(ends, default=count)]

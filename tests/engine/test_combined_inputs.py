@@ -146,9 +146,8 @@ def serve(engine: Engine, model: ZooModel, requests: Sequence[Request], per_step
         assert response.error is None, response.error
         served.responses.setdefault((response.request_id, response.sequence_index), []).append(response)
 
-    manager = GptManager(
-        engine, scheduler, get, send, guides=ReadyGuides(), adapters=HostAdapters(model, {}), start=False
-    )
+    adapters = HostAdapters({task: adapter.weights for task, adapter in enumerate(adapters_of(model))})
+    manager = GptManager(engine, scheduler, get, send, guides=ReadyGuides(), adapters=adapters, start=False)
     while manager.step() or scheduler.num_active:
         check_integrity(scheduler)
     return served

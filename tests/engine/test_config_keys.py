@@ -73,6 +73,30 @@ _DEEPSEEK = {
     "attention_bias": False,
 }
 _WINDOWS_IF_USED = {**_WINDOWS, "use_sliding_window": True, "max_window_layers": 1}
+_DELTA = {
+    **_LLAMA_LIKE,
+    "initializer_range": 0.2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+    "attention_bias": False,
+    "pad_token_id": 0,
+}
+_SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHORT_CONV = {
+    **{
+        key: value
+        for key, value in _LLAMA_LIKE.items()
+        if key not in ("rms_norm_eps", "hidden_act", "head_dim")
+    },
+    "layer_types": ["conv", "full_attention"],
+    "norm_eps": 1e-5,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**_LLAMA_LIKE, "attention_bias": False, "mlp_bias": False},
     "mistral": {**_LLAMA_LIKE, **_WINDOWS},
@@ -234,6 +258,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 2.0,
         "pad_token_id": 0,
     },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_next": {**_DELTA, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": True},
+    "granitemoehybrid": {
+        **_LLAMA_LIKE,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "attention_bias": False,
+        "pad_token_id": 0,
+    },
+    "lfm2": {**_SHORT_CONV, "block_multiple_of": 16, "block_auto_adjust_ff_dim": True},
+    "lfm2_moe": {**_SHORT_CONV, **_SMALL_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     "opt": {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -377,7 +426,11 @@ class _Oracle:
         config.dtype, config.return_dict = None, True
         torch.manual_seed(0)
         self._model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
-        biases = [pair for pair in self._model.named_buffers() if pair[0].endswith("correction_bias")]
+        biases = [
+            pair
+            for pair in self._model.named_buffers()
+            if pair[0].endswith(("correction_bias", "expert_bias"))
+        ]
         with torch.no_grad():
             for name, parameter in (*self._model.named_parameters(), *biases):
                 if name.endswith("bias"):  # many are initialized as 0, so that errors would not be noticed

@@ -246,10 +246,34 @@ V2 = {"proc/self/cgroup": "0::/pod/box"}
 V1 = {"proc/self/cgroup": "5:cpu:/pod\n4:memory,hugetlb:/pod/box"}
 
 
+def _node(number: int, free_kb: int, cached_kb: int) -> dict[str, str]:
+    lines = (("MemTotal", 9000), ("MemFree", free_kb), ("Active(file)", 7), ("Inactive(file)", cached_kb))
+    text = "\n".join(f"Node {number} {name}:       {size} kB" for name, size in lines)
+    return {f"sys/devices/system/node/node{number}/meminfo": text}
+
+
+NODES = _node(0, 1000, 200) | _node(1, 2000, 300) | _node(2, 4000, 400)
+
+
+def _bound(cpuset: str, policy: str) -> dict[str, str]:
+    return NODES | {
+        "proc/self/status": f"Name:\tpython\nMems_allowed:\t7\nMems_allowed_list:\t{cpuset}\nThreads:\t1",
+        "proc/self/numa_maps": f"55d04000 {policy} file=/usr/bin/python mapped=3 N0=3\n7f010000 bind:2 anon=1",
+    }
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({}, 8_192_000),
+        (NODES, 8_192_000),
+        (_bound("0-2", "default"), 8_192_000),
+        (_bound("0-2", "bind:0-2"), 8_192_000),
+        (_bound("0-2", "bind:1"), 2300 * 1024),
+        (_bound("0-2", "bind=static:0,2"), 5600 * 1024),
+        (_bound("0-2", "interleave:0-1"), 8_192_000),
+        (_bound("0,1", "default"), 3500 * 1024),
+        (_bound("0-1", "bind:1-2"), 2300 * 1024),
         ({**V2}, 8_192_000),
         ({**V2, "sys/fs/cgroup/pod/box/memory.max": "max"}, 8_192_000),
         (
@@ -284,7 +308,23 @@ V1 = {"proc/self/cgroup": "5:cpu:/pod\n4:memory,hugetlb:/pod/box"}
             5500,
         ),
     ],
-    ids=["none", "no files", "v2 no limit", "v2", "v2 parent", "v2 in a container", "v1"],
+    ids=[
+        "none",
+        "nodes of unknown use",
+        "all nodes",
+        "bound to all",
+        "bound",
+        "bound to two",
+        "interleaved",
+        "cpuset",
+        "bound within a cpuset",
+        "no files",
+        "v2 no limit",
+        "v2",
+        "v2 parent",
+        "v2 in a container",
+        "v1",
+    ],
 )
 def test_memory_of_the_machine_and_its_control_groups(
     tmp_path: Path, files: dict[str, str], expected: int

@@ -189,11 +189,14 @@ def _answers(kind: str, model: ZooModel) -> Served:
     return serve(load(model.folder, 300, 20), config_of("no-evict"), _requests(kind, model))
 
 
+KINDS = ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"]
+
+
 @pytest.mark.parametrize(
     "topology",
     with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)]),
 )
-@pytest.mark.parametrize("kind", ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"])
+@pytest.mark.parametrize("kind", with_all(KINDS, ["processors", "sampling", "beams"]))
 def test_every_control_has_the_same_effect_as_on_one_rank(
     zoo: Zoo, kind: str, topology: tuple[int, int]
 ) -> None:

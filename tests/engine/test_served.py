@@ -12,6 +12,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 NUM_REQUESTS = 10
 SAMPLED = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, random_seed=3)
@@ -29,7 +30,7 @@ def make_requests(model: ZooModel, sampling: SamplingConfig) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"]))
 @pytest.mark.parametrize("policy", CapacityPolicy)
 @pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 def test_greedy_tokens_are_those_of_transformers(zoo: Zoo, case: str, policy, chunked: bool) -> None:

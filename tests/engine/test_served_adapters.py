@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,10 +58,10 @@ def adapters_of(model: ZooModel) -> list[Adapter]:
 
 
 class HostAdapters:
-    """An AdapterCache that knows all adapters by task id, and evicts all but two idle ones."""
+    """An AdapterCache that knows adapters by task id, and evicts all but two idle ones."""
 
-    def __init__(self, model: ZooModel, others: Mapping[int, LoraWeights]) -> None:
-        self._known = {task: adapter.weights for task, adapter in enumerate(adapters_of(model))} | {**others}
+    def __init__(self, known: Mapping[int, LoraWeights]) -> None:
+        self._known = known
         self._stored: dict[int, StoredAdapter] = {}  # by task id
         self._users: dict[int, int] = {}  # task ids by request id
         self._events: list[AdapterEvent] = []
@@ -110,9 +110,25 @@ def serve(
     per_step: int = 3,
     bad: Mapping[int, LoraWeights] | None = None,
 ) -> ServedAll:
-    """Serve with a GptManager, `per_step` requests per iteration; those of `bad` adapters fail, by task id."""
+    """Serve `requests_of` a model with its adapters; requests with `bad` adapters, by task id, fail."""
     bad = bad or {}
     fails = {each.request_id for each in requests if each.lora is not None and each.lora.task_id in bad}
+    known = {task: adapter.weights for task, adapter in enumerate(adapters_of(model))}
+    return serve_with(engine, config, requests, {**known, **bad}, per_step, fails)
+
+
+def serve_with(
+    engine: Engine,
+    config: SchedulingConfig,
+    requests: Sequence[Request],
+    known: Mapping[int, LoraWeights],
+    per_step: int = 3,
+    fails: Container[int] = (),
+) -> ServedAll:
+    """Serve with a GptManager and `known` adapters, by task id.
+
+    `per_step` requests arrive per iteration; those of the ids `fails` may end with an error.
+    """
     scheduler, served, waiting = Scheduler(config, engine.limits), ServedAll(), list(requests)
 
     def get(room: int) -> list[Request]:
@@ -131,7 +147,7 @@ def serve(
         served.last = stats
         served.num_pauses += stats.num_paused_requests
 
-    instruments, adapters = Instruments(return_metrics=report), HostAdapters(model, bad)
+    instruments, adapters = Instruments(return_metrics=report), HostAdapters(known)
     manager = GptManager(
         engine, scheduler, get, send, instruments=instruments, adapters=adapters, start=False
     )
@@ -210,7 +226,7 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
 
 @every_kernel
 @pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_all_together_in_every_way_with_few_pages_and_blocks(
     zoo: Zoo, case: str, way: str, kernels: str | None
 ) -> None:

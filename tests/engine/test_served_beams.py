@@ -16,7 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 14
@@ -71,11 +71,12 @@ def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[
 
 @pytest.fixture(scope="module")
 def grid(zoo: Zoo) -> dict[str, list[tuple[Request, list[list[int]]]]]:
-    """Requests and their results: all of GRID for the first family, a part of it for the others."""
+    """Requests with their results: with --all every point of GRID for the first family, fewer for others."""
     made = {}
     for case in CASES:
         model = zoo[case]
-        numbers = range(len(GRID)) if case == CASES[0] else range(0, len(GRID), 4)
+        step = examples(3, all=1) if case == CASES[0] else 4
+        numbers = range(0, len(GRID), step)
         requests = [make_request(model, number) for number in numbers]
         made[case] = [(request, expected_of(model, request)) for request in requests]
     return made

@@ -16,6 +16,7 @@ from inflight.sampling import reference
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
 NUM_TOKENS = 30
@@ -81,7 +82,7 @@ def processed(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_greedy_tokens_with_every_processor_in_one_batch(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
     requests, expected = processed(model)

@@ -122,7 +122,7 @@ def test_the_smaller_of_the_checkpoints_and_the_parameters_window_applies(
     with_all(
         [(case, *setting) for case in CASES for setting in SETTINGS]
         + [("qwen2-window", (9,), 0), ("qwen2-window", (40, 9, 50), 0), ("qwen2-window", (40, 30), 5)],
-        ["llama-gqa", ("gpt2", (9, 21, 1), 0), ("qwen2-window", (40, 30), 5)],
+        [("gpt2", (9, 21, 1), 0), ("qwen2-window", (40, 30), 5)],
     ),
 )
 def test_windows_and_sinks_have_the_effect_of_masks(
@@ -228,7 +228,7 @@ def make_requests(model: ZooModel) -> list[Request]:
     ("way", "kernels"),
     with_all(
         by_default_and(["utilization-chunked-no-reuse"], list(WAYS)),
-        ["no-evict", "utilization-chunked-no-reuse"],
+        ["utilization-chunked-no-reuse"],
     ),
 )
 @pytest.mark.parametrize(("asked", "num_sinks"), [((9, 21), 0), ((30, 17), 6)])

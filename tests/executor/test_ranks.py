@@ -15,13 +15,13 @@ from inflight.config import EngineConfig, Parameters
 from inflight.processes import ProcessId
 from tests.executor.conftest import PROMPT, make_config, responses_of, results_of
 from tests.ranks.mpirun import TIMEOUT_S, run_ranks, start_ranks
-from tests.tiers import with_all
 
 PROMPTS = [[token] * 5 for token in range(5, 11)]
 LONG = 30_000  # long enough to be still in flight on a busy machine
 
 
-@pytest.mark.parametrize("pp_size", with_all([1, 2], [1]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pp_size", [1, 2])
 def test_ranks_started_by_mpirun_serve_requests(checkpoint: Path, reference, pp_size: int) -> None:
     said = run_ranks(2, "tests.executor.ranks_program", str(checkpoint), str(pp_size))
     ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

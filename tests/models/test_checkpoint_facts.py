@@ -24,6 +24,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MINISTRAL3 = {
+    **LLAMA,
+    "architectures": ["Ministral3ForCausalLM"],
+    "model_type": "ministral3",
+    "rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1},
+}
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 
 
@@ -50,6 +56,8 @@ def _facts(folder: Path, config: object, generation: object = None) -> Checkpoin
         ({**LLAMA, "rope_scaling": LLAMA3}, None),
         ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, None),
         ({**MIXTRAL, "num_local_experts": 4, "num_experts_per_tok": 2}, None),
+        (MINISTRAL3, None),
+        ({**MINISTRAL3, "original_max_position_embeddings": 32}, None),
         (GPT2, None),
         ({**GPT2, "n_inner": 80}, None),
     ],

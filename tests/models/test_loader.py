@@ -126,7 +126,7 @@ def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
     assert layers[1].experts.choice_bias is not None and torch.equal(layers[1].experts.choice_bias, stored)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "lfm2-moe"])
 @pytest.mark.parametrize("part", [None, Shard(2, 1), Shard(4, 3, 2)], ids=str)
 def test_single_and_stacked_experts_load_alike(
     zoo: Zoo, tmp_path: Path, case: str, part: Shard | None

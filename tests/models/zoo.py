@@ -100,7 +100,6 @@ _MAMBA2 = {
     "layer_types": ["mamba", "attention", "mamba", "attention"],
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
-    "mamba_n_groups": 2,
     "mamba_chunk_size": 16,
     "shared_intermediate_size": 72,
     "embedding_multiplier": 1.5,
@@ -150,6 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "num_key_value_heads": 2,
             "head_dim": 12,
+            "initializer_range": 0.25,
             **_rope(
                 "yarn",
                 factor=4.0,
@@ -380,7 +380,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logit_scale": 0.5,
         },
     ),
-    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.25}),
+    "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.2}),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
         {
@@ -396,7 +396,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         {
             **_DELTA,
-            "initializer_range": 0.25,
+            "initializer_range": 0.2,
             "num_experts": 6,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
@@ -404,7 +404,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
-    "granite-hybrid": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 0}),
+    "olmo-hybrid": (
+        "OlmoHybrid",
+        {
+            **{key: value for key, value in _DELTA.items() if key != "head_dim"},
+            "rope_parameters": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite-hybrid": ("GraniteMoeHybrid", {**_MAMBA2, "mamba_n_groups": 2, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "lfm2": (
         "Lfm2",
@@ -413,6 +421,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 2,
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
             "block_multiple_of": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
             "tie_word_embeddings": False,
         },
     ),
@@ -593,12 +615,20 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""
 
 
+_RECURRENT_NORMS = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+"""Names in OLMo Hybrid's recurrent layers, and those of published checkpoints."""
+
+
 @contextmanager
 def _as_float64() -> Iterator[None]:
     """Make code of transformers that always computes in float32 compute in float64."""
     with (
         patch.object(torch.Tensor, "float", torch.Tensor.double),
         patch.object(torch, "float32", torch.float64),
+        patch.object(torch, "float", torch.float64),
     ):
         yield
 
@@ -701,7 +731,10 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     config = getattr(transformers, config_name)(**{**values, **changes})
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     oracle = _draw(class_name, config, seed)
-    oracle.save_pretrained(folder, **save_options)
+    if family == "OlmoHybrid":
+        _save_as_published(oracle, folder)
+    else:
+        oracle.save_pretrained(folder, **save_options)
     return ZooModel(folder, oracle)
 
 
@@ -729,9 +762,32 @@ def _draw(class_name: str, config: Any, seed: int) -> Any:
     config._experts_implementation = "eager"  # the only one that supports float64
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        biases = [pair for pair in oracle.named_buffers() if pair[0].endswith("correction_bias")]
+        biases = [
+            pair for pair in oracle.named_buffers() if pair[0].endswith(("correction_bias", "expert_bias"))
+        ]
         for name, parameter in (*oracle.named_parameters(), *biases):
             # initialized as 0 and 1, so that errors would not be noticed
             if name.endswith("bias") or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return oracle
+
+
+def _save_as_published(oracle: Any, folder: Path) -> None:
+    """Save an OLMo Hybrid with the names of published checkpoints.
+
+    transformers' own conversion to these names divides convolutions into equal parts, and renames norms of other
+    layers too.
+    """
+    oracle.save_pretrained(folder, save_original_format=False)
+    path, config = folder / "model.safetensors", oracle.config
+    tensors, whole = load_file(path), "linear_attn.conv1d.weight"
+    key_width = config.linear_num_key_heads * config.linear_key_head_dim
+    for name in [each for each in tensors if each.endswith(whole)]:
+        prefix, conv = name.removesuffix(whole), tensors.pop(name)
+        parts = conv.split((key_width, key_width, len(conv) - 2 * key_width))
+        tensors |= {
+            f"{prefix}linear_attn.{each}_conv1d.weight": part.clone() for each, part in zip("qkv", parts)
+        }
+        for ours, theirs in _RECURRENT_NORMS.items():
+            tensors[f"{prefix}{theirs}.weight"] = tensors.pop(f"{prefix}{ours}.weight")
+    save_file(tensors, path, {"format": "pt"})

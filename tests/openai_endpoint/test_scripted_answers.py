@@ -17,6 +17,7 @@ from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import BOS_ID, folder_with_bos, scripted
 from tests.openai_endpoint.serving import DEMO
+from tests.tiers import examples
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("area", "time")]
@@ -242,7 +243,7 @@ def test_streamed_call_deltas_join_to_the_whole_call(tmp_path: Path, answer: str
 def test_a_call_cut_by_the_length_shows_no_marks(tmp_path: Path, choice: str) -> None:
     length = len(Tokenizer.from_dir(DEMO).encode(CALL))
     with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
-        for max_tokens in range(1, length):
+        for max_tokens in range(1, length, examples(3, all=1)):
             whole, chunks = chat(url, tools=TOOLS, tool_choice=choice, max_tokens=max_tokens)
             (said,) = whole["choices"]
             assert len(said["message"]["content"] or "") <= 1 and said["finish_reason"] == "length"

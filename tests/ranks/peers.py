@@ -11,8 +11,14 @@ from inflight.ranks.topology import Host
 BEAT, WAKE, FAILED, GOODBYE = 1, 2, 3, 4
 
 
-def make_host(pid: int = 1, name: str = "ant", network: int = 5, cores: tuple[int, ...] = (0, 1)) -> Host:
-    return Host(name, f"boot of {name}", network, pid, cores)
+def make_host(
+    pid: int = 1,
+    name: str = "ant",
+    network: int = 5,
+    cores: tuple[int, ...] = (0, 1),
+    quota: float | None = None,
+) -> Host:
+    return Host(name, f"boot of {name}", network, pid, cores, quota)
 
 
 def make_peer(rank: int, connection: socket.socket, pid: int | None = None) -> Peer:

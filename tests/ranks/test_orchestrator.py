@@ -175,6 +175,7 @@ def test_pauses_between_restarts_grow(stage: Stage):
     assert pause_s() == 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_successor_with_other_parameters_starts_its_own_ranks(stage: Stage):
     class Changed(Control):
         def load(self) -> None:

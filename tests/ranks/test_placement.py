@@ -41,6 +41,12 @@ def test_a_core_is_divided_among_the_ranks_that_may_use_it(cores, threads):
     assert [place.num_threads for place in of_all(*hosts, engine_threads=3)] == [3] * len(hosts)
 
 
+@pytest.mark.parametrize(("quota", "threads"), [(None, 8), (20, 8), (10, 5), (3.5, 1), (0.5, 1)])
+def test_a_quota_is_divided_among_the_ranks_of_a_machine(quota, threads):
+    hosts = [make_host(rank, cores=tuple(range(16)), quota=quota) for rank in range(2)]
+    assert [place.num_threads for place in of_all(*hosts)] == [threads] * 2
+
+
 def test_cores_of_other_machines_are_ignored():
     assert [place.num_threads for place in of_all(make_host(name="ant"), make_host(name="bee"))] == [2, 2]
 

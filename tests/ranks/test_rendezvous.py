@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.processors import Processors
 from inflight.ranks.rendezvous import Peer, gather_hosts, meet, own_addresses
 from inflight.ranks.topology import Host, this_host
 from tests.ranks.peers import make_host
@@ -189,7 +190,7 @@ def test_this_host_is_described():
     host = on_all(2, lambda rank: gather_hosts(worlds[rank]))[1][0]
     assert host == this_host()
     assert host.pid == os.getpid()
-    assert set(host.cores) == os.sched_getaffinity(0)
+    assert (host.cores, host.quota) == (Processors.here().cores, Processors.here().quota)
 
 
 def test_ranks_share_a_machine_by_name_and_a_network_by_namespace():

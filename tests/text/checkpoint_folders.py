@@ -276,11 +276,11 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         "qwen3",
     ),
     "Qwen3 as its file says": lambda folder: write(folder, _digits(), FAST, "qwen3"),
-    "Qwen3_5Tokenizer": lambda folder: write(
-        folder, backend("byte_level"), chat("byte_level", tokenizer_class="Qwen3_5Tokenizer"), "qwen3_5"
-    ),
     "Qwen2.5-VL": lambda folder: write(
         folder, backend("byte_level"), chat("byte_level", tokenizer_class="Qwen2Tokenizer"), "qwen2_5_vl"
+    ),
+    "Qwen3.5": lambda folder: write(
+        folder, backend("byte_level"), chat("byte_level", tokenizer_class="Qwen3_5Tokenizer"), "qwen3_5_text"
     ),
     "GPT2Tokenizer": lambda folder: write(
         folder, _digits(), {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}, "gpt2"

@@ -69,22 +69,22 @@ class ModuleSize:
     outer: int
 
 
-def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
-    """Return the modules of a decoder that adapters may change, with their sizes.
+def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Module, ModuleSize]:
+    """Return the modules of a decoder, or of one of its layers, that adapters may change, with their sizes.
 
-    With experts, these are the modules of its attention. With latent attention or recurrent layers there are
-    none: their projections have no ids.
+    With experts, these are the modules of its attention. Recurrent layers have only those of their MLP, and with
+    latent attention there are none: the projections of such layers have no ids. Where attention has gates, the
+    query projection has them too: a head's gates follow its query.
     """
-    if decoder.latent is not None or decoder.recurrent is not None:
+    if decoder.latent is not None:
         return {}
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     query, kv = decoder.query_size, decoder.kv_size
-    sizes = {
-        Module.ATTN_Q: ModuleSize(hidden, query),
-        Module.ATTN_K: ModuleSize(hidden, kv),
-        Module.ATTN_V: ModuleSize(hidden, kv),
-        Module.ATTN_DENSE: ModuleSize(query, hidden),
-    }
+    sizes: dict[Module, ModuleSize] = {}
+    if layer is None or not decoder.is_recurrent(layer):
+        sizes[Module.ATTN_Q] = ModuleSize(hidden, 2 * query if decoder.attention_gate else query)
+        sizes[Module.ATTN_K] = sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
+        sizes[Module.ATTN_DENSE] = ModuleSize(query, hidden)
     if decoder.experts is None:
         sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)
         sizes[Module.MLP_4H_TO_H] = ModuleSize(inner, hidden)
@@ -96,15 +96,20 @@ def module_sizes(decoder: DecoderConfig) -> dict[Module, ModuleSize]:
     return sizes
 
 
-def projections(decoder: DecoderConfig) -> dict[str, tuple[Module, ...]]:
-    """Return the `PROJECTIONS` of a decoder that adapters may change, with the modules that exist."""
-    sizes = module_sizes(decoder)
+def projections(decoder: DecoderConfig, layer: int | None = None) -> dict[str, tuple[Module, ...]]:
+    """Return the `PROJECTIONS` of a decoder, or of one of its layers, that adapters may change, with the modules
+    that exist."""
+    sizes = module_sizes(decoder, layer)
     found = {name: tuple(each for each in modules if each in sizes) for name, modules in PROJECTIONS.items()}
     return {name: modules for name, modules in found.items() if modules}
 
 
 def rank_bytes(decoder: DecoderConfig, item_size: int) -> int:
     """Return the size of one low-rank dimension of all modules and layers, in bytes."""
-    sizes = module_sizes(decoder)
-    widths = sum(sizes[module].inner + sizes[module].outer for module in SPLIT_MODULES if module in sizes)
-    return decoder.num_layers * widths * item_size
+    sizes = [size for layer in range(decoder.num_layers) for size in split_sizes(decoder, layer)]
+    return sum(size.inner + size.outer for size in sizes) * item_size
+
+
+def split_sizes(decoder: DecoderConfig, layer: int) -> list[ModuleSize]:
+    """Return the sizes of the `SPLIT_MODULES` of a layer."""
+    return [size for module, size in module_sizes(decoder, layer).items() if module in SPLIT_MODULES]

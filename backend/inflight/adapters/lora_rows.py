@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.adapters.lora_modules import FUSED_MODULES, SPLIT_MODULES, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes, split_sizes
 from inflight.core.request.adapter import ITEM_SIZES, LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.models.decoder_config import DecoderConfig
@@ -64,11 +64,9 @@ def check_adapter(weights: LoraWeights, decoder: DecoderConfig, max_rank: int) -
         raise InvalidArgument(
             "lora_config has no rows, expected one for each module of each layer that changes"
         )
-    sizes = module_sizes(decoder)
     matrix = weights.weights
     rows = [
-        _check_row(index, row, sizes, decoder.num_layers, matrix.shape[1], max_rank)
-        for index, row in enumerate(weights.config)
+        _check_row(index, row, decoder, matrix.shape[1], max_rank) for index, row in enumerate(weights.config)
     ]
     _refuse_twice(rows)
     rows.sort(key=lambda row: (row.layer, row.module))
@@ -88,16 +86,15 @@ def check_adapter(weights: LoraWeights, decoder: DecoderConfig, max_rank: int) -
 
 def largest_adapter_bytes(decoder: DecoderConfig, max_rank: int, item_size: int) -> int:
     """Return the bytes of the largest adapter: all layers at full rank, with magnitudes and padding."""
-    sizes = [size for module, size in module_sizes(decoder).items() if module in SPLIT_MODULES]
+    sizes = [size for layer in range(decoder.num_layers) for size in split_sizes(decoder, layer)]
     width = max(max_rank * (size.inner + size.outer) + size.outer for size in sizes)
-    return decoder.num_layers * len(sizes) * width * item_size
+    return len(sizes) * width * item_size
 
 
 def _check_row(
     index: int,
     row: tuple[int, ...],
-    sizes: dict[Module, ModuleSize],
-    num_layers: int,
+    decoder: DecoderConfig,
     width: int,
     max_rank: int,
 ) -> _LoraRow:
@@ -107,19 +104,20 @@ def _check_row(
             f"Expected dim2 of lora_keys to have a size in [3, 4]: {where} has {len(row)} numbers"
         )
     module_id, layer, rank, *is_dora = row
-    if not 0 <= layer < num_layers:
+    if not 0 <= layer < decoder.num_layers:
         raise InvalidArgument(
             f"Expected layerId to be in the range [0, numModelLayers): {where} has layer {layer}, and the model "
-            f"has {num_layers} layers"
+            f"has {decoder.num_layers} layers"
         )
     if rank <= 0:
         raise InvalidArgument(f"Expected adapterSize to be > 0: {where} has adapter_size {rank}")
-    module = _module(module_id)
+    module, sizes = _module(module_id), module_sizes(decoder, layer)
     if module is None or module not in sizes:
         name = f"{module_id}" if module is None else module.text
-        enabled = ", ".join(f"{each.text} ({each:d})" for each in sizes)
+        enabled = ", ".join(f"{each.text} ({each:d})" for each in sizes) or "those of other layers"
+        whose = f"layer {layer}, which is recurrent" if decoder.is_recurrent(layer) else "this model"
         raise InvalidArgument(
-            f"lora module {name} not enabled for this model: {where} has module id {module_id}, expected one of "
+            f"lora module {name} not enabled for {whose}: {where} has module id {module_id}, expected one of "
             f"{enabled}"
         )
     if is_dora and is_dora[0] not in (0, 1):

@@ -26,7 +26,14 @@ from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import FAMILIES, FUSED_GATE_UP, FUSED_QKV, WeightNames, bases_in_multimodal
+from inflight.models.families import (
+    FAMILIES,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GRANITE_GATE_UP,
+    WeightNames,
+    bases_in_multimodal,
+)
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -35,6 +42,8 @@ _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
 """Fused names, in some versions of a model, of layers that its family has as separate ones."""
+_GATE_UP = {FUSED_GATE_UP, GRANITE_GATE_UP}
+"""Names of layers that fuse the gate and up projections of an MLP."""
 _ROWS_AT_ONCE = 2048
 
 
@@ -131,7 +140,7 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
     # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
     up = PROJECTIONS["up"][: len(mlp.up)]
     found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
-    found |= {name: module for name, module in _FUSED.items() if name in found}
+    found |= {name: Module.MLP_GATE_UP for name in found if name in _GATE_UP}
     if attention.qkv_by_head:
         found = {name: module for name, module in found.items() if name not in attention.qkv}
     return {**found, attention.output: Module.ATTN_DENSE, mlp.down: Module.MLP_4H_TO_H}
@@ -218,11 +227,11 @@ def _check_row(row: _PeftRow, config: PeftConfig) -> None:
 
 def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescription) -> None:
     """Raise InvalidArgument unless shapes are the model's, and all target layers have tensors."""
-    sizes = module_sizes(model.decoder)
     for row in rows:
         name, module, layer = row.place.name, row.place.module, row.place.layer
         if layer >= model.decoder.num_layers:
             raise InvalidArgument(f"{name}: the model has {model.decoder.num_layers} layers")
+        sizes = module_sizes(model.decoder, layer)
         if module not in sizes:
             raise InvalidArgument(f"{name}: lora module {module.text} not enabled for this model")
         size = ModuleSize(row.a.shape[1], row.b.shape[0])
@@ -236,9 +245,12 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
     fused = {layer for layer, module in present if module in _FUSED.values()}
     base = rows[0].place.base
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
+        sizes = module_sizes(model.decoder, layer)
         for below, module in modules_by_name(model.names).items():
             name = base + model.names.layers.format(layer) + below
-            if (layer, module) not in present and layer not in fused and config.is_target(name):
+            if module not in sizes or (layer, module) in present or layer in fused:
+                continue
+            if config.is_target(name):
                 raise InvalidArgument(
                     f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
                     "tensors of it"

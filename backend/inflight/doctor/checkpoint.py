@@ -232,7 +232,7 @@ def _check_path(
     import torch
 
     from inflight.config import INT8, QUANTIZED
-    from inflight.engine.cpu.library import CannotBuild, foresee
+    from inflight.engine.cpu.library import CannotBuild, describe_target, foresee
     from inflight.engine.kv_rounding import find_rounding
     from inflight.engine.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
     from inflight.models.loader import quantized_kinds
@@ -244,7 +244,8 @@ def _check_path(
         check_native(config, description.decoder, computed, device)
         is_rounded = find_rounding(config.kv_cache_dtype) is not None
         is_int8 = config.dtype == INT8 or bool(kinds)
-        where = foresee(str(computed).removeprefix("torch."), is_int8, is_rounded)
+        name = str(computed).removeprefix("torch.")
+        target, where = describe_target(name, is_int8), foresee(name, is_int8, is_rounded)
     except CannotBuild as reason:
         is_kept = keeps_levels(config, description, device)
         kinds = frozenset(quantized_kinds(description)) if is_kept else frozenset()
@@ -255,7 +256,7 @@ def _check_path(
             return green("its layers", f"torch's operators on {device}"), kept, kinds
         says = f"torch's operators, which are slower than compiled layers: {reason}"
         return yellow("its layers", says, _mend_path(str(reason))), kept, kinds
-    return green("its layers", f"compiled layers, {where}"), kept, kinds
+    return green("its layers", f"compiled layers ({target}), {where}"), kept, kinds
 
 
 def _mend_path(reason: str) -> str:

@@ -10,10 +10,11 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
+from inflight.processors import Processors
 
 _OLDEST, _NEWEST = (3, 10), (3, 12)
 _LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 4 << 30, 1 << 30
@@ -57,22 +58,16 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report the number of usable processors, by affinity and by the control group's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _processor_quota(root)
-    if quota is not None and quota < cores:
+    """Report the usable processors, by affinity, cores and the control groups' quota, and the threads for them."""
+    processors = Processors.here(root)
+    if processors.num_threads == 1:
         yield yellow(
             "processors",
-            f"{cores} can be used, but the control group grants the time of {quota:.1f}: more threads than "
-            "that are held up",
-            f"scripts/serve --set engine_threads={max(1, int(quota))}, or raise the limit (docker run --cpus)",
-        )
-    elif cores == 1:
-        yield yellow(
-            "processors", "1: the server's other processes take it from the engine", "give it 2 or more"
+            f"{processors}: the server's other processes take them from the engine's one thread",
+            "give it 2 or more cores (docker run --cpus)",
         )
     else:
-        yield green("processors", f"{cores}")
+        yield green("processors", f"{processors}: the engine has {processors.num_threads} threads")
 
 
 def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
@@ -235,35 +230,6 @@ def check_driver(root: Path = _ROOT) -> Iterator[Finding]:
         return
     version = re.search(r"\d+\.\d[\d.]*", line)
     yield green("driver", version[0] if version else line)
-
-
-def _processor_quota(root: Path) -> float | None:
-    """Return the processors' time that this process's control groups grant; None without a limit."""
-    mount = root / "sys/fs/cgroup"
-    try:
-        entries = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
-    except OSError:
-        return None
-    quotas: list[float] = []
-    for entry in entries:
-        _, controllers, path = entry.split(":", 2)
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            if not controllers:
-                quotas += _quota((mount / folder / "cpu.max",))
-            elif "cpu" in controllers.split(","):
-                quotas += _quota(
-                    [mount / "cpu" / folder / f"cpu.cfs_{part}_us" for part in ("quota", "period")]
-                )
-    return min(quotas, default=None)
-
-
-def _quota(files: Iterable[Path]) -> list[float]:
-    try:
-        quota, period = " ".join(file.read_text() for file in files).split()
-        return [int(quota) / int(period)] if int(quota) > 0 else []
-    except (OSError, ValueError):  # no such group, or "max"
-        return []
 
 
 def _is_installed(name: str) -> bool:

@@ -27,9 +27,11 @@ def check_torch(has_gpu: bool) -> Iterator[Finding]:
     """Report torch's version and build, and whether it sees the machine's GPU."""
     import torch
 
+    from inflight.engine.room import default_threads
+
     cuda = torch.version.cuda
     build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
-    says = f"{torch.__version__}, {build}, {torch.get_num_threads()} threads"
+    says = f"{torch.__version__}, {build}, {default_threads()} threads"
     if has_gpu and not cuda:
         yield red("torch", f"{says}: it cannot use the GPU", _CUDA_TORCH)
     elif has_gpu and not torch.cuda.is_available():

@@ -85,10 +85,10 @@ class LinearPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The adapter pages of a layer's linear layers; `up` and `down` are None in a model with experts."""
+    """The adapter pages of a layer's linear layers; None for those that adapters cannot change."""
 
-    qkv: LinearPages
-    output: LinearPages
+    qkv: LinearPages | None = None
+    output: LinearPages | None = None
     up: LinearPages | None = None
     down: LinearPages | None = None
 
@@ -302,31 +302,36 @@ class _LayerShapes:
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
         sizes = module_sizes(held)
         self._shapes = [
-            _Shape(modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules))
-            for modules in projections(held).values()
+            {
+                name: _Shape(
+                    modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules)
+                )
+                for name, modules in projections(held, layer).items()
+            }
+            for layer in range(held.num_layers)
         ]
-        self._num_layers = held.num_layers
         self._page_rank = page_rank
-        widths = [(len(shape.modules) * shape.inner, sum(shape.widths)) for shape in self._shapes]
-        self.page_size = held.num_layers * page_rank * sum(a + b for a, b in widths)
-        self.num_outputs = held.num_layers * sum(b for _, b in widths)
+        shapes = [shape for layer in self._shapes for shape in layer.values()]
+        self.num_outputs = sum(sum(shape.widths) for shape in shapes)
+        num_inputs = sum(len(shape.modules) * shape.inner for shape in shapes)
+        self.page_size = page_rank * (num_inputs + self.num_outputs)
 
     def layers(self, memory: Tensor, magnitudes: Tensor) -> list[LayerPages]:
         """Return views of `memory` [pages, page_size] and `magnitudes` [rows, num_outputs]."""
         begin = first_output = 0
         layers: list[LayerPages] = []
-        for _ in range(self._num_layers):
-            linears: list[LinearPages] = []
-            for shape in self._shapes:
+        for shapes in self._shapes:
+            linears: dict[str, LinearPages] = {}
+            for name, shape in shapes.items():
                 count, outputs = len(shape.modules), sum(shape.widths)
                 middle = begin + count * self._page_rank * shape.inner
                 end = middle + self._page_rank * outputs
                 a = torch.unflatten(memory[:, begin:middle], 1, (count, self._page_rank, shape.inner))
                 b = torch.unflatten(memory[:, middle:end], 1, (self._page_rank, outputs))
                 of_linear = magnitudes[:, first_output : first_output + outputs]
-                linears.append(LinearPages(shape.modules, shape.widths, a, b, of_linear))
+                linears[name] = LinearPages(shape.modules, shape.widths, a, b, of_linear)
                 begin, first_output = end, first_output + outputs
-            layers.append(LayerPages(*linears))
+            layers.append(LayerPages(**linears))
         return layers
 
 

@@ -75,7 +75,7 @@ class ModelEngine:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The checkpoint's end ids."""
+        """Token ids that end a sequence, from the checkpoint's config files."""
         return self.runner.eos_token_ids
 
     @property

@@ -89,7 +89,8 @@ class KvCache:
         shape = (decoder.num_cached_layers, self._num_parts, num_blocks + 1, block_size)
         stored = dtype if rounding is None else rounding.stored
         self._blocks = _allocate(shape, stored, device)
-        self._tokens = self._blocks.view(decoder.num_cached_layers, self._num_parts, -1, *self._head_shape)
+        num_tokens = (num_blocks + 1) * tokens_per_block
+        self._tokens = self._blocks.view(*shape[:2], num_tokens, *self._head_shape)
         num_scales = 0 if rounding is None else tokens_per_block * decoder.num_kv_heads  # per block
         self._scales = _allocate((*shape[:3], num_scales), torch.float32, device)
         self._scratch = torch.empty((self._num_parts, 0, block_size), dtype=stored, device=device)

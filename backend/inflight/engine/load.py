@@ -32,6 +32,7 @@ from inflight.engine.room import (
     longest_sequence,
     make_limits,
     offer_outputs,
+    set_threads,
 )
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
@@ -143,8 +144,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
         return load_plans(options)
     options.config.validate()
     device = find_device(options.config.device)
-    if options.config.engine_threads is not None:
-        torch.set_num_threads(options.config.engine_threads)
+    set_threads(options.config.engine_threads)
     loader = _Loader(options, _find_model(options, device), device)
     decoder = loader.load_weights()
     num_adapter_pages = loader.reserve_adapters(decoder)

@@ -92,6 +92,9 @@ def _cut(
     module: Module, whole: LowRank, decoder: DecoderConfig, rope: RopeConfig | None, shard: Shard
 ) -> LowRank:
     """Return what a shard has of a module's matrices, in a layer with these positions."""
+    if module is Module.ATTN_Q and decoder.attention_gate:
+        magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
+        return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
     begin, end = _slice(module, decoder, shard)
     if module in _ROTATED and rope is not None and rope.interleaved:
         whole = _in_halves(whole, rope, decoder.head_dim)
@@ -108,6 +111,16 @@ def _in_halves(whole: LowRank, rope: RopeConfig, head_dim: int) -> LowRank:
     order = torch.tensor([head + row for head in heads for row in of_head])
     magnitude = None if whole.magnitude is None else whole.magnitude[order]
     return LowRank(whole.a, whole.b[order], magnitude)
+
+
+def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Tensor:
+    """Return this shard's outputs of a query projection with gates: all gates, then all queries.
+
+    In `rows` a head's gates follow its query.
+    """
+    by_head = torch.unflatten(rows, 0, (decoder.num_heads, 2, decoder.head_dim))
+    own = by_head[slice(*shard.split(decoder.num_heads))]
+    return own.transpose(0, 1).flip(0).flatten(0, 2)
 
 
 def _slice(module: Module, decoder: DecoderConfig, shard: Shard) -> Range:

@@ -2,14 +2,16 @@
 
 Each is the minimum of the configured size, the size that fits, and the size that could ever be used.
 `plan_kv_cache` and `plan_adapter_pages` are pure functions. `free_memory` returns how much more memory this
-process may use, on a CPU from /proc and /sys/fs/cgroup: a container sees its host's /proc/meminfo, so its own
-limit must be read too. If memory runs out nevertheless, `allocating` and `computing` turn that into clear errors.
+process may use, on a CPU from /proc and /sys: a container sees its host's /proc/meminfo, so its own limit must be
+read too, and so must the nodes that memory is bound to (numactl --membind). If memory runs out nevertheless,
+`allocating` and `computing` turn that into clear errors.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.config import EngineConfig
+from inflight.control_groups import control_groups
 from inflight.errors import ConfigError, StepFailed
 
 if TYPE_CHECKING:
@@ -28,6 +31,11 @@ REUSE_ROOM = 2
 reused."""
 _LORA_FRACTION = 0.05  # of free memory, by default
 _NO_LIMIT = 2**60  # control groups of version 1 have a huge number for no limit
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""By version of control groups: the files of limit and usage, and the line of memory.stat with cached files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ def plan_kv_cache(
     Args:
         config: The configuration.
         max_sequence_length: Maximum sequence length in tokens.
-        block_bytes: Bytes of one block, over all layers.
+        block_bytes: Bytes of one block, over all layers; 0 in a pipeline stage without attention.
         free_bytes: Memory that this process may still use on the device.
         on_gpu: Whether the device is a GPU. On a CPU the cache has at most REUSE_ROOM times the tokens of all
             slots.
@@ -58,7 +66,7 @@ def plan_kv_cache(
     )
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     fraction: float = getattr(config, name)
-    in_memory = int(free_bytes * fraction) // block_bytes - 1  # minus the null block
+    in_memory = int(free_bytes * fraction) // max(1, block_bytes) - 1  # minus the null block
     bounds = [KvCachePlan(max(0, in_memory), name)]
     if max_tokens is not None:
         bounds.append(KvCachePlan(max_tokens // size, "max_tokens_in_paged_kv_cache"))
@@ -83,13 +91,13 @@ def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -
 
     Args:
         config: The configuration.
-        page_bytes: Bytes of one page, over all layers.
+        page_bytes: Bytes of one page, over all layers; 0 in a pipeline stage that adapters cannot change.
         free_bytes: Memory that this process may still use on the device.
     """
     fraction = config.lora_cache_gpu_memory_fraction
     share = _LORA_FRACTION if fraction is None else fraction
     useful = config.max_num_sequences * largest_adapter_pages(config)
-    return min(useful, int(free_bytes * share) // page_bytes)
+    return min(useful, int(free_bytes * share) // max(1, page_bytes))
 
 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
@@ -195,9 +203,9 @@ def _let_go(error: Exception) -> str:
 
 
 def available_cpu_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of main memory available on this machine, or in this process's control groups if that is
-    less."""
-    return min([_machine(root), *_control_groups(root)])
+    """Return the bytes of main memory available on this machine, or if that is less in this process's control
+    groups, or on the memory nodes that it is bound to."""
+    return min([_machine(root), *_control_groups(root), *_nodes(root)])
 
 
 def _machine(root: Path) -> int:
@@ -210,32 +218,44 @@ def _machine(root: Path) -> int:
 
 def _control_groups(root: Path) -> list[int]:
     """Return the bytes left in this process's memory control groups, of either version, and in their parents."""
-    try:
-        entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
-    except OSError:
-        return []
-    mount = root / "sys/fs/cgroup"
     left: list[int] = []
-    for entry in entries:
-        _, controllers, path = entry.split(":", 2)
-        if not controllers:
-            left += _left(mount, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            left += _left(mount / "memory", path, *names)
+    for group in control_groups("memory", root):
+        limit_name, usage_name, cache_name = _NAMES[group.version]
+        limit, usage = _number(group.folder / limit_name), _number(group.folder / usage_name)
+        if limit is not None and usage is not None and limit < _NO_LIMIT:
+            left.append(max(0, limit - usage + _reclaimable(group.folder / "memory.stat", cache_name)))
     return left
 
 
-def _left(mount: Path, path: str, limit_name: str, usage_name: str, cache_name: str) -> list[int]:
-    group = Path(path.lstrip("/"))
-    # Inside a container the path may be the host's, while its own group is mounted at the top.
-    folders = [mount / group, *(mount / parent for parent in group.parents)]
-    found: list[int] = []
-    for folder in dict.fromkeys(folders):
-        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
-        if limit is not None and usage is not None and limit < _NO_LIMIT:
-            found.append(max(0, limit - usage + _reclaimable(folder / "memory.stat", cache_name)))
-    return found
+def _nodes(root: Path) -> list[int]:
+    """Return the bytes available on the memory nodes that this process may use, if it may not use all of them."""
+    nodes = {int(folder.name[4:]): folder for folder in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    used = nodes.keys() & _allowed_nodes(root)
+    if not used or len(used) == len(nodes):
+        return []
+    texts = [(nodes[node] / "meminfo").read_text() for node in used]
+    found = [re.findall(r"(?:MemFree|Inactive\(file\)): +(\d+) kB", text) for text in texts]
+    return [sum(int(size) * 1024 for sizes in found for size in sizes)]
+
+
+def _allowed_nodes(root: Path) -> set[int]:
+    """Return the memory nodes that cpusets and this process's policy allow; empty if unknown."""
+    try:
+        status = (root / "proc/self/status").read_text()
+        with (root / "proc/self/numa_maps").open() as file:
+            first = file.readline()
+    except OSError:  # a kernel without nodes
+        return set()
+    of_cpuset = re.search(r"^Mems_allowed_list:\s*(\S+)", status, re.MULTILINE)
+    bound = re.match(r"\S+ bind(?:=\w+)?:(\S+)", first)
+    lists = [_parse_list(match[1]) for match in (of_cpuset, bound) if match is not None]
+    return lists[0].intersection(*lists[1:]) if lists else set()
+
+
+def _parse_list(text: str) -> set[int]:
+    """Return the numbers of a list of the kernel's, such as 0-2,5."""
+    ranges = [part.split("-") for part in text.split(",")]
+    return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def _number(file: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""The capacity and limits of an engine on torch's tensors: lengths, blocks, adapter pages.
+"""The capacity and limits of an engine on torch's tensors: lengths, blocks, adapter pages, threads.
 
 Used while a model is loaded, for every implementation of its layers.
 """
@@ -6,7 +6,6 @@ Used while a model is loaded, for every implementation of its layers.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -31,6 +30,7 @@ from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import DynamicScaling
+from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 
 _LESS_STATES = "less recurrent_state_snapshots or max_batch_size"
@@ -53,6 +53,27 @@ def find_device(name: str | None) -> torch.device:
             f"device is {name!r}, which this machine does not have or this engine does not run on"
         )
     return device
+
+
+def default_threads() -> int:
+    """Return the number of threads of a forward pass on the CPU: torch's, or less if this process may use less."""
+    return min(torch.get_num_threads(), Processors.here().num_threads)
+
+
+def set_threads(engine_threads: int | None) -> None:
+    """Set the number of threads of torch and of compiled layers; None: `default_threads`."""
+    num_threads = engine_threads or default_threads()
+    if num_threads != torch.get_num_threads():
+        torch.set_num_threads(num_threads)
+    processors = Processors.here()
+    if num_threads > max(1, processors.capacity):
+        _logger.warning(
+            "engine_threads is %d, and this process may use %s: so many threads hold each other up",
+            num_threads,
+            processors,
+        )
+    else:
+        _logger.info("%d threads on the CPU: %s", num_threads, processors)
 
 
 def offer_outputs(
@@ -174,7 +195,7 @@ def make_limits(
         tokens_per_block=config.tokens_per_block,
         num_micro_batches=mapping.pp_size,
         overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
-        takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= len(os.sched_getaffinity(0)),
+        takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= Processors.here().capacity,
         hidden_size=decoder.hidden_size,
         num_adapter_pages=num_adapter_pages,
         adapter_page_rank=config.lora_cache_optimal_adapter_size,

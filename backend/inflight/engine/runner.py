@@ -109,7 +109,7 @@ class ModelRunner:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The checkpoint's end ids."""
+        """Token ids that end a sequence, from the checkpoint's config files."""
         return self.decoder_config.eos_token_ids
 
     def run(self, batch: ScheduledBatch, hidden: Tensor | None) -> RowOutputs:

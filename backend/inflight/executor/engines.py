@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExecutorEngine(Protocol):
-    """An executor's running engine."""
+    """The engine behind an `Executor`: in this process, in one of its own, or on several ranks."""
 
     @property
     def client(self) -> EngineClient | None:

@@ -5,7 +5,6 @@ All masks are filled here, each within its sequence's budget, whichever library 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from inflight.errors import InvalidArgument
 from inflight.guided.backend import GuideBackend, MaskJob, Matcher, over_budget
 from inflight.guided.budget import Budget, BudgetedMatcher
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.processors import Processors
 
 _MOST_KEPT = 256
 _FEW_MASKS = 8
@@ -60,7 +60,7 @@ class Grammars:
         self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()
         self._budget = Budget.of_vocabulary(vocabulary)
-        self._num_threads = len(os.sched_getaffinity(0))
+        self._num_threads = Processors.here().num_threads
         self._is_to_measure = False
 
     def add(self, guide: Guide, compiled: bytes) -> None:

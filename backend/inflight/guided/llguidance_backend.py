@@ -6,7 +6,6 @@ Both are lazy: little is compiled in advance. The work of one call is bounded by
 from __future__ import annotations
 
 import json
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from inflight.guided.schemas import followed_schema
 from inflight.guided.schemas.distinct import EqualItems, ItemWatch, Places
 from inflight.guided.structural_tags import as_lark, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.processors import Processors
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -115,7 +115,7 @@ class LLGuidanceBackend:
             verbose_errors=False,
         )
         self._sorted = sorted((token, index) for index, token in enumerate(vocabulary.tokens) if token)
-        self._executor = llguidance.LLExecutor(len(os.sched_getaffinity(0)))
+        self._executor = llguidance.LLExecutor(Processors.here().num_threads)
 
     def compile(self, guide: Guide) -> bytes:
         """Translate the guide to llguidance's grammar, and check it by computing its first mask."""

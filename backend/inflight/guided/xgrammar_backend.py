@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from inflight.guided.schemas.spaces import KEYWORD, MOST_SPACES, Spaces, read_sp
 from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.json_values import is_list, is_object
+from inflight.processors import Processors
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -46,7 +46,7 @@ class XGrammarMatcher:
 
 
 class XGrammarBackend:
-    """Implements `GuideBackend`."""
+    """Compiles guides to matchers with xgrammar; a `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         # xgrammar never allows an empty token, so special tokens are passed as empty and stand for no text.
@@ -56,7 +56,7 @@ class XGrammarBackend:
             tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[vocabulary.end_id]
         )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        self._batch = xgrammar.BatchGrammarMatcher(len(os.sched_getaffinity(0)))
+        self._batch = xgrammar.BatchGrammarMatcher(Processors.here().num_threads)
 
     def compile(self, guide: Guide) -> bytes:
         """Compile the guide, and check it by computing its first mask."""

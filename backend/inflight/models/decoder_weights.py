@@ -95,9 +95,9 @@ class Layer(Generic[LinearT]):
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
         qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; with
-            `attention_gate` followed by the gates of the query heads, [query_size, hidden_size]. With latent
-            attention: queries, or the vector that they are projected from, the compressed latent and the shared
-            key. In a recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
+            `attention_gate` after the gates of all query heads, [query_size, hidden_size]. With latent attention:
+            queries, or the vector that they are projected from, the compressed latent and the shared key. In a
+            recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm.
         output: [hidden_size, num_heads * output_head_dim].

@@ -21,7 +21,7 @@ class Section:
 
     @property
     def size(self) -> int:
-        """Number of columns."""
+        """Number of columns of all its heads or groups."""
         return self.count * self.width
 
 
@@ -37,6 +37,7 @@ class GatedDelta:
         value_dim: Width of a value.
         conv_width: Number of tokens of the convolution, the present one included.
         norm_eps: Added to the variance in the norm over each head's output.
+        beta_scale: Factor of beta, the sigmoid of its columns.
         has_conv_bias: Whether the convolution has biases.
         has_bias: Whether the input and output projections have biases.
     """
@@ -47,6 +48,7 @@ class GatedDelta:
     value_dim: int
     conv_width: int
     norm_eps: float
+    beta_scale: float = 1.0
     has_conv_bias: bool = False
     has_bias: bool = False
 
@@ -84,10 +86,13 @@ class GatedDelta:
         """Shape of the state of linear attention: value heads, key_dim, value_dim."""
         return (self.num_value_heads, self.key_dim, self.value_dim)
 
+    @property
+    def num_parts(self) -> int:
+        """Number of key heads; the number of tensor-parallel ranks must divide it."""
+        return self.num_key_heads
+
     def divided(self, size: int) -> GatedDelta:
-        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
-        if self.num_key_heads % size:
-            raise ValueError(f"{self.num_key_heads} key heads of gated DeltaNet")
+        """Return the part of one of `size` ranks, which divides `num_parts`."""
         return replace(
             self, num_key_heads=self.num_key_heads // size, num_value_heads=self.num_value_heads // size
         )
@@ -107,6 +112,8 @@ class Mamba2:
         step_limit: Minimum and maximum step size.
         has_conv_bias: Whether the convolution has biases.
         has_bias: Whether the input and output projections have biases.
+        num_group_ranks: Number of tensor-parallel ranks that have some of the heads of each group; all of them
+            have the group's query and key.
     """
 
     num_heads: int
@@ -118,6 +125,7 @@ class Mamba2:
     step_limit: tuple[float, float] = (0.0, float("inf"))
     has_conv_bias: bool = False
     has_bias: bool = False
+    num_group_ranks: int = 1
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -145,11 +153,18 @@ class Mamba2:
         """Shape of the state of linear attention: heads, state_dim, head_dim."""
         return (self.num_heads, self.state_dim, self.head_dim)
 
+    @property
+    def num_parts(self) -> int:
+        """Number of groups, or of heads if these are one group; the number of tensor-parallel ranks must divide
+        it."""
+        return self.num_heads if self.num_groups == 1 else self.num_groups
+
     def divided(self, size: int) -> Mamba2:
-        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
-        if self.num_groups % size:
-            raise ValueError(f"{self.num_groups} groups of Mamba-2's heads")
-        return replace(self, num_heads=self.num_heads // size, num_groups=self.num_groups // size)
+        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        num_heads = self.num_heads // size
+        if self.num_groups == 1:
+            return replace(self, num_heads=num_heads, num_group_ranks=size)
+        return replace(self, num_heads=num_heads, num_groups=self.num_groups // size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +213,13 @@ class ShortConv:
         """Always None: there is no state of linear attention."""
         return
 
+    @property
+    def num_parts(self) -> int:
+        """Number of columns; the number of tensor-parallel ranks must divide it."""
+        return self.width
+
     def divided(self, size: int) -> ShortConv:
-        """Return the part of one of `size` ranks; raise ValueError with the reason if it cannot be divided."""
-        if self.width % size:
-            raise ValueError(f"{self.width} columns of the convolution")
+        """Return the part of one of `size` ranks, which divides `num_parts`."""
         return replace(self, width=self.width // size)
 
 

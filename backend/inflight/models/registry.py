@@ -134,6 +134,7 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
     for rope in dict.fromkeys(decoder.ropes):
         if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:
             raise ConfigError(
-                f"{config.path}: with num_attention_heads {decoder.num_heads} and partial_rotary_factor "
-                f"{rope.partial_factor:g}, {rotary_dim} dimensions of a head are rotated, expected an even number"
+                f"{config.path}: with hidden_size {decoder.hidden_size}, num_attention_heads {decoder.num_heads}, "
+                f"head_dim {decoder.head_dim} and partial_rotary_factor {rope.partial_factor:g}, {rotary_dim} "
+                "dimensions of a head are rotated, expected an even number"
             )

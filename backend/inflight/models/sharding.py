@@ -43,6 +43,14 @@ class Shard:
         each = -(-count // self.size)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
+    def share(self, count: int) -> Range:
+        """Return this rank's slice of `count` heads; if there are fewer heads than ranks, several ranks have the
+        same one."""
+        if count >= self.size:
+            return self.split(count)
+        head = self.rank * count // self.size
+        return head, head + 1
+
     def experts(self, count: int) -> Range:
         """Return the range of this rank's experts among `count`; a rank may have whole experts or slices of
         them."""
@@ -57,20 +65,18 @@ class Shard:
         """Raise ConfigError that lists possible sizes if the model cannot be split over this number of ranks."""
         if self.moe_ep_size > 1:
             self._check_experts(decoder)
-        if decoder.recurrent is not None and self.size > 1:
-            try:
-                decoder.recurrent.divided(self.size)
-            except ValueError as error:
-                raise ConfigError(
-                    f"tensor parallelism over {self.size} ranks does not divide this model: {error}"
-                ) from None
         heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, math.gcd(*self._mlp_widths(decoder))
         sizes = tensor_parallel_sizes(heads, kv_heads, inner)
+        widths = f"{heads} heads, {kv_heads} key heads, MLP of {inner}"
+        if decoder.recurrent is not None:
+            parts = decoder.recurrent.num_parts
+            sizes = [size for size in sizes if parts % size == 0]
+            widths += f", recurrent layers of {parts} parts"
         if self.size in sizes:
             return
         raise ConfigError(
-            f"tensor parallelism over {self.size} ranks does not divide this model: {heads} heads, {kv_heads} key "
-            f"heads, MLP of {inner}; it can be {', '.join(map(str, sizes))}"
+            f"tensor parallelism over {self.size} ranks does not divide this model: {widths}; it can be "
+            f"{', '.join(map(str, sizes))}"
         )
 
     def _check_experts(self, decoder: DecoderConfig) -> None:
@@ -120,11 +126,7 @@ class Shard:
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
         """Return this rank's rows of all key heads; the same of all value heads."""
-        kv_heads = decoder.num_kv_heads
-        if kv_heads >= self.size:
-            return _scaled(self.split(kv_heads), decoder.head_dim)
-        head = self.rank * kv_heads // self.size
-        return _scaled((head, head + 1), decoder.head_dim)
+        return _scaled(self.share(decoder.num_kv_heads), decoder.head_dim)
 
 
 WHOLE = Shard()

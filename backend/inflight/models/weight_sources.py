@@ -242,14 +242,15 @@ class _Finder:
 
     def _layer(self, index: int) -> LayerSources:
         decoder, names, shard = self._decoder, self._names, self._part.shard
-        attention, norms = names.attention, names.norms
+        attention, is_recurrent = names.attention, decoder.is_recurrent(index)
+        norms = names.recurrent_norms if is_recurrent and names.recurrent_norms else names.norms
         prefix = names.base + names.layers.format(index)
 
         def norm(module: str) -> NormSource | None:
             return self._norm(prefix + module, decoder.hidden_size) if module else None
 
         queries, keys = shard.query_rows(decoder), (decoder.kv_size, shard.kv_rows(decoder))
-        is_recurrent, latent = decoder.is_recurrent(index), None
+        latent = None
         if is_recurrent:
             assert decoder.recurrent is not None and names.recurrent is not None, (
                 "the family names its modules"
@@ -317,7 +318,7 @@ class _Finder:
         return replace(qkv, weight=reordered(qkv.weight), bias=qkv.bias and reordered(qkv.bias))
 
     def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
-        """Return queries, keys, values and gates; in the checkpoint a head's gate follows its query."""
+        """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
         decoder, shard = self._decoder, self._part.shard
         size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
         queries, gates = (
@@ -327,10 +328,9 @@ class _Finder:
         query, key, value = (prefix + module for module in modules)
         own_keys = (shard.kv_rows(decoder),)
         parts = (
-            StoredRows(query, 2 * decoder.query_size, queries),
+            StoredRows(query, 2 * decoder.query_size, (*gates, *queries)),
             StoredRows(key, decoder.kv_size, own_keys),
             StoredRows(value, decoder.kv_size, own_keys),
-            StoredRows(query, 2 * decoder.query_size, gates),
         )
         return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
 
@@ -349,7 +349,7 @@ class _Finder:
     def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
         """Return this shard's rows of sections that are stored one after the other."""
         begins = accumulate((section.size for section in sections), initial=0)
-        owns = (self._part.shard.split(section.count) for section in sections)
+        owns = (self._part.shard.share(section.count) for section in sections)
         return tuple(
             (begin + first * section.width, begin + last * section.width)
             for begin, section, (first, last) in zip(begins, sections, owns)
@@ -377,34 +377,35 @@ class _Finder:
         """Return the weights of a recurrent layer besides its projections, in float32 except for the norm."""
         names, config = self._names.recurrent, self._decoder.recurrent
         assert names is not None and config is not None, "the layer is recurrent"
-        columns = self._in_sections(config.conv_sections)
-        conv = StoredRows(f"{prefix}{names.conv}.weight", total_size(config.conv_sections), columns)
-        bias = replace(conv, name=f"{prefix}{names.conv}.bias")
+        sections = config.conv_sections
+        of_modules = [sections] if len(names.conv) == 1 else [(each,) for each in sections]
+        conv = tuple(
+            StoredRows(prefix + module, total_size(own), self._in_sections(own))
+            for module, own in zip(names.conv, of_modules, strict=True)
+        )
 
         def of_heads(name: str) -> TensorSource | None:
             own = StoredRows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
             return TensorSource((own,), dtype=torch.float32) if name else None
 
-        norm = StoredRows(
-            f"{prefix}{names.norm}.weight", total_size(config.norm_sections), self._norm_rows(config)
-        )
+        normed = config.norm_sections
+        norm = StoredRows(f"{prefix}{names.norm}.weight", total_size(normed), self._in_sections(normed))
         return RecurrentSources(
             conv=TensorSource(
-                (conv,), config.conv_width, (0, config.conv_width), is_conv=True, dtype=torch.float32
+                _named(conv, "weight"),
+                config.conv_width,
+                (0, config.conv_width),
+                is_conv=True,
+                dtype=torch.float32,
             ),
-            conv_bias=TensorSource((bias,), dtype=torch.float32) if config.has_conv_bias else None,
+            conv_bias=TensorSource(_named(conv, "bias"), dtype=torch.float32)
+            if config.has_conv_bias
+            else None,
             decay=of_heads(names.decay),
             step_bias=of_heads(names.step_bias),
             skip=of_heads(names.skip),
             norm=TensorSource((norm,)) if names.norm else None,
         )
-
-    def _norm_rows(self, config: RecurrentConfig) -> tuple[Range, ...]:
-        """Return this shard's weights of the norm; all of them if the heads share the norm."""
-        sections = config.norm_sections
-        if all(section.count == 1 for section in sections):
-            return tuple((0, section.size) for section in sections)
-        return self._in_sections(sections)
 
     def _latent(
         self, prefix: str, names: LatentNames, config: LatentAttention

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.errors import ConfigError
+from inflight.processors import Processors
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class Host:
         boot_id: The id of the running kernel, unique to the machine.
         network: The inode of its network namespace; processes with the same one share all interfaces.
         pid: The rank's process id.
-        cores: The cores on which it may run.
+        cores: The physical cores on which it may run.
+        quota: Processor time per second that its control groups grant; None: no limit.
     """
 
     name: str
@@ -128,6 +130,7 @@ class Host:
     network: int
     pid: int
     cores: tuple[int, ...]
+    quota: float | None = None
 
     def shares_machine_with(self, other: Host) -> bool:
         """Whether both have the same cores, memory and GPUs. False for containers with different host names."""
@@ -140,12 +143,14 @@ class Host:
 
 def this_host() -> Host:
     """Return the host of this process."""
+    processors = Processors.here()
     return Host(
         socket.gethostname(),
         Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         os.stat("/proc/self/ns/net").st_ino,
         os.getpid(),
-        tuple(sorted(os.sched_getaffinity(0))),
+        processors.cores,
+        processors.quota,
     )
 
 
@@ -170,16 +175,18 @@ class Placement:
         Args:
             rank: 0 .. len(hosts) - 1.
             hosts: The hosts, by rank.
-            engine_threads: Number of threads per rank; None: this rank's share of the cores that it may run on. A
-                core that several ranks may run on is divided among them; launchers differ in whether they bind
-                ranks to cores.
+            engine_threads: Number of threads per rank; None: this rank's share of the cores that it may run on,
+                and of its control groups' quota. A core that several ranks may run on is divided among them;
+                launchers differ in whether they bind ranks to cores.
         """
         mine = hosts[rank]
         near = [other for other, host in enumerate(hosts) if host.shares_machine_with(mine)]
         if engine_threads is None:
             users = [sum(core in hosts[other].cores for other in near) for core in mine.cores]
-            # The sum of thirds has to reach one.
-            engine_threads = max(1, int(sum(1 / count for count in users) + 1e-6))
+            share = sum(1 / count for count in users)
+            if mine.quota is not None:
+                share = min(share, mine.quota / len(near))
+            engine_threads = max(1, int(share + 1e-6))  # the sum of thirds has to reach one
         return cls(near.index(rank), len(near), engine_threads)
 
     def device(self, num_gpus: int, gpu_device_ids: Sequence[int] = ()) -> str:

@@ -166,7 +166,7 @@ class FakeEngine:
         return output
 
     def close(self) -> None:
-        """Discard all state."""
+        """Discard the slots and the content of the cache."""
         self._slots.clear()
         self._cache.clear()
 

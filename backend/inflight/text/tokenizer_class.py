@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 Json = dict[str, Any]
@@ -26,7 +25,7 @@ CLASS_OF_MODEL = {
         AS_IN_ITS_FILE: (
             "ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid "
             "internlm2 internlm3 jamba kimi_k25 llava llava_next minicpm3 minimax_m2 ministral ministral3 "
-            "mistral mistral3 mixtral nemotron olmo2 olmo3 phi3 phimoe stablelm"
+            "mistral mistral3 mixtral nemotron olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
         ),
         "CodeLlamaTokenizer": "code_llama",
         "CohereTokenizer": "cohere2",
@@ -42,14 +41,13 @@ CLASS_OF_MODEL = {
 }
 
 # Checkpoints of these models name wrong classes so often that transformers ignores them.
-_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2"})
+_CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "qwen3_5_moe_text"})
 
 _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same with the marks of combined characters as parts of words.
-_QWEN3_5_WORDS = (
+_QWEN3_5_WORDS = (  # as before, but marks belong to words
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -191,7 +189,15 @@ def _gpt_neox(settings: Mapping[str, Any]) -> Json:
     return {**_gpt2(settings), "normalizer": {"type": "NFC"}}
 
 
-def _qwen2(settings: Mapping[str, Any], pattern: str = _QWEN2_WORDS) -> Json:
+def _qwen2(settings: Mapping[str, Any]) -> Json:
+    return _qwen(settings, _QWEN2_WORDS)
+
+
+def _qwen3_5(settings: Mapping[str, Any]) -> Json:
+    return _qwen(settings, _QWEN3_5_WORDS)
+
+
+def _qwen(settings: Mapping[str, Any], pattern: str) -> Json:
     words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     prefixed = bool(settings.get("add_prefix_space") or False)
     return {
@@ -213,7 +219,7 @@ def _content(token: str | Mapping[str, Any] | None) -> str | None:
 
 _END_OF_TEXT = "<|endoftext|>"
 _GPT = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
-_QWEN_TOKENS = {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
+_QWEN = {"eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT}
 _SENTENCE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 _CLASSES: Mapping[str, TokenizerClass] = {
@@ -242,8 +248,6 @@ _CLASSES: Mapping[str, TokenizerClass] = {
     ),
     "GPT2Tokenizer": TokenizerClass(_gpt2, _GPT),
     "GPTNeoXTokenizer": TokenizerClass(_gpt_neox, {**_GPT, "pad_token": "<|padding|>"}, template=()),
-    "Qwen2Tokenizer": TokenizerClass(_qwen2, _QWEN_TOKENS, readds_special_tokens=True),
-    "Qwen3_5Tokenizer": TokenizerClass(
-        partial(_qwen2, pattern=_QWEN3_5_WORDS), _QWEN_TOKENS, readds_special_tokens=True
-    ),
+    "Qwen2Tokenizer": TokenizerClass(_qwen2, _QWEN, readds_special_tokens=True),
+    "Qwen3_5Tokenizer": TokenizerClass(_qwen3_5, _QWEN),
 }

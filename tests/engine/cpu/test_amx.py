@@ -1,4 +1,7 @@
-"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX."""
+"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX.
+
+Whole models, for which the library is compiled with the stand-in, are in the exhaustive tier.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from inflight.engine.cpu import library
 from inflight.engine.cpu.library import CannotBuild, find_target, load_library
 from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
+from tests.engine.cpu.programs import run_program
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.kernels import needs_native
 
@@ -38,15 +42,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
     monkeypatch.setattr(library, "_PREBUILT", Path("/nothing"))
     monkeypatch.delenv("INFLIGHT_CPU_TARGET", raising=False)
     return target
-
-
-def run_program(folder: Path, text: str, *flags: str) -> int:
-    """Compile a C++ program, which includes the headers by name, and return its exit status."""
-    (folder / "program.cpp").write_text(text)
-    headers = ("-std=c++17", "-pthread", "-O1", "-I", str(library._SOURCES))
-    command = [library._find_compiler(), *headers, *find_target("bfloat16").here, *flags, "program.cpp"]
-    subprocess.run([*command, "-o", "program"], cwd=folder, check=True, timeout=600)
-    return subprocess.run([folder / "program"], timeout=120, check=False).returncode
 
 
 @pytest.mark.parametrize(("fault", "found"), [(1, 0), (2, 2), (3, 3)], ids=["none", "a sum", "a crash"])
@@ -168,6 +163,7 @@ def run_all(engine: ModelEngine, prompts: list[list[int]], steps: int) -> list[R
     return rows
 
 
+@pytest.mark.exhaustive
 def test_results_of_a_row_do_not_depend_on_the_others(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +180,7 @@ def test_results_of_a_row_do_not_depend_on_the_others(
         assert all(torch.equal(a, b) for a, b in zip(alone.logits, row.logits, strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["llama"], indirect=True)  # routers compute in bfloat16
 def test_int8_is_bitwise_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
@@ -195,6 +192,7 @@ def test_int8_is_bitwise_equal_with_and_without_tiles(
         assert all(torch.equal(a, b) for a, b in zip(own.logits, other.logits, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_nearly_equal_with_and_without_tiles(
     model: Path, stand_in: library.Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

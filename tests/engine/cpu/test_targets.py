@@ -29,6 +29,7 @@ from tests.sampling import factories
 from tests.sampling.factories import Row, choose_tokens, make_request
 from tests.sampling.test_apply_masks import SUBSETS
 from tests.sampling.test_apply_masks import check as check_masks
+from tests.tiers import with_all
 
 pytestmark = [needs_native, pytest.mark.usefixtures("target")]
 
@@ -47,7 +48,7 @@ def make_packer(dtype: torch.dtype = torch.bfloat16, int8: bool = False) -> Pack
 
 
 @in_float32_on_others
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", with_all(CASES, ["llama-odd-sizes", "gpt-oss"]))
 def test_tokens_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     row = alone(load_engine(model.folder, dtype="float32", **NATIVE), model.prompt(33), 8)
@@ -58,7 +59,7 @@ def test_tokens_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> Non
 
 @in_fewer_bits_on_others
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.3)])
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_logits_in_fewer_bits_are_near_those_in_float32(
     zoo: Zoo, case: str, dtype: str, tolerance: float
 ) -> None:

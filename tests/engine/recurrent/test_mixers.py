@@ -119,7 +119,7 @@ def test_a_scan_equals_the_module_of_transformers(layer: Layer) -> None:
     assert project(x).shape[1] == total_size(config.sections)
     computed, _ = mixer.scan(project(x), start(config))
     assert computed.shape == (NUM_TOKENS, config.output_width)
-    torch.testing.assert_close(output(computed), module(x[None])[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output(mixer.finish(computed)), module(x[None])[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2, 3), (64,), (10, 70)])

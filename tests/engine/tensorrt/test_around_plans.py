@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 
+import pytest
+
 import inflight.executor as trtllm
 from inflight.batch_manager.gpt_manager import GptManager
 from inflight.core.request.request import Request
@@ -66,6 +68,7 @@ def test_executor(zoo: Zoo, plans: Plans) -> None:
     assert most >= 6
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_over_mpi(zoo: Zoo, plans: Plans) -> None:
     """The plans' sums over ranks use the engine's own collectives."""
     model = zoo["llama-gqa"]

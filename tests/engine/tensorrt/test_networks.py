@@ -62,9 +62,11 @@ REFUSED = {
     "qwen3.5",
     "qwen3.5-moe",
     "qwen3-next",
+    "olmo-hybrid",
     "granite-hybrid",
     "granite-hybrid-moe",
     "lfm2",
+    "lfm2-moe",
 }
 
 

@@ -43,6 +43,13 @@ REFUSED = {
     "minimax_m2": "experts chosen otherwise than by softmax",
     "gemma2": "soft caps of attention",
     "gpt_oss": "learned sinks, clamped SwiGLU, biases of experts",
+    "qwen3_5_text": "recurrent layers, gates of attention",
+    "qwen3_5_moe_text": "recurrent layers, gates of attention",
+    "qwen3_next": "recurrent layers, gates of attention",
+    "olmo_hybrid": "recurrent layers",
+    "granitemoehybrid": "recurrent layers",
+    "lfm2": "recurrent layers",
+    "lfm2_moe": "recurrent layers",
 }
 FAMILY_NAMES = [family.model_type for family in FAMILIES]
 

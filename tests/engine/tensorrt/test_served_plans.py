@@ -65,10 +65,10 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert engine.limits.num_blocks == 4 * 16, "as many as the slots' sequences can have"
     assert engine.runner.cache._blocks is None
     requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
-    requests.append(Request(9, model.prompt(21, 9), 12, sampling=SamplingConfig(num_return_sequences=3)))
+    requests.append(Request(99, model.prompt(21, 9), 12, sampling=SamplingConfig(num_return_sequences=3)))
     served = serve(engine, config_of("no-reuse", max_beam_width=1), requests)
     assert_as_transformers(model, served, requests)
-    assert [served.tokens(9, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
+    assert [served.tokens(99, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
 
 
 def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans) -> None:

@@ -170,7 +170,7 @@ class BeamGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One iteration's work.
+    """The work of the device in one iteration: changes of slots and blocks, and the rows of one forward pass.
 
     Attributes:
         iteration: Number of the iteration.

@@ -195,7 +195,7 @@ class BatchBuilder:
     def build(
         self, iteration: int, micro_batch_id: int, released_slots: tuple[int, ...], samples_on_device: bool
     ) -> ScheduledBatch:
-        """Return the finished batch."""
+        """Return the batch with all that was added, as number `iteration`."""
         return ScheduledBatch(
             iteration=iteration,
             micro_batch_id=micro_batch_id,

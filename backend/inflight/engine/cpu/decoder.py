@@ -7,6 +7,7 @@ summed between calls. Keys and values are stored in the cache's blocks in a spec
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ from inflight.sampling.transfer import as_array
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
+_SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
+_SPIN_US, _MOST_SPIN_US = 50, 1_000_000
 
 
 class NativeDecoder:
@@ -63,7 +66,7 @@ class NativeDecoder:
         rounding: Rounding of the cache that every call passes.
 
     Raises:
-        ConfigError: Its threads cannot be started.
+        ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
 
     Attributes:
         config: Configuration of the whole model.
@@ -280,6 +283,7 @@ class NativeDecoder:
             experts.shared_intermediate_size,
             experts.is_normalized,
             _CACHE_KINDS[self._rounding],
+            _spin_us(),
             held.norm_eps,
             held.score_scale,
             held.attention_soft_cap or 0.0,
@@ -326,3 +330,15 @@ def _spans(packed: PackedBatch) -> NDArray[np.int64]:
 def _check(is_done: bool) -> None:
     if not is_done:
         raise MemoryError("no memory for a forward pass's intermediate results")
+
+
+def _spin_us() -> int:
+    """Return how long a thread spins at a barrier before it sleeps, in microseconds, as the environment says.
+
+    Raises:
+        ConfigError: It is not a number from 0 to a million.
+    """
+    text = os.environ.get(_SPIN_VARIABLE) or str(_SPIN_US)
+    if not (text.isascii() and text.isdigit() and int(text) <= _MOST_SPIN_US):
+        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MOST_SPIN_US} (microseconds)")
+    return int(text)

@@ -9,7 +9,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_float, c_int32, c_int
 
 
 class LinearStruct(Structure):
-    """A packed matrix."""
+    """A linear layer with its packed matrix; layout of `Linear` in source/layer.h."""
 
     _fields_ = (
         ("data", c_void_p),
@@ -26,7 +26,7 @@ class LinearStruct(Structure):
 
 
 class NormStruct(Structure):
-    """Parameters of a norm."""
+    """Weight and bias of a norm, of which each may be null; layout of `Norm` in source/layer.h."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
@@ -81,6 +81,7 @@ class ShapeStruct(Structure):
         ("shared_inner", c_int32),
         ("normalizes_chances", c_int32),
         ("cache_kind", c_int32),
+        ("spin_us", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),

@@ -100,7 +100,9 @@ class Decoder:
         self._first_layer = part.layers[0]
         self._places = _places(self._held)
         self._mixers = [
-            make_mixer(self._held.recurrent, layer.recurrent, self._operations.activation)
+            make_mixer(
+                self._held.recurrent, layer.recurrent, self._operations.activation, collectives.all_reduce
+            )
             if self._held.recurrent is not None and layer.recurrent is not None
             else None
             for layer in weights.layers
@@ -254,8 +256,8 @@ class Decoder:
         heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
         qkv, gates = layer.qkv(x), None
         if self.config.attention_gate:
-            qkv, gates = qkv.split(
-                ((heads + 2 * kv_heads) * self._held.head_dim, self._held.query_size), dim=1
+            gates, qkv = qkv.split_with_sizes(
+                (self._held.query_size, (heads + 2 * kv_heads) * self._held.head_dim), dim=1
             )
         qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
         norms = None

@@ -16,6 +16,9 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -78,8 +81,9 @@ def scan(
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
         sides = torch.cat((values * weights, weighed * since_begin), dim=-1)
-        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-        values, read_before = solved.split((values.shape[-1], keys.shape[-1]), dim=-1)
+        solve = cast("Callable[..., Tensor]", torch.linalg.solve_triangular)  # pyright: ignore[reportUnknownMemberType]
+        solved = solve(system, sides, upper=False, unitriangular=True)
+        values, read_before = solved.split_with_sizes((values.shape[-1], keys.shape[-1]), dim=-1)
     queries, keys = queries * since_begin, keys * until_end.unsqueeze(-1)
     decay = total_decay[..., -1].exp()[..., None, None]
     outputs = torch.empty_like(values)
@@ -95,4 +99,4 @@ def scan(
 def _in_pieces(x: Tensor) -> Tensor:
     """Return [tokens, heads, width] as [pieces, heads, PIECE, width], padded with zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % PIECE))
-    return padded.unflatten(0, (-1, PIECE)).transpose(1, 2)
+    return torch.unflatten(padded, 0, (-1, PIECE)).transpose(1, 2)

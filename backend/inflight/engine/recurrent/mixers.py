@@ -8,6 +8,7 @@ many sequences.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -20,13 +21,16 @@ from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, Recur
 State = tuple[Tensor, Tensor]
 """The state of the convolution, and the state of linear attention."""
 
-Heads = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
-"""Queries, keys, values, logarithm of the decay, and beta: arguments of `linear_attention.step`."""
+Sum = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""`linear_attention.scan` or `linear_attention.step`."""
 
 _L2_EPS = 1e-6
 
 
-class Mixer:
+class Mixer(ABC):
     """A recurrent layer without its projections; subclasses define the columns of the input projection.
 
     Args:
@@ -46,7 +50,7 @@ class Mixer:
             state: State before the first of these tokens.
 
         Returns:
-            Input of the output projection, [tokens, output_width], and the state after the last token.
+            Rows for `finish`, [tokens, output_width], and the state after the last token.
         """
         inputs = self._conv_inputs(projected)
         known = torch.cat((state[0], inputs.T), dim=1)
@@ -73,22 +77,22 @@ class Mixer:
         )
         return output, (known[:, :, 1:], new_states)
 
+    def finish(self, rows: Tensor) -> Tensor:
+        """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
+
+        Every rank calls it with the same number of rows.
+        """
+        return rows
+
+    @abstractmethod
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         """Return the inputs of the convolution, [rows, columns]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Return the input of the output projection, and the new state of linear attention.
-
-        `attend` is `linear_attention.scan` or `linear_attention.step`.
-        """
-        raise NotImplementedError
+        """Return rows for `finish`, and the new state of linear attention."""
 
 
 class GatedDeltaMixer(Mixer):
@@ -104,63 +108,61 @@ class GatedDeltaMixer(Mixer):
         return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         config, weights = self._config, self._weights
         assert weights.decay is not None and weights.step_bias is not None and weights.norm is not None
         key_width, num_heads = config.num_key_heads * config.key_dim, config.num_value_heads
         rows = self._activation(convolved).float()
-        queries, keys, values = rows.split((key_width, key_width, config.output_width), dim=1)
+        queries, keys, values = rows.split_with_sizes((key_width, key_width, config.output_width), dim=1)
         queries, keys = (self._normalize(each) for each in (queries, keys))
         rest = projected[:, total_size(config.conv_sections) :]
-        gates, beta, steps = rest.split((config.output_width, num_heads, num_heads), dim=1)
+        gates, beta, steps = rest.split_with_sizes((config.output_width, num_heads, num_heads), dim=1)
         log_decay = weights.decay * F.softplus(steps.float() + weights.step_bias)
-        values = values.unflatten(1, (num_heads, -1))
+        values = torch.unflatten(values, 1, (num_heads, -1))
         scaled = queries * config.key_dim**-0.5
-        read, new_state = attend(scaled, keys, values, log_decay, beta.sigmoid().float(), state)
+        beta = config.beta_scale * beta.sigmoid().float()
+        read, new_state = attend(scaled, keys, values, log_decay, beta, state)
         read = F.rms_norm(read.to(projected.dtype).float(), (config.value_dim,), eps=config.norm_eps)
         read = weights.norm * read.to(projected.dtype)
-        gated = read.float() * F.silu(gates.float()).unflatten(1, (num_heads, -1))
+        gated = read.float() * torch.unflatten(F.silu(gates.float()), 1, (num_heads, -1))
         return gated.flatten(1).to(projected.dtype), new_state
 
     def _normalize(self, x: Tensor) -> Tensor:
         """Return queries or keys normalized to length 1, repeated for each value head."""
         config = self._config
-        heads = x.unflatten(1, (config.num_key_heads, config.key_dim))
+        heads = torch.unflatten(x, 1, (config.num_key_heads, config.key_dim))
         heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
         return heads.repeat_interleave(config.num_value_heads // config.num_key_heads, dim=1)
 
 
 class Mamba2Mixer(Mixer):
-    """A layer of Mamba-2, without its projections."""
+    """A layer of Mamba-2, without its projections; `all_reduce` sums over the ranks that share groups of heads."""
 
     def __init__(
-        self, config: Mamba2, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+        self,
+        config: Mamba2,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        all_reduce: Sum,
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
+        self._all_reduce = all_reduce
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         width = self._config.output_width
         return projected[:, width : width + total_size(self._config.conv_sections)]
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         config, weights = self._config, self._weights
         assert weights.decay is not None and weights.step_bias is not None
         group_width = config.num_groups * config.state_dim
         rows = self._activation(convolved).float()
-        values, keys, queries = rows.split((config.output_width, group_width, group_width), dim=1)
-        values = values.unflatten(1, (config.num_heads, config.head_dim))
+        values, keys, queries = rows.split_with_sizes((config.output_width, group_width, group_width), dim=1)
+        values = torch.unflatten(values, 1, (config.num_heads, config.head_dim))
         steps = projected[:, -config.num_heads :].float() + weights.step_bias
         steps = F.softplus(steps).clamp(*config.step_limit)
         read, new_state = attend(
@@ -173,17 +175,22 @@ class Mamba2Mixer(Mixer):
         )
         if weights.skip is not None:
             read = read + values * weights.skip.unsqueeze(-1)
-        gated = read.flatten(1) * F.silu(projected[:, : config.output_width].float())
-        if weights.norm is None:
-            return gated.to(projected.dtype), new_state
-        groups = gated.unflatten(1, (config.num_groups, -1))
-        normed = F.rms_norm(groups, (groups.shape[-1],), eps=config.norm_eps).flatten(1)
-        return (weights.norm * normed.to(projected.dtype)).to(projected.dtype), new_state
+        return read.flatten(1) * F.silu(projected[:, : config.output_width].float()), new_state
+
+    def finish(self, rows: Tensor) -> Tensor:
+        config, norm = self._config, self._weights.norm
+        assert norm is not None, "Mamba-2 has a norm"
+        groups = torch.unflatten(rows, 1, (config.num_groups, -1))
+        variance = groups.square().mean(-1, keepdim=True)
+        if config.num_group_ranks > 1:
+            variance = self._all_reduce(variance) / config.num_group_ranks
+        normed = groups * torch.rsqrt(variance + config.norm_eps)
+        return norm * normed.flatten(1).to(norm.dtype)
 
     def _by_head(self, x: Tensor) -> Tensor:
         """Return queries or keys repeated for each head of their group, [rows, heads, state_dim]."""
         config = self._config
-        groups = x.unflatten(1, (config.num_groups, config.state_dim))
+        groups = torch.unflatten(x, 1, (config.num_groups, config.state_dim))
         return groups.repeat_interleave(config.num_heads // config.num_groups, dim=1)
 
 
@@ -195,23 +202,29 @@ class ShortConvMixer(Mixer):
         return gates * inputs
 
     def _read(
-        self,
-        convolved: Tensor,
-        projected: Tensor,
-        state: Tensor,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         return projected.chunk(3, dim=1)[1] * convolved, state
 
 
 def make_mixer(
-    config: RecurrentConfig, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+    config: RecurrentConfig,
+    weights: RecurrentWeights,
+    activation: Callable[[Tensor], Tensor],
+    all_reduce: Sum = lambda tensor: tensor,
 ) -> Mixer:
-    """Return the mixer of a layer; `activation` follows the convolution, except in `ShortConv`."""
+    """Return the mixer of a layer.
+
+    Args:
+        config: Configuration of this rank's part of the layer.
+        weights: This rank's weights.
+        activation: Follows the convolution, except in `ShortConv`.
+        all_reduce: Sums over the ranks that have the other parts of the layer.
+    """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation)
     if isinstance(config, Mamba2):
-        return Mamba2Mixer(config, weights, activation)
+        return Mamba2Mixer(config, weights, activation, all_reduce)
     return ShortConvMixer(weights, activation)
 
 

@@ -166,7 +166,7 @@ class RecurrentStates:
                 if len(plan.snapshots):
                     part[layer].index_copy_(0, plan.snapshots, part[layer].index_select(0, plan.saved_slots))
             outputs.append(computed)
-        return torch.cat(outputs)
+        return mixer.finish(torch.cat(outputs))
 
     def _scan(self, layer: int, mixer: Mixer, projected: Tensor, segment: Segment) -> Tensor:
         rows = projected[segment.begin : segment.end]

@@ -29,6 +29,7 @@ from inflight.engine.room import (
     find_device,
     make_limits,
     offer_outputs,
+    set_threads,
 )
 from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.checks import (
@@ -65,8 +66,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     config, mapping, agree = options.config, options.mapping, options.agree
     config.validate()
     device = find_device(config.device)
-    if config.engine_threads is not None:
-        torch.set_num_threads(config.engine_threads)
+    set_threads(config.engine_threads)
     folder = find_folder(config)
     sidecar = read_sidecar(folder, plan_rank(mapping))
     model = read_model_description(str(config.gpt_model_path))

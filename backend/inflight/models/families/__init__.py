@@ -12,6 +12,7 @@ from inflight.models.families.ernie import ERNIE_FAMILIES
 from inflight.models.families.family import (
     FUSED_GATE_UP,
     FUSED_QKV,
+    GRANITE_GATE_UP,
     Family,
     NoMap,
     WeightNames,
@@ -46,6 +47,7 @@ __all__ = [
     "FAMILIES",
     "FUSED_GATE_UP",
     "FUSED_QKV",
+    "GRANITE_GATE_UP",
     "Family",
     "NoMap",
     "WeightNames",

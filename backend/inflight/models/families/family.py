@@ -41,6 +41,9 @@ _OTHER_PARTS = (
 FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
 """Llama's modules in checkpoints, or adapters, that fuse these projections."""
 
+GRANITE_GATE_UP = "shared_mlp.input_linear"
+"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
@@ -172,7 +175,7 @@ class RecurrentNames:
 
     Attributes:
         product: Modules of the input projection, each with its number of `RecurrentConfig.sections`, in order.
-        conv: The convolution.
+        conv: The convolution; or one module for each of `RecurrentConfig.conv_sections`.
         output: Output projection.
         decay: Whole name of the tensor with the logarithm of the negated decay; "" if there is none.
         step_bias: Whole name of the bias of step sizes; "" if there is none.
@@ -183,7 +186,7 @@ class RecurrentNames:
     """
 
     product: tuple[tuple[str, int], ...]
-    conv: str
+    conv: tuple[str, ...]
     output: str
     decay: str = ""
     step_bias: str = ""
@@ -206,6 +209,7 @@ class WeightNames:
         mlp: MLP of each layer without experts.
         experts: Experts of the layers that have them; None if there are none.
         recurrent: Modules of the recurrent layers; None if there are none.
+        recurrent_norms: Norms of the recurrent layers, if they differ from those of other layers.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
@@ -222,6 +226,7 @@ class WeightNames:
     mlp: MlpNames
     experts: ExpertNames | None = None
     recurrent: RecurrentNames | None = None
+    recurrent_norms: NormNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
     transposed: bool = False
@@ -243,7 +248,7 @@ class NoMap(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model architecture.
+    """How checkpoints of one class of transformers are read: its keys of config.json and names of tensors.
 
     Attributes:
         model_type: config.json's `model_type`.

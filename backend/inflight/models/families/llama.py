@@ -162,7 +162,9 @@ def _read_ministral3(config: ConfigFile) -> DecoderConfig:
     scaling = config.child(key)
     if scaling.value("llama_4_scaling_beta") is None:
         raise scaling.error("llama_4_scaling_beta", "a number, the growth of queries with their position")
-    longest = scaling.positive_int("original_max_position_embeddings")
+    # A key beside the section replaces the one inside, as in transformers.
+    original = "original_max_position_embeddings"
+    longest = config.int_or_none(original) or scaling.positive_int(original)
     outside = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter has no effect there
     config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
     decoder = read_llama_like(

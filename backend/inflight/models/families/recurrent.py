@@ -1,4 +1,4 @@
-"""Families with recurrent layers: Qwen3-Next and Qwen3.5, Granite 4 hybrids, LFM2."""
+"""Families with recurrent layers: Qwen3-Next, Qwen3.5, OLMo Hybrid, Granite 4 hybrids, LFM2 and LFM2-MoE."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
+    GRANITE_GATE_UP,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -26,6 +27,8 @@ from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
 _FULL_ATTENTION_INTERVAL = 4
 _QWEN_PART = 0.25
 _QWEN_HEAD_DIM = 256
+_GRANITE_EXPERTS = 8  # Granite's num_local_experts if the key is absent
+_OLMO_GATED_NORM_EPS = 1e-5  # not in the config
 _INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
 _ATTENTION = ("full_attention", "attention")
 
@@ -50,17 +53,13 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         recurrent_layers = _read_recurrent_layers(config, "linear_attention")
     else:
         recurrent_layers = tuple((index + 1) % interval != 0 for index in range(num_layers))
-    num_key_heads = config.int_or_none("linear_num_key_heads") or 16
-    num_value_heads = config.int_or_none("linear_num_value_heads") or 32
-    if num_value_heads % num_key_heads:
-        raise config.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {num_key_heads}")
     norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
         default_positions=32768,
         default_kv_heads=default_kv_heads,
-        default_part=_QWEN_PART,
+        default_part=1.0 if "partial_rotary_factor" in config.values else _QWEN_PART,  # null: whole heads
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="heads",
@@ -68,16 +67,28 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         norm_offset=1.0,
         head_dim=config.int_or_none("head_dim") or _QWEN_HEAD_DIM,
         attention_gate=True,
-        recurrent=GatedDelta(
-            num_key_heads=num_key_heads,
-            num_value_heads=num_value_heads,
-            key_dim=config.int_or_none("linear_key_head_dim") or 128,
-            value_dim=config.int_or_none("linear_value_head_dim") or 128,
-            conv_width=config.int_or_none("linear_conv_kernel_dim") or 4,
-            norm_eps=norm_eps,
+        recurrent=_read_gated_delta(
+            config, GatedDelta(16, 32, key_dim=128, value_dim=128, conv_width=4, norm_eps=norm_eps)
         ),
         recurrent_layers=recurrent_layers,
     )
+
+
+def _read_gated_delta(config: ConfigFile, defaults: GatedDelta) -> GatedDelta:
+    """Read the sizes of a layer of gated DeltaNet; `defaults` has those of absent keys, and all else."""
+    found = replace(
+        defaults,
+        num_key_heads=config.int_or_none("linear_num_key_heads") or defaults.num_key_heads,
+        num_value_heads=config.int_or_none("linear_num_value_heads") or defaults.num_value_heads,
+        key_dim=config.int_or_none("linear_key_head_dim") or defaults.key_dim,
+        value_dim=config.int_or_none("linear_value_head_dim") or defaults.value_dim,
+        conv_width=config.int_or_none("linear_conv_kernel_dim") or defaults.conv_width,
+    )
+    if found.num_value_heads % found.num_key_heads:
+        raise config.error(
+            "linear_num_value_heads", f"a multiple of linear_num_key_heads, {found.num_key_heads}"
+        )
+    return found
 
 
 def _read_qwen3_next(config: ConfigFile) -> DecoderConfig:
@@ -114,7 +125,7 @@ _DELTA_NAMES = RecurrentNames(
         ("linear_attn.in_proj_b", 1),
         ("linear_attn.in_proj_a", 1),
     ),
-    conv="linear_attn.conv1d",
+    conv=("linear_attn.conv1d",),
     output="linear_attn.out_proj",
     decay="linear_attn.A_log",
     step_bias="linear_attn.dt_bias",
@@ -132,6 +143,75 @@ _QWEN3_NEXT_NAMES = replace(
 )
 
 
+# ---------------------------------------------------------------------- OLMo Hybrid
+
+
+def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
+    """Read the config of OLMo Hybrid: gated DeltaNet in most layers, and attention as in OLMo 2.
+
+    Published models have no rotary positions.
+    """
+    num_layers, num_heads = (
+        config.positive_int("num_hidden_layers"),
+        config.positive_int("num_attention_heads"),
+    )
+    if config.has("layer_types"):
+        recurrent_layers = _read_recurrent_layers(config, "linear_attention")
+    else:
+        last = num_layers - 1 if num_layers < _FULL_ATTENTION_INTERVAL else None
+        recurrent_layers = tuple(
+            (index + 1) % _FULL_ATTENTION_INTERVAL != 0 and index != last for index in range(num_layers)
+        )
+    for key in (
+        "linear_a_log_min",
+        "linear_a_log_max",
+        "linear_dt_min",
+        "linear_dt_max",
+        "linear_dt_init_floor",
+    ):
+        config.value(key)  # of the initialization
+    num_key_heads = config.int_or_none("linear_num_key_heads") or num_heads
+    key_dim = config.int_or_none("linear_key_head_dim")
+    key_dim = key_dim or int(0.75 * config.positive_int("hidden_size") / num_key_heads)
+    delta = GatedDelta(
+        num_key_heads,
+        num_heads,
+        key_dim,
+        value_dim=2 * key_dim,
+        conv_width=4,
+        norm_eps=_OLMO_GATED_NORM_EPS,
+        beta_scale=2.0 if config.boolean("linear_allow_neg_eigval", True) else 1.0,
+    )
+    attention_bias = config.boolean("attention_bias", False)
+    decoder = read_llama_like(
+        config,
+        default_positions=65536,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="projection",
+        recurrent=_read_gated_delta(config, delta),
+        recurrent_layers=recurrent_layers,
+    )
+    parameters: Any = config.value("rope_parameters") or {}
+    rotates = config.has("rope_theta") or parameters.get("rope_theta") is not None
+    return decoder if rotates else replace(decoder, ropes=(None,) * num_layers)
+
+
+_OLMO_HYBRID_NAMES = replace(
+    LLAMA_NAMES,
+    norms=NormNames(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm"),
+    attention=NORMED_ATTENTION,
+    recurrent=replace(
+        _DELTA_NAMES,
+        product=tuple((f"linear_attn.{each}_proj", 1) for each in "qkvgba"),
+        conv=tuple(f"linear_attn.{each}_conv1d" for each in "qkv"),
+        output="linear_attn.o_proj",
+        norm="linear_attn.o_norm",
+    ),
+    recurrent_norms=NormNames(attention="attention_layer_norm", mlp="feedforward_layer_norm"),
+)
+
+
 # ---------------------------------------------------------------------- Granite 4 hybrids
 
 
@@ -140,33 +220,10 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
 
     Some models also have experts in every layer.
     """
-    hidden = config.positive_int("hidden_size")
-    num_heads = config.int_or_none("mamba_n_heads") or 128
-    width = hidden * (config.int_or_none("mamba_expand") or 2)
-    stated = config.value("mamba_d_head")
-    head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
-    if head_dim * num_heads != width:
-        raise config.error(
-            "mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, {width // num_heads}"
-        )
-    config.value("mamba_chunk_size")  # does not change the result
     types = "layers_block_type" if config.has("layers_block_type") else "layer_types"
-    norm_eps = config.number_or_none("rms_norm_eps") or 1e-6
     attention_bias = config.boolean("attention_bias", False)
-    shared = config.int_or_none("shared_intermediate_size") or 1024
     num_layers = config.positive_int("num_hidden_layers")
-    experts = None
-    if config.value("num_local_experts"):
-        experts = ExpertsConfig(
-            count=config.positive_int("num_local_experts"),
-            num_per_token=config.int_or_none("num_experts_per_tok") or 2,
-            intermediate_size=config.positive_int("intermediate_size"),
-            is_normalized=True,
-            layers=(True,) * num_layers,
-            shared_intermediate_size=shared,
-        )
-    else:
-        config.value("num_experts_per_tok")
+    shared = config.int_or_none("shared_intermediate_size") or 1024
     decoder = read_llama_like(
         config,
         default_positions=2048,
@@ -176,24 +233,59 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
         attention_scale=config.number_or_none("attention_multiplier") or 1.0,
         residual_scale=config.number_or_none("residual_multiplier") or 1.0,
         logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
-        experts=experts,
-        recurrent=Mamba2(
-            num_heads=num_heads,
-            head_dim=head_dim,
-            state_dim=config.int_or_none("mamba_d_state") or 256,
-            num_groups=config.int_or_none("mamba_n_groups") or 1,
-            conv_width=config.int_or_none("mamba_d_conv") or 4,
-            norm_eps=norm_eps,
-            step_limit=_read_step_limit(config),
-            has_conv_bias=config.boolean("mamba_conv_bias", True),
-            has_bias=config.boolean("mamba_proj_bias", False),
-        ),
+        experts=_read_granite_experts(config, shared),
+        recurrent=_read_mamba2(config),
         recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
     )
-    ropes = (
-        decoder.ropes if config.text_or_none("position_embedding_type") == "rope" else (None,) * num_layers
+    rotates = config.text_or_none("position_embedding_type") == "rope"
+    return replace(
+        decoder, intermediate_size=shared, ropes=decoder.ropes if rotates else (None,) * num_layers
     )
-    return replace(decoder, intermediate_size=shared, ropes=ropes)
+
+
+def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | None:
+    """Read the experts beside a shared MLP of width `shared`; None if `num_local_experts` is 0 or null."""
+    count = config.value("num_local_experts")
+    if "num_local_experts" not in config.values:
+        count = _GRANITE_EXPERTS
+    if not count:
+        config.value("num_experts_per_tok")
+        return None
+    return ExpertsConfig(
+        count=config.with_values({"num_local_experts": count}).positive_int("num_local_experts"),
+        num_per_token=config.int_or_none("num_experts_per_tok") or 2,
+        intermediate_size=config.positive_int("intermediate_size"),
+        is_normalized=True,
+        layers=(True,) * config.positive_int("num_hidden_layers"),
+        shared_intermediate_size=shared,
+    )
+
+
+def _read_mamba2(config: ConfigFile) -> Mamba2:
+    """Read the sizes of a layer of Mamba-2."""
+    num_heads = config.int_or_none("mamba_n_heads") or 128
+    width = config.positive_int("hidden_size") * (config.int_or_none("mamba_expand") or 2)
+    stated = config.value("mamba_d_head")
+    head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
+    if head_dim * num_heads != width:
+        raise config.error(
+            "mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, {width // num_heads}"
+        )
+    num_groups = config.int_or_none("mamba_n_groups") or 1
+    if num_heads % num_groups:
+        raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
+    config.value("mamba_chunk_size")  # does not change the result
+    return Mamba2(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=config.int_or_none("mamba_d_state") or 256,
+        num_groups=num_groups,
+        conv_width=config.int_or_none("mamba_d_conv") or 4,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
+        step_limit=_read_step_limit(config),
+        has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
+        has_bias=config.boolean("mamba_proj_bias", False),
+    )
 
 
 def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
@@ -207,7 +299,7 @@ def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
     return float(numbers[0]), float(numbers[1])
 
 
-_GRANITE_MLP = MlpNames(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear")
+_GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
 _GRANITE_HYBRID_NAMES = replace(
     LLAMA_NAMES,
     mlp=_GRANITE_MLP,
@@ -222,7 +314,7 @@ _GRANITE_HYBRID_NAMES = replace(
     ),
     recurrent=RecurrentNames(
         product=(("mamba.in_proj", 5),),
-        conv="mamba.conv1d",
+        conv=("mamba.conv1d",),
         output="mamba.out_proj",
         decay="mamba.A_log",
         step_bias="mamba.dt_bias",
@@ -237,15 +329,6 @@ _GRANITE_HYBRID_NAMES = replace(
 
 def _read_lfm2(config: ConfigFile) -> DecoderConfig:
     """Read the config of LFM2: gated short convolutions in most layers, norms over each query and key head."""
-    hidden = config.positive_int("hidden_size")
-    if config.has("layer_types"):
-        recurrent_layers = _read_recurrent_layers(config, "conv")
-    else:
-        num_layers, attend = config.positive_int("num_hidden_layers"), config.value("full_attn_idxs")
-        if not isinstance(attend, list):
-            raise config.error("full_attn_idxs", "a list of layers, or layer_types")
-        recurrent_layers = tuple(index not in attend for index in range(num_layers))
-    config.value("full_attn_idxs")
     inner = config.int_or_none("block_ff_dim") or config.positive_int("intermediate_size")
     if config.boolean("block_auto_adjust_ff_dim", True):
         multiple = config.int_or_none("block_multiple_of") or 256
@@ -255,9 +338,43 @@ def _read_lfm2(config: ConfigFile) -> DecoderConfig:
         inner = multiple * -(-inner // multiple)
     for key in ("block_multiple_of", "block_ffn_dim_multiplier", "intermediate_size"):
         config.value(key)
+    return _read_short_conv(config.with_values({"intermediate_size": inner}))
+
+
+def _read_lfm2_moe(config: ConfigFile) -> DecoderConfig:
+    """Read the config of LFM2-MoE: LFM2 with experts in all layers but the first."""
+    num_dense = config.value("num_dense_layers") if config.has("num_dense_layers") else 2
+    if type(num_dense) is not int or num_dense < 0:
+        raise config.error("num_dense_layers", "an integer >= 0")
+    experts = ExpertsConfig(
+        count=config.int_or_none("num_experts") or 32,
+        num_per_token=config.int_or_none("num_experts_per_tok") or 4,
+        intermediate_size=config.int_or_none("moe_intermediate_size") or 1792,
+        is_normalized=config.boolean("norm_topk_prob", True),
+        layers=tuple(index >= num_dense for index in range(config.positive_int("num_hidden_layers"))),
+        scoring="sigmoid",
+        has_choice_bias=config.boolean("use_expert_bias", True),
+        result_scale=config.number_or_none("routed_scaling_factor") or 1.0,
+    )
+    return _read_short_conv(config, experts)
+
+
+def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -> DecoderConfig:
+    """Read the keys that LFM2 and LFM2-MoE share."""
+    hidden = config.positive_int("hidden_size")
+    if config.has("layer_types"):
+        recurrent_layers = _read_recurrent_layers(config, "conv")
+    else:
+        num_layers, attend = config.positive_int("num_hidden_layers"), config.value("full_attn_idxs")
+        if not is_list(attend):
+            raise config.error("full_attn_idxs", "a list of layers, or layer_types")
+        recurrent_layers = tuple(index not in attend for index in range(num_layers))
+    config.value("full_attn_idxs")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
     has_bias = config.boolean("conv_bias", False)
     return read_llama_like(
-        config.with_values({"intermediate_size": inner}),
+        config,
         default_positions=128000,
         default_kv_heads=8,
         default_theta=1e6,
@@ -266,7 +383,7 @@ def _read_lfm2(config: ConfigFile) -> DecoderConfig:
         tied_embeddings=config.boolean("tie_embedding", config.boolean("tie_word_embeddings", True)),
         recurrent=ShortConv(hidden, config.int_or_none("conv_L_cache") or 3, has_bias, has_bias),
         recurrent_layers=recurrent_layers,
-        activation=read_activation(config, "hidden_act", "silu"),
+        experts=experts,
     )
 
 
@@ -281,7 +398,17 @@ _LFM2_NAMES = replace(
         key_norm="self_attn.k_layernorm",
     ),
     mlp=MlpNames(up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2"),
-    recurrent=RecurrentNames(product=(("conv.in_proj", 3),), conv="conv.conv", output="conv.out_proj"),
+    recurrent=RecurrentNames(product=(("conv.in_proj", 3),), conv=("conv.conv",), output="conv.out_proj"),
+)
+_LFM2_MOE_NAMES = replace(
+    _LFM2_NAMES,
+    experts=ExpertNames(
+        router="feed_forward.gate",
+        prefix="feed_forward.experts.{}.",
+        each=MlpNames(up=("w1", "w3"), down="w2"),
+        stacks=ExpertStacks(up="feed_forward.experts.gate_up_proj", down="feed_forward.experts.down_proj"),
+        choice_bias="feed_forward.expert_bias",
+    ),
 )
 
 
@@ -304,6 +431,8 @@ RECURRENT_FAMILIES = (
         _QWEN3_5_NEUTRAL,
     ),
     Family("qwen3_next", "Qwen3NextForCausalLM", _read_qwen3_next, _QWEN3_NEXT_NAMES),
+    Family("olmo_hybrid", "OlmoHybridForCausalLM", _read_olmo_hybrid, _OLMO_HYBRID_NAMES),
     Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite_hybrid, _GRANITE_HYBRID_NAMES),
     Family("lfm2", "Lfm2ForCausalLM", _read_lfm2, _LFM2_NAMES),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", _read_lfm2_moe, _LFM2_MOE_NAMES),
 )

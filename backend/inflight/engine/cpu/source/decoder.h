@@ -45,7 +45,8 @@ class Decoder {
  public:
   using Stored = typename E::Stored;
 
-  Decoder(const Shape& shape, const Layer* layers) : shape_(shape), layers_(layers), team_(shape.num_threads) {
+  Decoder(const Shape& shape, const Layer* layers)
+      : shape_(shape), layers_(layers), team_(shape.num_threads, std::chrono::microseconds(shape.spin_us)) {
     attention_.heads = shape.heads;
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;

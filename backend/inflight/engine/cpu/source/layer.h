@@ -78,6 +78,7 @@ struct Shape {
   int32_t experts, experts_per_row, expert_inner, shared_inner;  // of layers with experts; 0: there are none
   int32_t normalizes_chances;    // whether the probabilities of a row's experts are divided by their sum
   int32_t cache_kind;            // format of keys and values in the cache: a CacheKind
+  int32_t spin_us;               // microseconds that a thread spins at a barrier before it sleeps
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
   float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, which replaces `activation`; limit 0: not clamped
 };

@@ -1,7 +1,8 @@
 // The threads that compute one product after another. They meet at barriers every few microseconds.
 //
 // A waiting thread spins for a moment and then sleeps: if other programs want the processors too, a spinning thread may
-// occupy the processor of the thread that it waits for.
+// occupy the processor of the thread that it waits for. The moment is measured by a clock, because the length of a pause
+// differs between processors by two orders of magnitude.
 #pragma once
 
 #include <linux/futex.h>
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <exception>
@@ -24,7 +26,9 @@ namespace inflight {
 
 class Team {
  public:
-  explicit Team(int size) : size_(size), hands_(size) {
+  // spin: how long a waiting thread spins before it sleeps.
+  explicit Team(int size, std::chrono::microseconds spin = std::chrono::microseconds(0))
+      : size_(size), spin_(spin), hands_(size) {
     sigset_t all, before;  // the program's own threads handle signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -70,7 +74,8 @@ class Team {
   }
 
   // Calls f(number) for a thread's own part, ascending, and then for the numbers that other threads have left, from the
-  // end of their parts: if another program takes a thread's processor, the thread's numbers do not wait for it.
+  // end of their parts. So threads take numbers by their speed: a slow core gets fewer, and if another program takes a
+  // thread's processor, the thread's numbers do not wait for it.
   template <class F>
   void share(int thread, const F& f) {
     for (int64_t number; (number = take(hands_[thread].left, true)) >= 0;) f(number);
@@ -79,7 +84,7 @@ class Team {
   }
 
  private:
-  static constexpr int kSpins = 2000;  // some tens of microseconds
+  static constexpr int kPauses = 64;  // between looks at the clock: less than some microseconds
 
   struct alignas(64) Word {
     std::atomic<uint32_t> value{0};
@@ -120,10 +125,15 @@ class Team {
     if (word.sleepers.load()) syscall(SYS_futex, &word.value, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  static void wait(Word& word, uint32_t old) {
-    for (int i = 0; i < kSpins; ++i) {
-      if (word.value.load(std::memory_order_acquire) != old) return;
-      spin_pause();
+  void wait(Word& word, uint32_t old) const {
+    using Clock = std::chrono::steady_clock;
+    const auto is_over = [&] { return word.value.load(std::memory_order_acquire) != old; };
+    if (is_over()) return;
+    for (const auto end = Clock::now() + spin_; Clock::now() < end;) {
+      for (int i = 0; i < kPauses; ++i) {
+        if (is_over()) return;
+        spin_pause();
+      }
     }
     word.sleepers.fetch_add(1);
     while (word.value.load() == old)
@@ -132,6 +142,7 @@ class Team {
   }
 
   const int size_;
+  const std::chrono::microseconds spin_;
   void (*call_)(const void*, int) = nullptr;
   const void* data_ = nullptr;
   Word job_, phase_;

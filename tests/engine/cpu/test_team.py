@@ -1,0 +1,95 @@
+"""The threads of compiled layers: how they share tasks, and how they wait for each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight.errors import ConfigError
+from inflight.testing.make_model import make_model
+from tests.engine.cpu.programs import run_program
+from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
+
+pytestmark = needs_native
+
+SLOW_THREAD = """
+#include "team.h"
+using namespace inflight;
+int main() {
+  constexpr int kTasks = 100;
+  Team team(3);
+  std::atomic<int> done[3] = {{}, {}, {}};
+  std::atomic<bool> is_begun{false};
+  team.run([&](int thread) {
+    team.deal(kTasks, thread);
+    team.barrier();
+    team.share(thread, [&](int64_t) {
+      if (thread == 2) {  // takes as long for one task as the others for all the rest
+        is_begun = true;
+        while (done[0] + done[1] < kTasks - 1) std::this_thread::yield();
+      }
+      while (!is_begun) std::this_thread::yield();
+      ++done[thread];
+    });
+  });
+  return done[2] == 1 && done[0] + done[1] == kTasks - 1 ? 0 : 1;
+}
+"""
+
+BARRIERS = """
+#include "team.h"
+using namespace inflight;
+int main() {
+  for (int spin_us : {0, 50, 2000}) {
+    constexpr int kThreads = 4, kSteps = 100;  // more threads than processors on small machines
+    Team team(kThreads, std::chrono::microseconds(spin_us));
+    int steps[kThreads] = {};
+    std::atomic<bool> is_wrong{false};
+    for (int job = 0; job < 2; ++job)
+      team.run([&](int thread) {
+        for (int step = 0; step < kSteps; ++step) {
+          ++steps[thread];
+          team.barrier();
+          for (int other : steps) is_wrong = is_wrong || other != steps[thread];
+          team.barrier();
+        }
+      });
+    if (is_wrong || steps[0] != 2 * kSteps) return 1;
+  }
+  return 0;
+}
+"""
+
+
+def test_other_threads_take_the_tasks_of_a_slow_one(tmp_path: Path) -> None:
+    assert run_program(tmp_path, SLOW_THREAD) == 0
+
+
+def test_no_thread_passes_a_barrier_before_the_others_reach_it(tmp_path: Path) -> None:
+    assert run_program(tmp_path, BARRIERS) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_logits_are_the_same_however_long_threads_spin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    folder = make_model(tmp_path, shape="tiny")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    logits = []
+    for spin_us in ("0", "", "1000"):
+        monkeypatch.setenv("INFLIGHT_CPU_SPIN_US", spin_us)
+        engine = load_engine(folder, dtype=dtype, engine_threads=3)
+        logits.append(torch.stack(alone(engine, list(range(5, 40)), 8).logits))
+    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize("value", ["-1", "1000001", "50us", "\u0661"])
+def test_a_wrong_time_of_spinning_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CPU_SPIN_US", value)
+    with pytest.raises(ConfigError, match=f"INFLIGHT_CPU_SPIN_US is '{value}', expected 0 to 1000000"):
+        load_engine(make_model(tmp_path, shape="tiny"), kernels="native")

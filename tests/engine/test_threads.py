@@ -1,0 +1,47 @@
+"""The number of threads of torch and of compiled layers."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from inflight.engine import room
+from inflight.engine.room import default_threads, set_threads
+from inflight.processors import Processors
+
+CPUS = tuple(range(8))
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "processors", "expected"),
+    [
+        (8, Processors(CPUS, CPUS), 8),
+        (8, Processors(CPUS, CPUS[:4]), 4),
+        (8, Processors(CPUS, CPUS, quota=3.5), 3),
+        (1, Processors(CPUS, CPUS), 1),
+    ],
+    ids=["cores", "two processors a core", "quota", "torch was told so"],
+)
+def test_threads_follow_torch_the_cores_and_the_quota(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    of_torch: int,
+    processors: Processors,
+    expected: int,
+) -> None:
+    was_set = [of_torch]
+    monkeypatch.setattr(Processors, "here", lambda: processors)
+    monkeypatch.setattr(room.torch, "get_num_threads", lambda: was_set[-1])
+    monkeypatch.setattr(room.torch, "set_num_threads", was_set.append)
+    assert default_threads() == expected
+    with caplog.at_level(logging.INFO):
+        set_threads(None)
+        set_threads(9)
+        set_threads(2)
+    assert list(dict.fromkeys(was_set)) == list(dict.fromkeys([of_torch, expected, 9, 2]))
+    assert caplog.messages == [
+        f"{expected} threads on the CPU: {processors}",
+        f"engine_threads is 9, and this process may use {processors}: so many threads hold each other up",
+        f"2 threads on the CPU: {processors}",
+    ]
