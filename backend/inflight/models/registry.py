@@ -16,6 +16,7 @@ from inflight.models.unread_keys import refuse_unread
 from inflight.multimodal import Multimodal
 
 _logger = logging.getLogger(__name__)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,8 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
     experts = decoder.experts
     if experts is not None and experts.num_per_token > experts.count:
         raise config.error(
-            "num_experts_per_tok", f"at most num_experts (or num_local_experts), which is {experts.count}"
+            next(filter(config.has, _EXPERTS_PER_TOKEN), " or ".join(_EXPERTS_PER_TOKEN)),
+            f"at most num_experts (or num_local_experts), which is {experts.count}",
         )
     for rope in dict.fromkeys(decoder.ropes):
         if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:

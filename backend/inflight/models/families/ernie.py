@@ -8,7 +8,7 @@ from typing import Any
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.deepseek import ROUTED_EXPERT_NAMES
-from inflight.models.families.family import Family, read_head_dim, read_size
+from inflight.models.families.family import Family, NoMap, read_head_dim, read_size
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
 
 _HEAD_DIM = 128  # if the key is absent, like the defaults below
@@ -50,6 +50,8 @@ def _read_dense(config: ConfigFile) -> DecoderConfig:
 
 def _read_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config with experts: softmax probabilities, biases for the choice, and a shared MLP."""
+    if config.boolean("use_bias", False):
+        raise NoMap(config, "use_bias", "false: the map of this family has no biases of the logits")
     for key in ("moe_capacity", "num_nextn_predict_layers"):  # of training, and of layers that are not read
         config.value(key)
     width = config.int_or_none("moe_intermediate_size") or 1536
