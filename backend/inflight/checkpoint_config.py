@@ -247,7 +247,7 @@ class CheckpointFacts:
     @property
     def num_experts(self) -> int | None:
         """Number of experts of a layer; None in a model without experts."""
-        return self._size("num_local_experts", "num_experts", "n_routed_experts")
+        return self._size("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
     @property
     def longest_sequence(self) -> int | None:

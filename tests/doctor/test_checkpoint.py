@@ -153,9 +153,9 @@ def test_a_faulty_checkpoint_is_reported_with_a_fix(
 def test_checkpoints_that_transformers_would_run_are_reported(copy: Path, monkeypatch: pytest.MonkeyPatch):
     asked = check(DEMO, engine="transformers")["its layers"]
     assert asked.level is YELLOW and "transformers' own code (LlamaForCausalLM)" in asked.says
-    change(copy, model_type="stablelm", architectures=["StableLmForCausalLM"])
+    change(copy, model_type="nemotron", architectures=["NemotronForCausalLM"])
     by_itself = check(copy)["its layers"]
-    assert by_itself.level is YELLOW and "transformers' own code (StableLmForCausalLM)" in by_itself.says
+    assert by_itself.level is YELLOW and "transformers' own code (NemotronForCausalLM)" in by_itself.says
     refused = check(copy, engine="torch")["checkpoint"]
     assert refused.level is RED and "expected one of LlamaForCausalLM" in refused.says
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -57,13 +57,13 @@ def test_expert_parallel_ranks_give_the_same_tokens(elsewhere, engine_alone, tmp
 @pytest.mark.exhaustive
 def test_an_unknown_family_is_served_by_transformers(elsewhere, engine_alone, tmp_path):
     """No option selects transformers; requests are streamed, and a beam search."""
-    model = make_model(tmp_path / "stablelm", "stablelm")
+    model = make_model(tmp_path / "nemotron", "nemotron")
     prompt = model.prompt(40)
     request = {"input_ids": prompt, "request_output_len": NUM_TOKENS, "end_id": -1}
     with serve(engine_alone, model.folder, "float32", SETTINGS) as server:
         streamed = ask(server.grpc, exclude_input_in_output=True, streaming=True, **request)
         beams = completion(server.grpc, beam_width=3, **request).beams
-        assert "StableLmForCausalLM has no map here: transformers' own code runs it" in server.log_text()
+        assert "NemotronForCausalLM has no map here: transformers' own code runs it" in server.log_text()
     assert [token for answer in streamed for token in answer.ids] == model.greedy(prompt, NUM_TOKENS)
     expected = model.beams(prompt, NUM_TOKENS, num_beams=3, num_return_sequences=3, length_penalty=0.0)
     assert beams == [tokens for tokens, _ in expected]

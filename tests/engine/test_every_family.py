@@ -49,6 +49,20 @@ CASE_OF = {
     "olmoe": "olmoe",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
+    "arcee": "arcee",
+    "seed_oss": "seed-oss",
+    "olmo3": "olmo3",
+    "exaone4": "exaone4",
+    "glm4": "glm4",
+    "glm4_moe": "glm4-moe",
+    "ernie4_5": "ernie4.5",
+    "ernie4_5_moe": "ernie4.5-moe",
+    "hunyuan_v1_dense": "hunyuan",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "minimax_m2": "minimax-m2",
+    "cohere2": "cohere2",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
@@ -83,6 +97,21 @@ FAST = [
     ("mixtral", "torch"),
 ]
 """Experts, latent attention, windows in some layers, learned sinks, two kinds of recurrent layers."""
+OF_KNOWN_COMPONENTS = [
+    "arcee",
+    "seed-oss",
+    "olmo3",
+    "exaone4",
+    "glm4-moe",
+    "ernie4.5",
+    "ernie4.5-moe",
+    "hunyuan-moe",
+    "minimax-m2",
+    "cohere2",
+    "stablelm",
+    "starcoder2",
+]
+"""Families whose components others have too, which only the exhaustive tier runs."""
 every_case = pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -19,7 +19,7 @@ from tests.engine.lora import Adapter, lora_config, make_adapter, stored, weight
 from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
-CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2"]
+CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "glm4"]
 NUM_TOKENS = 24
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 1},
@@ -89,7 +89,12 @@ def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None)
 
 @every_kernel
 @pytest.mark.parametrize(
-    ("case", "config"), [*(("llama-gqa", config) for config in MORE), ("gpt-oss", "attention-alone")]
+    ("case", "config"),
+    [
+        *(("llama-gqa", config) for config in MORE),
+        ("gpt-oss", "attention-alone"),
+        ("ernie4.5", "patterns-dora"),
+    ],
 )
 def test_some_modules_alone_and_magnitudes_of_mixed_ranks(
     zoo: Zoo, case: str, config: str, kernels: str | None

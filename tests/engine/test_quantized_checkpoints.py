@@ -52,7 +52,10 @@ def test_ranks_split_quantized_weights(
 
 @pytest.mark.parametrize(
     "case",
-    with_all(["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2"], ["mixtral", "deepseek-v3", "phi3"]),
+    with_all(
+        ["mixtral", "qwen3-moe", "deepseek-v3", "phi3", "qwen2", "glm4", "ernie4.5", "arcee"],
+        ["mixtral", "deepseek-v3", "phi3"],
+    ),
 )
 @pytest.mark.parametrize("name", with_all(["fp8-tensor", "ct-int8", "gptq-one-group"], ["gptq-one-group"]))
 def test_quantized_checkpoints_of_other_families_give_the_models_tokens(

@@ -25,8 +25,6 @@ OF_NO_FAMILY = [
     "google/gemma-7b-it",
     "microsoft/phi-2",
     "CohereForAI/c4ai-command-r-v01",
-    "stabilityai/stablelm-2-1_6b",
-    "bigcode/starcoder2-3b",
 ]
 """Models of families that only transformers' code runs."""
 MULTIMODAL = [name for name, values in PUBLISHED.items() if "vision_config" in values]
@@ -55,7 +53,7 @@ def windows_of(config: PretrainedConfig) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if types := getattr(config, "layer_types", None):
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if config.model_type not in ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe"):
+    if config.model_type not in ("mistral", "ministral3", "mixtral", "phi3", "qwen3_moe", "starcoder2"):
         window = None  # other families do not use the key
     return (window,) * config.num_hidden_layers
 
@@ -75,7 +73,7 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
         assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
     for key in ("intermediate_size", "ffn_dim"):
         assert ours.intermediate_size == getattr(config, key, ours.intermediate_size)
-    for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"):
+    for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         assert ours.norm_eps == getattr(config, key, ours.norm_eps)
     assert ours.tied_embeddings == config.tie_word_embeddings
     assert ours.dtype == (

@@ -56,6 +56,7 @@ _LLAMA3 = _rope(
     "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=64)
+_FULL = ["full_attention"] * 3
 
 _GEMMA = {
     "tie_word_embeddings": False,  # with tied embeddings it would repeat its last token
@@ -184,7 +185,56 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "arcee": ("Arcee", {"num_key_value_heads": 2, "mlp_bias": True, "initializer_range": 0.25}),
+    "seed-oss": (
+        "SeedOss",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "attention_out_bias": True,
+            "initializer_range": 0.25,
+        },
+    ),
     "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": _YARN["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "exaone4": (
+        "Exaone4",
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "exaone4-no-window": (
+        "Exaone4",
+        {"num_key_value_heads": 2, "sliding_window": None, "layer_types": _FULL},
+    ),
+    "glm4": ("Glm4", {"num_key_value_heads": 2, "head_dim": 12, "initializer_range": 0.25}),
+    "ernie4.5": (
+        "Ernie4_5",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "use_bias": True,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.25,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"num_key_value_heads": 2, "head_dim": 12, **_rope("dynamic", alpha=50.0, factor=1.0)},
+    ),
     "granite": (
         "Granite",
         {
@@ -238,6 +288,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 2}),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            **_rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "initializer_range": 0.25,
+        },
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        {
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "moe_topk": 2},
+    ),
     "deepseek-v2": ("DeepseekV2", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek-v2-lite": (
         "DeepseekV2",
@@ -278,6 +369,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 19,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+            "logit_scale": 0.5,
+        },
     ),
     "qwen3.5": ("Qwen3_5", {**_DELTA, "initializer_range": 0.2}),
     "qwen3.5-moe": (
@@ -340,6 +441,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "neox": ("GPTNeoX", {}),
     "neox-sequential": ("GPTNeoX", {"use_parallel_residual": False, "hidden_act": "relu"}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 64, "init_std": 0.3}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
+    "starcoder2": (
+        "Starcoder2",
+        {"num_key_value_heads": 2, "sliding_window": 19, "tie_word_embeddings": False},
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2-inner": ("GPT2", {"n_inner": 80, "activation_function": "relu"}),
 }
@@ -479,19 +585,12 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Multimodal models: the class, and model type and keys of the text part."""
 
 WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
-    "stablelm": ("StableLm", {"num_key_value_heads": 2, "use_qkv_bias": True}),
-    "cohere": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.2}),
-    "cohere2": (
-        "Cohere2",
-        {
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "sliding_window": 19,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
+    "stablelm-head-norms": (
+        "StableLm",
+        {"num_key_value_heads": 2, "use_qkv_bias": True, "qk_layernorm": True},
     ),
+    "cohere": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.2}),
     "nemotron": ("Nemotron", {"num_key_value_heads": 2}),
-    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 19}),
     "glm": ("Glm", {"num_key_value_heads": 2, "head_dim": 8}),
     "helium": ("Helium", {"num_key_value_heads": 2, "head_dim": 8}),
     "granitemoe": (

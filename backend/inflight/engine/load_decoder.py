@@ -269,6 +269,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
         and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),
         "scaled results of experts": experts is not None and experts.result_scale != 1.0,
         "attention and MLP beside each other": decoder.parallel_residual,
+        "norms of rotated heads": decoder.norms_rotated,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,
     }

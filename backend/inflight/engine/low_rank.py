@@ -14,10 +14,11 @@ from torch import Tensor
 from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.matrices import to_tensor
-from inflight.models.decoder_config import DecoderConfig
+from inflight.models.decoder_config import DecoderConfig, RopeConfig
 from inflight.models.sharding import Part, Range, Shard
 
 _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
+_ROTATED = (Module.ATTN_Q, Module.ATTN_K)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ def low_rank_layers(
             module = Module(module_id)
             whole = _read_row(row, sizes[module], rank, bool(is_dora and is_dora[0]))
             for each, low_rank in _taken_apart(module, whole, sizes):
-                layers.setdefault(layer - first, {})[each] = _cut(each, low_rank, decoder, part.shard)
+                layers.setdefault(layer - first, {})[each] = _cut(
+                    each, low_rank, decoder, decoder.ropes[layer], part.shard
+                )
     return layers
 
 
@@ -85,16 +88,29 @@ def _taken_apart(
     return found
 
 
-def _cut(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> LowRank:
-    """Return what a shard has of a module's matrices."""
+def _cut(
+    module: Module, whole: LowRank, decoder: DecoderConfig, rope: RopeConfig | None, shard: Shard
+) -> LowRank:
+    """Return what a shard has of a module's matrices, in a layer with these positions."""
     if module is Module.ATTN_Q and decoder.attention_gate:
         magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
         return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
     begin, end = _slice(module, decoder, shard)
+    if module in _ROTATED and rope is not None and rope.interleaved:
+        whole = _in_halves(whole, rope, decoder.head_dim)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)
     magnitude = None if whole.magnitude is None else whole.magnitude[begin:end]
     return LowRank(whole.a, whole.b[begin:end], magnitude)
+
+
+def _in_halves(whole: LowRank, rope: RopeConfig, head_dim: int) -> LowRank:
+    """Return an adapter's change with its outputs, those of whole heads, in the order of the rotation."""
+    of_head = [row for rows in rope.rows_in_halves(head_dim) for row in range(*rows)]
+    heads = range(0, len(whole.b), head_dim)
+    order = torch.tensor([head + row for head in heads for row in of_head])
+    magnitude = None if whole.magnitude is None else whole.magnitude[order]
+    return LowRank(whole.a, whole.b[order], magnitude)
 
 
 def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Tensor:

@@ -14,7 +14,7 @@ from inflight.models.recurrent import RecurrentConfig
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["before", "after", "around"]
 QkNorm = Literal["heads", "projection"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -115,15 +115,25 @@ class RopeConfig:
         theta: Base of the angles.
         scaling: Scaling for longer contexts; None: no scaling.
         partial_factor: Rotated fraction of each head: its first dimensions; the others have no positions.
+        interleaved: Whether the checkpoint's model rotates dimensions 2i and 2i + 1 together, instead of i and
+            i + rotary_dim / 2. Rows of query and key projections are put into the latter order when they are read,
+            which leaves all scores as they are.
     """
 
     theta: float
     scaling: RopeScaling | None = None
     partial_factor: float = 1.0
+    interleaved: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_factor)
+
+    def rows_in_halves(self, head_dim: int) -> tuple[tuple[int, int, int], ...]:
+        """Return ranges, with steps, of a head's stored rows that put them into the order of the rotation."""
+        rotated = self.rotary_dim(head_dim) if self.interleaved else 0
+        ranges = (0, rotated, 2), (1, rotated, 2), (rotated, head_dim, 1)
+        return tuple(each for each in ranges if each[0] < each[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +252,9 @@ class DecoderConfig:
         intermediate_size: Inner width of the MLP.
         max_positions: Longest sequence in tokens: rows of learned positions, or the maximum for rotary ones.
         norm: RMSNorm (weight) or LayerNorm (weight and bias).
+        norm_bias: Whether the checkpoint has the biases of LayerNorms; they are 0 otherwise.
         norm_eps: Added to the variance.
-        activation: Activation in the MLP; gelu_tanh is the tanh approximation.
+        activation: Activation in the MLP; gelu_tanh is the tanh approximation, relu2 the square of relu.
         gated_mlp: Whether the MLP is down(act(gate(x)) * up(x)) instead of down(act(up(x))).
         clamped_swiglu: Replaces act(gate) * up in gated MLPs and experts; None: it is not replaced.
         ropes: Rotary positions of each layer; None: the layer has none.
@@ -252,6 +263,7 @@ class DecoderConfig:
         mlp_bias: Whether the MLP has biases.
         qk_norm: RMSNorm over queries and keys before the rotation: over each head, or over all heads together.
             None: there is none.
+        norms_rotated: Whether that norm, over each head, comes after the rotation.
         sliding_windows: For each layer, the number of keys that a token attends to, itself included; None: all up
             to itself.
         tied_embeddings: Whether the output projection is the embedding, unless the checkpoint has another.
@@ -300,10 +312,12 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]
     tied_embeddings: bool
     qk_norm: QkNorm | None = None
+    norms_rotated: bool = False
     learned_positions: bool = False
     position_offset: int = 0
     norm_placement: NormPlacement = "before"
     norm_offset: float = 0.0
+    norm_bias: bool = True
     parallel_residual: bool = False
     attention_scale: float | None = None
     learned_sinks: bool = False

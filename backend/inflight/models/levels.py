@@ -82,8 +82,8 @@ class Levels:
         of_groups.mul_(self.scales[..., None])
         return of_groups.view(num_outputs, num_inputs)
 
-    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Levels:
-        """Return the levels of some of the outputs and inputs."""
+    def part(self, rows: tuple[int, ...], columns: tuple[int, int]) -> Levels:
+        """Return the levels of some of the outputs, the arguments of a slice, and of a range of inputs."""
         here = slice(*rows)
         scales, zeros, groups = self.scales, self.zeros, self.groups
         if columns != (0, self.values.shape[1]):

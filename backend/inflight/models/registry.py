@@ -10,12 +10,13 @@ from inflight.checkpoint_config import ConfigFile, eos_token_ids, read_config_fi
 from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
-from inflight.models.families import FAMILIES, Family, WeightNames, names_in_multimodal
+from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
 from inflight.models.quantization import Quantization, read_quantization
 from inflight.models.unread_keys import refuse_unread
 from inflight.multimodal import Multimodal
 
 _logger = logging.getLogger(__name__)
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class ModelDescription:
 
 
 class UnknownFamily(ConfigError):
-    """A checkpoint of a family that this package does not implement.
+    """A checkpoint of a family that this package does not implement, or with a feature that its map lacks.
 
     Attributes:
         family: The family's name in config.json.
@@ -67,9 +68,11 @@ def read_model_description(folder: Path | str) -> ModelDescription:
         )
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
-    decoder = replace(
-        family.read_config(config), eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config)
-    )
+    try:
+        decoder = family.read_config(config)
+    except NoMap as error:
+        raise UnknownFamily(error, f"{family.architecture} with {error.key}") from error
+    decoder = replace(decoder, eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config))
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
@@ -127,7 +130,8 @@ def _check(config: ConfigFile, decoder: DecoderConfig) -> None:
     experts = decoder.experts
     if experts is not None and experts.num_per_token > experts.count:
         raise config.error(
-            "num_experts_per_tok", f"at most num_experts (or num_local_experts), which is {experts.count}"
+            next(filter(config.has, _EXPERTS_PER_TOKEN), " or ".join(_EXPERTS_PER_TOKEN)),
+            f"at most num_experts (or num_local_experts), which is {experts.count}",
         )
     for rope in dict.fromkeys(decoder.ropes):
         if rope is not None and (rotary_dim := rope.rotary_dim(decoder.rotary_head_dim)) % 2:

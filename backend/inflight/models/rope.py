@@ -143,10 +143,12 @@ def read_rope_section(
 ) -> RopeConfig:
     """Read rotary positions from one section; `config` is the file that contains it.
 
-    With `of_section_alone`, `partial_rotary_factor` is read from the section only, not from the file's top level.
+    With `of_section_alone`, `partial_rotary_factor` is read from the section only, not from the file's top level,
+    where null stands for whole heads.
     """
     theta = section.number_or_none("rope_theta") or default_theta
-    part = default_part or 1.0
+    is_null = not of_section_alone and "partial_rotary_factor" in config.values
+    part = 1.0 if default_part is None or is_null else default_part
     for place in (section,) if of_section_alone else (config, section):
         given = place.number_or_none("partial_rotary_factor")
         if given is not None and (given > 1 or (default_part is None and given != 1)):

@@ -21,10 +21,10 @@ _ORIGIN = """
 _LABELS = "id2label label2id num_labels _num_labels problem_type finetuning_task prefix task_specific_params"
 _TRAINING = """
     attention_dropout activation_dropout hidden_dropout dropout attn_pdrop embd_pdrop resid_pdrop
-    attention_probs_dropout_prob hidden_dropout_prob classifier_dropout initializer_range init_std layerdrop
-    gradient_checkpointing neftune_noise_alpha output_router_logits router_aux_loss_coef router_jitter_noise
-    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout aux_loss_alpha
-    seq_aux
+    attention_probs_dropout_prob hidden_dropout_prob classifier_dropout embedding_dropout residual_dropout
+    initializer_range init_std layerdrop gradient_checkpointing neftune_noise_alpha output_router_logits
+    router_aux_loss_coef router_jitter_noise summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout aux_loss_alpha seq_aux
 """
 # The choice among equivalent implementations, and the outputs of a forward pass in Python.
 _EXECUTION = """

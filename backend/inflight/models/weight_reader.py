@@ -195,6 +195,8 @@ class WeightReader(Generic[LayerT, LinearT]):
         weight = read(source.weight)
         if source.offset:
             weight = weight.float() + source.offset
+        if source.has_zero_bias:
+            return Norm(weight, torch.zeros_like(weight))
         return Norm(weight, None if source.bias is None else read(source.bias))
 
     def _vector(self, source: TensorSource | None) -> Tensor | None:
@@ -215,7 +217,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         for part in source.parts:
             stored = self._checkpoint.read(part.name)
             for rows in part.ranges:
-                end = start + rows[1] - rows[0]
+                end = start + len(range(*rows))
                 tensor[start:end].copy_(source.wanted(stored, rows))
                 start = end
             self._checkpoint.release_pages(stored)

@@ -13,11 +13,14 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from inflight.models.decoder_config import ExpertsConfig, LatentAttention
+from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
 from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
 from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
+
+Rows = tuple[int, int] | tuple[int, int, int]
+"""Arguments of `range`: the first row, the one after the last, and the step if it is not 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class StoredRows:
 
     name: str
     rows: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[Rows, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class TensorSource:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the loaded tensor, with only the selected rows and columns."""
-        rows = sum(end - begin for part in self.parts for begin, end in part.ranges)
+        rows = sum(len(range(*rows)) for part in self.parts for rows in part.ranges)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -67,7 +70,7 @@ class TensorSource:
             return (rows, 1, self.columns)
         return (self.columns, rows) if self.transposed else (rows, self.columns)
 
-    def wanted(self, stored: Tensor, rows: Range) -> Tensor:
+    def wanted(self, stored: Tensor, rows: Rows) -> Tensor:
         """Return the given rows and the selected columns of a stored tensor."""
         if self.columns is None:
             return stored[slice(*rows)]
@@ -102,11 +105,19 @@ class StackSource:
 
 @dataclass(frozen=True, slots=True)
 class NormSource:
-    """Stored parameters of a norm; `offset` is added to its weight, which is float32 if the offset is not 0."""
+    """Stored parameters of a norm.
+
+    Attributes:
+        weight: The weight.
+        bias: The bias of a LayerNorm, if it is stored.
+        offset: Added to the weight, which is float32 if this is not 0.
+        has_zero_bias: Whether this is a LayerNorm without a stored bias.
+    """
 
     weight: TensorSource
     bias: TensorSource | None
     offset: float
+    has_zero_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +261,8 @@ class _Finder:
         elif decoder.latent is None:
             rows = (decoder.query_size, queries), keys, keys
             qkv = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias)
+            if (rope := decoder.ropes[index]) is not None and rope.interleaved:
+                qkv = self._in_halves(qkv, rope)
         else:
             assert attention.latent is not None, "a family with latent attention names its modules"
             qkv, latent = self._latent(prefix, attention.latent, decoder.latent)
@@ -284,6 +297,25 @@ class _Finder:
         own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
         columns = decoder.num_heads * decoder.output_head_dim
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
+
+    def _in_halves(self, qkv: LinearSource, rope: RopeConfig) -> LinearSource:
+        """Return queries, keys and values with rows of queries and keys in the order of the rotation."""
+        assert self._decoder.qk_norm is None, "its weights would have to be put into that order too"
+        size, of_head = self._decoder.head_dim, rope.rows_in_halves(self._decoder.head_dim)
+
+        def reordered(source: TensorSource) -> TensorSource:
+            number, parts = 0, list[StoredRows]()
+            for part in source.parts:
+                ranges = list[Rows]()
+                for rows in part.ranges:
+                    is_rotated, number = number < 2, number + 1  # queries, then keys, then values
+                    heads = range(rows[0], rows[1], size)
+                    halves = [(head + a, head + b, step) for head in heads for a, b, step in of_head]
+                    ranges += halves if is_rotated else [rows]
+                parts.append(replace(part, ranges=tuple(ranges)))
+            return replace(source, parts=tuple(parts))
+
+        return replace(qkv, weight=reordered(qkv.weight), bias=qkv.bias and reordered(qkv.bias))
 
     def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
         """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
@@ -442,13 +474,20 @@ class _Finder:
         # The ranks' results are summed, so only one rank may add the bias.
         has_down_bias = config.has_bias and own[0] == 0
         # Kept in float32: the probabilities that it changes may differ by less than bfloat16 can represent.
-        choice_bias = StoredRows(prefix + names.choice_bias, config.count, ((0, config.count),))
+        whole = config.count if names.has_choice_bias_row else None
+        num_rows = 1 if names.has_choice_bias_row else config.count
+        choice_bias = TensorSource(
+            (StoredRows(prefix + names.choice_bias, num_rows, ((0, num_rows),)),),
+            whole,
+            (0, config.count),
+            dtype=torch.float32,
+        )
         return ExpertSources(
             router=replicated(names.router, config.count, config.has_router_bias),
             up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
             down=stack(down, inner, own, has_down_bias, is_gated=False),
             shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
-            choice_bias=TensorSource((choice_bias,), dtype=torch.float32) if config.has_choice_bias else None,
+            choice_bias=choice_bias if config.has_choice_bias else None,
         )
 
     def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormSource | None:
@@ -503,8 +542,10 @@ class _Finder:
 
     def _norm(self, module: str, size: int, own: Range | None = None) -> NormSource:
         rows = (StoredRows(module, size, (own or (0, size),)),)
-        bias = TensorSource(_named(rows, "bias")) if self._decoder.norm == "layer" else None
-        return NormSource(TensorSource(_named(rows, "weight")), bias, self._decoder.norm_offset)
+        decoder, is_layer_norm = self._decoder, self._decoder.norm == "layer"
+        bias = TensorSource(_named(rows, "bias")) if is_layer_norm and decoder.norm_bias else None
+        weight = TensorSource(_named(rows, "weight"))
+        return NormSource(weight, bias, decoder.norm_offset, is_layer_norm and not decoder.norm_bias)
 
 
 def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:

@@ -23,11 +23,12 @@ CLASS_OF_MODEL = {
     model_type: name
     for name, model_types in {
         AS_IN_ITS_FILE: (
-            "flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid internlm2 internlm3 "
-            "jamba kimi_k25 llava llava_next minicpm3 ministral ministral3 mistral mistral3 mixtral nemotron "
-            "olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
+            "ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid "
+            "internlm2 internlm3 jamba kimi_k25 llava llava_next minicpm3 minimax_m2 ministral ministral3 "
+            "mistral mistral3 mixtral nemotron olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
         ),
         "CodeLlamaTokenizer": "code_llama",
+        "CohereTokenizer": "cohere2",
         "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj opt phi starcoder2",
         "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv",
         "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text recurrent_gemma",

@@ -30,8 +30,19 @@ from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import VOCAB_SIZE, WITHOUT_MAP, Zoo, make_model
 from tests.tiers import with_all
 
-WITH_MAP = ["llama-gqa", "gemma2", "mistral-layer-types", "mixtral", "gpt2", "phi3-longrope"]
-every_family = pytest.mark.parametrize("case", with_all(WITHOUT_MAP, ["stablelm", "cohere2"]))
+WITH_MAP = [
+    "cohere2",
+    "starcoder2",
+    "llama-gqa",
+    "gemma2",
+    "mistral-layer-types",
+    "mixtral",
+    "gpt2",
+    "phi3-longrope",
+]
+every_family = pytest.mark.parametrize(
+    "case", with_all([*WITHOUT_MAP, "cohere2"], ["stablelm-head-norms", "cohere2"])
+)
 BOUND = 0.08
 """As in test_precision.py: root mean square error of bfloat16's logits over their standard deviation."""
 
@@ -61,7 +72,7 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
         assert served.tokens(request) == model.greedy(request.input_token_ids, 64)
 
 
-@pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm"]))
+@pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm-head-norms"]))
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
@@ -156,7 +167,7 @@ def test_logits_and_hidden_states(zoo: Zoo) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["stablelm", "starcoder2"])
+@pytest.mark.parametrize("case", ["stablelm-head-norms", "nemotron"])
 def test_error_in_bfloat16_is_bounded(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     prompt = model.prompt(32)
@@ -184,8 +195,10 @@ def test_the_log_says_that_transformers_code_runs_the_layers(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        loaded(zoo, "stablelm")
-    assert re.search("StableLmForCausalLM has no map here: transformers' own code runs it", caplog.text)
+        loaded(zoo, "stablelm-head-norms")
+    assert re.search(
+        "StableLmForCausalLM with qk_layernorm has no map here: transformers' own code runs it", caplog.text
+    )
     assert "the layers are transformers' own code (StableLmForCausalLM)" in caplog.text
 
 
@@ -206,8 +219,10 @@ def test_families_with_a_map_have_our_layers(zoo: Zoo) -> None:
 
 
 def test_asking_for_our_layers_is_refused_for_other_families(zoo: Zoo) -> None:
-    with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*expected one of LlamaForCausalLM"):
-        loaded(zoo, "stablelm", implementation="torch")
+    with pytest.raises(ConfigError, match=r"NemotronForCausalLM.*expected one of LlamaForCausalLM"):
+        loaded(zoo, "nemotron", implementation="torch")
+    with pytest.raises(ConfigError, match=r"key 'qk_layernorm' is True, expected false"):
+        loaded(zoo, "stablelm-head-norms", implementation="torch")
 
 
 def test_end_ids_are_those_of_generate(zoo: Zoo, tmp_path: Path) -> None:
@@ -305,7 +320,7 @@ def test_a_layer_that_mixes_rows_is_refused_with_its_error(zoo: Zoo, monkeypatch
     with pytest.raises(
         ConfigError, match=r"'stablelm'.*off by (0\.[1-9]|1\.)\d* of their standard deviation"
     ):
-        loaded(zoo, "stablelm")
+        loaded(zoo, "stablelm-head-norms")
 
 
 def test_a_mask_of_another_kind_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,12 +331,12 @@ def test_a_mask_of_another_kind_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(modeling_stablelm, "create_causal_mask", chunked)
     with pytest.raises(ConfigError, match=r"'stablelm'.*neither causal nor a sliding window"):
-        loaded(zoo, "stablelm")
+        loaded(zoo, "stablelm-head-norms")
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path, is_missing: bool) -> None:
-    make_model(tmp_path, "stablelm")
+    make_model(tmp_path, "stablelm-head-norms")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     if is_missing:
@@ -335,14 +350,14 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, is_missing: bool) -
 
 
 def test_weights_of_other_types_are_refused_or_converted(tmp_path: Path) -> None:
-    make_model(tmp_path, "stablelm").oracle.double().save_pretrained(tmp_path)
+    make_model(tmp_path, "stablelm-head-norms").oracle.double().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"weights are of torch\.float64, expected torch\.float32"):
         load(tmp_path, 20, dtype=None)
     assert load(tmp_path, 20, dtype="float32").dtype == "float32"
 
 
 def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
-    model = make_model(tmp_path, "stablelm")
+    model = make_model(tmp_path, "stablelm-head-norms")
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.oracle.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="transformers cannot load it"):
@@ -359,19 +374,19 @@ def test_files_of_other_formats_are_refused(tmp_path: Path) -> None:
 )
 def test_unsupported_parameters_are_refused(zoo: Zoo, changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        loaded(zoo, "stablelm", **changes)
+        loaded(zoo, "stablelm-head-norms", **changes)
 
 
 @pytest.mark.parametrize("topology", [(2, 1), (1, 2)])
 def test_several_ranks_are_refused(zoo: Zoo, topology: tuple[int, int]) -> None:
     refused = pytest.raises(ConfigError, match="is 2, expected 1")
-    with refused, ranks(zoo["stablelm"].folder, topology):
+    with refused, ranks(zoo["stablelm-head-norms"].folder, topology):
         raise AssertionError("it was loaded")
 
 
 def test_a_load_without_transformers_is_refused(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"StableLmForCausalLM.*pip install -e '\.\[transformers\]'"):
-        loaded(zoo, "stablelm")
+    with pytest.raises(ConfigError, match=r"qk_layernorm.*pip install -e '\.\[transformers\]'"):
+        loaded(zoo, "stablelm-head-norms")
     with pytest.raises(ConfigError, match="engine is transformers, which is not installed"):
         loaded(zoo, "llama-gqa")

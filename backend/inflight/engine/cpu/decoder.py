@@ -43,7 +43,7 @@ from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"

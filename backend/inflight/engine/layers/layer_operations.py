@@ -21,6 +21,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 Rotation = tuple[Tensor, Tensor]
@@ -68,7 +69,8 @@ class LayerOperations:
 
         Args:
             qkv: [rows, heads + 2 * kv_heads, head_dim].
-            norms: Norms of query heads and key heads, applied before the rotation; None: there are none.
+            norms: Norms of query heads and key heads, applied before the rotation, or after it with
+                `norms_rotated`; None: there are none.
             rotation: The result of `rotation`; None: no rotation.
             places: Places in the cache, see `KvCache.write`.
             layer: The layer, for the cache.
@@ -76,15 +78,22 @@ class LayerOperations:
         """
         heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
         queries_keys, values = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
-        if norms is not None:
-            parts = zip(queries_keys.split_with_sizes((heads, kv_heads), dim=1), norms, strict=True)
-            normed = [apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts]
-            queries_keys = torch.cat(normed, dim=1)
+        is_late = self.decoder.norms_rotated
+        if norms is not None and not is_late:
+            queries_keys = self._norm_heads(queries_keys, norms)
         if rotation is not None:
             queries_keys = rotate(queries_keys, *rotation)
+        if norms is not None and is_late:
+            queries_keys = self._norm_heads(queries_keys, norms)
         queries, keys = queries_keys.split_with_sizes((heads, kv_heads), dim=1)
         cache.write(layer, places, keys, values)
         return queries, keys, values
+
+    def _norm_heads(self, queries_keys: Tensor, norms: tuple[Norm, Norm]) -> Tensor:
+        """Apply the norms of query heads and of key heads to [rows, heads + kv_heads, head_dim]."""
+        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        parts = zip(queries_keys.split_with_sizes((heads, kv_heads), dim=1), norms, strict=True)
+        return torch.cat([apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts], dim=1)
 
     def activate(self, inner: Tensor) -> Tensor:
         """Return the input of an MLP's second projection, from the output of its first."""

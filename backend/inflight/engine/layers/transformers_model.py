@@ -175,7 +175,9 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
             ", and code that comes with a checkpoint (auto_map) is never run" if file.has("auto_map") else ""
         )
         raise refuse(f"{known} has no code for it{own}")
-    if file.values.get("is_encoder_decoder") or CONFIG_MAPPING[model_type]().is_encoder_decoder:
+    if file.values.get("is_encoder_decoder") or getattr(
+        CONFIG_MAPPING[model_type], "is_encoder_decoder", False
+    ):
         raise refuse("it has an encoder beside the decoder")
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, ())
     names = (names,) if isinstance(names, str) else tuple(names)

@@ -106,6 +106,9 @@ class Components:
         graph, kind = self.graph, self.config.activation
         if kind == "silu":
             return graph.multiply(x, graph.activation(x, "SIGMOID"))
+        if kind == "relu2":
+            positive = graph.activation(x, "RELU")
+            return graph.multiply(positive, positive)
         return graph.activation(x, {"gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH", "relu": "RELU"}[kind])
 
     def experts(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:

@@ -32,6 +32,7 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
         "recurrent layers": config.recurrent is not None,
         "gates of attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
+        "norms of rotated heads": config.norms_rotated,
         "soft caps of attention": config.attention_soft_cap is not None,
         "clamped SwiGLU": config.clamped_swiglu is not None,
         "biases of experts": experts is not None and experts.has_bias,

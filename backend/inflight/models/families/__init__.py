@@ -6,20 +6,25 @@ tensors. These functions return general components of decoders; no other code de
 
 from __future__ import annotations
 
+from inflight.models.families.cohere import COHERE_FAMILIES
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
+from inflight.models.families.ernie import ERNIE_FAMILIES
 from inflight.models.families.family import (
     FUSED_GATE_UP,
     FUSED_QKV,
     GRANITE_GATE_UP,
     Family,
+    NoMap,
     WeightNames,
     bases_in_multimodal,
     heads_in_multimodal,
     names_in_multimodal,
 )
 from inflight.models.families.gemma import GEMMA_FAMILIES
+from inflight.models.families.glm import GLM_FAMILIES
 from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
+from inflight.models.families.hunyuan import HUNYUAN_FAMILIES
 from inflight.models.families.llama import LLAMA_FAMILIES
 from inflight.models.families.mixtures import MIXTURE_FAMILIES
 from inflight.models.families.recurrent import RECURRENT_FAMILIES
@@ -28,8 +33,12 @@ FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES,
     *MIXTURE_FAMILIES,
     *DEEPSEEK_FAMILIES,
+    *GLM_FAMILIES,
+    *ERNIE_FAMILIES,
+    *HUNYUAN_FAMILIES,
     GPT_OSS,
     *GEMMA_FAMILIES,
+    *COHERE_FAMILIES,
     *RECURRENT_FAMILIES,
     *GPT_FAMILIES,
 )
@@ -40,6 +49,7 @@ __all__ = [
     "FUSED_QKV",
     "GRANITE_GATE_UP",
     "Family",
+    "NoMap",
     "WeightNames",
     "bases_in_multimodal",
     "heads_in_multimodal",

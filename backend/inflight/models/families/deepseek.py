@@ -29,7 +29,7 @@ _ATTENTION = AttentionNames(
         kv_up="self_attn.kv_b_proj",
     ),
 )
-_EXPERTS = ExpertNames(
+ROUTED_EXPERT_NAMES = ExpertNames(
     router="mlp.gate",
     prefix="mlp.experts.{}.",
     each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
@@ -39,8 +39,10 @@ _EXPERTS = ExpertNames(
         down="mlp.shared_experts.down_proj",
     ),
 )
-_V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=_EXPERTS)
-_V3_NAMES = replace(_V2_NAMES, experts=replace(_EXPERTS, choice_bias="mlp.gate.e_score_correction_bias"))
+_V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=ROUTED_EXPERT_NAMES)
+_V3_NAMES = replace(
+    _V2_NAMES, experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
+)
 # Keys that the model's original code reads and transformers does not.
 _V2_NEUTRAL = {
     "moe_layer_freq": (None, 1),
@@ -78,8 +80,8 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
     return latent
 
 
-def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
-    """Read the keys that V2 and V3 share, without groups. `alias`: another name of n_routed_experts."""
+def read_routed_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
+    """Read the keys of experts, without those of groups. `alias`: another name of n_routed_experts."""
     num_layers = config.positive_int("num_hidden_layers")
     width = config.positive_int("moe_intermediate_size")
     num_dense = config.value("first_k_dense_replace")
@@ -97,7 +99,7 @@ def _read_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
     )
 
 
-def _read_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_group: int) -> ExpertsConfig:
+def read_expert_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_group: int) -> ExpertsConfig:
     """Return `experts` with groups; raise ConfigError if they do not divide or have too few experts per token."""
     num_groups, chosen = config.positive_int("n_group"), config.positive_int("topk_group")
     each, rest = divmod(experts.count, num_groups)
@@ -146,7 +148,7 @@ def _read_decoder(
 
 def _read_v2(config: ConfigFile) -> DecoderConfig:
     """Read the config of V2: softmax probabilities without normalization, and optional groups of experts."""
-    experts = _read_experts(config, "num_experts")
+    experts = read_routed_experts(config, "num_experts")
     method = config.text_or_none("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise config.error("topk_method", "greedy or group_limited_greedy")
@@ -154,7 +156,7 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
         for key in ("n_group", "topk_group"):
             config.value(key)
     else:
-        experts = _read_groups(config, experts, 1)
+        experts = read_expert_groups(config, experts, 1)
     latent = _read_latent(config, interleaved=True)
     return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
 
@@ -164,9 +166,9 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
 
     As in transformers, null counts as false and an absent key as true.
     """
-    experts = _read_experts(config, "num_local_experts")
+    experts = read_routed_experts(config, "num_local_experts")
     experts = replace(
-        _read_groups(config, experts, 2),
+        read_expert_groups(config, experts, 2),
         scoring="sigmoid",
         has_choice_bias=True,
         is_normalized=config.boolean("norm_topk_prob", "norm_topk_prob" not in config.values),
@@ -174,10 +176,10 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
     interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
     latent = _read_latent(config, interleaved=interleaved)
     decoder = _read_decoder(config, latent, experts, 4096, mlp_bias=False)
-    return replace(decoder, num_draft_layers=_read_num_draft_layers(config))
+    return replace(decoder, num_draft_layers=read_num_draft_layers(config))
 
 
-def _read_num_draft_layers(config: ConfigFile) -> int:
+def read_num_draft_layers(config: ConfigFile) -> int:
     """Return the number of draft layers; 1 if neither name of the key is present."""
     found = 1
     for key in ("num_mtp_layers", "num_nextn_predict_layers"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.errors import ConfigError
 from inflight.models.decoder_config import Activation, DecoderConfig
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -20,6 +21,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",  # the same polynomial with its factors in another order
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
@@ -154,6 +156,7 @@ class ExpertNames:
         shared_gate: The gate that multiplies the shared MLP's result; "" if there is none.
         choice_bias: Whole name of the biases that are added to probabilities when experts are chosen; "" if there
             are none.
+        has_choice_bias_row: Whether these biases are stored as a row, [1, experts], instead of a vector.
     """
 
     router: str
@@ -163,6 +166,7 @@ class ExpertNames:
     shared: MlpNames | None = None
     shared_gate: str = ""
     choice_bias: str = ""
+    has_choice_bias_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,18 @@ class WeightNames:
     left_out: tuple[str, ...] = ()
 
 
+class NoMap(ConfigError):
+    """A feature of some of a family's checkpoints that its map lacks, and transformers' own code may have.
+
+    Attributes:
+        key: The key of config.json that asks for it.
+    """
+
+    def __init__(self, config: ConfigFile, key: str, expected: str) -> None:
+        super().__init__(str(config.error(key, expected)))
+        self.key = key
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How checkpoints of one class of transformers are read: its keys of config.json and names of tensors.
@@ -238,6 +254,7 @@ class Family:
         model_type: config.json's `model_type`.
         architecture: The class in config.json's `architectures`.
         read_config: Translates config.json; end ids and dtype, read alike for all families, are added later.
+            Raises NoMap for a checkpoint that is to be treated as one of an unknown family.
         names: Names of its tensors.
         neutral: Keys that `read_config` does not read, with the values that change nothing.
         quantizations: Further values of `quant_method` that its checkpoints may have, for stacked experts.
@@ -285,6 +302,20 @@ def read_size(config: ConfigFile, key: str, alias: str, default: int | None = No
     if own is not None and other is not None and own != other:
         raise config.error(alias, f"{own}, as {key} says, or no such key")
     return own or other or default or config.positive_int(key)
+
+
+def read_head_dim(config: ConfigFile, default: int) -> int:
+    """Return the width of a head: `default` if the key is absent, and if it is null what the heads divide."""
+    if "head_dim" in config.values and config.value("head_dim") is None:
+        return config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
+    return config.int_or_none("head_dim") or default
+
+
+def check_derived_head_dim(config: ConfigFile) -> None:
+    """Raise ConfigError if `head_dim` is not hidden_size over num_attention_heads, in a family without the key."""
+    derived = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
+    if config.int_or_none("head_dim") not in (None, derived):
+        raise config.error("head_dim", f"hidden_size over num_attention_heads, {derived}, or no such key")
 
 
 def read_no_windows(config: ConfigFile) -> tuple[None, ...]:

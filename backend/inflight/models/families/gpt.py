@@ -1,6 +1,8 @@
-"""Families with LayerNorms and biases: GPT-2, GPT-NeoX (Pythia) and OPT."""
+"""Families with LayerNorms and biases: GPT-2, GPT-NeoX (Pythia), OPT, StableLM and StarCoder 2."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig
@@ -8,11 +10,14 @@ from inflight.models.families.family import (
     AttentionNames,
     Family,
     MlpNames,
+    NoMap,
     NormNames,
     WeightNames,
+    check_derived_head_dim,
     read_activation,
     read_size,
 )
+from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
 from inflight.models.rope import longest_sequence, read_rope
 
 _GPT2_POSITIONS = 1024  # if the key is absent
@@ -184,8 +189,71 @@ def _read_opt(config: ConfigFile) -> DecoderConfig:
     )
 
 
+# ---------------------------------------------------------------------- StableLM and StarCoder 2
+
+
+_STABLELM_ROTARY_PART = 0.25  # if the key is absent
+
+
+def _read_stablelm(config: ConfigFile) -> DecoderConfig:
+    """Read the config of StableLM: Llama with LayerNorms, and rotary positions on a part of each head."""
+    for key in ("qk_layernorm", "use_parallel_residual"):
+        if config.boolean(key, False):
+            raise NoMap(config, key, "false: the map of this family has no such layers")
+    check_derived_head_dim(config)
+    return read_llama_like(
+        config,
+        default_positions=4096,
+        default_kv_heads=32,
+        default_part=_STABLELM_ROTARY_PART,
+        qkv_bias=config.boolean("use_qkv_bias", False),
+        norm="layer",
+        norm_eps=config.number_or_none("layer_norm_eps") or 1e-5,
+    )
+
+
+# Keys of published files that no code reads.
+_STARCODER2_NEUTRAL = {
+    "activation_function": (None, "gelu", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (None, 1e-5),
+    "mlp_type": (None, "default"),
+    "norm_type": (None, "layer_norm"),
+    "attention_softmax_in_fp32": (None, True),
+    "scale_attention_softmax_in_fp32": (None, True),
+    "scale_attn_weights": (None, True),
+}
+
+
+def _read_starcoder2(config: ConfigFile) -> DecoderConfig:
+    """Read the config of StarCoder 2: LayerNorms, biases everywhere, rotary positions, and an MLP without gate."""
+    bias = config.boolean("use_bias", True)
+    window = config.int_or_none("sliding_window")
+    return read_llama_like(
+        config,
+        default_positions=4096,
+        default_kv_heads=2,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        norm="layer",
+        norm_eps=config.number_or_none("norm_epsilon") or 1e-5,
+        activation=read_activation(config, "hidden_act", "gelu_pytorch_tanh"),
+        gated_mlp=False,
+        sliding_windows=(window,) * config.positive_int("num_hidden_layers"),
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+    )
+
+
 GPT_FAMILIES = (
     Family("gpt2", "GPT2LMHeadModel", _read_gpt2, _GPT2_NAMES),
     Family("gpt_neox", "GPTNeoXForCausalLM", _read_neox, _NEOX_NAMES),
     Family("opt", "OPTForCausalLM", _read_opt, _OPT_NAMES),
+    Family("stablelm", "StableLmForCausalLM", _read_stablelm, LLAMA_NAMES),
+    Family(
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        _read_starcoder2,
+        replace(LLAMA_NAMES, mlp=MlpNames(up=("mlp.c_fc",), down="mlp.c_proj")),
+        _STARCODER2_NEUTRAL,
+    ),
 )

@@ -16,13 +16,15 @@ from inflight.models.families.family import (
     MlpNames,
     NormNames,
     WeightNames,
+    no_window,
     read_activation,
+    read_head_dim,
     read_layer_types,
     read_no_windows,
     read_windows_if_used,
     read_windows_of_all,
 )
-from inflight.models.rope import longest_sequence, read_rope
+from inflight.models.rope import longest_sequence, read_layer_type_ropes, read_rope
 
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
@@ -103,6 +105,11 @@ LLAMA_NAMES = WeightNames(
 )
 NORMED_ATTENTION = replace(LLAMA_ATTENTION, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 """Llama's attention with norms over queries and keys."""
+
+
+def in_interleaved_pairs(decoder: DecoderConfig) -> DecoderConfig:
+    """Return the decoder with rotations of dimensions 2i and 2i + 1 together."""
+    return replace(decoder, ropes=tuple(rope and replace(rope, interleaved=True) for rope in decoder.ropes))
 
 
 def _read_llama(config: ConfigFile) -> DecoderConfig:
@@ -204,6 +211,40 @@ def _read_qwen3(config: ConfigFile) -> DecoderConfig:
     return replace(decoder, head_dim=config.int_or_none("head_dim") or _QWEN3_HEAD_DIM)
 
 
+# ---------------------------------------------------------------------- Arcee and Seed-OSS
+
+
+def _read_arcee(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Arcee: Llama with squared relu and without a gate in the MLP."""
+    attention_bias = config.boolean("attention_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=4096,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=config.boolean("mlp_bias", False),
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        activation=read_activation(config, "hidden_act", "relu2"),
+        gated_mlp=False,
+    )
+
+
+_SEED_OSS_HEAD_DIM = 128  # if the key is absent
+
+
+def _read_seed_oss(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Seed-OSS: Llama with biases of query, key and value, and another of the output."""
+    return read_llama_like(
+        config,
+        default_positions=524288,
+        default_kv_heads=8,
+        qkv_bias=config.boolean("attention_bias", True),
+        output_bias=config.boolean("attention_out_bias", False),
+        mlp_bias=config.boolean("mlp_bias", False),
+        head_dim=read_head_dim(config, _SEED_OSS_HEAD_DIM),
+    )
+
+
 # ---------------------------------------------------------------------- Phi-3 and Phi-4
 
 
@@ -221,7 +262,14 @@ def _read_phi3(config: ConfigFile) -> DecoderConfig:
     )
 
 
-# ---------------------------------------------------------------------- OLMo 2
+# ---------------------------------------------------------------------- OLMo 2 and 3, EXAONE 4
+
+
+_OLMO2_NAMES = replace(
+    LLAMA_NAMES,
+    norms=NormNames(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm"),
+    attention=NORMED_ATTENTION,
+)
 
 
 def _read_olmo2(config: ConfigFile) -> DecoderConfig:
@@ -235,6 +283,73 @@ def _read_olmo2(config: ConfigFile) -> DecoderConfig:
         qk_norm="projection",
         norm_placement="after",
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+    )
+
+
+_OLMO3_THETAS = {"full_attention": 5e5, "sliding_attention": 5e5}  # if the keys are absent
+_WINDOW = 4096  # likewise
+_PATTERN = 4  # likewise: every fourth layer has no window
+
+
+def _read_olmo3(config: ConfigFile) -> DecoderConfig:
+    """Read the config of OLMo 3: OLMo 2 with windows in most layers, which have unscaled positions."""
+    attention_bias = config.boolean("attention_bias", False)
+    types = read_layer_types(config, config.positive_int("num_hidden_layers")) or _by_pattern(
+        config, _PATTERN
+    )
+    if config.has("rope_local_base_freq"):
+        raise config.error("rope_local_base_freq", "no such key in this family")
+    max_positions = config.int_or_none("max_position_embeddings") or 2048
+    ropes = read_layer_type_ropes(config, max_positions, _OLMO3_THETAS)
+    window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
+    if window is None and "sliding_attention" in types:
+        raise no_window(config)
+    return read_llama_like(
+        config,
+        default_positions=2048,
+        ropes=tuple(ropes[kind] for kind in types),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="projection",
+        norm_placement="after",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+    )
+
+
+def _by_pattern(config: ConfigFile, every: int) -> tuple[str, ...]:
+    """Return the types of layers of which each `every`-th one has no window."""
+    layers = range(1, config.positive_int("num_hidden_layers") + 1)
+    return tuple("sliding_attention" if index % every else "full_attention" for index in layers)
+
+
+def _read_exaone4(config: ConfigFile) -> DecoderConfig:
+    """Read the config of EXAONE 4: norms on outputs and heads; beside windows, other layers have no positions."""
+    num_layers = config.positive_int("num_hidden_layers")
+    window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
+    types = read_layer_types(config, num_layers)
+    if window is None and "sliding_attention" in types:
+        raise no_window(config)
+    if types or window is None:
+        config.value("sliding_window_pattern")
+    else:
+        is_given = "sliding_window_pattern" in config.values
+        types = _by_pattern(config, config.positive_int("sliding_window_pattern") if is_given else _PATTERN)
+    decoder = read_llama_like(
+        config,
+        default_positions=2048,
+        default_kv_heads=32,
+        qk_norm="heads",
+        norm_placement="after",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+    )
+    if window is None:
+        return decoder
+    slides = [kind == "sliding_attention" for kind in types]
+    return replace(
+        decoder,
+        sliding_windows=tuple(window if sliding else None for sliding in slides),
+        ropes=tuple(rope if sliding else None for rope, sliding in zip(decoder.ropes, slides, strict=True)),
     )
 
 
@@ -332,15 +447,15 @@ LLAMA_FAMILIES = (
         {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
     ),
     Family(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        _read_olmo2,
-        replace(
-            LLAMA_NAMES,
-            norms=NormNames(attention_post="post_attention_layernorm", mlp_post="post_feedforward_layernorm"),
-            attention=NORMED_ATTENTION,
-        ),
+        "arcee",
+        "ArceeForCausalLM",
+        _read_arcee,
+        replace(LLAMA_NAMES, mlp=MlpNames(up=("mlp.up_proj",), down="mlp.down_proj")),
     ),
+    Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, LLAMA_NAMES),
+    Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _OLMO2_NAMES),
+    Family("olmo3", "Olmo3ForCausalLM", _read_olmo3, _OLMO2_NAMES),
+    Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, _OLMO2_NAMES),
     Family("granite", "GraniteForCausalLM", _read_granite, LLAMA_NAMES),
     Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, LLAMA_NAMES),
 )

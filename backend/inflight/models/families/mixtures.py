@@ -1,4 +1,4 @@
-"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE."""
+"""Families with mixtures of experts: Mixtral, Qwen 2 and 3, OLMoE, MiniMax-M2."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from inflight.models.families.family import (
     ExpertStacks,
     Family,
     MlpNames,
+    check_derived_head_dim,
+    read_head_dim,
     read_layer_types,
     read_size,
     read_window,
@@ -148,9 +150,7 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
         config.positive_int("num_hidden_layers"),
         config.boolean("attention_bias", False),
     )
-    head_dim = config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
-    if config.int_or_none("head_dim") not in (None, head_dim):
-        raise config.error("head_dim", f"hidden_size over num_attention_heads, {head_dim}, or no such key")
+    check_derived_head_dim(config)
     experts = ExpertsConfig(
         count=read_size(config, "num_experts", "num_local_experts", 64),
         num_per_token=config.int_or_none("num_experts_per_tok") or 8,
@@ -169,9 +169,76 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
     )
 
 
+# Keys that the model's original code reads and transformers does not.
+_MINIMAX_M2_NEUTRAL = {
+    "scoring_func": (None, "sigmoid"),
+    "use_routing_bias": (None, True),
+    "use_qk_norm": (None, True),
+    "qk_norm_type": (None, "per_layer"),
+    "attn_window_size": (None,),
+    "shared_intermediate_size": (None, 0),
+    "layernorm_full_attention_beta": (None, 1),
+    "layernorm_linear_attention_beta": (None, 1),
+    "layernorm_mlp_beta": (None, 1),
+    "use_mtp": (None, True, False),
+}
+_MINIMAX_M2_THETA = 5e6  # if the key is absent, like the number below
+_MINIMAX_M2_HEAD_DIM = 128
+
+
+def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
+    """Read the config of MiniMax-M2: experts chosen by sigmoids and biases, and norms over all heads together."""
+    num_layers = config.positive_int("num_hidden_layers")
+    # Of layers that predict further tokens and are not read, of an MLP that no layer has, and of shared experts.
+    for key in ("num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"):
+        config.value(key)
+    kinds = config.value("attn_type_list")
+    if kinds is not None and (not is_list(kinds) or set(kinds) != {1}):
+        raise config.error("attn_type_list", "1, softmax attention, for every layer, or no such key")
+    head_dim = read_head_dim(config, _MINIMAX_M2_HEAD_DIM)
+    rotary_dim = config.int_or_none("rotary_dim") or head_dim
+    if rotary_dim > head_dim:
+        raise config.error("rotary_dim", f"at most head_dim, {head_dim}")
+    experts = ExpertsConfig(
+        count=read_size(config, "num_local_experts", "num_experts", 256),
+        num_per_token=config.int_or_none("num_experts_per_tok") or 8,
+        intermediate_size=config.positive_int("intermediate_size"),
+        is_normalized=True,
+        layers=(True,) * num_layers,
+        scoring="sigmoid",
+        has_choice_bias=True,
+    )
+    return read_llama_like(
+        config,
+        default_positions=196608,
+        default_kv_heads=8,
+        default_theta=_MINIMAX_M2_THETA,
+        default_part=rotary_dim / head_dim,
+        head_dim=head_dim,
+        qk_norm="projection",
+        experts=experts,
+    )
+
+
 MIXTURE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
     Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _QWEN3_MOE_NAMES, _QWEN3_NEUTRAL),
+    Family(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _read_minimax_m2,
+        replace(
+            LLAMA_NAMES,
+            attention=NORMED_ATTENTION,
+            experts=ExpertNames(
+                router="block_sparse_moe.gate",
+                prefix="block_sparse_moe.experts.{}.",
+                each=MlpNames(up=("w1", "w3"), down="w2"),
+                choice_bias="block_sparse_moe.e_score_correction_bias",
+            ),
+        ),
+        _MINIMAX_M2_NEUTRAL,
+    ),
     Family("olmoe", "OlmoeForCausalLM", _read_olmoe, _MOE_NAMES_WITH_QK_NORM),
 )

@@ -59,7 +59,7 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
         config,
         default_positions=32768,
         default_kv_heads=default_kv_heads,
-        default_part=1.0 if "partial_rotary_factor" in config.values else _QWEN_PART,  # null: whole heads
+        default_part=_QWEN_PART,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="heads",

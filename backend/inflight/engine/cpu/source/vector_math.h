@@ -63,7 +63,7 @@ inline Floats erf_ps(Floats x) {
   return negated_where(is_negative, result);
 }
 
-enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4 };
 
 template <class E>
 inline Floats activate(int32_t kind, Floats x) {
@@ -77,6 +77,10 @@ inline Floats activate(int32_t kind, Floats x) {
       const Floats cubic = mul(mul(x, x), mul(x, floats(0.044715f)));
       const Floats u = mul(floats(0.7978845608028654f), add(x, cubic));
       return mul(x, sigmoid_ps(add(u, u)));
+    }
+    case kRelu2: {
+      const Floats positive = max(x, floats(0.0f));
+      return mul(positive, positive);
     }
     default:
       return max(x, floats(0.0f));

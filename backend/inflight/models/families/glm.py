@@ -1,0 +1,89 @@
+"""GLM-4 (of 0414), and GLM-4.5 to 4.7 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.checkpoint_config import ConfigFile
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.families.deepseek import (
+    ROUTED_EXPERT_NAMES,
+    read_expert_groups,
+    read_num_draft_layers,
+    read_routed_experts,
+)
+from inflight.models.families.family import FUSED_GATE_UP, Family, MlpNames, NormNames, read_head_dim
+from inflight.models.families.llama import (
+    LLAMA_NAMES,
+    NORMED_ATTENTION,
+    in_interleaved_pairs,
+    read_llama_like,
+)
+
+_HEAD_DIM = 128  # of GLM-4 if the key is absent, like the number below
+_ROTARY_PART = 0.5
+
+_GLM4_NAMES = replace(
+    LLAMA_NAMES,
+    norms=NormNames(
+        attention="input_layernorm",
+        attention_post="post_self_attn_layernorm",
+        mlp="post_attention_layernorm",
+        mlp_post="post_mlp_layernorm",
+    ),
+    mlp=MlpNames(up=(FUSED_GATE_UP,), down="mlp.down_proj"),
+)
+_GLM4_MOE_NAMES = replace(
+    LLAMA_NAMES,
+    attention=NORMED_ATTENTION,
+    experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
+)
+# Keys of DeepSeek-V3's original code, whose router this is.
+_GLM4_MOE_NEUTRAL = {
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+    "moe_layer_freq": (None, 1),
+}
+
+
+def _read_glm4(config: ConfigFile) -> DecoderConfig:
+    """Read the config of GLM-4: norms around attention and MLP; neighbouring dimensions rotate, half of a head."""
+    decoder = read_llama_like(
+        config,
+        default_positions=131072,
+        default_kv_heads=2,
+        default_part=_ROTARY_PART,
+        qkv_bias=config.boolean("attention_bias", True),
+        head_dim=read_head_dim(config, _HEAD_DIM),
+        norm_placement="around",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1.5625e-07,
+    )
+    return in_interleaved_pairs(decoder)
+
+
+def _read_glm4_moe(config: ConfigFile) -> DecoderConfig:
+    """Read the config of GLM-4.5: DeepSeek-V3's experts, and ordinary attention with rotations of half a head."""
+    experts = read_expert_groups(config, read_routed_experts(config, "num_local_experts"), 2)
+    experts = replace(
+        experts,
+        scoring="sigmoid",
+        has_choice_bias=True,
+        is_normalized=config.boolean("norm_topk_prob", True),
+    )
+    return read_llama_like(
+        config,
+        default_positions=131072,
+        default_kv_heads=8,
+        default_part=_ROTARY_PART,
+        qkv_bias=config.boolean("attention_bias", False),
+        qk_norm="heads" if config.boolean("use_qk_norm", False) else None,
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        experts=experts,
+        num_draft_layers=read_num_draft_layers(config),
+    )
+
+
+GLM_FAMILIES = (
+    Family("glm4", "Glm4ForCausalLM", _read_glm4, _GLM4_NAMES),
+    Family("glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _GLM4_MOE_NAMES, _GLM4_MOE_NEUTRAL),
+)
