@@ -44,7 +44,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama-tied": ("llama", "Llama", {"tie_word_embeddings": True}),
     "llama-head-dim": ("llama", "Llama", {"head_dim": 12}),
     "llama-3": ("llama", "Llama", {"rope_parameters": _LLAMA3}),
-    "llama-wide": ("llama", "Llama", {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}),
+    "llama-wide": (
+        "llama",
+        "Llama",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "initializer_range": 0.1},
+    ),
     "qwen2": ("qwen2", "Qwen2", {}),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 12}),
     "phi3": ("phi3", "Phi3", {"sliding_window": 19}),
@@ -130,11 +134,10 @@ def _quantized(numbers: np.ndarray, kind: GGMLQuantizationType, seed: int) -> np
         blocks = draw.integers(0, 256, shape, dtype=np.uint8)
         block_bytes = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind.name]
         of_blocks = blocks.reshape(shape[0], -1, block_bytes)
-        scale = np.array([0.0005], np.float16).view(np.uint8)
         if kind.name == "Q6_K":
-            of_blocks[..., -2:] = scale
+            of_blocks[..., -2:] = np.array([0.0001], np.float16).view(np.uint8)
         else:
-            of_blocks[..., :4] = np.concatenate([scale, np.array([0.004], np.float16).view(np.uint8)])
+            of_blocks[..., :4] = np.array([0.0005, 0.004], np.float16).view(np.uint8)
         return blocks
 
 
