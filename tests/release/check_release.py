@@ -103,7 +103,7 @@ def live(kind: str, path: str) -> tuple[list[int], list[weakref.ref]]:
     inboxes = [Inbox() for _ in range(8)]
     for number, inbox in enumerate(inboxes):
         sampling = {"beam_width": 2} if number % 4 == 3 else {"num_return_sequences": 1 + number % 2}
-        clients[number % 2].submit(make_request(24, streaming=number % 3 == 0, **sampling), inbox)
+        clients[number % 2].submit(make_request(8, streaming=number % 3 == 0, **sampling), inbox)
     errors = [inbox.final().error for inbox in inboxes]
     assert errors == [None] * 8
     assert num_held_blocks(engine) == 0
