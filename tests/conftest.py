@@ -38,6 +38,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def no_certificate_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let HTTP clients know no authorities: each new client would read all of them, and no test needs one."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield
 
