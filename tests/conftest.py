@@ -7,8 +7,10 @@ one worker, so that the server is started once; other tests stay together by fil
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import signal
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +20,27 @@ from xdist.scheduler import LoadFileScheduling
 from tests import tiers
 
 SHARED_SERVERS = (
-    "exact_server", "fake_server", "demo_server", "unary_server", "narrow_server", "short_queue_server",
-    "pair_server",
-    "playground_url",
-)  # fmt: skip
-"""Fixtures of servers that several files use. A file that uses several is grouped with the first of them."""
+    ("exact_server",),
+    ("fake_server", "narrow_server"),
+    ("demo_server", "unary_server", "short_queue_server"),
+    ("pair_server",),
+    ("fuzzed_server",),
+    ("playground_url",),
+)
+"""Fixtures of servers that several files use, by worker. A file that uses several is with the first of them."""
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background ignores SIGINT, and its children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_certificate_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let HTTP clients know no authorities: each new client would read all of them, and no test needs one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("SSL_CERT_FILE", raising=False)
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +55,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.choose(config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from searching modules and tests, which stay to the end, again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)
@@ -68,6 +93,6 @@ class ServerScheduling(LoadFileScheduling):
 
 @functools.cache
 def _group(path: Path) -> str:
-    """Return the first shared server that a file names, or else the file."""
-    words = set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-    return next((server for server in SHARED_SERVERS if server in words), str(path))
+    """Return the first shared server that a file's functions take, or else the file."""
+    taken = set(re.findall(r"(?<![\w.])\w+(?=[,:)\"])", path.read_text(encoding="utf-8")))
+    return next((servers[0] for servers in SHARED_SERVERS if not taken.isdisjoint(servers)), str(path))

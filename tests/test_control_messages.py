@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@functools.cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(DEMO)
+
+
 def said_of_a_body(kind: type[SamplingBody], changes: dict[str, Any]) -> str:
     """Return param, code and message as a client of /v1 gets them."""
     asked = dict(changes)
@@ -76,12 +82,11 @@ def said_of_a_body(kind: type[SamplingBody], changes: dict[str, Any]) -> str:
     given = {"messages": [{"role": "user", "content": "x"}]} if kind is ChatBody else {"prompt": "x"}
     try:
         body = kind.model_validate({**given, **asked})
-        tokenizer = Tokenizer.from_dir(DEMO)
         whole = BodySettings(body, body.max_tokens or 16, num_top=num_top, seed=choose_seed(body))
         if "max_tokens" in asked:
             whole = dataclasses.replace(whole, max_tokens=body.max_tokens)
         description = EngineDescription(LIMITS, eos_token_ids=(0,))
-        make_prompt(whole, ids, None, description, TextEncoder(lambda: tokenizer))
+        make_prompt(whole, ids, None, description, TextEncoder(demo_tokenizer))
     except pydantic.ValidationError as error:
         return shown(validation_error(error))
     except InflightError as error:

@@ -169,6 +169,18 @@ def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="session")
+def fuzzed_server(elsewhere: Path) -> Iterator[TritonServer]:
+    """A fake engine without pauses, for requests that might end a server: its end fails no other tests."""
+    settings = {
+        "fake_engine": "vocab=3072,step_us=0",
+        "max_sequence_length": "256",
+        "tokenizer_dir": str(DEMO_MODEL),
+    }
+    with serve_fake(settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def fake_server(elsewhere: Path) -> Iterator[TritonServer]:
     """A fake engine, 2 ms per step, with the demo model's tokenizer; four long requests fill its KV cache."""
     settings = {

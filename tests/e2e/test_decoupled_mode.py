@@ -22,7 +22,7 @@ LONG = 2000
 
 
 @pytest.fixture(scope="module")
-def unary_server(elsewhere: Path) -> Iterator[TritonServer]:
+def answering_server(elsewhere: Path) -> Iterator[TritonServer]:
     """The server that `scripts/serve --set decoupled_mode=false` starts, with a fake engine."""
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us=2000",
@@ -40,28 +40,30 @@ def alone(count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("call", [unary, infer])
-def test_token_ids_are_answered_by_unary_grpc_and_http_infer(unary_server, call):
-    url = unary_server.grpc if call is unary else unary_server.http
+def test_token_ids_are_answered_by_unary_grpc_and_http_infer(answering_server, call):
+    url = answering_server.grpc if call is unary else answering_server.http
     result = call(url, "tensorrt_llm", input_ids=PROMPT, input_lengths=3, request_output_len=8)
     assert result.as_numpy("output_ids").tolist() == [[[*PROMPT, *alone(8)]]]
     assert result.as_numpy("sequence_length").tolist() == [[11]]
 
 
 @pytest.mark.parametrize("call", [unary, infer])
-def test_text_is_answered_by_unary_grpc_and_http_infer(unary_server, call):
-    url = unary_server.grpc if call is unary else unary_server.http
+def test_text_is_answered_by_unary_grpc_and_http_infer(answering_server, call):
+    url = answering_server.grpc if call is unary else answering_server.http
     result = call(url, "ensemble", text_input="def f", max_tokens=8, exclude_input_in_output=False)
     assert result.as_numpy("text_output").shape == (1,)
     assert result.as_numpy("text_output")[0].decode().startswith("def f")
 
 
-def test_http_generate_is_answered_by_a_model_that_is_not_decoupled(unary_server):
-    assert generate(unary_server.http, text_input="def f", max_tokens=8)["text_output"].startswith("def f")
+def test_http_generate_is_answered_by_a_model_that_is_not_decoupled(answering_server):
+    assert generate(answering_server.http, text_input="def f", max_tokens=8)["text_output"].startswith(
+        "def f"
+    )
 
 
-def test_sequences_and_batches_come_in_one_response(unary_server):
+def test_sequences_and_batches_come_in_one_response(answering_server):
     result = unary(
-        unary_server.grpc,
+        answering_server.grpc,
         "tensorrt_llm",
         input_ids=[PROMPT, PROMPT],
         request_output_len=[[4], [4]],
@@ -74,8 +76,8 @@ def test_sequences_and_batches_come_in_one_response(unary_server):
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_infer"])
 @pytest.mark.parametrize("call", [unary, infer])
-def test_streaming_is_refused_with_advice(unary_server, call, model):
-    url = unary_server.grpc if call is unary else unary_server.http
+def test_streaming_is_refused_with_advice(answering_server, call, model):
+    url = answering_server.grpc if call is unary else answering_server.http
     if model == "ensemble":
         request, name = {"text_input": "a", "max_tokens": 4, "stream": True}, "stream"
     else:
@@ -84,22 +86,22 @@ def test_streaming_is_refused_with_advice(unary_server, call, model):
         call(url, model, **request)
 
 
-def test_requests_on_a_grpc_stream_get_one_response_each(unary_server):
+def test_requests_on_a_grpc_stream_get_one_response_each(answering_server):
     answers = [
         answer
         for _ in range(2)
-        for answer in ask(unary_server.grpc, "tensorrt_llm", input_ids=PROMPT, request_output_len=4)
+        for answer in ask(answering_server.grpc, "tensorrt_llm", input_ids=PROMPT, request_output_len=4)
     ]
     assert [answer.ids for answer in answers] == [PROMPT + alone(4)] * 2
 
 
-def test_a_stop_by_unary_grpc_returns_the_tokens_so_far(unary_server):
+def test_a_stop_by_unary_grpc_returns_the_tokens_so_far(answering_server):
     results = []
 
     def run() -> None:
         results.append(
             unary(
-                unary_server.grpc,
+                answering_server.grpc,
                 "tensorrt_llm",
                 request_id="long",
                 input_ids=PROMPT,
@@ -110,8 +112,8 @@ def test_a_stop_by_unary_grpc_returns_the_tokens_so_far(unary_server):
 
     caller = threading.Thread(target=run)
     caller.start()
-    wait_until(lambda: num_generated(unary_server) > 20)
-    empty = unary(unary_server.grpc, "tensorrt_llm", request_id="long", stop=True)
+    wait_until(lambda: num_generated(answering_server) > 20)
+    empty = unary(answering_server.grpc, "tensorrt_llm", request_id="long", stop=True)
     caller.join(30)
     assert not empty.get_response().outputs
     (result,) = results

@@ -9,8 +9,6 @@ import gzip
 import http.client
 import json
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -22,11 +20,9 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
 from inflight.tensors.text_model_tables import POSTPROCESSING_INPUTS, PREPROCESSING_INPUTS
-from inflight.testing.fake_server import serve_fake
 from tests.tiers import with_all
 
 from .clients import completion
-from .conftest import DEMO_MODEL
 
 TIMEOUT_S = 60.0
 PROMPT = [3, 1, 4, 1, 5]
@@ -68,17 +64,6 @@ VALUES = (
     {},
 )
 SIZES = {"BOOL": 1, "UINT8": 1, "INT32": 4, "INT64": 8, "UINT64": 8, "FP16": 2, "FP32": 4, "BYTES": 5}
-
-
-@pytest.fixture(scope="module")
-def server(elsewhere: Path) -> Iterator[TritonServer]:
-    settings = {
-        "fake_engine": "vocab=3072,step_us=0",
-        "max_sequence_length": "256",
-        "tokenizer_dir": str(DEMO_MODEL),
-    }
-    with serve_fake(settings=settings) as running:
-        yield running
 
 
 class Fuzzer:
@@ -213,7 +198,8 @@ def ask_grpc(server: TritonServer, request: service_pb2.ModelInferRequest, is_st
 
 
 @pytest.mark.parametrize("seeds", with_all([range(300), range(300, 1500)], [range(300)]), ids=str)
-def test_every_random_request_is_answered_and_the_server_survives(server, seeds):
+def test_every_random_request_is_answered_and_the_server_survives(fuzzed_server, seeds):
+    server = fuzzed_server
     request = {"input_ids": PROMPT, "request_output_len": 3}
     before, seen = completion(server.grpc, **request).ids, set()
     for seed in seeds:

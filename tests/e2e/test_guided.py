@@ -17,6 +17,7 @@ import pytest
 
 from inflight_client import Client, Guide, ServerError
 from tests.guided.at_random import make_bomb
+from tests.tiers import examples
 
 from .clients import ask, completion
 
@@ -69,7 +70,7 @@ def test_a_guide_can_be_given_by_tensors(demo_server, tokenizer):
 @pytest.mark.parametrize("prompt", ["class A:\n    ", PROMPT], ids=["text", "ids"])
 def test_finished_texts_match_their_guide(client, kind, prompt):
     guide = Guide(kind, GUIDES[kind][0])
-    for seed in range(3):
+    for seed in range(examples(1, all=3)):
         done = client.generate(prompt, 60, guide=guide, top_p=1.0, seed=seed)
         if done.finish_reason == "END_ID" and done.text:
             check(kind, done.text)

@@ -56,7 +56,6 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import TritonServer, serve
 from inflight.testing.fake_model import expected_tokens
 from inflight.testing.fake_server import make_fake_repository, serve_fake
-from tests.tiers import with_all
 
 from .clients import Stream, ask, completion, infer, make_inputs, unary, wait_until
 from .conftest import DEMO_MODEL, FAKE_VOCABULARY
@@ -241,14 +240,13 @@ def test_an_unsupported_guide_is_refused_and_not_ignored(fake_server, model, kin
     assert caught.value.status() == f"StatusCode.{status}"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("key", "value"),
-    with_all(
-        [("encoder_model_path", "/some/encoder"), ("xgrammar_tokenizer_info_path", "/some/file")],
-        ["encoder_model_path"],
-    ),
+    [("encoder_model_path", "/some/encoder"), ("xgrammar_tokenizer_info_path", "/some/file")],
 )
 def test_a_parameter_of_an_unsupported_feature_fails_the_load(elsewhere, key, value):
+    """By default, test_config tests the error, and server/test_server_launch that it ends the command."""
     with (
         pytest.raises(ServeError, match=f"{key}: got '{value}', which is not available"),
         serve_fake(settings={"fake_engine": "vocab=100,step_us=0", key: value}),
@@ -365,7 +363,7 @@ def test_an_iteration_that_raises_ends_only_the_faulty_request(poisoned_server, 
                 "tensorrt_llm",
                 str(number),
                 input_ids=prompt,
-                request_output_len=200,
+                request_output_len=100,
                 end_id=-1,
                 streaming=True,
             )
@@ -377,7 +375,7 @@ def test_an_iteration_that_raises_ends_only_the_faulty_request(poisoned_server, 
             assert answer.error is None, answer.error
             received[name] += answer.ids
     assert "nan" in str(bad.error)
-    expected = {str(number): oracle.greedy(tuple(prompt), 200) for number, prompt in enumerate(prompts)}
+    expected = {str(number): oracle.greedy(tuple(prompt), 100) for number, prompt in enumerate(prompts)}
     assert received == expected
-    after = completion(poisoned_server.grpc, input_ids=prompts[0], request_output_len=200, end_id=-1)
+    after = completion(poisoned_server.grpc, input_ids=prompts[0], request_output_len=100, end_id=-1)
     assert after.ids == expected["0"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -104,10 +103,7 @@ def test_the_programs_of_the_post_processors_page_run(exact_server):
     programs = [text for kind, text in BLOCKS if kind == "python" and not text.startswith("# rules.py")]
     assert len(programs) == 2
     for program in programs:
-        done = subprocess.run(
-            [sys.executable, "-c", here(program, exact_server)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
+        exec(compile(here(program, exact_server), "<program>", "exec"), {"__name__": "__main__"})
     tokens = (
         Client(exact_server.grpc).generate([10, 11, 12], 12, logits_post_processor_name="even_ids").token_ids
     )

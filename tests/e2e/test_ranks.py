@@ -217,7 +217,8 @@ def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number
     wait_until(lambda: len(shared_memory(server)) == memory_before)
 
 
-def test_unloading_ends_the_ranks_and_loading_starts_others(server):
+@pytest.mark.exhaustive
+def test_loading_after_unloading_starts_other_ranks(server):
     before, expected = Processes.of(server), tokens(server)
     reload(server)
     assert tokens(server) == expected
@@ -233,6 +234,13 @@ def test_a_load_over_a_loaded_model_replaces_its_ranks(server):
         client.load_model(ENGINE, headers=CONTROL)
     assert tokens(server) == expected
     wait_until(lambda: not set(before.by_name.values()) & Processes.of(server).all)
+
+
+def test_unloading_ends_the_ranks(server):
+    """It is the last test of this server: loading them again takes long."""
+    ranks = {Processes.of(server).by_name[name] for name in ("rank 0", "rank 1", "mpirun")}
+    unload(server)
+    assert not ranks & Processes.of(server).all
 
 
 # ---------------------------------------------------------------- tests with their own servers

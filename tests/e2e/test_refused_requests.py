@@ -11,7 +11,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +18,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight.server.launch import TritonServer
-from inflight.testing.fake_server import make_fake_repository, serve_fake
+from inflight.testing.fake_server import make_fake_repository
 from tests.commands import command
 
 from .clients import completion
@@ -33,11 +32,9 @@ GENERATE = "/v2/models/ensemble/generate"
 SETTINGS = {"fake_engine": "vocab=3072,step_us=0", "tokenizer_dir": str(DEMO_MODEL)}
 
 
-@pytest.fixture(scope="module")
-def server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A server of this file's own, so that its end would not fail other tests."""
-    with serve_fake(settings=SETTINGS) as running:
-        yield running
+@pytest.fixture
+def server(fuzzed_server: TritonServer) -> TritonServer:
+    return fuzzed_server
 
 
 @pytest.fixture(autouse=True)

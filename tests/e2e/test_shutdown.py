@@ -31,24 +31,18 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
 
 
 @pytest.mark.parametrize("model", with_all(["tensorrt_llm", "ensemble"], ["ensemble"]))
-def test_an_idle_stream_does_not_delay_the_shutdown(elsewhere, model):
+def test_a_used_server_ends_in_spite_of_an_idle_stream_and_leaves_nothing_behind(elsewhere, model):
     with (
         serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
         Stream(server.grpc) as stream,
     ):
+        folder = server.repository.path.parent
         request = {"input_ids": PROMPT, "request_output_len": 3}
         if model == "ensemble":
             request = {"text_input": "a", "max_tokens": 3}
         stream.send(model, **request)
         list(stream.until_final())
-        assert server.shut_down() is True, "in order, and not because the exit timeout was over"
-
-
-def test_a_used_server_leaves_nothing_behind(elsewhere):
-    with serve_fake(settings=SLOW) as server, Stream(server.grpc) as stream:
-        folder = server.repository.path.parent
-        stream.send("tensorrt_llm", input_ids=PROMPT, request_output_len=3)
-        list(stream.until_final())
         assert list(Path("/dev/shm").glob(f"{folder.name}*"))
+        assert server.shut_down() is True, "in order, and not because the exit timeout was over"
     assert not list(Path("/dev/shm").glob(f"{folder.name}*"))
     assert not folder.exists()

@@ -19,7 +19,7 @@ from inflight.server import runtime_directory
 from inflight.server.config_text import set_parameters
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.testing.fake_server import serve_fake
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 from .clients import CONTROL, CONTROLLED, TIMEOUT_S, Answer, Stream, ask, completion, infer, wait_until
 from .footprint import Footprint, folder_of
@@ -237,7 +237,7 @@ def test_loading_a_front_end_does_not_affect_streams_of_the_engine(server, model
     with Stream(server.grpc) as stream:
         stream.send(ENGINE, input_ids=PROMPT, request_output_len=700, end_id=-1, streaming=True)
         stream.receive()
-        for _ in range(2):
+        for _ in range(examples(1, all=2)):
             unload(server, model)
             wait_until(lambda: Footprint.of(server).stubs == 5)
             load(server, model)
@@ -261,39 +261,46 @@ def test_requests_in_flight_of_a_front_end_finish_before_it_is_unloaded(server):
 # ---------------------------------------------------------------- tests with their own servers
 
 
-def too_long_for_an_unload() -> None:
-    """Running requests, a beam search and a waiting request; 400 tokens would take 40 seconds."""
+def slow_and_hanging() -> None:
+    """A slow engine, and on the same server one that hangs."""
     with serve_fake(settings=SLOW, options=EXPLICIT) as server:
-        with Client(server, "ensemble") as client:
-            client.ask(streaming=True)
-            client.until_running()
-            client.ask(beam_width=2)
-            client.ask()
-            client.until_taken()
-            unload(server)
-            answers = client.finals(3)
-        assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
-        wait_until(lambda: has_no_engine(server))
+        unload_slow(server)
+        set_engine(server, HANGING["fake_engine"])
         load(server)
-        tokens_of_all(server)
+        replace_hanging(server)
 
 
-def hanging() -> None:
-    """Unload a hanging engine separately, because Triton waits for requests in flight before it unloads."""
-    with serve_fake(settings=HANGING, options=EXPLICIT) as server:
-        with Client(server) as direct, Client(server, "ensemble") as by_front_end:
-            direct.ask(streaming=True)
-            direct.ask()
-            by_front_end.ask()
-            direct.until_taken()
-            by_front_end.until_taken()
-            set_engine(server, FAKE["fake_engine"])
-            load(server)
-            answers = direct.finals(2) + by_front_end.finals(1)
-        assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
-        assert "the generation loop hangs" in server.log_text()
-        tokens_of_all(server)
-        wait_until(lambda: is_complete(server), timeout=TIMEOUT_S)
+def unload_slow(server: TritonServer) -> None:
+    """Running requests, a beam search and a waiting request; 400 tokens would take 40 seconds."""
+    with Client(server, "ensemble") as client:
+        client.ask(streaming=True)
+        client.until_running()
+        client.ask(beam_width=2)
+        client.ask()
+        client.until_taken()
+        unload(server)
+        answers = client.finals(3)
+    assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
+    wait_until(lambda: has_no_engine(server))
+    load(server)
+    tokens_of_all(server)
+
+
+def replace_hanging(server: TritonServer) -> None:
+    """Load over a hanging engine, because Triton waits for requests in flight before it unloads."""
+    with Client(server) as direct, Client(server, "ensemble") as by_front_end:
+        direct.ask(streaming=True)
+        direct.ask()
+        by_front_end.ask()
+        direct.until_taken()
+        by_front_end.until_taken()
+        set_engine(server, FAKE["fake_engine"])
+        load(server)
+        answers = direct.finals(2) + by_front_end.finals(1)
+    assert [str(answer.error) for answer in answers] == ["the model is being unloaded"] * 3
+    assert "the generation loop hangs" in server.log_text()
+    tokens_of_all(server)
+    wait_until(lambda: is_complete(server), timeout=TIMEOUT_S)
 
 
 def demo_model() -> None:
@@ -332,7 +339,7 @@ def told(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Story, Futu
 
 @pytest.mark.parametrize(
     "story",
-    with_all([too_long_for_an_unload, hanging, demo_model], [too_long_for_an_unload, hanging]),
+    with_all([slow_and_hanging, demo_model], [slow_and_hanging]),
     ids=lambda story: story.__name__,
 )
 def test_an_unload_of_an_engine_that_is_busy(told, story):

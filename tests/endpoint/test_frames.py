@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.core.request.adapter import (
@@ -52,6 +52,7 @@ from inflight.errors import (
     Unsupported,
 )
 from tests.endpoint.factories import make_result
+from tests.tiers import examples
 
 IDS = st.integers(0, 2**64 - 1)
 # Built from the annotations, so that fields added to the core are covered.
@@ -131,6 +132,7 @@ def travelled(frame: FromEngine | FromFrontEnd) -> Any:
     return decode(body)
 
 
+@settings(max_examples=examples(50, all=100))
 @given(st.from_type(Request))
 def test_every_field_of_a_request_survives(request: Request) -> None:
     back = submit_travelled(request)
@@ -157,6 +159,7 @@ def test_a_question_and_its_answer_survive(
     assert travelled(state) == state
 
 
+@settings(max_examples=examples(50, all=100))
 @given(IDS, st.from_type(SequenceResult), st.booleans())
 def test_a_response_is_decoded_as_it_was_encoded(
     request_id: int, result: SequenceResult, is_final: bool

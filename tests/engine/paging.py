@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import AuxRequest
 
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.attention.interface import Attention
@@ -52,7 +51,11 @@ def load_paged(
     """Return an engine; `windows` are max_attention_window_size and sink_token_length."""
     model, on = read_model_description(folder), torch.device(device)
     part = part or Part.whole(model.decoder)
-    aux = AuxRequest(lse=True) if model.decoder.learned_sinks else None
+    aux = None
+    if model.decoder.learned_sinks:
+        from torch.nn.attention.varlen import AuxRequest  # imports torch's compiler, which takes long
+
+        aux = AuxRequest(lse=True)
     kernel = partial(ReferenceVarlen(), return_aux=aux)
     asked = windows.get("max_attention_window_size", ()), windows.get("sink_token_length", 0)
     decoder = Decoder(

@@ -8,10 +8,13 @@ block size can be configured.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest
+
+if TYPE_CHECKING:
+    from torch.nn.attention.varlen import AuxRequest  # imports torch's compiler
 
 
 @dataclass

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +27,17 @@ MPIRUN = ("--allow-run-as-root", "--oversubscribe")
 ELSEWHERE = {"multimodal_rows.py": "tests/e2e/test_prompt_tables.py: it needs a server"}
 
 
-def run(checkpoint: Path, name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+def run(checkpoint: Path, name: str, *arguments: str) -> str:
+    """Run a program in this process, which has already imported what it needs, and return its output."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", [name, "--model_path", str(checkpoint), *arguments])
+        patch.chdir(ROOT)
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
+def run_alone(checkpoint: Path, name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Run a program in a process of its own, or in several under `launcher`, and return its output."""
     command = [*launcher, sys.executable, str(EXAMPLES / name), "--model_path", str(checkpoint), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -41,7 +54,7 @@ def test_every_example_is_run_here() -> None:
 
 
 def test_the_basic_example_prints_the_models_tokens(checkpoint: Path, reference) -> None:
-    assert rows(run(checkpoint, "basic.py")) == [[[1, 2, 3, 4, *reference([1, 2, 3, 4], 10)]]]
+    assert rows(run_alone(checkpoint, "basic.py")) == [[[1, 2, 3, 4, *reference([1, 2, 3, 4], 10)]]]
 
 
 def test_generate(checkpoint: Path) -> None:
@@ -116,7 +129,7 @@ def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path, m
     outputs = [reference(prompt, 6) for prompt in PROMPTS]
     orchestrated = ("--use_orchestrator_mode", "--num_ranks", "2") if mode == "orchestrator" else ()
     launcher = () if orchestrated else (find_mpirun(), *MPIRUN, "-n", "2")
-    out = run(checkpoint, "advanced.py", *given, *orchestrated, launcher=launcher)
+    out = run_alone(checkpoint, "advanced.py", *given, *orchestrated, launcher=launcher)
     assert rows(out) == outputs
 
 

@@ -57,13 +57,13 @@ def demo(template: Path, adapter: Path) -> Iterator[tuple[EngineClient, str]]:
         yield engine, url
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def client(fake_url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{fake_url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def demo_client(demo: tuple[EngineClient, str]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{demo[1]}/v1", api_key="none", max_retries=0) as made:
         yield made

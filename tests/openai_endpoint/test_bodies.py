@@ -45,8 +45,14 @@ def object_with(count: int) -> str:
         (ChatBody, "messages", partial(many, "{}", MAX_CONTAINERS), "lists and objects"),
         (TokenizeBody, "messages", partial(many, '{"role":"user","content":"[,{"}', MAX_CONTAINERS), "lists"),
         (DetokenizeBody, "tokens", partial(many, "1", MAX_VALUES + 3), "values"),
-        (ChatBody, "chat_template_kwargs", partial(object_with, MAX_VALUES + 3), "(values|texts)"),
         (ChatBody, "chat_template_kwargs", partial(object_with, MAX_TEXTS), "texts and keys"),
+        pytest.param(
+            ChatBody,
+            "chat_template_kwargs",
+            partial(object_with, MAX_VALUES + 3),
+            "(values|texts)",
+            marks=pytest.mark.exhaustive,  # it is large
+        ),
     ],
 )
 def test_a_body_with_too_many_values_is_refused_before_parsing(

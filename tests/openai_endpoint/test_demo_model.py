@@ -22,6 +22,7 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO, PATIENCE_S, served
+from tests.tiers import with_all
 
 PROMPT = "def area(radius):"
 ASKED: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -251,7 +252,7 @@ CALLING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["draw_circle", "draw_square"])
+@pytest.mark.parametrize("name", with_all(["draw_circle", "draw_square"], ["draw_square"]))
 def test_a_named_tool_is_called(demo_client: openai.OpenAI, name: str) -> None:
     asked: dict[str, Any] = {**CALLING, "tool_choice": {"type": "function", "function": {"name": name}}}
     asked["logit_bias"] = {str(token_id): -100 for token_id in spaces()}
@@ -284,7 +285,8 @@ WRITTEN = "".join(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "names"), [(True, ["draw_circle", "draw_square"]), (False, ["draw_circle"])]
+    ("parallel", "names"),
+    with_all([(True, ["draw_circle", "draw_square"]), (False, ["draw_circle"])], [True]),
 )
 def test_calls_are_parsed_without_a_tool_choice(
     demo_client: openai.OpenAI, parallel: bool, names: list[str]

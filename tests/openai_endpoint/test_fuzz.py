@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.openai_endpoint.serving import PATIENCE_S, fake_engine, served
+from tests.tiers import examples
 
 NUM_BODIES, NUM_CONNECTIONS = 400, 100  # for each of the seeds
 
@@ -177,7 +178,7 @@ def check_answer(status: int, answer: bytes, asked: bytes) -> None:
     assert "Traceback" not in error["message"] and "object at 0x" not in error["message"], error
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(1, all=3)))
 def test_every_body_is_answered(url: str, seed: int) -> None:
     chance, client = random.Random(seed), Client(url)
     usual = client.usual()
@@ -219,7 +220,7 @@ def exchange(address: tuple[str, int], sent: bytes) -> bytes:
     return bytes(answer)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(examples(1, all=3)))
 def test_every_connection_is_answered_or_closed(url: str, seed: int) -> None:
     chance, client = random.Random(1000 + seed), Client(url)
     usual = client.usual()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 
 from inflight.core.ports import EngineClient
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.serving import DEMO
 from tests.openai_endpoint.test_demo_model import Shape, spaces
 
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
+
 
 @pytest.fixture
 def chat(demo: tuple[EngineClient, str]) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI  # takes long, for every worker that collects this file
+
     return ChatOpenAI(model="demo", base_url=f"{demo[1]}/v1", api_key="none", temperature=0, max_tokens=12)  # type: ignore[call-arg, arg-type]
 
 
@@ -68,6 +71,8 @@ def calling(chat: ChatOpenAI) -> ChatOpenAI:
 
 @pytest.mark.parametrize("choice", ["draw", "any"])
 def test_a_bound_tool_is_called_and_its_result_answered(calling: ChatOpenAI, choice: str) -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+
     bound = calling.bind_tools([draw, move], tool_choice=choice, strict=True, parallel_tool_calls=False)
     message = bound.invoke("Which shape?")
     assert isinstance(message, AIMessage) and not message.invalid_tool_calls
@@ -94,6 +99,8 @@ def test_a_bound_tool_is_called_and_its_result_answered(calling: ChatOpenAI, cho
 
 def test_a_model_may_choose_to_call_bound_tools(chat: ChatOpenAI) -> None:
     """A guide replaces a model trained to write calls; the parser does not know of it."""
+    from langchain_core.messages import AIMessage
+
     written = "".join(
         f'<tool_call>{{"name": "move", "arguments": {{"to": "{to}"}}}}</tool_call>'
         for to in ("left", "right")

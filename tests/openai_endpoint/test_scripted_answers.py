@@ -17,7 +17,7 @@ from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import BOS_ID, folder_with_bos, scripted
 from tests.openai_endpoint.serving import DEMO
-from tests.tiers import examples
+from tests.tiers import examples, with_all
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("area", "time")]
@@ -109,7 +109,7 @@ def test_reasoning_and_content_are_separated(
 CALLS = [{"name": "area", "arguments": '{"r": 2}'}, {"name": "time", "arguments": "{}"}]
 
 
-@pytest.mark.parametrize("behind", ["; ", "\n", "\n\n", ""])
+@pytest.mark.parametrize("behind", with_all(["; ", "\n", "\n\n", ""], ["; ", "\n"]))
 def test_llama_calls_may_be_on_separate_lines(tmp_path: Path, behind: str) -> None:
     answer = f'{{"name": "area", "parameters": {{"r": 2}}}}{behind}{{"name": "time", "parameters": {{}}}}'
     with scripted(answer, chat_template=template(tmp_path, LLAMA)) as url:
@@ -176,7 +176,9 @@ def test_characters_split_over_tokens_are_joined(tmp_path: Path) -> None:
         assert [entry for part in parts if part for entry in part["content"]] == told
 
 
-@pytest.mark.parametrize("stop", ["😀", "\u200d", "日本", "ve \U0001f600", " e"])
+@pytest.mark.parametrize(
+    "stop", with_all(["😀", "\u200d", "日本", "ve \U0001f600", " e"], ["\u200d", "ve \U0001f600"])
+)
 def test_stop_strings_match_across_tokens(tmp_path: Path, stop: str) -> None:
     kept = UNICODE[: UNICODE.index(stop)]
     with scripted(UNICODE, chat_template=template(tmp_path, TEMPLATE)) as url:
@@ -243,7 +245,7 @@ def test_streamed_call_deltas_join_to_the_whole_call(tmp_path: Path, answer: str
 def test_a_call_cut_by_the_length_shows_no_marks(tmp_path: Path, choice: str) -> None:
     length = len(Tokenizer.from_dir(DEMO).encode(CALL))
     with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
-        for max_tokens in range(1, length, examples(3, all=1)):
+        for max_tokens in range(1, length, examples(6, all=1)):
             whole, chunks = chat(url, tools=TOOLS, tool_choice=choice, max_tokens=max_tokens)
             (said,) = whole["choices"]
             assert len(said["message"]["content"] or "") <= 1 and said["finish_reason"] == "length"
@@ -251,7 +253,7 @@ def test_a_call_cut_by_the_length_shows_no_marks(tmp_path: Path, choice: str) ->
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-@pytest.mark.parametrize("stop", ["call>", "{", "name", "area"])
+@pytest.mark.parametrize("stop", with_all(["call>", "{", "name", "area"], ["call>", "area"]))
 def test_a_call_cut_by_a_stop_string_shows_no_marks(tmp_path: Path, choice: str, stop: str) -> None:
     with scripted(CALL, chat_template=template(tmp_path, TEMPLATE)) as url:
         check(url, {}, "stop", tools=TOOLS, tool_choice=choice, stop=stop)

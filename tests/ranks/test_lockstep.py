@@ -28,6 +28,7 @@ from inflight.errors import Unavailable
 from inflight.ranks.lockstep import Lockstep
 from inflight.raw_buffers import BufferedEncoder
 from tests.ranks.thread_world import PATIENCE_S, make_worlds, on_all
+from tests.tiers import examples
 
 
 class Wakes:
@@ -164,7 +165,7 @@ def drawn(kind: Any, rng: random.Random) -> Any:
 
 def test_every_field_of_an_input_arrives():
     rng = random.Random(0)
-    shared = [drawn(IterationInput, rng) for _ in range(500)]
+    shared = [drawn(IterationInput, rng) for _ in range(examples(100, all=500))]
     worlds = make_worlds(2)
 
     def work(rank: int) -> list[IterationInput | None]:

@@ -1,4 +1,7 @@
-"""torch.distributed between ranks under mpirun: over gloo, and over NCCL with two GPUs."""
+"""torch.distributed between ranks under mpirun: over gloo, and over NCCL with two GPUs.
+
+By default, test_mpi checks gloo on its four ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,8 @@ _GPU = [
 ]
 
 
-def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
-    """Run the ranks and return their reports, by rank."""
-    said = run_ranks(tp_size * pp_size, _MODULE, str(tp_size), str(pp_size), device)
+def reports(said: str) -> list[dict[str, Any]]:
+    """Return the reports in the output of all ranks, by rank."""
     ranks = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return sorted(ranks, key=lambda rank: rank["rank"])
 
@@ -29,7 +31,7 @@ def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("tp_size", "pp_size", "device"),
     [
-        *with_all([(2, 1, "cpu"), (1, 3, "cpu"), (2, 2, "cpu")], [(2, 2, "cpu")]),
+        *with_all([(2, 1, "cpu"), (1, 3, "cpu")], []),
         pytest.param(2, 1, "cuda", marks=_GPU),
         pytest.param(1, 2, "cuda", marks=_GPU),
     ],
@@ -37,7 +39,11 @@ def run(tp_size: int, pp_size: int, device: str) -> list[dict[str, Any]]:
 def test_sums_gathers_and_hidden_states_are_those_of_plain_tensors(
     tp_size: int, pp_size: int, device: str
 ) -> None:
-    ranks = run(tp_size, pp_size, device)
+    said = run_ranks(tp_size * pp_size, _MODULE, str(tp_size), str(pp_size), device)
+    check(reports(said), tp_size, pp_size)
+
+
+def check(ranks: list[dict[str, Any]], tp_size: int, pp_size: int) -> None:
     assert [rank["rank"] for rank in ranks] == list(range(tp_size * pp_size))
     for rank in ranks:
         stage, place = divmod(rank["rank"], tp_size)

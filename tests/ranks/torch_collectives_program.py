@@ -1,7 +1,7 @@
 """Program of every rank of a test: `python -m tests.ranks.torch_collectives_program TP PP DEVICE`, by mpirun.
 
-Every rank prints one line of JSON. Rank r's tensors are `mine(r, …)`, so that the test can compute those of
-all ranks.
+`tests.ranks.mpi_program` does the same on its ranks. Every rank prints one line of JSON. Rank r's tensors are
+`mine(r, …)`, so that the test can compute those of all ranks.
 """
 
 from __future__ import annotations
@@ -53,10 +53,15 @@ def pass_on(mapping: Mapping, link, device: torch.device) -> list[list[list[floa
     return seen
 
 
-def main() -> None:
-    tp_size, pp_size, on = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    torch.set_num_threads(1)
-    world = MpiWorld()
+def exchange(world: MpiWorld, tp_size: int, pp_size: int, on: str) -> None:
+    """Exchange tensors on all ranks of the world, and print what this rank got.
+
+    Args:
+        world: The ranks, `tp_size` times `pp_size`.
+        tp_size: Ranks per stage.
+        pp_size: Stages.
+        on: "cpu" or "cuda".
+    """
     mapping = world.mapping(tp_size, pp_size)
     hosts = gather_hosts(world)
     placement = Placement.of(world.rank, hosts)
@@ -75,6 +80,12 @@ def main() -> None:
     print(json.dumps(said), flush=True)
     world.all_gather(b"")
     collectives.leave()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = MpiWorld()
+    exchange(world, int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
     world.leave()
 
 

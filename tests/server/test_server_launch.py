@@ -16,6 +16,7 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 from inflight.server.runtime_directory import find_processes
 from tests.commands import command, eventually, group_members, is_alive, shared_memory_of
+from tests.tiers import with_all
 
 pytestmark = pytest.mark.e2e
 
@@ -87,7 +88,7 @@ def test_a_failed_construction_leaves_no_folder(counting_repository: Path, tmp_p
             TritonServer(ServerOptions(model_repository=counting_repository, ports=ports))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", with_all([signal.SIGTERM, signal.SIGINT], [signal.SIGINT]))
 def test_the_command_finishes_requests_in_flight_and_exits_with_0(
     counting_repository: Path, number: signal.Signals
 ) -> None:

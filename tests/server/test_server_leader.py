@@ -29,6 +29,7 @@ from tests.commands import (
     shared_memory_of,
 )
 from tests.server.test_server_launch import ask
+from tests.tiers import with_all
 
 pytestmark = pytest.mark.e2e
 
@@ -106,7 +107,7 @@ def test_a_server_with_ranks_answers_and_leaves_nothing_behind(ranked_repository
     assert not folder.exists()
 
 
-def test_the_ranks_do_not_use_the_servers_libraries(ranked_repository: Path) -> None:
+def test_the_ranks_use_the_servers_shared_memory_and_not_its_libraries(ranked_repository: Path) -> None:
     with serve(ranked_repository, options=OPTIONS) as server:
         workers(server)
         folder = server.repository.path.parent
@@ -114,15 +115,10 @@ def test_the_ranks_do_not_use_the_servers_libraries(ranked_repository: Path) -> 
         (libraries, *_) = re.findall(r"libraries (.*)", server.log_text())
         assert "pytriton" not in libraries
         assert str(folder) not in libraries
-
-
-def test_the_ranks_shared_memory_belongs_to_the_server(ranked_repository: Path) -> None:
-    with serve(ranked_repository, options=OPTIONS) as server:
-        workers(server)
         assert eventually(lambda: "segments ['sm_segment" in server.log_text())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", with_all([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]))
 def test_requests_in_flight_finish_before_the_server_ends(
     ranked_repository: Path, number: signal.Signals
 ) -> None:

@@ -33,6 +33,7 @@ from inflight.serving.metric_table import (
 )
 from inflight.triton.metrics import FamilyMaker, MetricsPublisher, MetricValues, lengths_between
 from tests.prometheus import Page, parse, shown
+from tests.tiers import examples
 from tests.triton.fake_metrics import FakeMetrics
 from tests.triton.fake_pb_utils import FakePbUtils
 
@@ -203,7 +204,7 @@ def test_every_histogram_has_its_own_observations():
         assert (page.value(f"{name}_count"), page.value(f"{name}_sum")) == (number, 7 * number)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(40, all=100), deadline=None)
 @given(
     st.lists(st.lists(st.floats(0, 200), max_size=20), min_size=1, max_size=5),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import queue_client
 
 COUNT = 30
-LENGTH = 120  # long enough that the first twenty are not done before the others arrive
+LENGTH = 60  # long enough that the first twenty are not done before the others arrive
 MESSAGES = ("Maximum queue size of", "Exceeds maximum queue size")
 
 
