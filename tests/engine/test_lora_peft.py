@@ -20,7 +20,7 @@ from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
 
 CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "glm4"]
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 1},
     "rank-8": {"r": 8, "lora_alpha": 8},
