@@ -112,11 +112,10 @@ OF_KNOWN_COMPONENTS = [
     "starcoder2",
 ]
 """Families whose components others have too, which only the exhaustive tier runs."""
-every_case = pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@every_case
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
@@ -132,7 +131,7 @@ def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     assert_as_transformers(model, served, requests)
 
 
-@every_case
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST[:-1]))
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
 )

@@ -87,14 +87,25 @@ def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None)
     assert row.generated != model.greedy(model.prompt(21), NUM_TOKENS), "the adapter makes a difference"
 
 
-@every_kernel
 @pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        *(("llama-gqa", config) for config in MORE),
-        ("gpt-oss", "attention-alone"),
-        ("ernie4.5", "patterns-dora"),
-    ],
+    ("case", "config", "kernels"),
+    with_all(
+        [
+            (case, config, kernels)
+            for case, config in (
+                *(("llama-gqa", config) for config in MORE),
+                ("gpt-oss", "attention-alone"),
+                ("ernie4.5", "patterns-dora"),
+            )
+            for kernels in (None, "torch")
+        ],
+        [
+            ("llama-gqa", "attention-alone", None),
+            ("llama-gqa", "patterns-dora", "torch"),
+            ("gpt-oss", "attention-alone", "torch"),
+            ("ernie4.5", "patterns-dora", None),
+        ],
+    ),
 )
 def test_some_modules_alone_and_magnitudes_of_mixed_ranks(
     zoo: Zoo, case: str, config: str, kernels: str | None
