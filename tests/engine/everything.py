@@ -8,18 +8,21 @@ from tests.engine.serving import Served
 from tests.models.zoo import ZooModel
 
 
-def some_of_everything(model: ZooModel) -> list[Request]:
+def some_of_everything(model: ZooModel, longest: int = 30) -> list[Request]:
     """Return prompts of which two share a prefix, a beam search, partly right drafts, prompt lookup, and a stop
-    word."""
+    word.
+
+    `longest`: maximum number of new tokens.
+    """
     prompt, other = model.prompt(33), model.prompt(21, seed=1)
     right = model.greedy(other, 4)
     return [
-        Request(0, prompt, 24),
-        Request(1, (*prompt[:30], *other[:5]), 20),
+        Request(0, prompt, min(24, longest)),
+        Request(1, (*prompt[:30], *other[:5]), min(20, longest)),
         Request(2, other, 12, sampling=SamplingConfig(beam_width=3)),
         Request(3, other, 12, draft=ExternalDraft((*right[:3], (right[3] + 1) % 200))),
         Request(4, (*prompt, *prompt[:12]), 16, prompt_lookup_num_tokens=3),
-        *(Request(number, model.prompt(5 + number, number), 30) for number in range(5, 9)),
+        *(Request(number, model.prompt(5 + number, number), longest) for number in range(5, 9)),
         Request(9, other, 12, stop_words=(tuple(right[2:]),)),
     ]
 

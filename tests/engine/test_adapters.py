@@ -19,7 +19,7 @@ from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.fake_device import FakeDevice
-from tests.engine.kernels import DEFAULT, TORCH
+from tests.engine.kernels import DEFAULT, TORCH, by_default_and
 from tests.engine.lora import Adapter, make_adapter, pack_rows, stored, weights_of
 from tests.engine.paging import load_paged
 from tests.engine.ranks import TOPOLOGIES, ranks
@@ -142,7 +142,6 @@ def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- several ranks
 
 
-@every_kernel
 @pytest.mark.parametrize("config", with_all(["plain", "dora"], ["plain"]))
 @pytest.mark.parametrize(
     "topology",
@@ -150,7 +149,12 @@ def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
         [pytest.param(sizes, id=name) for name, sizes in {**TOPOLOGIES, "tp4": (4, 1)}.items()], [(2, 2)]
     ),
 )
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(
+        by_default_and(["llama-gqa", "gpt2"], ["llama-gqa", "gpt2"]), [("llama-gqa", "torch"), ("gpt2", None)]
+    ),
+)
 def test_every_rank_has_its_slice(
     zoo: Zoo, case: str, topology: tuple[int, int], config: str, kernels: str | None
 ) -> None:
@@ -320,7 +324,7 @@ def test_neither_adapters_nor_loading_them_make_the_host_wait(zoo: Zoo, use_dora
     with FakeDevice() as device:
         driver = Driver(load_paged(model.folder, device="meta", num_adapter_pages=8))
         rows = [driver.start(model.prompt(9))]
-        for number in range(NUM_TOKENS):
+        for number in range(8):
             if number < 2:
                 page = driver.put(stored(adapters[number].weights, number))
                 rows.append(driver.start(model.prompt(9, number), adapter=page))

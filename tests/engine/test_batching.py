@@ -17,8 +17,13 @@ from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "qwen2-window", "gpt2"]
 every_case = pytest.mark.parametrize(
-    ("case", "kernels"), by_default_and(["llama-gqa", "mistral-window"], CASES)
+    ("case", "kernels"),
+    with_all(
+        by_default_and(["llama-gqa", "mistral-window"], CASES),
+        [("mistral-window", None), ("gpt2", None), ("mistral-window", "torch")],
+    ),
 )
+"""By default with windows on both kernels, and with other positions."""
 SAMPLING = SamplingConfig(temperature=1.3, top_k=20, top_p=0.9, random_seed=7)
 
 

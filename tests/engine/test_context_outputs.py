@@ -13,9 +13,13 @@ from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
-pytestmark = pytest.mark.parametrize(("case", "kernels"), by_default_and(["llama-gqa"], CASES))
+pytestmark = pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(by_default_and(["llama-gqa"], CASES), [("llama-gqa", "torch"), ("mistral-window", None)]),
+)
 BOTH = OutputOptions(return_context_logits=True, return_prompt_log_probs=True)
 
 

@@ -112,11 +112,10 @@ OF_KNOWN_COMPONENTS = [
     "starcoder2",
 ]
 """Families whose components others have too, which only the exhaustive tier runs."""
-every_case = pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-@every_case
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST))
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
@@ -125,14 +124,14 @@ def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
 ) -> None:
     """Packed, chunked, with reused blocks, and paused."""
     model = zoo[case]
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, longest=examples(18, all=30))
     engine = load(model.folder, num_blocks=26, max_num_sequences=8, kernels=kernels)
     served = serve(engine, config_of(way), requests)
     assert (served.num_pauses > 0) == ("utilization" in way)
     assert_as_transformers(model, served, requests)
 
 
-@every_case
+@pytest.mark.parametrize(("case", "kernels"), with_all(by_default_and(NEW, NEW), FAST[:-1]))
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
 )
@@ -140,7 +139,7 @@ def test_several_ranks_give_transformers_tokens(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     model = zoo[case]
-    requests = some_of_everything(model)[:6]
+    requests = some_of_everything(model, longest=examples(18, all=30))[:6]
     with ranks(model.folder, topology, num_blocks=80, kernels=kernels) as engine:
         served = serve(engine, config_of("no-evict"), requests)
     assert_as_transformers(model, served, requests)
@@ -256,12 +255,12 @@ def test_the_documented_table_is_current(
 ) -> None:
     """On this machine's fastest target, and on the one that runs anywhere: the compiled families are the same.
 
-    By default every fourth family is loaded.
+    By default every eighth family is loaded.
     """
     if target:
         monkeypatch.setenv("INFLIGHT_CPU_TARGET", target)
     assert CASE_OF.keys() == {family.model_type for family in FAMILIES}
-    step = 1 if os.environ.get("UPDATE_TABLES") else examples(fast=4, all=1)
+    step = 1 if os.environ.get("UPDATE_TABLES") else examples(fast=8, all=1)
     _check_page("table", _table(zoo, tmp_path, FAMILIES[::step]), step)
 
 

@@ -1,4 +1,4 @@
-"""Every family compared with transformers: logits and 64 greedy tokens, in float32."""
+"""Every family compared with transformers: logits and greedy tokens, in float32."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.test_every_family import CASE_OF, OF_KNOWN_COMPONENTS
 from tests.models.zoo import CASES, Zoo
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
-NUM_TOKENS = 64
+NUM_TOKENS = examples(40, all=64)
+"""More than the windows of all families."""
 TOLERANCE = 1e-4
 DELTA_TOLERANCE = 5e-4
 """For Qwen's gated DeltaNet, in which rounding errors grow: with other seeds transformers' own float32 models are

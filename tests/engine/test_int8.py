@@ -16,7 +16,7 @@ from inflight.engine.quantize import quantize_int8
 from inflight.load_model import load_model
 from inflight.models import Linear, load_weights, read_model_description
 from tests.engine.driver import alone, load_engine
-from tests.engine.kernels import needs_native
+from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
 from tests.engine.serving import load as load_small
@@ -73,7 +73,10 @@ def test_both_kernels_are_nearer_to_each_other_than_to_the_model(zoo: Zoo, case:
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
 )
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    with_all(by_default_and(["int8", "fp8"], ["int8", "fp8"]), [("int8", None), ("fp8", "torch")]),
+)
 def test_ranks_serve_quantized_weights(
     zoo: Zoo, topology: tuple[int, int], dtype: str, kernels: str | None
 ) -> None:

@@ -244,18 +244,21 @@ def assert_same_in_all_ways(engine: ModelEngine, model: ZooModel) -> None:
 
 
 @needs_native
-@every_kind
 @pytest.mark.parametrize(
-    ("case", "changes"),
+    ("case", "changes", "kind"),
     with_all(
         [
-            ("llama-gqa", {}),
-            ("llama-gqa", WINDOWS),
-            ("llama-head-dim", {"tokens_per_block": 6}),
-            ("gpt-oss", {}),
-            ("gpt-oss", WINDOWS),
+            (case, changes, kind)
+            for case, changes in (
+                ("llama-gqa", {}),
+                ("llama-gqa", WINDOWS),
+                ("llama-head-dim", {"tokens_per_block": 6}),
+                ("gpt-oss", {}),
+                ("gpt-oss", WINDOWS),
+            )
+            for kind in ROUNDINGS
         ],
-        ["llama-head-dim", ("gpt-oss", WINDOWS)],
+        [("llama-head-dim", {"tokens_per_block": 6}, "int8"), ("gpt-oss", WINDOWS, "fp8")],
     ),
 )
 def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
@@ -265,7 +268,7 @@ def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
     assert_same_in_all_ways(engine, zoo[case])
 
 
-@every_kind
+@pytest.mark.parametrize("kind", with_all(ROUNDINGS, ["int8"]))
 @pytest.mark.parametrize(
     ("case", "windows"),
     with_all(
@@ -286,8 +289,18 @@ def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
     assert_same_in_all_ways(engine, zoo[case])
 
 
-@by_both
-@every_kind
+@pytest.mark.parametrize(
+    ("kernels", "kind"),
+    with_all(
+        [
+            pytest.param("native", "int8", marks=needs_native),
+            pytest.param("native", "fp8", marks=needs_native),
+            ("torch", "int8"),
+            ("torch", "fp8"),
+        ],
+        [("native", "int8"), ("torch", "fp8")],
+    ),
+)
 @pytest.mark.parametrize(("tp_size", "pp_size"), with_all([(2, 1), (1, 2)], [(2, 1)]))
 def test_ranks_give_the_results_of_one(zoo: Zoo, kernels: str, kind: str, tp_size: int, pp_size: int) -> None:
     """Ranks sum a shared layer in another order, which may change a level, and with it a token."""
@@ -312,6 +325,7 @@ def test_recorded_iterations_have_the_tokens_of_others(zoo: Zoo, kind: str) -> N
             attention=FixedRowsAttention(),
             rounding=ROUNDINGS[kind],
             dtype=torch.float64,
+            max_num_tokens=64,
         )
         for capture in (None, tape)
     ]

@@ -101,12 +101,14 @@ def measured(
     folder = tmp_path_factory.mktemp("checkpoints")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     small = _write(folder / "small", torch.float32, **sizes)
-    stored = {name: _write(folder / name, getattr(torch, name)) for name in ("float32", "bfloat16")}
-    if any(case[0] == "experts" for case in selected):
+    wanted = {case[0] for case in selected}
+    plain = {"float32", "bfloat16"} & (wanted | {"bfloat16"})  # 4-bit formats are made from bfloat16
+    stored = {name: _write(folder / name, getattr(torch, name)) for name in plain}
+    if "experts" in wanted:
         stored["experts"] = _write(folder / "experts", torch.bfloat16, **_MIXTRAL)
-    if any(case[0] == "gptq" for case in selected):
+    if "gptq" in wanted:
         stored["gptq"] = quantize_checkpoint(stored["bfloat16"], folder / "gptq", "gptq")
-    if any(case[0] == "mxfp4" for case in selected):
+    if "mxfp4" in wanted:
         stored["mxfp4"] = make_model(folder / "mxfp4", "gpt_oss", _GPT_OSS, quantize="mxfp4")
     cases = [case for case in selected if case[2] != "native" or not why_no_native()]
     arguments = [(str(small), str(stored[case[0]]), *case[1:4]) for case in cases]

@@ -27,9 +27,9 @@ from tests.engine.serving import config_of, load, serve
 from tests.engine.tensorrt import engines
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import MULTIMODAL, Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
-NUM_TOKENS = 64
+NUM_TOKENS = examples(32, all=64)
 TOLERANCE = 1e-4
 ON_TORCH = ["gemma3-vision", "mistral3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
 """Those that compiled layers compute too."""
@@ -61,7 +61,7 @@ def test_greedy_tokens_and_logits_are_those_of_the_whole_model(
 )
 def test_packed_chunked_and_reused_requests_give_transformers_tokens(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, longest=examples(18, all=30))
     if case == "qwen3.5-vision":  # recurrent layers take no beams or drafts of several tokens back
         requests = [each for each in requests if each.request_id not in (2, 3, 4)]
     engine = load(model.folder, num_blocks=40, max_num_sequences=8)

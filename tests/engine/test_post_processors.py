@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -71,8 +73,13 @@ def by_post_processor(requests: list[Request], name: str) -> list[Request]:
 STATIC = {"policy": CapacityPolicy.STATIC_BATCH}
 
 
-@pytest.mark.parametrize("name", ["no-repeats", "batched"])
-@pytest.mark.parametrize("way", with_all([*WAYS, "static"], ["utilization-chunked-no-reuse", "static"]))
+@pytest.mark.parametrize(
+    ("way", "name"),
+    with_all(
+        itertools.product([*WAYS, "static"], ["no-repeats", "batched"]),
+        [("utilization-chunked-no-reuse", "no-repeats"), ("static", "batched")],
+    ),
+)
 def test_a_post_processor_gives_the_same_tokens_as_the_equal_control(zoo: Zoo, way: str, name: str) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
@@ -156,6 +163,12 @@ def test_a_post_processor_is_called_once_for_each_token(zoo: Zoo) -> None:
 # ---------------------------------------------------------------------- several ranks
 
 
+@cache
+def _by_one_rank(model: ZooModel) -> Served:
+    requests = by_post_processor(some_of_everything(model), "no-repeats")
+    return serve(load(model.folder, 28, 8, PROCESSORS), config_of("utilization-chunked-no-reuse"), requests)
+
+
 def thread_of_rank() -> int:
     return int(threading.current_thread().name.split("-")[1].split("_")[0])
 
@@ -178,9 +191,7 @@ def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
         no_repeats(req_id, logits, ids, stream_ptr, client_id)
 
     way = config_of("utilization-chunked-no-reuse")
-    one = serve(
-        load(model.folder, 28, 8, PROCESSORS), way, by_post_processor(some_of_everything(model), "no-repeats")
-    )
+    one = _by_one_rank(model)
     processors = LogitsPostProcessors({"note": note}, replicate=replicate)
     with ranks(model.folder, topology, 28, 8, processors) as engine:
         many: Served = serve(engine, way, requests)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,21 @@ from tests.engine.serving import config_of, serve
 from tests.models.quantized import FORMATS, awq, gptq, write
 from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all
+
+Copy = Callable[[str, Path], None]
+
+
+@pytest.fixture(scope="module")
+def copy(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """Copies a checkpoint of a format, which is written once, into a folder."""
+    written: dict[str, Path] = {}
+
+    def copy_into(name: str, folder: Path) -> None:
+        if name not in written:
+            written[name] = write(zoo["llama-gqa"], tmp_path_factory.mktemp(name), FORMATS[name]).folder
+        shutil.copytree(written[name], folder, dirs_exist_ok=True)
+
+    return copy_into
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -69,8 +87,13 @@ def test_quantized_checkpoints_of_other_families_give_the_models_tokens(
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq", "gptq-zeros"])
-@pytest.mark.parametrize("size", [36, 64])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    with_all(
+        itertools.product(["awq", "gptq", "gptq-zeros"], [36, 64]),
+        [("awq", 36), ("gptq", 64), ("gptq-zeros", 36)],
+    ),
+)
 def test_the_last_group_may_be_shorter(zoo: Zoo, tmp_path: Path, name: str, size: int) -> None:
     """Has no GPTQ group index; two equal groups of 96 inputs would have 48 inputs each."""
     made = awq(size) if name == "awq" else gptq(4, size, name == "gptq", False, None)
@@ -175,9 +198,9 @@ def _change(folder: Path, **changes: Any) -> None:
     ],
 )
 def test_unsupported_quantizations_are_refused_by_their_key(
-    zoo: Zoo, tmp_path: Path, name: str, changes: dict[str, Any], said: str
+    copy: Copy, tmp_path: Path, name: str, changes: dict[str, Any], said: str
 ) -> None:
-    write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    copy(name, tmp_path)
     _change(tmp_path, **changes)
     with pytest.raises(ConfigError, match=said):
         check_weights(read_model_description(tmp_path))
@@ -210,9 +233,9 @@ def test_unsupported_quantizations_are_refused_by_their_key(
     ],
 )
 def test_misfitting_parts_are_refused_by_name(
-    zoo: Zoo, tmp_path: Path, name: str, part: str, change: Any, said: str
+    copy: Copy, tmp_path: Path, name: str, part: str, change: Any, said: str
 ) -> None:
-    write(zoo["llama-gqa"], tmp_path, FORMATS[name])
+    copy(name, tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     full = f"model.layers.0.mlp.down_proj.{part}"

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from inflight.core.request.request import ExternalDraft, OutputOptions, Request
+from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.response import SequenceResult
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
@@ -30,7 +30,7 @@ from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.tiers import with_all
 
-NUM_TOKENS = 20
+NUM_TOKENS = 16
 LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)
 
 
@@ -42,6 +42,10 @@ every_topology = pytest.mark.parametrize(
     "topology",
     with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 1), (2, 2)]),
 )
+both_ways_at_once = pytest.mark.parametrize(
+    "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
+)
+"""All topologies, by default the one whose ranks share layers and are stages too."""
 
 LOGITS_ERROR = 2e-4
 """For logits of up to 10. Without AVX-512 torch sums in another order; 1.5e-4 was observed."""
@@ -64,7 +68,7 @@ LOGITS_ERROR = 2e-4
                 "qwen2-window", "qwen3", "gpt2",
             ],
         ),
-        ["llama-gqa-tied", "llama-mlp-bias", "qwen3", "gpt2"],
+        [("llama-gqa-tied", None), ("llama-mlp-bias", "torch"), ("qwen3", None), ("gpt2", None)],
     ),
 )  # fmt: skip
 def test_tokens_and_logits_of_every_family_are_those_of_transformers(
@@ -105,6 +109,7 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
     controlled = SamplingConfig(
         allowed_token_ids=tuple(range(0, 60, 2)), logit_bias_ids=(4, 8), logit_bias_values=(3.0, -2.0)
     )
+    bias = FloatTensor((VOCAB_SIZE,), controls.bias().numpy().tobytes())
     log_probs = OutputOptions(return_log_probs=True, num_top_log_probs=3, return_prompt_log_probs=True)
     return [
         Request(1, prompt, 20, streaming=True),
@@ -114,7 +119,7 @@ def _some_of_everything(model: ZooModel) -> list[Request]:
         Request(5, other, 12, draft=ExternalDraft((5, 6, 7))),
         Request(6, other[:9], 14, sampling=SamplingConfig(num_return_sequences=2, top_k=5, random_seed=1)),
         *(Request(number, model.prompt(6 + number, number), 40) for number in (7, 8, 9, 10)),
-        Request(11, other, 12, sampling=controlled, prompt_lookup_num_tokens=2),
+        Request(11, other, 12, sampling=controlled, embedding_bias=bias, prompt_lookup_num_tokens=2),
     ]
 
 
@@ -125,16 +130,30 @@ def _by_one_rank(model: ZooModel, way: str, num_blocks: int, kernels: str | None
     )
 
 
+def _shorter_ones(model: ZooModel) -> list[Request]:
+    """Return the requests of every kind, without the four of 40 tokens."""
+    return [each for each in _some_of_everything(model) if each.max_new_tokens < 40]
+
+
 @cache
 def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], SequenceResult]:
     """Serve with the same order of batches as through faults, but without any fault."""
-    return serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), _some_of_everything(model))
+    return serve_through_faults(load(model.folder, 64, 8), config_of("chunked"), _shorter_ones(model))
 
 
-@every_topology
 @pytest.mark.parametrize(
-    ("way", "kernels"),
-    with_all(by_default_and(["utilization-chunked-no-reuse"], list(WAYS)), ["utilization-chunked-no-reuse"]),
+    ("way", "kernels", "topology"),
+    with_all(
+        [
+            pytest.param(way.values[0], way.values[1], sizes, id=f"{way.id}-{name}")
+            for way in by_default_and(["utilization-chunked-no-reuse"], list(WAYS))
+            for name, sizes in TOPOLOGIES.items()
+        ],
+        [
+            ("utilization-chunked-no-reuse", None, (2, 2)),
+            ("utilization-chunked-no-reuse", "torch", (2, 1)),
+        ],
+    ),
 )
 def test_everything_at_once_in_every_way(
     zoo: Zoo, way: str, kernels: str | None, topology: tuple[int, int]
@@ -192,11 +211,8 @@ def _answers(kind: str, model: ZooModel) -> Served:
 KINDS = ["processors", "bans", "sampling", "beams", "details", "drafts", "lookup"]
 
 
-@pytest.mark.parametrize(
-    "topology",
-    with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)]),
-)
-@pytest.mark.parametrize("kind", with_all(KINDS, ["processors", "sampling", "beams"]))
+@both_ways_at_once
+@pytest.mark.parametrize("kind", with_all(KINDS, ["sampling", "beams"]))
 def test_every_control_has_the_same_effect_as_on_one_rank(
     zoo: Zoo, kind: str, topology: tuple[int, int]
 ) -> None:
@@ -226,7 +242,7 @@ def test_prompt_outputs_are_kept_by_the_reporting_rank_alone(zoo: Zoo) -> None:
         assert [outputs.context for outputs in kept] == [{row.slot: ContextDetails()}]
 
 
-@every_topology
+@both_ways_at_once
 def test_a_stopped_request_does_not_affect_others(zoo: Zoo, topology: tuple[int, int]) -> None:
     """A request in its context, one in generation and a beam search are stopped while their batches are in
     flight."""
@@ -265,7 +281,7 @@ def test_failed_batches_change_no_token(
 ) -> None:
     """Both neighbouring stages are notified of the failure while later batches are in flight."""
     model = zoo["mistral-window"]
-    requests = _some_of_everything(model)
+    requests = _shorter_ones(model)
     config = config_of("chunked")
     expected = _by_one_rank_through_faults(model)
     stage, name, after = STAGES[where]
@@ -285,11 +301,11 @@ def test_failed_batches_change_no_token(
         assert_same_result(result, expected[key])
 
 
-@every_topology
+@both_ways_at_once
 def test_only_the_request_with_nan_logits_ends(zoo: Zoo, topology: tuple[int, int]) -> None:
-    """One of ten has NaN logits from some token on; no rank's forward pass fails because of it."""
+    """One of seven has NaN logits from some token on; no rank's forward pass fails because of it."""
     model = zoo["llama-gqa"]
-    requests = _some_of_everything(model)
+    requests = _shorter_ones(model)
     expected = _by_one_rank_through_faults(model)
     with ranks(model.folder, topology, 64, 8) as engine:
         sampler = next(stage for stage in engine.stages if isinstance(stage, ModelEngine))

@@ -33,7 +33,7 @@ from inflight.core.schedule.batch import AdapterLoad
 from inflight.core.scheduler import Scheduler
 from inflight.engine import room
 from tests.core.integrity import check_integrity
-from tests.engine.kernels import DEFAULT, TORCH
+from tests.engine.kernels import DEFAULT, TORCH, by_default_and
 from tests.engine.lora import Adapter, make_adapter, stored
 from tests.engine.ranks import TOPOLOGIES, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load
@@ -49,7 +49,8 @@ CONFIGS = [
 ]
 """By task id; they take 1, 3, 1, 2 and 2 pages."""
 NUM_PAGES = 4
-every_kernel = pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+one_kernel = pytest.mark.parametrize("kernels", with_all([DEFAULT, TORCH], [None]))
+"""By default this machine's: test_adapters.py tests the same with torch's operators, batch by batch."""
 
 
 @cache
@@ -208,8 +209,10 @@ def assert_as_alone(served: ServedAll, model: ZooModel, kernels: str | None) -> 
         assert_same_result(served.result(request_id, index), expected[request_id].result(request_id, index))
 
 
-@every_kernel
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(by_default_and(["llama-gqa", "gpt2"], ["llama-gqa", "gpt2"]), ["llama-gqa"]),
+)
 def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: str | None) -> None:
     """The tests below compare with these results."""
     model = zoo[case]
@@ -224,8 +227,12 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
             assert served.tokens(request) == oracle.greedy(request.input_token_ids, request.max_new_tokens)
 
 
-@every_kernel
-@pytest.mark.parametrize("way", with_all(WAYS, ["no-evict", "utilization-chunked-no-reuse"]))
+@pytest.mark.parametrize(
+    ("way", "kernels"),
+    with_all(
+        by_default_and(WAYS, list(WAYS)), [("no-evict", "torch"), ("utilization-chunked-no-reuse", None)]
+    ),
+)
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_all_together_in_every_way_with_few_pages_and_blocks(
     zoo: Zoo, case: str, way: str, kernels: str | None
@@ -246,7 +253,7 @@ def test_all_together_in_every_way_with_few_pages_and_blocks(
         assert served.last.num_reused_blocks > 0
 
 
-@every_kernel
+@one_kernel
 def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     engine = load(model.folder, 200, 12, kernels=kernels)
@@ -256,7 +263,7 @@ def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) ->
     assert served.last.adapters.num_evictions == 0
 
 
-@every_kernel
+@one_kernel
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
@@ -283,7 +290,7 @@ def test_adapters_that_were_being_loaded_when_an_iteration_failed_are_loaded_aga
     """
     model = zoo["llama-gqa"]
     with few_pages():
-        engine = load(model.folder, 24, 8, kernels="torch", lora_cache_max_adapter_size=8 * NUM_PAGES)
+        engine = load(model.folder, 24, 8, lora_cache_max_adapter_size=8 * NUM_PAGES)
     decoder, calls, failed = engine.runner.decoder, itertools.count(1), set()
     right = decoder.load_adapter
 
@@ -298,10 +305,10 @@ def test_adapters_that_were_being_loaded_when_an_iteration_failed_are_loaded_aga
     monkeypatch.setattr(decoder, "load_adapter", load_adapter)
     served = serve(engine, config_of("chunked"), requests_of(model), model)
     assert failed
-    assert_as_alone(served, model, "torch")
+    assert_as_alone(served, model, None)
 
 
-@every_kernel
+@one_kernel
 def test_an_adapter_with_nan_fails_only_its_own_requests(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     weights = adapters_of(model)[0].weights
@@ -316,19 +323,23 @@ def test_an_adapter_with_nan_fails_only_its_own_requests(zoo: Zoo, kernels: str 
     assert_as_alone(served, model, kernels)
 
 
-@pytest.mark.parametrize("fault", ["adapter of a row", "adapter of a beam", "shared blocks", "stale pages"])
+OF_A_POOL = ["adapter of a row", "stale pages"]
+"""Faults of the adapter pool, which torch's operators have."""
+
+
+@pytest.mark.parametrize("fault", [*OF_A_POOL, "adapter of a beam", "shared blocks"])
 def test_a_planted_fault_is_noticed(zoo: Zoo, fault: str) -> None:
     """Checks that the tests above can fail."""
-    model = zoo["llama-gqa"]
+    model, kernels = zoo["llama-gqa"], "torch" if fault in OF_A_POOL else None
     with few_pages():
-        engine = load(model.folder, 24, 8, kernels="torch", lora_cache_max_adapter_size=8 * NUM_PAGES)
+        engine = load(model.folder, 24, 8, kernels=kernels, lora_cache_max_adapter_size=8 * NUM_PAGES)
     with _planted(fault, engine), pytest.raises(AssertionError):
-        assert_as_alone(serve(engine, config_of("no-evict"), requests_of(model), model), model, "torch")
+        assert_as_alone(serve(engine, config_of("no-evict"), requests_of(model), model), model, kernels)
 
 
 @contextmanager
 def _planted(fault: str, engine: Engine) -> Iterator[None]:
-    pool = engine.runner.decoder.adapters
+    pool = getattr(engine.runner.decoder, "adapters", None)
     slots = engine.runner.slots
     if fault == "adapter of a row":
         right = pool.activate

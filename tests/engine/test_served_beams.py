@@ -19,6 +19,8 @@ from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.tiers import examples, with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]
+every_case = pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
+"""The beams of each family are tested in test_beams.py; by default one family goes through the whole batcher."""
 NUM_TOKENS = 14
 GRID = list(
     itertools.product((2, 3, 5, 8), (0.0, 1.0, 2.0), (0, 1, 2))
@@ -69,17 +71,12 @@ def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[
     ]
 
 
-@pytest.fixture(scope="module")
-def grid(zoo: Zoo) -> dict[str, list[tuple[Request, list[list[int]]]]]:
-    """Requests with their results: with --all every point of GRID for the first family, fewer for others."""
-    made = {}
-    for case in CASES:
-        model = zoo[case]
-        step = examples(3, all=1) if case == CASES[0] else 4
-        numbers = range(0, len(GRID), step)
-        requests = [make_request(model, number) for number in numbers]
-        made[case] = [(request, expected_of(model, request)) for request in requests]
-    return made
+@cache
+def grid(model: ZooModel, case: str) -> list[tuple[Request, list[list[int]]]]:
+    """Return requests and their results: with --all every point of GRID for the first family, fewer for others."""
+    step = examples(3, all=1) if case == CASES[0] else 4
+    requests = [make_request(model, number) for number in range(0, len(GRID), step)]
+    return [(request, expected_of(model, request)) for request in requests]
 
 
 def assert_same(served: Served, answers: list[tuple[Request, list[list[int]]]]) -> None:
@@ -87,11 +84,12 @@ def assert_same(served: Served, answers: list[tuple[Request, list[list[int]]]]) 
         assert served.beams(request) == expected, request.sampling
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_beams_are_those_of_transformers(zoo: Zoo, grid, case: str) -> None:
-    requests = [request for request, _ in grid[case]]
+@every_case
+def test_beams_are_those_of_transformers(zoo: Zoo, case: str) -> None:
+    answers = grid(zoo[case], case)
+    requests = [request for request, _ in answers]
     served = serve(load(zoo[case].folder, 300, SLOTS), config_of("no-evict"), requests)
-    assert_same(served, grid[case])
+    assert_same(served, answers)
     reasons = {reason for request in requests for reason in served.result(request).finish_reasons}
     assert reasons == {FinishReason.END_ID, FinishReason.LENGTH}
 
@@ -112,10 +110,10 @@ def company_of(model: ZooModel) -> dict[Request, list[int]]:
     "way",
     with_all(["utilization", "chunked", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"]),
 )
-@pytest.mark.parametrize("case", CASES)
-def test_every_way_with_sampling_requests_between(zoo: Zoo, grid, case: str, way: str) -> None:
+@every_case
+def test_every_way_with_sampling_requests_between(zoo: Zoo, case: str, way: str) -> None:
     """The cache is so small that sampling requests are paused for each other, and searches wait."""
-    answers = grid[case][::2]
+    answers = grid(zoo[case], case)[::2]
     company = company_of(zoo[case])
     requests = [
         request for pair in itertools.zip_longest(company, dict(answers)) for request in pair if request
@@ -134,7 +132,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
     """transformers masks log probs, and renormalizes them only on request; here, logits are masked."""
@@ -149,7 +147,7 @@ def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
     assert_same(served, answers)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
     """Words of one token and of several tokens, taken from beams without bad words."""
     model = zoo[case]
@@ -179,7 +177,7 @@ def searched(model: ZooModel, request: Request) -> list[list[int]]:
     return [list(found.token_ids) for found in search.hypotheses()]
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
     """transformers combines these with beams differently; the expected beams are the reference's."""
     model = zoo[case]

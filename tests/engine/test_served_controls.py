@@ -18,7 +18,10 @@ from tests.engine.serving import config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.tiers import with_all
 
-CASES = ["llama-gqa", "mistral-window", "gpt2"]
+every_case = pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"])
+)
+"""Controls see a family's logits alone; by default one family's, with windows."""
 NUM_TOKENS = 30
 WAYS = ["no-evict", "utilization-chunked-no-reuse"]
 
@@ -81,7 +84,7 @@ def processed(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
     return requests, expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_greedy_tokens_with_every_processor_in_one_batch(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
@@ -114,7 +117,7 @@ def banned(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
     return requests, expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("way", WAYS)
 def test_min_length_and_bad_words(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
@@ -133,7 +136,7 @@ def penalized(model: ZooModel, request: Request) -> list[int]:
     return tokens[request.prompt_length :]
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_presence_and_frequency_penalties(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     requests = [
@@ -190,7 +193,7 @@ def controlled(model: ZooModel) -> dict[Request, list[int]]:
 
 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
     """Tokens equal those of `sampling.reference`, with and without prompt lookup."""
     model = zoo[case]
@@ -235,7 +238,7 @@ def sampling_requests(model: ZooModel) -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
     """With all controls at once, tokens equal those of `sampling.reference` on transformers' logits."""
     model = zoo[case]
@@ -245,7 +248,7 @@ def test_sampled_tokens_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
         assert served.tokens(request) == referenced(model, request)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_tokens_do_not_depend_on_other_requests(zoo: Zoo, case: str) -> None:
     """A request gets the same tokens alone, in a batch, paused, chunked, with and without shared blocks."""
     model = zoo[case]

@@ -14,8 +14,12 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.tiers import with_all
 
-CASES = ["llama-gqa", "mistral-window", "gpt2"]
+every_case = pytest.mark.parametrize(
+    "case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["mistral-window"])
+)
+"""Families differ in one pass over drafts, which test_drafts.py tests; by default one with windows."""
 NUM_TOKENS = 30
 METRICS = OutputOptions(return_perf_metrics=True)
 SAMPLINGS = (
@@ -58,7 +62,7 @@ def accepted(served: Served, request: Request) -> tuple[int, int]:
     return metrics.num_accepted_draft_tokens, metrics.num_draft_tokens
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
     """A batch has drafts that are entirely right, partly right, and wrong."""
@@ -76,7 +80,7 @@ def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
     assert [accepted(served, request) for request in requests] == num_right
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> None:
     """The expected tokens are computed by `sampling.reference` from transformers' logits."""
@@ -104,7 +108,7 @@ def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> Non
     assert 0 < sum(counts) < 5 * len(counts)
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
 def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
     """Prompts already contain much of the output, after n-grams that are repeated."""
@@ -122,7 +126,7 @@ def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
     assert sum(count for _, count in counts) > 0, "nothing was ever looked up"
 
 
-@pytest.mark.parametrize("case", CASES)
+@every_case
 def test_prompt_lookup_saves_iterations(zoo: Zoo, case: str) -> None:
     """The output of a model that repeats itself is predicted."""
     model = zoo[case]

@@ -17,6 +17,7 @@ from tests.engine.serving import Served, config_of, load, serve
 from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
 from tests.sampling.factories import floats
 from tests.sampling.test_extremes import extreme_request
+from tests.tiers import with_all
 
 NEVER = float("-inf")
 EVERY_TOKEN = tuple(range(VOCAB_SIZE))
@@ -48,6 +49,9 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "beams": {"beam_width": 3},
 }
 
+one_kernel = pytest.mark.parametrize("kernels", with_all([DEFAULT, TORCH], [None]))
+"""Tokens are chosen from logits, whatever computed them."""
+
 
 def impossible(model: ZooModel, number: int, ban: str, sampling: str, **fields: Any) -> Request:
     """Return a request whose bad words and no_repeat_ngram_size together ban all tokens."""
@@ -69,7 +73,7 @@ def answers(served: Served, requests: list[Request]) -> list[list[list[int]]]:
     return [served.beams(request) for request in requests]
 
 
-@pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+@one_kernel
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, kernels: str | None) -> None:
     model, others = zoo["llama-gqa"], innocent(zoo["llama-gqa"])
@@ -88,7 +92,7 @@ def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, 
         assert (number, 0) not in together.responses
 
 
-@pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
+@one_kernel
 @pytest.mark.parametrize("with_logits", [False, True])
 @pytest.mark.parametrize("sampling", ["greedy", "top_p"])
 def test_drafts_do_not_hide_that_no_token_is_left(

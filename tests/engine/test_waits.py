@@ -18,6 +18,8 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 ONE_COPY = ["copy to the host"]
+NUM_ITERATIONS = 6
+"""Enough for some rows to need another block."""
 SAMPLINGS = {
     "greedy": {},
     "temperature": {"temperature": 0.7, "top_p": 1.0, "random_seed": 3},
@@ -47,7 +49,7 @@ def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str
         driver = Driver(engine)
         rows = [driver.start(*each) for each in zip(prompts, mixed(names), strict=True)]
         driver.step({row: len(row.tokens) for row in rows})
-        for _ in range(12):
+        for _ in range(NUM_ITERATIONS):
             batch = driver.batch({}, rows)
             device.waits.clear()
             output = engine.decode(batch, engine.forward(batch))
@@ -59,7 +61,7 @@ def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str
     driver = Driver(load_engine(model.folder, kernels="torch"))
     rows = [driver.start(*each) for each in zip(prompts, mixed(names), strict=True)]
     driver.step({row: len(row.tokens) for row in rows})
-    for _ in range(12):
+    for _ in range(NUM_ITERATIONS):
         driver.step(generation=rows)
     assert generated == [row.generated for row in rows]
 
@@ -90,7 +92,7 @@ def test_controls_add_no_waits(zoo: Zoo, name: str) -> None:
         driver = Driver(load_paged(model.folder, device="meta"))
         rows = [driver.start(prompt, **options) for prompt in prompts]
         rows.append(driver.start(model.prompt(8)))
-        for number in range(12):
+        for number in range(NUM_ITERATIONS):
             chunks = {} if number else {row: len(row.tokens) for row in rows}
             batch = driver.batch(chunks, rows if number else ())
             device.waits.clear()
@@ -103,7 +105,7 @@ def test_controls_add_no_waits(zoo: Zoo, name: str) -> None:
     expected = [other.start(prompt, **options) for prompt in prompts]
     expected.append(other.start(model.prompt(8)))
     other.step({row: len(row.tokens) for row in expected})
-    for _ in range(11):
+    for _ in range(NUM_ITERATIONS - 1):
         other.step(generation=expected)
     assert [row.generated for row in rows] == [row.generated for row in expected]
 
@@ -146,7 +148,7 @@ def test_a_top_p_with_many_tokens_is_drawn_again(zoo: Zoo) -> None:
         driver = Driver(load_paged(model.folder, device="meta"))
         rows = [driver.start(model.prompt(6), sampling), driver.start(model.prompt(9))]
         driver.step({rows[0]: 6, rows[1]: 9})
-        for _ in range(8):
+        for _ in range(5):
             output = driver.engine.decode(batch := driver.batch({}, rows), driver.engine.forward(batch))
             for row, tokens in zip(rows, output.token_ids, strict=True):
                 row.tokens += tokens
@@ -155,7 +157,7 @@ def test_a_top_p_with_many_tokens_is_drawn_again(zoo: Zoo) -> None:
     driver = Driver(load_engine(model.folder, kernels="torch"))
     rows = [driver.start(model.prompt(6), sampling), driver.start(model.prompt(9))]
     driver.step({rows[0]: 6, rows[1]: 9})
-    for _ in range(8):
+    for _ in range(5):
         driver.step(generation=rows)
     assert generated == [row.generated for row in rows]
 

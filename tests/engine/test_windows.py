@@ -18,9 +18,9 @@ from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.serving import WAYS, config_of, load, serve
 from tests.models.zoo import MAX_POSITIONS, Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
-NUM_TOKENS = 40
+NUM_TOKENS = examples(24, all=40)
 TOLERANCE = 1e-4
 # (windows, one for all layers or one per layer; number of sinks)
 SETTINGS = [
@@ -92,7 +92,7 @@ def assert_same(folder: Path, oracle: ZooModel, **settings: Any) -> None:
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 19, 50])
+@pytest.mark.parametrize("size", with_all([1, 7, 8, 19, 50], [1, 8, 19]))
 def test_a_window_is_transformers_sliding_window(zoo: Zoo, size: int) -> None:
     model = zoo["mistral-no-window"]
     assert_same(model.folder, reconfigured(model, sliding_window=size), max_attention_window_size=(size,))
@@ -109,7 +109,9 @@ def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
     assert_same(model.folder, oracle, max_attention_window_size=(MAX_POSITIONS, 13))
 
 
-@pytest.mark.parametrize(("size", "same_as"), [(9, 9), (19, 19), (40, 19), (100_000, 19)])
+@pytest.mark.parametrize(
+    ("size", "same_as"), with_all([(9, 9), (19, 19), (40, 19), (100_000, 19)], [(9, 9), (40, 19)])
+)
 def test_the_smaller_of_the_checkpoints_and_the_parameters_window_applies(
     zoo: Zoo, size: int, same_as: int
 ) -> None:
@@ -174,10 +176,10 @@ def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
     prompts = [model.prompt(length, length) for length in (2, 9, 16, 25, 33, 61, 79)]
     rows = [driver.start(prompt) for prompt in prompts]
     driver.step({row: len(row.tokens) for row in rows})
-    for _ in range(20):
+    for _ in range(12):
         driver.step(generation=rows)
     for row, prompt in zip(rows, prompts, strict=True):
-        assert row.generated == oracle.greedy(prompt, 21)
+        assert row.generated == oracle.greedy(prompt, 13)
 
 
 @pytest.mark.parametrize(("num_sinks", "most_blocks"), [(0, 3), (3, 4)])
@@ -231,7 +233,7 @@ def make_requests(model: ZooModel) -> list[Request]:
         ["utilization-chunked-no-reuse"],
     ),
 )
-@pytest.mark.parametrize(("asked", "num_sinks"), [((9, 21), 0), ((30, 17), 6)])
+@pytest.mark.parametrize(("asked", "num_sinks"), with_all([((9, 21), 0), ((30, 17), 6)], [((30, 17), 6)]))
 def test_requests_with_windows_give_the_masked_models_tokens(
     zoo: Zoo, way: str, kernels: str | None, asked: tuple[int, ...], num_sinks: int
 ) -> None:

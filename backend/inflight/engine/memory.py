@@ -230,6 +230,8 @@ def _control_groups(root: Path) -> list[int]:
 def _nodes(root: Path) -> list[int]:
     """Return the bytes available on the memory nodes that this process may use, if it may not use all of them."""
     nodes = {int(folder.name[4:]): folder for folder in (root / "sys/devices/system/node").glob("node[0-9]*")}
+    if len(nodes) < 2:
+        return []  # and numa_maps, which takes the kernel milliseconds, is not read
     used = nodes.keys() & _allowed_nodes(root)
     if not used or len(used) == len(nodes):
         return []

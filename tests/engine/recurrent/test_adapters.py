@@ -40,7 +40,7 @@ OPTIONS = {
     "plain": {"r": 8, "lora_alpha": 6},
     "dora": {"r": 11, "lora_alpha": 5, "use_dora": True},
 }
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 
 
 def read_adapter(model: ZooModel, folder: Path, **options: Any) -> tuple[LoraWeights, ZooModel]:
@@ -81,7 +81,7 @@ def test_ranks_divide_an_adapter(zoo: Zoo, tmp_path: Path, case: str, topology: 
     weights, oracle = read_adapter(model, tmp_path, target_modules=TARGETS[case], **OPTIONS["dora"])
     requests = [
         Request(number, model.prompt(21 + number), NUM_TOKENS, lora=LoraRequest(7) if number else None)
-        for number in range(3)
+        for number in range(2)
     ]
     with ranks(model.folder, topology) as engine:
         served = serve_with(engine, config_of("no-evict"), requests, {7: weights})
