@@ -42,7 +42,7 @@ from tests.batch_manager.recorded import (
 from tests.simulation.scenario import Scenario, draw
 from tests.tiers import examples, with_all
 
-SEEDS = range(examples(fast=8, all=60))
+SEEDS = range(examples(fast=15, all=60))
 
 
 def replay_all(path) -> tuple[Replay, list[Response]]:

@@ -101,13 +101,11 @@ def test_every_seed_gives_the_same_on_a_pipeline_and_keeps_its_stages_busy(pipel
 )
 def test_recurrent_states_change_no_tokens(kind, draw_scenario):
     """With no, few and many snapshots. The oracle also checks which snapshot each sequence starts from."""
-    outcomes = [run(kind(draw_scenario(seed).with_state())) for seed in range(NUM_OF_A_KIND)]
-    assert sum(outcome.num_from_snapshots for outcome in outcomes) > NUM_OF_A_KIND // 2
-    assert sum(outcome.num_exact_reuses for outcome in outcomes) > NUM_OF_A_KIND // 2
+    outcomes = [run(kind(draw_scenario(seed).with_state())) for seed in range(100)]
+    assert sum(outcome.num_from_snapshots for outcome in outcomes) > 50
+    assert sum(outcome.num_exact_reuses for outcome in outcomes) > 50
     if draw_scenario is draw:
-        assert (
-            sum(outcome.num_accepted for outcome in outcomes) > NUM_OF_A_KIND // 10 or kind is two_in_flight
-        )
+        assert sum(outcome.num_accepted for outcome in outcomes) > 10 or kind is two_in_flight
 
 
 @pytest.mark.parametrize(
