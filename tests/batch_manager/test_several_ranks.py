@@ -27,7 +27,7 @@ from tests.tiers import examples
 from .several_ranks import Rank, run_in_step
 from .test_gpt_manager import LIMITS
 
-SEEDS = range(examples(fast=6, all=15))
+SEEDS = range(examples(fast=3, all=15))
 
 
 def plain(scenario: Scenario) -> Scenario:

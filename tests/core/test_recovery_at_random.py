@@ -9,13 +9,14 @@ from inflight.config import CapacityPolicy
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import expected_beam_steps
+from tests.tiers import examples
 
 from .factories import make_limits, make_request, make_scheduler
 from .faulty import FaultyDevice, at_token, run
 from .test_recovery import SEVERAL, TWO_BEAMS, VOCABULARY, assert_unharmed
 
 
-@settings(deadline=None, derandomize=True)
+@settings(max_examples=examples(fast=50, all=100), deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(CapacityPolicy),
     num_blocks=st.integers(8, 20),

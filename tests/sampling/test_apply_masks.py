@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.rows import PARAMETERS, Rows
+from tests.tiers import examples
 
 NUM_ROWS = 9
 SIZES = [1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 77, 96, 127, 128, 1000, 4096, 50_257]
@@ -95,7 +96,7 @@ def check(row_kernels: RowKernels, size: int, indices: list[int], seed: int, off
 def test_exactly_the_tokens_outside_the_masks_are_banned(
     row_kernels: RowKernels, subset: str, size: int
 ) -> None:
-    for seed in range(12):
+    for seed in range(examples(fast=4, all=12)):
         check(row_kernels, size, list(SUBSETS[subset]), seed)
 
 

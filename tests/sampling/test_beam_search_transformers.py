@@ -113,7 +113,7 @@ def assert_same(found: list[Hypothesis], expected: tuple[list[tuple[int, ...]], 
 
 
 @pytest.mark.parametrize("early_stopping", EARLY_STOPPING)
-@pytest.mark.parametrize("length_penalty", with_all([0.0, 0.7, 1.0, 2.0], [0.7, 2.0]))
+@pytest.mark.parametrize("length_penalty", with_all([0.0, 0.7, 1.0, 2.0], [0.7]))
 @pytest.mark.parametrize("beam_width", with_all(range(2, 9), [5]))
 def test_tokens_and_scores_are_those_of_transformers(model, beam_width, length_penalty, early_stopping):
     for prompt, end_ids in product(PROMPTS, (ONE_END_ID, SEVERAL_END_IDS)):

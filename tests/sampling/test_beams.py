@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("row_kernels")
 
 
 @given(st.data())
-@settings(max_examples=examples(fast=80, all=200), deadline=None, derandomize=True)
+@settings(max_examples=examples(fast=40, all=200), deadline=None, derandomize=True)
 def test_candidates_are_those_of_the_reference(data: st.DataObject) -> None:
     vocab_size, width = data.draw(st.sampled_from([4, 20])), data.draw(st.integers(1, 4))
     request = data.draw(requests(vocab_size, beam_width=max(2, width)))

@@ -108,8 +108,14 @@ def test_frequencies_over_a_long_row_are_the_probabilities(sampling: dict[str, f
 
 @pytest.mark.parametrize(
     ("sampling", "closeness"),
-    [({"top_p": 1.0}, 0.0), ({"top_p": 1.0}, 0.8), ({"top_k": 5, "top_p": 0.9, "temperature": 1.5}, 0.3)],
-    ids=["unrelated draft", "good draft", "draft of banned tokens"],
+    with_all(
+        [
+            pytest.param({"top_p": 1.0}, 0.0, id="unrelated draft"),
+            pytest.param({"top_p": 1.0}, 0.8, id="good draft"),
+            pytest.param({"top_k": 5, "top_p": 0.9, "temperature": 1.5}, 0.3, id="draft of banned tokens"),
+        ],
+        [({"top_p": 1.0}, 0.8), ({"top_k": 5, "top_p": 0.9, "temperature": 1.5}, 0.3)],
+    ),
 )
 def test_rejection_sampling_leaves_the_distribution_unchanged(
     sampling: dict[str, float], closeness: float

@@ -22,7 +22,7 @@ from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
-seeded = settings(max_examples=examples(fast=80, all=200), deadline=None, derandomize=True)
+seeded = settings(max_examples=examples(fast=40, all=200), deadline=None, derandomize=True)
 
 
 def _logits(*best: int, vocab_size: int = 10) -> torch.Tensor:

@@ -104,7 +104,7 @@ def _check_reference(row: Row, logits: Sequence[Sequence[float]], tokens: Sequen
 def test_all_paths_choose_the_same_tokens(row_kernels: RowKernels, vocab_size: int) -> None:
     """Rows are greedy, sampled and with drafts, beside a plain row."""
     numbers, num_compared, num_impossible = random.Random(vocab_size), 0, 0
-    num_batches = examples(fast=40, all=120)
+    num_batches = examples(fast=20, all=120)
     for _ in range(num_batches):
         requests = [extreme_request(numbers, vocab_size) for _ in range(6)]
         for request in requests:

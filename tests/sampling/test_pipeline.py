@@ -22,7 +22,7 @@ from tests.tiers import examples
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
 many_examples = settings(
-    max_examples=examples(fast=40, all=250),
+    max_examples=examples(fast=20, all=250),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],

@@ -18,6 +18,7 @@ from tests.sampling.factories import Row, beams_of, choose_tokens, decode_rows, 
 from tests.sampling.margins import is_decided
 from tests.sampling.strategies import logits_rows, requests
 from tests.sampling.test_pipeline import many_examples
+from tests.tiers import with_all
 
 pytestmark = pytest.mark.usefixtures("row_kernels")
 
@@ -38,8 +39,8 @@ def random_logits(seed: int, size: int = 500) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("n", [0.4, 0.9, 1.7])
+@pytest.mark.parametrize("temperature", with_all([0.5, 1.0, 3.0], [0.5, 3.0]))
+@pytest.mark.parametrize("n", with_all([0.4, 0.9, 1.7], [0.4, 1.7]))
 def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: float) -> None:
     """The temperature has no effect, because it divides all logits."""
     logits = random_logits(int(10 * n))

@@ -235,7 +235,7 @@ class Defect:
 @pytest.mark.parametrize("is_late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("site", with_all(SITES, ["admission", "blocks"]))
 def test_only_the_request_that_makes_schedule_raise_ends(site, is_late):
-    num_seeds = examples(fast=50, all=100)
+    num_seeds = examples(fast=40, all=100)
     num_convicted = num_crowded = 0
     for seed in range(num_seeds):
         scenario = scenario_of(seed)

@@ -66,7 +66,9 @@ def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dt
         check_attention(attention, decoder, tokens_per_block, WINDOWS, dtype, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", with_all([torch.float32, torch.bfloat16, torch.float16], [torch.float32, torch.bfloat16])
+)
 @pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
 def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
     zoo: Zoo, dtype: torch.dtype, tokens_per_block: int

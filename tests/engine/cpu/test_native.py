@@ -27,6 +27,7 @@ from tests.engine.serving import Served, serve
 from tests.engine.thread_ranks import ThreadRanks
 from tests.models.zoo import Zoo
 from tests.ranks.requests import CONFIG, ENGINE, answers, make_requests
+from tests.tiers import with_all
 
 TOLERANCE = 1e-4
 PROMPT = tuple(range(5, 40))
@@ -38,7 +39,7 @@ def _tokens(served: Served) -> list[Any]:
 
 @needs_native
 @pytest.mark.parametrize(("windows", "num_sinks"), [((12,), 0), ((12,), 3), ((9, 1000), 0)])
-@pytest.mark.parametrize("tokens_per_block", [7, 16, 32])
+@pytest.mark.parametrize("tokens_per_block", with_all([7, 16, 32], [7, 32]))
 def test_windows_sinks_and_blocks_of_any_size(
     zoo: Zoo, windows: tuple[int, ...], num_sinks: int, tokens_per_block: int
 ) -> None:
@@ -63,7 +64,7 @@ def test_windows_sinks_and_blocks_of_any_size(
 
 
 @needs_native
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "qwen3"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "qwen3"], ["gpt2", "qwen3"]))
 def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, case: str) -> None:
     served = [
         serve(
@@ -77,7 +78,8 @@ def test_beams_drafts_sampling_chunks_and_pauses_are_as_with_torch(zoo: Zoo, cas
 
 
 @needs_native
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2), (2, 2)])
+# Two stages of two ranks use both ways of dividing a model.
+@pytest.mark.parametrize(("tp_size", "pp_size"), with_all([(2, 1), (1, 2), (2, 2)], [(2, 2)]))
 def test_ranks_give_the_results_of_one(zoo: Zoo, tp_size: int, pp_size: int) -> None:
     config = EngineConfig(str(zoo["llama-gqa"].folder), **ENGINE, kernels="native")
     one = serve(load.load_engine(config), CONFIG, make_requests())

@@ -25,6 +25,7 @@ from inflight.errors import ConfigError
 from inflight.models import PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
 from tests.models.zoo import Zoo, ZooModel
+from tests.tiers import with_all
 
 CPU = torch.device("cpu")
 KINDS = ["int8", "fp8"]
@@ -124,7 +125,7 @@ def test_a_row_with_nan_does_not_affect_other_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["llama-gqa", "mixtral"])
+@pytest.mark.parametrize("case", with_all(["llama-gqa", "mixtral"], ["mixtral"]))
 def test_tokens_do_not_depend_on_the_batch(zoo: Zoo, case: str, kind: str, in_float32: None) -> None:
     model = zoo[case]
     engine = load_quantized(model, kind)
