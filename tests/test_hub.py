@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from inflight.hub import checkpoint_name
+from inflight.checkpoint_config import checkpoint_name
 from inflight.server.config_text import read_parameters
 from tests.hub import TOKEN, Hub, Model, running_hub
 from tests.models.zoo import make_model

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
-from inflight.hub import instead_of_gguf
 from inflight.json_values import is_list, is_object
 from inflight.multimodal import Multimodal, find_text_part
 
@@ -24,7 +24,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _POSITIVE_INT, _POSITIVE = "an integer >= 1", "a number > 0"
+_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
+_NAME_THE_FILE = (
+    "; a GGUF file (llama.cpp's format) is read if --model names the file itself: FOLDER/FILE.gguf"
+)
 _T = TypeVar("_T")
+
+
+def checkpoint_name(folder: Path) -> str:
+    """Return a checkpoint's name: its name on the hub if it was fetched, else its folder's name."""
+    found = _SNAPSHOT.search(folder.as_posix())
+    return found[1].replace("--", "/") if found else folder.name
+
+
+def instead_of_gguf(path: Path) -> str:
+    """Return the advice for a message that refuses `path` because it is GGUF; "" if it is not."""
+    is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
+    return _NAME_THE_FILE if is_gguf else ""
 
 
 class ConfigFile:

@@ -13,15 +13,12 @@ import re
 import sys
 from pathlib import Path
 
+from inflight.checkpoint_config import instead_of_gguf
 from inflight.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weights in other formats
-_SNAPSHOT = re.compile(r"models--(.+)/snapshots/[0-9a-f]{40}")
-_NAME_THE_FILE = (
-    "; a GGUF file (llama.cpp's format) is read if --model names the file itself: FOLDER/FILE.gguf"
-)
 _log = logging.getLogger(__name__)
 
 
@@ -58,18 +55,6 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
             f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{instead_of_gguf(folder)}"
         )
     return folder
-
-
-def checkpoint_name(folder: Path) -> str:
-    """Return a checkpoint's name: its name on the hub if it was fetched, else its folder's name."""
-    found = _SNAPSHOT.search(folder.as_posix())
-    return found[1].replace("--", "/") if found else folder.name
-
-
-def instead_of_gguf(path: Path) -> str:
-    """Return the advice for a message that refuses `path` because it is GGUF; "" if it is not."""
-    is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
-    return _NAME_THE_FILE if is_gguf else ""
 
 
 def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:

@@ -10,10 +10,11 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from transformers import AutoModelForCausalLM
 
+from inflight.checkpoint_config import checkpoint_name
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
-from inflight.hub import checkpoint_name, find_checkpoint
+from inflight.hub import find_checkpoint
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description

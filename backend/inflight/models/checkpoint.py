@@ -18,10 +18,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from inflight.checkpoint_config import ConfigFile
+from inflight.checkpoint_config import ConfigFile, instead_of_gguf
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
-from inflight.hub import instead_of_gguf
 from inflight.models.levels import Levels, MatrixKind
 
 _INDEX = "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from collections.abc import Set
 
 import torch
 
-from inflight.hub import checkpoint_name
+from inflight.checkpoint_config import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
 from inflight.models.fitting import fitted, log_left_out, untied

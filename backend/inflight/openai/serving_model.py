@@ -15,11 +15,11 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from inflight.checkpoint_config import checkpoint_name
 from inflight.core.ports import EngineClient
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
 from inflight.errors import Unavailable, Unsupported, without_places
-from inflight.hub import checkpoint_name
 from inflight.openai.errors import ApiError, unsupported
 from inflight.openai.options import OpenAiOptions
 from inflight.serving.chat.template import ChatTemplate, load_chat_template

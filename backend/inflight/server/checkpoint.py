@@ -7,7 +7,7 @@ itself refuses what it cannot do.
 from pathlib import Path
 
 from inflight import hub
-from inflight.checkpoint_config import CheckpointFacts
+from inflight.checkpoint_config import CheckpointFacts, checkpoint_name
 from inflight.errors import ConfigError
 from inflight.ranks.topology import tensor_parallel_sizes
 from inflight.server.errors import OptionError
@@ -30,7 +30,7 @@ def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
         facts = CheckpointFacts.read(checkpoint)
     except ConfigError:
         return  # loading the model reports the error
-    name = hub.checkpoint_name(checkpoint)
+    name = checkpoint_name(checkpoint)
     if facts.num_layers is not None and pp > facts.num_layers:
         raise OptionError(
             f"--pp {pp}: every stage needs a layer, and {name} has {facts.num_layers} layers, "

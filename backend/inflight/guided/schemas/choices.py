@@ -6,15 +6,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from inflight.guided.schemas.documents import Node, keywords_of, refused
 from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
+from inflight.guided.schemas.schema_writer import SchemaWriter, Written
 from inflight.json_values import is_list, is_object
-
-if TYPE_CHECKING:
-    from inflight.guided.schemas.writer import Writer, Written
 
 IN_PLACE = frozenset(
     ["$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "not", "if", "dependentSchemas"]
@@ -32,7 +30,7 @@ def other_kinds(kinds: Iterable[str]) -> list[str]:
     return [kind for kind in _KINDS if kind not in named]
 
 
-def write_choices(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
+def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
     """Write the schemas of these keywords, of allOf and of anyOf into `parts`."""
     if "allOf" in words:
         parts += [writer.write(each) for each in writer.parts(node, words, "allOf")]
@@ -78,7 +76,7 @@ def _all_of(parts: list[Written]) -> Written:
 # -------------------------------------------------------------------- not
 
 
-def negated(writer: Writer, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
+def negated(writer: SchemaWriter, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
     """Return a schema of the values that are invalid by another; None if it cannot be written.
 
     It may leave out some of these values. With `may_leave_out` it leaves out values that violate only keywords
@@ -100,7 +98,7 @@ def negated(writer: Writer, node: Node, depth: int = 0, may_leave_out: bool = Fa
 
 
 def _negated_word(
-    writer: Writer,
+    writer: SchemaWriter,
     node: Node,
     words: Mapping[str, Any],
     keyword: str,
@@ -161,7 +159,9 @@ _OPPOSITE_BOUNDS = {
 }
 
 
-def _negated_target(writer: Writer, target: Node, depth: int, may_leave_out: bool) -> list[Written] | None:
+def _negated_target(
+    writer: SchemaWriter, target: Node, depth: int, may_leave_out: bool
+) -> list[Written] | None:
     """Return the negation of a reference's target; None if it cannot be written, or refers to itself."""
     if target.place in writer.negating:
         return None
@@ -172,14 +172,14 @@ def _negated_target(writer: Writer, target: Node, depth: int, may_leave_out: boo
 
 
 def _negated_parts(
-    writer: Writer, node: Node, words: Mapping[str, Any], keyword: str, depth: int, may_leave_out: bool
+    writer: SchemaWriter, node: Node, words: Mapping[str, Any], keyword: str, depth: int, may_leave_out: bool
 ) -> list[Written | None]:
     parts = writer.parts(node, words, keyword)
     return [negated(writer, each, depth + 1, may_leave_out) for each in parts]
 
 
 def _negated_properties(
-    writer: Writer, node: Node, properties: Mapping[str, Any], depth: int, may_leave_out: bool
+    writer: SchemaWriter, node: Node, properties: Mapping[str, Any], depth: int, may_leave_out: bool
 ) -> list[Written] | None:
     options: list[Written] = []
     for name, each in properties.items():
@@ -239,7 +239,7 @@ class _Option:
     opposites: list[Written] = field(default_factory=list[Any])
 
 
-def _one_of(writer: Writer, node: Node, given: list[Node]) -> Written:
+def _one_of(writer: SchemaWriter, node: Node, given: list[Node]) -> Written:
     """Write oneOf: as anyOf, from whose alternatives the values that also match another alternative are
     removed."""
     around = replace(
@@ -280,7 +280,7 @@ _ARTICLES = {
 }
 
 
-def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+def _part_values(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
     """Separate alternatives of simple values; return whether that is possible."""
     if words_about(first.facts, kind) or words_about(second.facts, kind):
         return False
@@ -299,7 +299,7 @@ def _part_values(writer: Writer, first: _Option, second: _Option, kind: str) -> 
     return True
 
 
-def _part_arrays(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+def _part_arrays(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
     """Separate alternatives of arrays whose items differ: only the empty array is common to both."""
     items, others = first.facts.items, second.facts.items
     if kind != "array" or not items or not others or writer.overlaps.shared_types(items, others):
@@ -337,7 +337,7 @@ def _part_untyped(first: _Option, second: _Option, kind: str) -> bool:
 _MOST_OPPOSITES = 12
 
 
-def _part_by_opposites(writer: Writer, first: _Option, second: _Option, kind: str) -> bool:
+def _part_by_opposites(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
     """Exclude each alternative's values from the other, if the negation of an alternative can be written."""
     found = [_outside(writer, one, other) for one, other in ((first, second), (second, first))]
     if not all(_leaves(each, kind) for each in found):
@@ -358,7 +358,7 @@ def _leaves(opposite: Written | None, kind: str) -> bool:
     )
 
 
-def _outside(writer: Writer, option: _Option, other: _Option) -> Written | None:
+def _outside(writer: SchemaWriter, option: _Option, other: _Option) -> Written | None:
     """Return a schema of `option`'s values outside of `other`.
 
     Uses a property that `other` forbids, if possible.
@@ -369,7 +369,7 @@ def _outside(writer: Writer, option: _Option, other: _Option) -> Written | None:
     return negated(writer, other.node, may_leave_out=True)
 
 
-def _written_option(writer: Writer, option: _Option) -> Written:
+def _written_option(writer: SchemaWriter, option: _Option) -> Written:
     parts = [writer.write(option.node)]
     if option.facts.types <= option.kinds:
         return False

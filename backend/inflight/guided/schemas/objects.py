@@ -6,15 +6,13 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inflight.guided.schemas import choices
 from inflight.guided.schemas.documents import Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
+from inflight.guided.schemas.schema_writer import SchemaWriter, Written
 from inflight.json_values import is_list, is_object
-
-if TYPE_CHECKING:
-    from inflight.guided.schemas.writer import Writer, Written
 
 _MOST_OPTIONS = 100
 _MOST_DEPENDENCIES = 8
@@ -24,7 +22,7 @@ _MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchem
 
 
 def write_objects(
-    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+    writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
     """Write the object keywords into `written`, and further schemas that must hold too into `parts`."""
     _check_maps(node, words)
@@ -58,7 +56,7 @@ def _check_maps(node: Node, words: Mapping[str, Any]) -> None:
             raise refused(node.path, f"{keyword} is {shown(words[keyword])}, expected an object")
 
 
-def _patterns(writer: Writer, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
+def _patterns(writer: SchemaWriter, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
     """Return schemas by expressions of names.
 
     Equal schemas share an expression, as llguidance forbids overlaps.
@@ -89,7 +87,7 @@ def _is_of_ascii(expression: str) -> bool:
     return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
 
 
-def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
+def _write_names(writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
     """Write `propertyNames`: listed names become properties, an expression becomes one of patternProperties."""
     names = node.inside(words["propertyNames"], "propertyNames")
     facts = writer.overlaps.facts([names])
@@ -147,7 +145,7 @@ def _write_names(writer: Writer, node: Node, words: Mapping[str, Any], written: 
 
 
 def _write_dependencies(
-    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+    writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
     required: list[str] = written.get("required", [])
     kinds = {"type": written["type"]} if "type" in written else {}
@@ -177,7 +175,9 @@ def _write_dependencies(
     parts += options
 
 
-def _write_unevaluated(writer: Writer, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
+def _write_unevaluated(
+    writer: SchemaWriter, node: Node, words: Mapping[str, Any], parts: list[Written]
+) -> None:
     names: dict[str, bool] = {}
     patterns: dict[str, bool] = {}
     if _gather_evaluated(writer, node, names, patterns, {node.place}):
@@ -190,7 +190,7 @@ def _write_unevaluated(writer: Writer, node: Node, words: Mapping[str, Any], par
 
 
 def _gather_evaluated(
-    writer: Writer,
+    writer: SchemaWriter,
     node: Node,
     names: dict[str, bool],
     patterns: dict[str, bool],
@@ -229,7 +229,7 @@ def _gather_evaluated(
 
 
 def _write_sizes(
-    writer: Writer, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
+    writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
     """Write the number of properties. llguidance counts only those without a schema of their own."""
     least = writer.count(node, words, "minProperties") or 0

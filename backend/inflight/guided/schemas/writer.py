@@ -12,8 +12,8 @@ from inflight.errors import InvalidArgument, Name
 from inflight.guided.schemas import choices, objects
 from inflight.guided.schemas.documents import Document, Node, keywords_of, refused, shown
 from inflight.guided.schemas.formats import FORMATS
-from inflight.guided.schemas.overlap import LARGEST, Overlaps, is_same, key_of, types_of
-from inflight.guided.schemas.patterns import UnreadablePattern, rust_patterns
+from inflight.guided.schemas.overlap import LARGEST, is_same, key_of, types_of
+from inflight.guided.schemas.schema_writer import SchemaWriter, Written
 from inflight.guided.schemas.spaces import KEYWORD, read_spaces
 from inflight.json_values import is_list, is_object
 
@@ -22,8 +22,6 @@ _ESCAPES = 'nrbtf\\"'
 """Without \\u, which would allow a second spelling of a property that may come once."""
 _MOST_ORDERS = 400
 _MOST_CONTAINED = 20
-
-Written = dict[str, Any] | bool
 
 
 def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str:
@@ -66,25 +64,13 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"it has {name}, which is no JSON")
 
 
-class Writer:
-    """Translates the parts of one document.
-
-    Attributes:
-        document: The document being read.
-        overlaps: Compares its parts.
-        definitions: Translated targets of references, by their new names.
-        negating: Targets of references whose negation is being written.
-        latest: The part most recently begun.
-    """
+class Writer(SchemaWriter):
+    """Translates one document, keyword by keyword."""
 
     def __init__(self, document: Document, is_watched: bool) -> None:
-        self.document = document
+        super().__init__(document)
         self._is_watched = is_watched
-        self.overlaps = Overlaps(document)
-        self.definitions: dict[str, Written] = {}
         self._names: dict[tuple[str, str], str] = {}
-        self.negating: set[tuple[str, str]] = set()
-        self.latest = self.document.root
         self._open: set[str] = set()  # definitions that are being written
 
     def write(self, node: Node) -> Written:
@@ -115,50 +101,6 @@ class Writer:
         if isinstance(reference, bool):
             parts.append(reference)
         return _assembled(node, written, parts, {} if isinstance(reference, bool) else reference)
-
-    def number(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | float | None:
-        """Return a numeric keyword; None if absent."""
-        value = words.get(keyword)
-        if value is None and keyword not in words:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value in (math.inf, -math.inf):
-            raise refused(node.path, f"{keyword} is {shown(value)}, expected a number")
-        return int(value) if isinstance(value, float) and value.is_integer() else value
-
-    def count(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | None:
-        """Return a keyword that is a count; None if absent."""
-        value = self.number(node, words, keyword)
-        if value is not None and (not isinstance(value, int) or not 0 <= value <= LARGEST):
-            raise refused(
-                node.path,
-                f"{keyword} is {shown(value)}, expected an integer of at least 0 and at most {LARGEST}",
-            )
-        return value
-
-    def pattern(self, node: Node, expression: Any, keyword: str) -> str:
-        """Return the schema's regular expression as a single Rust expression."""
-        found = self.patterns(node, expression, keyword)
-        if len(found) > 1:
-            raise refused(
-                node.path, f"{keyword} {shown(expression)} has a look-ahead, which cannot be followed here"
-            )
-        return found[0]
-
-    def patterns(self, node: Node, expression: Any, keyword: str) -> list[str]:
-        """Return the schema's regular expression as Rust expressions that must all match."""
-        if not isinstance(expression, str):
-            raise refused(node.path, f"{keyword} is {shown(expression)}, expected a text")
-        try:
-            return rust_patterns(expression)
-        except UnreadablePattern as error:
-            raise refused(node.path, f"{keyword} {shown(expression)} {error}") from None
-
-    def parts(self, node: Node, words: Mapping[str, Any], keyword: str) -> list[Node]:
-        """Return the schemas in a keyword's list."""
-        value = words.get(keyword, [])
-        if not is_list(value) or (keyword in words and not value and keyword != "prefixItems"):
-            raise refused(node.path, f"{keyword} is {shown(value)}, expected schemas in an array")
-        return [node.inside(each, keyword, index) for index, each in enumerate(value)]
 
     def _kinds(self, node: Node, words: Mapping[str, Any]) -> list[str] | None:
         if "type" not in words:
