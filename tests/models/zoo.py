@@ -605,7 +605,7 @@ WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
 """Families that transformers' own code runs."""
 
 WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-heads-16": ("Llama", {"num_key_value_heads": 2, "head_dim": 16}),
+    "llama-heads-16": ("Llama", {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}),
     "gemma3-heads-16": ("Gemma3", {**_GEMMA, "head_dim": 16, "sliding_window": 19}),
     "mixtral-heads-16": (
         "Mixtral",
