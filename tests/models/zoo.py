@@ -609,7 +609,13 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-heads-16": ("Gemma3", {**_GEMMA, "head_dim": 16, "sliding_window": 19}),
     "mixtral-heads-16": (
         "Mixtral",
-        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
     ),
 }
 """Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""

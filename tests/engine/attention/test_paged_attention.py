@@ -166,9 +166,11 @@ class Misplaced(FixedRowsAttention):
         return super().plan(packed, *arguments)
 
 
-def test_recorded_batches_are_tried_too(zoo: Zoo) -> None:
+@pytest.mark.parametrize(
+    "windows", with_all([[AttentionWindow(20)], [None, AttentionWindow(20)]], [[AttentionWindow(20)]])
+)
+def test_recorded_batches_are_tried_too(zoo: Zoo, windows: list[AttentionWindow | None]) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    windows = (None, AttentionWindow(20))
     check_attention(FixedRowsAttention(), decoder, 16, windows, torch.float32, CPU)
     with pytest.raises(CannotAttend, match=r"off by .* with a chunk of"):
         check_attention(Misplaced(), decoder, 16, windows, torch.float32, CPU)

@@ -362,7 +362,7 @@ def test_adapters_give_the_results_of_merged_weights(
     whole = Part.whole(read_model_description(model.folder).decoder)
 
     def logits(rank: int, meeting: Meeting) -> list[Text]:
-        texts = [Text(slot, model.prompt(20, seed=slot), 12) for slot in (0, 1, 3)]
+        texts = [Text(slot, model.prompt(14, seed=slot), 11) for slot in (0, 1, 3)]
         runner = Runner(engines[rank], meeting.rank(rank))
         bank = _bank(runner, Part(Shard(num_ranks, rank), whole.layers), adapters)
         for batch in schedule(texts, 5):

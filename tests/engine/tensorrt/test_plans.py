@@ -36,8 +36,12 @@ from tests.engine.test_every_family import CASE_OF
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
-WITH_KERNELS = {"gemma3_text": "gemma3-heads-16", "qwen3_moe": "qwen3-moe-even"}
-"""Replace models with heads of 12 dimensions, for which TensorRT has no kernel."""
+WITH_KERNELS = {
+    "gemma3_text": "gemma3-heads-16",
+    "qwen3_moe": "qwen3-moe-even",
+    "mixtral": "mixtral-heads-16",
+}
+"""Replace models with heads of 12 dimensions, for which TensorRT has no kernel, and one of many layers."""
 REFUSED = {
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
