@@ -617,6 +617,10 @@ WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
         },
     ),
+    **{
+        f"{case}-heads-16": (CASES[case][0], {**CASES[case][1], "head_dim": 16})
+        for case in ("ministral3", "seed-oss", "glm4", "ernie4.5")
+    },
 }
 """Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""
 

@@ -40,6 +40,10 @@ WITH_KERNELS = {
     "gemma3_text": "gemma3-heads-16",
     "qwen3_moe": "qwen3-moe-even",
     "mixtral": "mixtral-heads-16",
+    "ministral3": "ministral3-heads-16",
+    "seed_oss": "seed-oss-heads-16",
+    "glm4": "glm4-heads-16",
+    "ernie4_5": "ernie4.5-heads-16",
 }
 """Replace models with heads of 12 dimensions, for which TensorRT has no kernel, and one of many layers."""
 REFUSED = {
