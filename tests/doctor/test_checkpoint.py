@@ -21,6 +21,7 @@ from inflight.testing.make_model import make_model as make_random_model
 from tests.engine.kernels import needs_native
 from tests.models.mxfp4 import pack
 from tests.models.zoo import make_model
+from tests.tiers import with_all
 
 from .test_machine import GREEN, RED, YELLOW
 
@@ -69,7 +70,9 @@ def test_plans_need_a_gpu_and_their_settings(tmp_path: Path, monkeypatch: pytest
     assert "this one has 9.0: TensorRT for RTX does not run on it" in check(folder)["plans"].says
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "olmoe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", with_all(["mixtral", "qwen2-moe", "olmoe", "gpt-oss"], ["qwen2-moe", "gpt-oss"])
+)
 def test_all_and_active_parameters_of_a_mixture_are_reported(tmp_path: Path, case: str):
     """The finding has the number of all parameters, and of those that are active for a token."""
     model = make_model(tmp_path / "model", case)

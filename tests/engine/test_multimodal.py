@@ -182,7 +182,8 @@ def test_qwen2_vl_may_have_the_keys_of_its_text_at_the_top(zoo: Zoo, tmp_path: P
     assert alone(load_engine(folder), prompt, 8).generated == model.greedy(prompt, 8)
 
 
-@pytest.mark.parametrize("case", with_all(["gemma3-vision", "qwen3-vl"], []))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["gemma3-vision", "qwen3-vl"])
 @pytest.mark.parametrize("name", ["fp8-block", "gptq"])
 def test_quantized_text_parts_are_unpacked_to_their_numbers(
     zoo: Zoo, tmp_path: Path, case: str, name: str

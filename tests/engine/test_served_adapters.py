@@ -188,11 +188,11 @@ def is_greedy(request: Request) -> bool:
 
 
 @cache
-def alone(model: ZooModel, kernels: str | None) -> dict[int, ServedAll]:
-    """Return each request's result on an engine that serves no other request meanwhile."""
+def alone(model: ZooModel, kernels: str | None, count: int | None = None) -> dict[int, ServedAll]:
+    """Return the results of the first `count` requests on an engine that serves no other request meanwhile."""
     engine = load(model.folder, 200, 8, kernels=kernels)
     config = config_of("no-reuse")
-    return {each.request_id: serve(engine, config, [each], model) for each in requests_of(model)}
+    return {each.request_id: serve(engine, config, [each], model) for each in requests_of(model)[:count]}
 
 
 @contextmanager

@@ -605,12 +605,22 @@ WITHOUT_MAP: dict[str, tuple[str, dict[str, Any]]] = {
 """Families that transformers' own code runs."""
 
 WITH_KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-heads-16": ("Llama", {"num_key_value_heads": 2, "head_dim": 16}),
+    "llama-heads-16": ("Llama", {"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}),
     "gemma3-heads-16": ("Gemma3", {**_GEMMA, "head_dim": 16, "sliding_window": 19}),
     "mixtral-heads-16": (
         "Mixtral",
-        {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2},
+        {
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
     ),
+    **{
+        f"{case}-heads-16": (CASES[case][0], {**CASES[case][1], "head_dim": 16})
+        for case in ("ministral3", "seed-oss", "glm4", "ernie4.5")
+    },
 }
 """Models with heads that TensorRT's attention supports: width a multiple of 8, at least 16 in half precision."""
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.text.detokenizer import IncrementalDetokenizer
 from tests.text.tiny_tokenizers import BYTE_NAMES, NAMES, backend, byte_ids, tokenizer
+from tests.tiers import examples
 
 # Small fragments reach edge cases more often than random code points.
 FRAGMENTS = st.sampled_from(
@@ -32,6 +33,7 @@ FRAGMENTS = st.sampled_from(
     + ["▁", "Ġ", "##", "�", "</s>", "<tool>", "<0xE4>", "ﷺ", "\u0000", "Привет"]
 )
 TEXTS = st.one_of(st.text(max_size=30), st.lists(FRAGMENTS, max_size=20).map("".join))
+with_fewer_examples = settings(max_examples=examples(40, all=100))  # for each of many tokenizers
 STREAMED = [name for name in NAMES if name != "word_suffix"]
 
 
@@ -55,6 +57,7 @@ def stream(detokenizer: IncrementalDetokenizer, ids: list[int], cuts: list[int] 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@with_fewer_examples
 @given(data=st.data())
 def test_deltas_concatenate_to_the_decoded_text(name: str, data: st.DataObject) -> None:
     ids = data.draw(ids_of(name))
@@ -65,6 +68,7 @@ def test_deltas_concatenate_to_the_decoded_text(name: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@with_fewer_examples
 @given(text=TEXTS)
 def test_encoded_text_streams_without_replacement_characters(name: str, text: str) -> None:
     ids = tokenizer(name).encode(text)
@@ -76,6 +80,7 @@ def test_encoded_text_streams_without_replacement_characters(name: str, text: st
 
 
 @pytest.mark.parametrize("name", NAMES)
+@with_fewer_examples
 @given(data=st.data())
 def test_with_a_prefix_the_deltas_continue_its_text(name: str, data: st.DataObject) -> None:
     ids = data.draw(ids_of(name))
@@ -88,6 +93,7 @@ def test_with_a_prefix_the_deltas_continue_its_text(name: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("name", STREAMED)
+@with_fewer_examples
 @given(prompt=TEXTS, completion=TEXTS)
 def test_the_last_ids_of_a_prompt_suffice(name: str, prompt: str, completion: str) -> None:
     prompt_ids, ids = tokenizer(name).encode(prompt), tokenizer(name).encode(completion)
@@ -96,6 +102,7 @@ def test_the_last_ids_of_a_prompt_suffice(name: str, prompt: str, completion: st
 
 
 @pytest.mark.parametrize("name", BYTE_NAMES)
+@with_fewer_examples
 @given(data=st.binary(max_size=24))
 @example(b"\xe4\xbd\xa0" * 8 + b"\xff")
 @example(b"\xf0\x9f\x98" * 8)

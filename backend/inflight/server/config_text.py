@@ -8,6 +8,7 @@ know what a parameter means.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 _TOKEN = re.compile(
     r"""(?P<space>(?:\s|\#[^\n]*)+)
@@ -157,7 +158,12 @@ def _tokens(text: str) -> list[_Token]:
     return [_Token(m.lastgroup or "", m[0], m.start(), m.end()) for m in matches if m.lastgroup != "space"]
 
 
-def _entries(text: str) -> Iterator[_Entry]:
+@lru_cache(maxsize=32)  # a start reads the same few texts again and again
+def _entries(text: str) -> tuple[_Entry, ...]:
+    return tuple(_find_entries(text))
+
+
+def _find_entries(text: str) -> Iterator[_Entry]:
     tokens = _tokens(text)
     index = depth = 0
     while index < len(tokens):

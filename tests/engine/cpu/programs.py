@@ -9,10 +9,14 @@ from inflight.engine.cpu import library
 from inflight.engine.cpu.library import find_target
 
 
-def run_program(folder: Path, text: str, *flags: str) -> int:
-    """Compile a C++ program, which includes the headers by name, and return its exit status."""
+def compile_program(folder: Path, text: str, *flags: str) -> Path:
+    """Compile a C++ program, which includes the headers by name."""
     (folder / "program.cpp").write_text(text)
     headers = ("-std=c++17", "-pthread", "-O1", "-I", str(library._SOURCES))
     command = [library._find_compiler(), *headers, *find_target("bfloat16").here, *flags, "program.cpp"]
     subprocess.run([*command, "-o", "program"], cwd=folder, check=True, timeout=600)
-    return subprocess.run([folder / "program"], timeout=120, check=False).returncode
+    return folder / "program"
+
+
+def exit_status(program: Path, *arguments: str) -> int:
+    return subprocess.run([program, *arguments], timeout=120, check=False).returncode

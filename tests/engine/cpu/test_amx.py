@@ -20,7 +20,7 @@ from inflight.engine.cpu import library
 from inflight.engine.cpu.library import CannotBuild, find_target, load_library
 from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
-from tests.engine.cpu.programs import run_program
+from tests.engine.cpu.programs import compile_program, exit_status
 from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.kernels import needs_native
 
@@ -44,15 +44,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> library.Target:
     return target
 
 
-@pytest.mark.parametrize(("fault", "found"), [(1, 0), (2, 2), (3, 3)], ids=["none", "a sum", "a crash"])
-def test_products_are_tried_before_they_are_used(tmp_path: Path, fault: int, found: int) -> None:
-    text = '#include "amx_check.h"\nint main() { return inflight::check_tiles<inflight::Bf16>(); }\n'
-    assert run_program(tmp_path, text, "-DINFLIGHT_AMX", f"-DINFLIGHT_AMX_STAND_IN={fault}") == found
-
-
-PRODUCT_OF_PAIRS = """
+PROGRAM = """
 #include <initializer_list>
-#include "products.h"
+static int fault = 1;
+#include "amx_check.h"
 using namespace inflight;
 using T = TileInstructions;
 uint16_t bfloat16(float x) {
@@ -78,7 +73,7 @@ float total(float first, std::initializer_list<float> rows, std::initializer_lis
   T::release();
   return sums[3];
 }
-int main() {
+int sum_pairs() {
   const float big = 0x1p24f, small = 0x1p-100f, least = 0x1p-126f;
   // First and second numbers of pairs are summed up apart: one after the other, big would swallow the ones.
   if (total(0, {big, 1, -big, 1}, {1, 1, 1, 1}) != 2) return 1;
@@ -91,11 +86,28 @@ int main() {
   if (total(0, {small}, {small}) != 0 || total(0, {least}, {1}) != least) return 5;
   return 0;
 }
+int main(int count, char** arguments) {
+  if (count == 1) return sum_pairs();
+  fault = std::atoi(arguments[1]);
+  return check_tiles<Bf16>();
+}
 """
+"""Sums up pairs without an argument, or else tries products with the stand-in's fault of this number."""
 
 
-def test_the_stand_in_sums_up_as_the_manual_says(tmp_path: Path) -> None:
-    assert run_program(tmp_path, PRODUCT_OF_PAIRS, *STAND_IN) == 0
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    flags = ("-DINFLIGHT_AMX", "-DINFLIGHT_AMX_STAND_IN=fault")
+    return compile_program(tmp_path_factory.mktemp("amx"), PROGRAM, *flags)
+
+
+@pytest.mark.parametrize(("fault", "found"), [(1, 0), (2, 2), (3, 3)], ids=["none", "a sum", "a crash"])
+def test_products_are_tried_before_they_are_used(program: Path, fault: int, found: int) -> None:
+    assert exit_status(program, str(fault)) == found
+
+
+def test_the_stand_in_sums_up_as_the_manual_says(program: Path) -> None:
+    assert exit_status(program) == 0
 
 
 INTRINSICS = {
@@ -128,8 +140,9 @@ def test_instructions_are_those_of_the_intrinsics(tmp_path: Path) -> None:
             line.split(maxsplit=1)[1] for line in listing.splitlines() if re.search(r"\b(tile|tdp)", line)
         ]
 
-    ours = assemble(f"inflight::TileInstructions::{call}" for call in INTRINSICS)
-    assert len(ours) == len(INTRINSICS) and ours == assemble(INTRINSICS.values())
+    ours = [f"inflight::TileInstructions::{call}" for call in INTRINSICS]
+    found = assemble([*ours, *INTRINSICS.values()])
+    assert len(found) == 2 * len(ours) and found[: len(ours)] == found[len(ours) :]
 
 
 @pytest.fixture(params=["llama", "qwen3_moe"])

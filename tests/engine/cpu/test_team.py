@@ -9,16 +9,17 @@ import torch
 
 from inflight.errors import ConfigError
 from inflight.testing.make_model import make_model
-from tests.engine.cpu.programs import run_program
+from tests.engine.cpu.programs import compile_program, exit_status
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import needs_native
 
 pytestmark = needs_native
 
-SLOW_THREAD = """
+PROGRAM = """
+#include <dirent.h>
 #include "team.h"
 using namespace inflight;
-int main() {
+int slow_thread() {
   constexpr int kTasks = 100;
   Team team(3);
   std::atomic<int> done[3] = {{}, {}, {}};
@@ -37,14 +38,9 @@ int main() {
   });
   return done[2] == 1 && done[0] + done[1] == kTasks - 1 ? 0 : 1;
 }
-"""
-
-BARRIERS = """
-#include "team.h"
-using namespace inflight;
-int main() {
+int barriers() {
   for (int spin_us : {0, 50, 2000}) {
-    constexpr int kThreads = 4, kSteps = 100;  // more threads than processors on small machines
+    constexpr int kThreads = 4, kSteps = 30;  // more threads than processors on small machines
     Team team(kThreads, std::chrono::microseconds(spin_us));
     int steps[kThreads] = {};
     std::atomic<bool> is_wrong{false};
@@ -61,15 +57,39 @@ int main() {
   }
   return 0;
 }
+int threads() {
+  Team team(7);
+  DIR* tasks = opendir("/proc/self/task");
+  int count = -2;  // "." and ".."
+  while (readdir(tasks)) ++count;
+  closedir(tasks);
+  return count == 7 ? 0 : 1;
+}
+int main(int, char** arguments) {
+  switch (*arguments[1]) {
+    case 's': return slow_thread();
+    case 'b': return barriers();
+    default: return threads();
+  }
+}
 """
 
 
-def test_other_threads_take_the_tasks_of_a_slow_one(tmp_path: Path) -> None:
-    assert run_program(tmp_path, SLOW_THREAD) == 0
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_program(tmp_path_factory.mktemp("team"), PROGRAM)
 
 
-def test_no_thread_passes_a_barrier_before_the_others_reach_it(tmp_path: Path) -> None:
-    assert run_program(tmp_path, BARRIERS) == 0
+def test_other_threads_take_the_tasks_of_a_slow_one(program: Path) -> None:
+    assert exit_status(program, "slow thread") == 0
+
+
+def test_no_thread_passes_a_barrier_before_the_others_reach_it(program: Path) -> None:
+    assert exit_status(program, "barriers") == 0
+
+
+def test_threads_of_a_team_run_once_it_is_made(program: Path) -> None:
+    assert exit_status(program, "threads") == 0
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -21,7 +21,7 @@ from tests.engine.paging import load_paged
 from tests.engine.serving import config_of, serve
 from tests.engine.tape import Tape
 from tests.models.zoo import Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
     """Chunks of one tile, of a full recording and of one row more, with generation rows between them in slot
     order."""
     model, tape = zoo["llama-gqa"], Tape()
-    options = {"attention": FixedRowsAttention(), "max_num_tokens": 256}
+    options = {"attention": FixedRowsAttention(), "max_num_tokens": 144}
     driver = Driver(load_paged(model.folder, 200, 8, tape, **options))
     rows = [driver.start(model.prompt(length, length)) for length in (90, 65, 64, 7)]
     driver.step({rows[0]: 64, rows[1]: 65, rows[3]: 6})
@@ -155,11 +155,10 @@ def test_batches_with_more_rows_or_chunks_than_recorded_run_without_a_recording(
 )
 def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
-    requests, tape = requests_of(model), Tape()
+    requests, tape = requests_of(model)[: examples(5, all=10)], Tape()
     expected = serve(load_paged(model.folder, 60), config_of(way), requests)
-    served = serve(
-        load_paged(model.folder, 60, capture=tape, attention=FixedRowsAttention()), config_of(way), requests
-    )
+    options = {"attention": FixedRowsAttention(), "max_num_tokens": 128}
+    served = serve(load_paged(model.folder, 60, capture=tape, **options), config_of(way), requests)
     for request in requests:
         assert served.beams(request) == expected.beams(request)
     assert tape.replayed
@@ -204,7 +203,7 @@ def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
 )
 def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
-    requests, tape = requests_of(model), Tape()
+    requests, tape = requests_of(model)[: examples(5, all=10)], Tape()
     expected = serve(load_paged(model.folder, 60), config_of(way), requests)
     served = serve(load_paged(model.folder, 60, capture=tape), config_of(way), requests)
     for request in requests:

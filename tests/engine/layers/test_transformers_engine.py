@@ -28,7 +28,7 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import WAYS, config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
 from tests.models.zoo import VOCAB_SIZE, WITHOUT_MAP, Zoo, make_model
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 WITH_MAP = [
     "cohere2",
@@ -43,6 +43,7 @@ WITH_MAP = [
 every_family = pytest.mark.parametrize(
     "case", with_all([*WITHOUT_MAP, "cohere2"], ["stablelm-head-norms", "cohere2"])
 )
+NUM_TOKENS = examples(24, all=64)
 BOUND = 0.08
 """As in test_precision.py: root mean square error of bfloat16's logits over their standard deviation."""
 
@@ -65,11 +66,12 @@ def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
     model, engine = zoo[case], loaded(zoo, case)
     assert isinstance(engine.runner.decoder, TransformersDecoder) and engine.kernels == "transformers"
     requests = [
-        Request(number, model.prompt(length, number), 64) for number, length in enumerate((1, 5, 33, 70))
+        Request(number, model.prompt(length, number), NUM_TOKENS)
+        for number, length in enumerate((1, 5, 33, 70))
     ]
     served = serve(engine, config_of("no-evict"), requests)
     for request in requests:
-        assert served.tokens(request) == model.greedy(request.input_token_ids, 64)
+        assert served.tokens(request) == model.greedy(request.input_token_ids, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("case", with_all([*WITHOUT_MAP, *WITH_MAP], ["stablelm-head-norms"]))
@@ -80,7 +82,7 @@ def test_packed_chunked_reused_and_paused_requests_give_transformers_tokens(
     zoo: Zoo, case: str, way: str
 ) -> None:
     """Packed, chunked, with reused blocks, paused; beams, drafts and prompt lookup."""
-    requests = some_of_everything(zoo[case])
+    requests = some_of_everything(zoo[case], examples(20, all=30))
     served = serve(loaded(zoo, case, 26), config_of(way), requests)
     assert (served.num_pauses > 0) == ("utilization" in way)
     assert_as_transformers(zoo[case], served, requests)
@@ -107,33 +109,33 @@ def test_blocks_of_equal_prefixes_are_reused(zoo: Zoo, way: str) -> None:
 def test_controls_of_decoding(zoo: Zoo, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     model = zoo["helium"]
     prompts = [model.prompt(length, length) for length in (9, 30)]
-    requests = [Request(n, prompt, 40, sampling=SamplingConfig(**ours)) for n, prompt in enumerate(prompts)]
+    requests = [Request(n, prompt, 24, sampling=SamplingConfig(**ours)) for n, prompt in enumerate(prompts)]
     served = serve(loaded(zoo, "helium"), config_of("chunked"), requests)
     for request in requests:
         prompt = request.input_token_ids
-        assert served.tokens(request) == model.generate(prompt, 40, **theirs) != model.greedy(prompt, 40)
+        assert served.tokens(request) == model.generate(prompt, 24, **theirs) != model.greedy(prompt, 24)
 
 
 def test_drawn_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.9, random_seed=7)
-    requests = [Request(n, zoo["llama-gqa"].prompt(20 + n, n), 30, sampling=sampling) for n in range(3)]
+    requests = [Request(n, zoo["llama-gqa"].prompt(20 + n, n), 16, sampling=sampling) for n in range(3)]
     found = [
         serve(loaded(zoo, "llama-gqa", implementation=each), config_of("no-evict"), requests)
         for each in ("transformers", "torch")
     ]
     tokens = [[served.tokens(request) for request in requests] for served in found]
-    assert tokens[0] == tokens[1] != [zoo["llama-gqa"].greedy(each.input_token_ids, 30) for each in requests]
+    assert tokens[0] == tokens[1] != [zoo["llama-gqa"].greedy(each.input_token_ids, 16) for each in requests]
 
 
 def test_windows_given_by_a_parameter(zoo: Zoo) -> None:
     model, options = zoo["llama-gqa"], {"max_attention_window_size": (13, 24), "sink_token_length": 3}
-    requests = [Request(n, model.prompt(30 + n, n), 30) for n in range(3)]
+    requests = [Request(n, model.prompt(30 + n, n), 16) for n in range(3)]
     theirs, ours = (
         serve(loaded(zoo, "llama-gqa", implementation=each, **options), config_of("no-evict"), requests)
         for each in ("transformers", "torch")
     )
     for request in requests:
-        assert theirs.tokens(request) == ours.tokens(request) != model.greedy(request.input_token_ids, 30)
+        assert theirs.tokens(request) == ours.tokens(request) != model.greedy(request.input_token_ids, 16)
 
 
 def test_rows_of_prompt_tables(zoo: Zoo) -> None:

@@ -210,7 +210,7 @@ def take(batch: Sequence[Rows], logits: Tensor, texts: Sequence[Text]) -> None:
 
 def texts_of(model: ZooModel, seed: int = 0) -> list[Text]:
     """Return some texts, two of which reuse the slots of earlier ones."""
-    lengths = [(3, 23, 9), (0, 7, 12), (4, 1, 6), (1, 38, 8), (3, 11, 10), (0, 30, 3)]
+    lengths = [(3, 13, 4), (0, 7, 5), (4, 1, 4), (1, 38, 4), (3, 11, 4), (0, 30, 3)]
     return [
         Text(slot, model.prompt(context + generated, seed=seed + index), context)
         for index, (slot, context, generated) in enumerate(lengths)

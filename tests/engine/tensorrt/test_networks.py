@@ -70,30 +70,44 @@ REFUSED = {
 }
 
 
-def _one(model: ZooModel, folder: Path, **options: Any) -> Interpreted:
-    (engine,) = build(model.folder, folder, **{"dtype": "float32", **options})
-    return engine
+One = Callable[..., Interpreted]
+"""Takes a model and options of the build; returns the networks of its only rank, which are defined once."""
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> One:
+    made: dict[tuple[Path, str], Interpreted] = {}
+
+    def of(model: ZooModel, **options: Any) -> Interpreted:
+        key = model.folder, repr(sorted(options.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp("networks")
+            (made[key],) = build(model.folder, folder, **{"dtype": "float32", **options})
+        return made[key]
+
+    return of
 
 
 @pytest.mark.parametrize(
     "case",
     with_all([case for case in CASES if case not in REFUSED], ["llama-gqa", "mixtral", "gemma3", "gpt2"]),
 )
-def test_every_family(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_every_family(zoo: Zoo, one: One, case: str) -> None:
     model, texts = zoo[case], texts_of(zoo[case])
-    run(Runner(_one(model, tmp_path)), texts)
+    run(Runner(one(model)), texts)
     assert largest_error(model, texts) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_refused_families_are_those_with_unsupported_features(zoo: Zoo) -> None:
     assert {case for case in CASES if lacking(read_model_description(zoo[case].folder).decoder)} == REFUSED
 
 
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "mistral-window", "gpt2"], ["llama-gqa"]))
-def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dtype: str) -> None:
+def test_error_of_other_types_is_bounded(zoo: Zoo, one: One, case: str, dtype: str) -> None:
     model, texts = zoo[case], texts_of(zoo[case])
-    engine = _one(model, tmp_path, dtype=dtype)
+    engine = one(model, dtype=dtype)
     assert engine.sidecar.settings.dtype == dtype
     run(Runner(engine), texts)
     assert 0 < relative_error(model, texts) < BOUND[dtype]
@@ -102,7 +116,7 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, tmp_path: Path, case: str, dt
 @pytest.mark.parametrize(("dtype", "rounded"), [("int8", quantize_int8), ("fp8", quantize_float8)])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "qwen3"], ["qwen3"]))
 def test_quantized_weights_equal_rounded_matrices(
-    zoo: Zoo, tmp_path: Path, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
+    zoo: Zoo, one: One, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> None:
     """Compared with transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
     model = zoo[case]
@@ -112,7 +126,7 @@ def test_quantized_weights_equal_rounded_matrices(
             if isinstance(module, torch.nn.Linear):
                 levels, scales = rounded(module.weight.bfloat16())
                 module.weight.copy_(levels.float() * scales[:, None])
-    engine = _one(model, tmp_path, dtype=dtype)
+    engine = one(model, dtype=dtype)
     assert (engine.sidecar.settings.weight_dtype, engine.sidecar.settings.dtype) == (dtype, "bfloat16")
     texts = texts_of(model)
     run(Runner(engine), texts)
@@ -122,40 +136,43 @@ def test_quantized_weights_equal_rounded_matrices(
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [
-        ("llama-attention-bias", "float32"),
-        ("llama-gqa-tied", "bfloat16"),
-        ("mixtral", "int8"),
-        ("gpt2", "fp8"),
-    ],
+    with_all(
+        [
+            ("llama-attention-bias", "float32"),
+            ("llama-gqa-tied", "bfloat16"),
+            ("mixtral", "int8"),
+            ("gpt2", "fp8"),
+        ],
+        ["llama-gqa-tied", "mixtral", "gpt2"],  # test_served_plans.py has float32
+    ),
 )
-def test_weights_as_inputs_give_the_same(zoo: Zoo, tmp_path: Path, case: str, dtype: str) -> None:
+def test_weights_as_inputs_give_the_same(zoo: Zoo, one: One, case: str, dtype: str) -> None:
     model = zoo[case]
     both: list[list[Text]] = []
     for weights in ("constants", "inputs"):
         both.append(texts_of(model))
-        run(Runner(_one(model, tmp_path / weights, dtype=dtype, weights=weights)), both[-1])
-    assert all(torch.equal(a, b) for one, other in zip(*both) for a, b in zip(one.logits, other.logits))
+        run(Runner(one(model, dtype=dtype, weights=weights)), both[-1])
+    assert all(torch.equal(a, b) for text, other in zip(*both) for a, b in zip(text.logits, other.logits))
 
 
-def test_packed_attention_gives_the_same(zoo: Zoo, tmp_path: Path) -> None:
+def test_packed_attention_gives_the_same(zoo: Zoo, one: One) -> None:
     model, texts = zoo["llama-gqa"], texts_of(zoo["llama-gqa"])
-    engine = _one(model, tmp_path, attention="packed")
+    engine = one(model, attention="packed")
     assert "ctx_q_gather" not in engine.layers.inputs
     run(Runner(engine), texts)
     assert largest_error(model, texts) < EXACT
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 40])
-def test_chunks_of_any_size(zoo: Zoo, tmp_path: Path, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", with_all([1, 3, 40], [1, 40]))  # the other tests' chunks have 5
+def test_chunks_of_any_size(zoo: Zoo, one: One, chunk: int) -> None:
     model, texts = zoo["mistral-window"], texts_of(zoo["mistral-window"])
-    run(Runner(_one(model, tmp_path, max_num_tokens=192)), texts, chunk)
+    run(Runner(one(model, max_num_tokens=192)), texts, chunk)
     assert largest_error(model, texts) < EXACT
 
 
-def test_only_what_a_batch_writes_changes(zoo: Zoo, tmp_path: Path) -> None:
+def test_only_what_a_batch_writes_changes(zoo: Zoo, one: One) -> None:
     model = zoo["llama-gqa"]
-    runner = Runner(_one(model, tmp_path))
+    runner = Runner(one(model))
     before = {name: cache.clone() for name, cache in runner.caches.items()}
     runner.hidden([Rows(2, model.prompt(7), 4, True), Rows(0, (5,), 9, False)])
     for name, cache in runner.caches.items():
@@ -204,10 +221,10 @@ def _slots_of_others(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_wrong_inputs_change_the_logits(
-    zoo: Zoo, tmp_path: Path, mistake: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    zoo: Zoo, one: One, mistake: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> None:
     model, texts = zoo["gpt2"], texts_of(zoo["gpt2"])
-    runner = Runner(_one(model, tmp_path))
+    runner = Runner(one(model))
     for batch in schedule(texts, 5):
         take(batch, runner.logits(batch, **mistake(runner.inputs(batch))), texts)
     assert largest_error(model, texts) > 100 * EXACT
@@ -250,34 +267,32 @@ def _largest_of_the_others(node: Node) -> Node:
     "broken",
     [_turned_backwards, _seeing_what_comes, _keys_as_values, _without_square_root, _largest_of_the_others],
 )
-def test_wrongly_connected_networks_are_detected(
-    zoo: Zoo, tmp_path: Path, broken: Callable[[Node], Node]
-) -> None:
+def test_wrongly_connected_networks_are_detected(zoo: Zoo, one: One, broken: Callable[[Node], Node]) -> None:
     model, texts = zoo["mixtral"], texts_of(zoo["mixtral"])
-    engine = _one(model, tmp_path)
+    engine = one(model)
     nodes = tuple(broken(node) for node in engine.layers.nodes)
     assert nodes != engine.layers.nodes
     run(Runner(replace(engine, layers=replace(engine.layers, nodes=nodes))), texts)
     assert not largest_error(model, texts) < 100 * EXACT
 
 
-def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path) -> None:
+def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path, one: One) -> None:
     """In float16 an expert's result may overflow for rows that are not routed to the expert."""
     model = make_model(tmp_path / "model", "mixtral")
     with torch.no_grad():
         model.oracle.model.layers[-1].mlp.experts.gate_up_proj[0] = torch.inf
     model.oracle.save_pretrained(model.folder)
-    runner, tokens = Runner(_one(model, tmp_path / "engine")), model.prompt(30)
+    runner, tokens = Runner(one(model)), model.prompt(30)
     logits, expected = runner.logits([Rows(1, tokens, 0, True)]), model.logits(tokens)
     is_there = expected.isfinite().all(1)
     assert 0 < is_there.sum() < len(tokens)
     torch.testing.assert_close(logits[is_there], expected[is_there], rtol=0, atol=EXACT)
 
 
-def test_hidden_states_between_layers(zoo: Zoo, tmp_path: Path) -> None:
+def test_hidden_states_between_layers(zoo: Zoo, one: One) -> None:
     model = zoo["gemma3"]
     names = ("hidden_states_0", "hidden_states_2")
-    runner = Runner(_one(model, tmp_path, additional_outputs=names))
+    runner = Runner(one(model, additional_outputs=names))
     tokens = model.prompt(12)
     hidden = runner.hidden([Rows(3, tokens, 0, True)])
     with torch.inference_mode():
@@ -290,9 +305,9 @@ def test_hidden_states_between_layers(zoo: Zoo, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gemma3"])
-def test_rows_of_prompt_tables(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_rows_of_prompt_tables(zoo: Zoo, one: One, case: str) -> None:
     model = zoo[case]
-    runner = Runner(_one(model, tmp_path))
+    runner = Runner(one(model))
     tokens, virtual = model.prompt(9), torch.randn((3, 64), generator=torch.Generator().manual_seed(1))
     rows = [1, 2, 6]
     embedding = model.oracle.get_input_embeddings()
@@ -347,7 +362,7 @@ def test_adapters_give_the_results_of_merged_weights(
     whole = Part.whole(read_model_description(model.folder).decoder)
 
     def logits(rank: int, meeting: Meeting) -> list[Text]:
-        texts = [Text(slot, model.prompt(20, seed=slot), 12) for slot in (0, 1, 3)]
+        texts = [Text(slot, model.prompt(14, seed=slot), 11) for slot in (0, 1, 3)]
         runner = Runner(engines[rank], meeting.rank(rank))
         bank = _bank(runner, Part(Shard(num_ranks, rank), whole.layers), adapters)
         for batch in schedule(texts, 5):

@@ -22,6 +22,7 @@ from tests.engine.failing import Saboteur, serve_through_faults
 from tests.engine.lora import make_adapter, stored
 from tests.engine.ranks import assert_same, ranks
 from tests.engine.serving import config_of, serve, to_torch
+from tests.engine.serving import load as load_torch
 from tests.engine.tape import Tape
 from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import load, standing_in
@@ -31,6 +32,8 @@ from tests.tiers import with_all
 
 LORA_RANKS = 24
 """Ranks of all adapters in a part of a batch: two of the tests' adapters, or one."""
+NUM_WITH_ADAPTERS = 15
+"""Number of requests with adapters, or none: some of every kind."""
 
 
 # ---------------------------------------------------------------------- LoRA adapters
@@ -44,12 +47,12 @@ def without_magnitudes(requests: tuple[Request, ...]) -> list[Request]:
 def test_adapters_of_a_batch_together(zoo: Zoo, plans: Plans, way: str) -> None:
     """More adapters than a plan takes at once are computed in parts; with few pages, they are often reloaded."""
     model = zoo["llama-gqa"]
-    requests = without_magnitudes(adapters.requests_of(model))
+    requests = without_magnitudes(adapters.requests_of(model)[:NUM_WITH_ADAPTERS])
     with adapters.few_pages():
         engine = load(plans(model, max_lora_rank=LORA_RANKS), 40, max_num_sequences=6)
     assert engine.limits.max_adapter_rank == LORA_RANKS
     served = adapters.serve(engine, config_of(way), requests, model)
-    expected = adapters.alone(model, "torch")
+    expected = adapters.alone(model, "torch", NUM_WITH_ADAPTERS)
     assert len({key[0] for key in served.responses}) == len(requests)
     for request_id, index in served.responses:
         found = served.result(request_id, index)
@@ -196,7 +199,7 @@ def test_recordings_serve_requests_of_every_kind(zoo: Zoo, plans: Plans, way: st
     model, replays = zoo["llama-gqa"], Replays()
     engine = load(plans(model, max_context_chunks=3), 60)
     record(engine, replays)
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, longest=14)
     served = serve(engine, config_of(way, max_beam_width=3), requests)
     assert_as_transformers(model, served, requests)
     num_mixed = len(engine.runner.recorded.mixed_sizes)
@@ -230,12 +233,12 @@ def test_batches_too_large_for_plans_are_not_recorded(zoo: Zoo, plans: Plans) ->
 
 def test_recorded_adapters(zoo: Zoo, plans: Plans) -> None:
     model, replays = zoo["llama-gqa"], Replays()
-    requests = without_magnitudes(adapters.requests_of(model))[:14]
+    requests = without_magnitudes(adapters.requests_of(model)[:NUM_WITH_ADAPTERS])
     engine = load(plans(model, max_lora_rank=LORA_RANKS), 60, max_num_sequences=6)
     record(engine, replays)
     assert engine.runner._graphs.adapter_ranks == LORA_RANKS
     served = adapters.serve(engine, config_of("no-evict"), requests, model)
-    expected = adapters.alone(model, "torch")
+    expected = adapters.alone(model, "torch", NUM_WITH_ADAPTERS)
     for request_id, index in served.responses:
         assert served.tokens(request_id, index) == expected[request_id].tokens(request_id, index)
     assert min(replays.ran) < 2 * len(engine.runner.recorded.mixed_sizes) <= max(replays.ran)
@@ -284,7 +287,8 @@ def test_an_iteration_that_fails_changes_no_tokens(
     saboteur = Saboteur(monkeypatch, engine.runner.cache, stage, after)
     served = serve_through_faults(engine, failures.CONFIG, requests, saboteur)
     assert saboteur.num_faults > 0, "nothing failed"
-    expected = failures.undisturbed(model, "torch")
+    undisturbed = load_torch(model.folder, 100, 7, kernels="torch")
+    expected = serve_through_faults(undisturbed, failures.CONFIG, requests)
     assert len(served) == len(requests)
     for key, result in served.items():
         failures.assert_same(result, expected[key])
@@ -296,7 +300,7 @@ def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
     folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))
     requests = [
         replace(each, output=OutputOptions(return_context_logits=True)) if each.request_id == 0 else each
-        for each in some_of_everything(model)
+        for each in some_of_everything(model, longest=12)[:6]
     ]
     with standing_in(), ranks(folder, (2, 1), 40, implementation="tensorrt") as engine:
         served = serve(engine, config_of("chunked", max_beam_width=3), requests)

@@ -26,6 +26,7 @@ from tests.tiers import with_all
 
 Patch = pytest.MonkeyPatch
 Change = Callable[[PlanRows], PlanRows]
+Tokens = list[list[int]]
 
 
 def rows_changed(change: Change) -> Callable[[Patch], None]:
@@ -154,7 +155,7 @@ def test_a_fault_is_detected(zoo: Zoo, plans: Plans, name: str, monkeypatch: pyt
     """The assertions of `test_served_plans.py`, with fewer requests, detect each planted fault."""
     model = zoo["llama-gqa"]
     FAULTS[name](monkeypatch)
-    requests = some_of_everything(model)[:6]
+    requests = some_of_everything(model, longest=12)[:6]
     config = config_of("chunked", max_beam_width=3)
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)):
         served = serve(load(plans(model, max_num_tokens=20), num_blocks=60), config, requests)
@@ -205,17 +206,23 @@ def empty_tiles_that_are_read(patch: Patch) -> None:
     patch.setattr(decoder_module, "fill_up", one_row)
 
 
+@pytest.fixture(scope="module")
+def resting(zoo: Zoo, plans: Plans) -> Tokens:
+    """The tokens of `replay_resting` without recordings and faults."""
+    model = zoo["llama-gqa"]
+    return replay_resting(load(plans(model), 60, max_num_sequences=6), model)
+
+
 @pytest.mark.parametrize(
     "plant",
     [fillers_in_resting_slots, fillers_that_generate, empty_tiles_that_are_read],
 )
 def test_a_fault_in_recordings_is_detected(
-    zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
+    zoo: Zoo, plans: Plans, plant: Callable[[Patch], None], resting: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An assertion of `test_plan_features.py` detects the fault: rows of slots that pause for an iteration
     are unchanged."""
     model = zoo["llama-gqa"]
-    expected = replay_resting(load(plans(model), 60, max_num_sequences=6), model)
     plant(monkeypatch)
     engine = load(plans(model), 60, max_num_sequences=6)
     try:
@@ -223,10 +230,10 @@ def test_a_fault_in_recordings_is_detected(
         found = replay_resting(engine, model)
     except (RuntimeError, ValueError, IndexError):
         return
-    assert found != expected
+    assert found != resting
 
 
-def replay_resting(engine: Any, model: Any) -> list[list[int]]:
+def replay_resting(engine: Any, model: Any) -> Tokens:
     """Run five sequences: three generate while two pause, in turn; some end, and others join in chunks."""
     driver = Driver(engine)
     rows, ended = [driver.start(model.prompt(6 + number, number)) for number in range(5)], []
@@ -242,8 +249,8 @@ def replay_resting(engine: Any, model: Any) -> list[list[int]]:
     return [row.generated for row in ended + rows]
 
 
-def test_recordings_do_not_change_idle_sequences(zoo: Zoo, plans: Plans) -> None:
+def test_recordings_do_not_change_idle_sequences(zoo: Zoo, plans: Plans, resting: Tokens) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 60, max_num_sequences=6)
     record(engine, Replays())
-    assert replay_resting(engine, model) == replay_resting(load(plans(model), 60, max_num_sequences=6), model)
+    assert replay_resting(engine, model) == resting

@@ -232,22 +232,6 @@ def test_plans_for_another_compute_capability_are_refused(
     check_processor(sidecar, plans(model), torch.device("cuda"))
 
 
-def test_tensorrts_own_runtime_refuses_without_a_gpu(
-    model: ZooModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loads a plan that TensorRT itself has built, without the stand-in for TensorRT."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    from inflight.engine.tensorrt.build import BuildOptions, build_engine
-
-    build_engine(model.folder, tmp_path, BuildOptions(dtype="float32", max_seq_len=32, max_num_tokens=32))
-    config = EngineConfig(str(tmp_path), device="cpu", max_num_sequences=4, implementation="tensorrt")
-    with pytest.raises(
-        ConfigError, match=r"rank0\.plan needs an NVIDIA GPU and TensorRT; this machine has no"
-    ):
-        load_engine(config)
-
-
 # ---------------------------------------------------------------------- how an engine is named
 
 

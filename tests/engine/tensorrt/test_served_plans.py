@@ -16,15 +16,16 @@ from tests.engine.tensorrt.conftest import Plans
 from tests.engine.tensorrt.engines import build, load
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
+NUM_TOKENS = examples(12, all=30)
 FAMILIES = ["llama-gqa", "qwen3", "gpt2", "mistral-window", "gemma3", "mixtral"]
 
 
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
 def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, examples(18, all=30))
     served = serve(load(plans(model), num_blocks=18), config_of(way, max_beam_width=3), requests, 4)
     assert_as_transformers(model, served, requests)
     if way.startswith("utilization"):
@@ -34,7 +35,9 @@ def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> No
 @pytest.mark.parametrize("case", with_all(FAMILIES[1:], ["mistral-window"]))
 def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
-    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    requests = [
+        request for request in some_of_everything(model, NUM_TOKENS) if not request.sampling.uses_beams
+    ]
     served = serve(load(plans(model), num_blocks=26), config_of("utilization-chunked-no-reuse"), requests)
     assert_as_transformers(model, served, requests)
 
@@ -45,7 +48,7 @@ def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> No
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     folder = build(model.folder, tmp_path / "plans", dtype=None)
     assert Sidecar.read(folder / "rank0.json").settings.weight_dtype == "int4"
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, NUM_TOKENS)
     served = serve(load(folder, num_blocks=18), config_of("utilization", max_beam_width=3), requests, 4)
     assert_as_transformers(model, served, requests)
 
@@ -54,7 +57,7 @@ def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Pl
     """The batch is computed in parts, one after the other."""
     model = zoo["llama-gqa"]
     engine = load(plans(model, max_context_chunks=1, max_num_tokens=7), num_blocks=60)
-    requests = some_of_everything(model)
+    requests = some_of_everything(model, NUM_TOKENS)
     served = serve(engine, config_of("no-evict", max_beam_width=3), requests, per_iteration=4)
     assert_as_transformers(model, served, requests)
 
@@ -64,7 +67,9 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     engine = load(plans(model), None, shares_blocks=False)
     assert engine.limits.num_blocks == 4 * 16, "as many as the slots' sequences can have"
     assert engine.runner.cache._blocks is None
-    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    requests = [
+        request for request in some_of_everything(model, NUM_TOKENS) if not request.sampling.uses_beams
+    ]
     requests.append(Request(99, model.prompt(21, 9), 12, sampling=SamplingConfig(num_return_sequences=3)))
     served = serve(engine, config_of("no-reuse", max_beam_width=1), requests)
     assert_as_transformers(model, served, requests)
@@ -76,7 +81,11 @@ def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans)
     engine = load(plans(model), 18, shares_blocks=False)
     assert engine.limits.num_blocks == 18
     assert engine.runner.cache._blocks is None
-    requests = [request for request in some_of_everything(model) if not request.sampling.uses_beams]
+    requests = [
+        request
+        for request in some_of_everything(model, examples(18, all=30))
+        if not request.sampling.uses_beams
+    ]
     served = serve(engine, config_of("utilization-chunked-no-reuse", max_beam_width=1), requests)
     assert_as_transformers(model, served, requests)
     assert served.num_pauses > 0
@@ -127,6 +136,6 @@ FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "
 def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
     """Weights bound to inputs; attention that TensorRT for RTX cannot build."""
     model = zoo["qwen3"]
-    requests = some_of_everything(model)[:5]
+    requests = some_of_everything(model, NUM_TOKENS)[:5]
     engine = load(plans(model, **options), num_blocks=40)
     assert_as_transformers(model, serve(engine, config_of("chunked", max_beam_width=3), requests), requests)
