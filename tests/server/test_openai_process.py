@@ -103,7 +103,7 @@ def test_the_endpoint_listens_before_the_engine_exists_and_survives_it(folder: P
             assert eventually(lambda: started.status() == 503)
 
 
-def test_a_killed_endpoint_is_started_again_and_sleeps_when_idle(folder: Path) -> None:
+def test_a_killed_endpoint_is_started_again(folder: Path) -> None:
     with engine_at(folder / "engine.sock"), running(folder) as started:
         first = started.pid()
         os.kill(first, signal.SIGKILL)
@@ -112,11 +112,6 @@ def test_a_killed_endpoint_is_started_again_and_sleeps_when_idle(folder: Path) -
         assert started.status() == 200
         (line,) = started.said.getvalue().splitlines()
         assert line == "serve: the OpenAI endpoint ended (exit status -9) and is started again now"
-        time.sleep(1)
-        process = psutil.Process(started.pid())
-        before = process.num_ctx_switches().voluntary
-        time.sleep(2)
-        assert process.num_ctx_switches().voluntary - before < 20  # ten wake-ups per second would be more
 
 
 def is_listening(port: int) -> bool:
