@@ -44,8 +44,8 @@ def test_readme_lists_the_families_of_the_table() -> None:
         path.write_text(f"{head}{_BEGIN}{expected}{_END}{tail}")
         found = expected
     assert found.strip() == expected
-    counts = f"| {len(FAMILIES)} families and the text of {sum(not each.lacking for each in MULTIMODAL)} multimodal ones"
-    assert counts in head
+    num_multimodal = sum(not each.lacking for each in MULTIMODAL)
+    assert f"| {len(FAMILIES)} families and the text of {num_multimodal} multimodal ones" in head
 
 
 def test_the_page_lists_the_multimodal_classes() -> None:
