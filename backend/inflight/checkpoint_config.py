@@ -106,6 +106,13 @@ class ConfigFile:
         """Return an integer of at least 1."""
         return self._required(key, self.int_or_none(key), _POSITIVE_INT)
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return an integer of at least 0; `default` if absent, though null is an error."""
+        found = self.value(key) if key in self.values else default
+        if type(found) is not int or found < 0:
+            raise self.error(key, "an integer >= 0")
+        return found
+
     def number_or_none(self, key: str) -> float | None:
         """Return a positive number; None if absent."""
         value = self._checked(
@@ -174,7 +181,7 @@ class ConfigFile:
         if found is None:
             return self
         part = ConfigFile(self.path, found.values, found.section)
-        part._outside, part.whole, part.multimodal = found.outside, self, found.of
+        part._outside, part.whole, part.multimodal = found.outside, self, found.whole_class
         return part
 
     def child(self, key: str) -> ConfigFile:

@@ -90,7 +90,6 @@ _OUTPUTS = ParameterKind(
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
-_DATA_TYPES = choice("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 _DEBUG_TENSORS = ParameterKind(
     f"some of {', '.join(DEBUG_INPUTS + DEBUG_OUTPUTS)} with commas between",
     NAMES.convert,
@@ -457,8 +456,8 @@ class Parameters:
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "who starts the ranks: nobody, for one rank; mpirun or srun around tritonserver; this model. Found out "
-        "without one",
+        "how ranks start: in_process (one rank), leader (mpirun or srun starts tritonserver), orchestrator (the "
+        "model starts them); chosen automatically if unset",
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "more arguments for mpirun, in a shell's words")
     rank_timeout_ms: int = parameter(5000, integer(100), "a rank that is silent for longer is lost")

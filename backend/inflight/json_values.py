@@ -1,8 +1,12 @@
-"""Type checks of values parsed from JSON, so that a type checker knows what is in them. Standard library only."""
+"""Types of values parsed from JSON, and checks that tell a type checker what they contain. Standard library
+only."""
 
 from __future__ import annotations
 
 from typing import Any, TypeGuard
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 def is_object(value: Any) -> TypeGuard[dict[str, Any]]:

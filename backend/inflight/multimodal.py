@@ -176,13 +176,13 @@ class TextPart:
     """The config.json of a multimodal model's text part.
 
     Attributes:
-        of: The class of the whole model.
+        whole_class: The class of the whole model.
         values: Keys and values, as in a config.json of a text model.
         section: Key under which the file has them; "" if it has them at the top.
-        outside: Those that the file has at the top nevertheless.
+        outside: Keys of the text part that stand outside its section.
     """
 
-    of: Multimodal
+    whole_class: Multimodal
     values: Mapping[str, Any]
     section: str
     outside: frozenset[str]

@@ -100,7 +100,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
         if bar is not None:
             bar.show(title, 0, None)
         elif now >= next_s:
-            _log.info("%s, once on this machine, for %.0f s by now", title, now - begun_s)
+            _log.info("%s, once on this machine: %.0f s so far", title, now - begun_s)
             next_s = now + _MOST_PAUSE_S
 
     try:

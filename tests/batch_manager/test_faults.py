@@ -190,7 +190,7 @@ def test_the_state_of_a_hanging_loop_is_read_without_it():
     loop.submit(Request(5, (1, 2, 3), 2))
     loop.entered.wait()
     answer = json.loads(loop.manager.state(timeout_s=0.01))
-    assert "did not come round in 0.01 s" in answer["unanswered"]
+    assert "finished no iteration within 0.01 s" in answer["unanswered"]
     assert answer["stuck"].startswith("iteration ")
     assert any("held_up" in line for line in answer["threads"])
     (running,) = answer["state"]["running"]

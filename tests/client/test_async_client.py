@@ -38,7 +38,7 @@ def test_generate_and_stream(server: FakeServer) -> None:
     assert (ids.model, ids.inputs["input_ids"], ids.inputs["streaming"]) == ("tensorrt_llm", [1, 2], [True])
 
 
-def test_state(server: FakeServer) -> None:
+def test_state_is_returned_though_the_final_flag_comes_alone(server: FakeServer) -> None:
     """The final flag may be in a response of its own."""
     server.answer = lambda asked: [
         response_of(asked, state=as_texts('{"queued_requests": 3}')),
@@ -88,7 +88,7 @@ def test_many_at_a_time(server: FakeServer) -> None:
     assert [answer.text for answer in asyncio.run(ask())] == [f"{number}!" for number in range(8)]
 
 
-def test_errors(server: FakeServer) -> None:
+def test_errors_carry_the_servers_status_or_unavailable(server: FakeServer) -> None:
     def refuse(asked: Asked) -> Iterator[Response]:
         yield response(asked, "a", "NOT_FINISHED")
         raise Refusal("ALREADY_EXISTS", "in flight")

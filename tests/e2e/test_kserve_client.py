@@ -640,7 +640,7 @@ def test_a_host_that_does_not_answer_is_unavailable_after_one_wait(monkeypatch):
     [
         (["--triton", "localhost:1"], "--triton needs --tokenizer DIR"),
         (["--triton", "localhost:1", "--tokenizer", "/nowhere"], "/nowhere"),
-        (["--engine-endpoint", "/s", "--tokenizer", "/t"], "--tokenizer goes with --triton"),
+        (["--engine-endpoint", "/s", "--tokenizer", "/t"], "--tokenizer needs --triton"),
         ([], "one of the arguments --triton --engine-endpoint is required"),
     ],
 )

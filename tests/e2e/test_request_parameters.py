@@ -30,9 +30,9 @@ def refusal(server, model: str = "ensemble", **body) -> str:
         ("ensemble", {"num_draft_tokens": 3}, "num_draft_tokens", "tensorrt_llm_draft_model_name"),
         ("ensemble", {"sampling_param_best_of": 2}, "sampling_param_best_of", "left out or 0 or 1"),
         ("ensemble", {"return_stop_reason": True}, "return_stop_reason", "not available"),
-        ("ensemble", {"parameters": {"xyzzy": 1}}, "xyzzy", "nobody would read it"),
+        ("ensemble", {"parameters": {"xyzzy": 1}}, "xyzzy", "it would be ignored"),
         ("ensemble", {"triton_trtllm_request_type": "context_only"}, "triton_trtllm_request_type", "not av"),
-        ("preprocessing", {"QUERY": "a", "SUFFIX": "b"}, "SUFFIX", "nobody would read it"),
+        ("preprocessing", {"QUERY": "a", "SUFFIX": "b"}, "SUFFIX", "it would be ignored"),
         ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "not available"),
     ],
 )

@@ -68,7 +68,7 @@ def test_rows_that_join_at_different_iterations_have_the_tokens_they_have_alone(
 
 @every_case
 @pytest.mark.parametrize("chunk", with_all([1, 7, TOKENS_PER_BLOCK, 33], [7, 33]))
-def test_chunked_context_is_whole_context(engine: ModelEngine, chunk: int) -> None:
+def test_chunked_context_gives_the_tokens_of_whole_context(engine: ModelEngine, chunk: int) -> None:
     prompt = _prompt(50, seed=3)
     driver = Driver(engine)
     row = driver.start(prompt, SAMPLING)

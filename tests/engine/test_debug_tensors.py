@@ -159,7 +159,7 @@ def test_a_folder_that_others_may_write_to_gets_no_files(
     driver = Driver(engine)
     driver.generate(driver.start(zoo["gpt2"].prompt(6)), 2)
     assert list(root.iterdir()) == []
-    assert "others own it, or may write to it" in caplog.text
+    assert "it belongs to another user or is writable by others" in caplog.text
 
 
 def test_only_this_user_reads_the_files(zoo: Zoo, tmp_path: Path) -> None:

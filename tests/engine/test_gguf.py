@@ -84,7 +84,10 @@ def test_matrices_stay_quantized_in_formats_that_hold_them(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"expert__count": 8}, r"key 'llama\.expert_count' is 8, expected no such key: it is not known here"),
+        (
+            {"expert__count": 8},
+            r"key 'llama\.expert_count' is 8, expected no such key: its effect is unknown",
+        ),
         (
             {"attention_value__length": 4},
             r"key 'llama\.attention\.value_length' is 4, expected the key length, 8",
@@ -121,7 +124,7 @@ def test_files_that_hold_no_whole_model_are_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (b"", b"GGUF", b"PK" + whole[2:], whole[:100], whole[:-1000]):
         path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=r"m\.gguf is no complete GGUF file"):
+        with pytest.raises(ConfigError, match=r"m\.gguf is not a complete GGUF file"):
             find_checkpoint(str(path))
     for architecture, key, value, said in (
         ("rwkv6", None, None, r"'general\.architecture' is 'rwkv6', expected one of llama, qwen2"),

@@ -7,7 +7,7 @@ import torch
 from inflight.engine.host_memory import Arena, Recycled, zeros
 
 
-def test_zeros_are_zero_and_not_shared():
+def test_each_tensor_of_zeros_has_memory_of_its_own():
     first, second = zeros((3, 5), torch.bfloat16), zeros((3, 5), torch.bfloat16)
     first += 1
     assert first.shape == (3, 5) and not second.any()

@@ -204,12 +204,12 @@ def test_quantized_text_parts_are_unpacked_to_their_numbers(
     [
         (
             "gemma3-vision",
-            "of Gemma3ForConditionalGeneration the text part is served, without pictures; not read are the "
-            r"tensors of multi_modal_projector \(2\), vision_tower \(\d+\)",
+            "the text part of Gemma3ForConditionalGeneration is served, without pictures; tensors not read: "
+            r"multi_modal_projector \(2\), vision_tower \(\d+\)",
         ),
         (
             "qwen3-vl",
-            r"without pictures and videos; not read are the tensors of model\.visual \(\d+\), mtp \(1\)$",
+            r"without pictures and videos; tensors not read: model\.visual \(\d+\), mtp \(1\)$",
         ),
     ],
 )

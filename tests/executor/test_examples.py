@@ -133,7 +133,7 @@ def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path, m
     assert rows(out) == outputs
 
 
-def test_debug(checkpoint: Path) -> None:
+def test_debug_prints_the_tensors_of_each_iteration(checkpoint: Path) -> None:
     lines = run(checkpoint, "debug.py", "--max_iterations", "2").splitlines()
     assert [line.partition(": ")[2] for line in lines] == [
         "sequence_length [1] [7]",

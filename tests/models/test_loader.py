@@ -146,7 +146,7 @@ def test_single_and_stacked_experts_load_alike(
     _assert_equal(load(tmp_path), load(model.folder))
 
 
-def test_dtype(zoo: Zoo, edited: Callable[..., Path]) -> None:
+def test_weights_have_the_given_the_stated_or_their_own_dtype(zoo: Zoo, edited: Callable[..., Path]) -> None:
     folder = edited("llama", lambda tensors: {name: t.bfloat16() for name, t in tensors.items()})
     assert {t.dtype for t in _tensors(_load(folder))} == {torch.float32}, "config.json says float32"
     assert {t.dtype for t in _tensors(_load(folder, torch.float16))} == {torch.float16}

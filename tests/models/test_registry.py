@@ -47,7 +47,7 @@ def _read(folder: Path, config: dict[str, Any], generation: dict[str, Any] | Non
     return read_model_description(folder).decoder
 
 
-def test_llama(tmp_path: Path) -> None:
+def test_llama_config_is_translated(tmp_path: Path) -> None:
     decoder = _read(tmp_path, LLAMA)
     assert (decoder.num_heads, decoder.num_kv_heads, decoder.head_dim) == (4, 2, 8)
     assert (decoder.query_size, decoder.kv_size) == (32, 16)
@@ -61,7 +61,7 @@ def test_llama(tmp_path: Path) -> None:
     assert not (decoder.qkv_bias or decoder.output_bias or decoder.mlp_bias or decoder.tied_embeddings)
 
 
-def test_gpt2(tmp_path: Path) -> None:
+def test_gpt2_config_is_translated(tmp_path: Path) -> None:
     decoder = _read(tmp_path, GPT2)
     assert decoder.learned_positions and set(decoder.ropes) == {None}
     assert (decoder.intermediate_size, decoder.max_positions) == (128, 128)
@@ -330,7 +330,9 @@ def test_eos_token_ids(
         ({}, None),
     ],
 )
-def test_dtype(tmp_path: Path, values: dict[str, Any], expected: str | None) -> None:
+def test_either_key_states_the_dtype_and_auto_states_none(
+    tmp_path: Path, values: dict[str, Any], expected: str | None
+) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).dtype == expected
 
 

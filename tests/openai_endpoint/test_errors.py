@@ -140,13 +140,13 @@ def test_an_engine_without_guides_is_an_error_about_the_bodys_field(fake_url: st
 @pytest.mark.parametrize(
     ("format", "said"),
     [
-        ({"type": "json_object", "schema": {"type": "object"}}, "'schema', which nobody would read"),
-        ({"type": "text", "regex": "a"}, "'regex', which nobody would read"),
+        ({"type": "json_object", "schema": {"type": "object"}}, "'schema', which would be ignored"),
+        ({"type": "text", "regex": "a"}, "'regex', which would be ignored"),
         (
             {"type": "json_schema", "json_schema": {"schema": {}, "shema": {}}},
-            "'shema', which nobody would read",
+            "'shema', which would be ignored",
         ),
-        ({"type": "structural_tag", "format": {}}, "'format', which nobody would read"),
+        ({"type": "structural_tag", "format": {}}, "'format', which would be ignored"),
     ],
 )
 def test_unknown_keys_of_a_response_format_are_refused(

@@ -44,7 +44,7 @@ def test_batches_and_conversations(chat: ChatOpenAI) -> None:
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_structured_output_is_of_the_class(chat: ChatOpenAI, method: Any) -> None:
+def test_structured_output_is_an_instance_of_the_class(chat: ChatOpenAI, method: Any) -> None:
     biased = chat.model_copy(
         update={"max_tokens": 120, "model_kwargs": {"logit_bias": {str(each): -100 for each in spaces()}}}
     )

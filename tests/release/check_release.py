@@ -195,7 +195,7 @@ def test_a_hanging_loop_answers_all_requests(path, hanging, caplog):
     assert engine.close(timeout_s=0.0) is False
     assert [inbox.final().error.code for inbox in inboxes] == ["UNAVAILABLE"] * 6
     assert not os.path.exists(path)
-    assert "the generation loop hangs" in caplog.text and "it hangs in the device" in caplog.text
+    assert "the generation loop hangs" in caplog.text and "it waits for the device" in caplog.text
 
     hanging.let_go.set()
     engine._manager._thread.join(10)

@@ -136,7 +136,9 @@ def test_masks_of_another_shape_are_an_error_and_change_nothing(
 ) -> None:
     """Compiled code would otherwise read outside of the masks."""
     rows = as_rows(np.ones((NUM_ROWS, 77), np.float32))
-    with pytest.raises(ValueError, match=rf"masks are \[{shape[0]}, {shape[1]}\] words for 3 rows of 77 log"):
+    with pytest.raises(
+        ValueError, match=rf"masks have shape \[{shape[0]}, {shape[1]}\], expected \[3, at least 3\]"
+    ):
         row_kernels.apply_masks(rows, np.array([0, 4, 8]), np.zeros(shape, np.int32))
     assert (rows.logits == 1).all()
 

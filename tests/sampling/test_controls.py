@@ -83,7 +83,7 @@ def test_draft_tokens_are_counted(kind: dict, with_logits: bool) -> None:
 
 
 @pytest.mark.parametrize("controls", CONTROLLED)
-def test_beams(controls: dict) -> None:
+def test_beam_candidates_equal_the_references(controls: dict) -> None:
     request = make_request((4, 8), beam_width=2, **controls)
     logits = _logits(2)
     tokens, scores = [[4, 8, 3], [4, 8, 7]], [-1.0, -1.5]

@@ -76,8 +76,8 @@ def test_a_build_logs_its_subject_and_its_duration(clock: list[float], log: pyte
             tick()
     assert [record.message for record in log.records] == [
         "compiling the decoder's layers (bfloat16), once on this machine",
-        "compiling the decoder's layers (bfloat16), once on this machine, for 5 s by now",
-        "compiling the decoder's layers (bfloat16), once on this machine, for 10 s by now",
+        "compiling the decoder's layers (bfloat16), once on this machine: 5 s so far",
+        "compiling the decoder's layers (bfloat16), once on this machine: 10 s so far",
         "the decoder's layers (bfloat16): the compiler took 12.0 s",
     ]
 

@@ -24,7 +24,7 @@ GUARD = "E1121 07:32:05.438735 77 guard.py] the process of the model m has ended
 DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 
 
-def test_the_cause_of_a_model_that_does_not_load_is_its_reason() -> None:
+def test_the_cause_of_a_model_that_does_not_load_is_reported() -> None:
     lines = find_cause(FAILED).splitlines()
     assert len(lines) == 4
     assert "failed to load 'm' version 1: ValueError: no" in lines[0]

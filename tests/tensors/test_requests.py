@@ -82,7 +82,9 @@ def test_defaults_are_the_specifications() -> None:
         (True, 4, (4,)),
     ],
 )
-def test_end_ids(by_text: bool, end_id: int | None, expected: tuple[int, ...]) -> None:
+def test_end_id_of_the_request_replaces_those_of_the_model(
+    by_text: bool, end_id: int | None, expected: tuple[int, ...]
+) -> None:
     context = make_context(description=make_description(default_end_ids=(9,)))
     prompt = {"input_ids": None, "text_input": b"hi"} if by_text else {}
     assert convert_tokens(context, end_id=end_id, **prompt)[0].end_ids == expected

@@ -182,7 +182,7 @@ def test_the_chat_template_and_named_ones_are_those_of_the_file(tmp_path: Path) 
         ("qwen2", {"pre": "llama-bpe"}, r"'tokenizer\.ggml\.pre' is 'llama-bpe', expected one of qwen2"),
         ("llama", {"eos_token_id": 3}, r"'tokenizer\.ggml\.eos_token_id' is 3, expected an id below 3"),
         ("llama", {"tokens": ["a", "b", "a"]}, r"'tokenizer\.ggml\.tokens' has 'a' twice"),
-        ("llama", {"token_type": [1]}, r"'tokenizer\.ggml\.token_type' has no 3 numbers"),
+        ("llama", {"token_type": [1]}, r"'tokenizer\.ggml\.token_type' must have 3 numbers"),
     ],
 )
 def test_a_tokenizer_that_is_not_read_is_refused(

@@ -64,7 +64,7 @@ class AdapterCommands:
         """Load a folder under a new name, and keep the name unless the folder cannot be read."""
         folder, known = self._folders.find(LoraRequest(path=path)), self._folders.named().get(name)
         if known not in (None, folder):
-            raise InvalidArgument(f"the adapter {name} has a folder already, which is not {path!r}")
+            raise InvalidArgument(f"adapter {name} already has another folder than {path!r}")
         self._folders.names[name] = folder
         loading = self.cache.load(name)
         if known is None:

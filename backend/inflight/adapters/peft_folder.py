@@ -110,7 +110,7 @@ def read_peft_folder(
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     name = next((name for name in (_SAFETENSORS, _PICKLED) if (folder / name).exists()), None)
     if name is None:
-        raise InvalidArgument(f"neither {_SAFETENSORS} nor {_PICKLED} is there, beside {CONFIG_FILE}")
+        raise InvalidArgument(f"found neither {_SAFETENSORS} nor {_PICKLED} next to {CONFIG_FILE}")
     try:
         # Not memory-mapped: overwriting a mapped file while it is read would end the process.
         data = (folder / name).read_bytes()

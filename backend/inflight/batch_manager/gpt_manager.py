@@ -149,7 +149,7 @@ class GptManager:
             timeout_s: How long to wait; None: without limit.
 
         Returns:
-            Whether the thread has ended. A thread that hangs in the device, or waits for a leader that goes on,
+            Whether the thread has ended. A thread that waits for the device, or for a rank 0 that goes on,
             cannot be ended and keeps the engine.
         """
         self._shutting_down = True
@@ -158,7 +158,7 @@ class GptManager:
         self._inspections.close()
         if not has_ended:
             _log.error(
-                "the generation loop did not end in %g s: it hangs in the device or follows", timeout_s
+                "the generation loop did not end in %g s: it waits for the device or for rank 0", timeout_s
             )
             return False
         self._engine.close()

@@ -188,7 +188,7 @@ class Inspections:
     def _without_the_loop(self, waited_s: float) -> dict[str, object]:
         watchdog = self._instruments.watchdog
         return {
-            "unanswered": f"the generation loop did not come round in {waited_s:g} s",
+            "unanswered": f"the generation loop finished no iteration within {waited_s:g} s",
             "stuck": watchdog.stuck() if watchdog else None,
             "state": self._left_behind(),
             **self._recent(self._instruments.measure_memory()),

@@ -371,7 +371,7 @@ def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s
             reach(connection, path)
             if not (peer_has_this_parent(connection) or (server and read_hello(connection).server == server)):
                 return False
-            _log.warning("the engine at %s is told to make room for this one", path)
+            _log.warning("asking the engine at %s to end, because this one replaces it", path)
             connection.sendall(encode(Retire(timeout_s)))
             while read_frame(connection) is not None:
                 pass

@@ -59,8 +59,8 @@ class Delivery(Generic[_R]):
         self._waiting: dict[_Key, list[_R]] = {}  # in order of first insertion, hence fair
         # By request, the waiting sequences besides sequence 0; requests with one sequence are not here.
         self._further: dict[int, set[int]] = {}
-        # By request and sequence: responses held back since the last one was let through; empty after the first
-        # one.
+        # Responses held back since the last delivered one, by request and sequence. A sequence has no entry before
+        # its first response.
         self._held: dict[int, dict[int, list[_R]]] = {}
         self._num_consumers_asleep = 0
         self._closed = False

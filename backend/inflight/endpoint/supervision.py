@@ -194,7 +194,7 @@ class EngineWatch:
         self._socket.sendall(encode(Supervise()))
         frame = self._next()
         if not isinstance(frame, Supervised):
-            raise BadFrame("it accepts no supervisors")
+            raise BadFrame(f"it sent {type(frame).__name__}, expected Supervised")
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:

@@ -147,7 +147,9 @@ def _opened(root: Path, below: tuple[str, ...]) -> Generator[int]:
             stack.callback(os.close, folder)
             found = os.fstat(folder)
             if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
-                raise PermissionError("others own it, or may write to it: take a folder of your own")
+                raise PermissionError(
+                    "it belongs to another user or is writable by others: choose another folder"
+                )
         assert folder is not None, "there is a root at least"
         yield folder
 

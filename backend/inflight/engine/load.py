@@ -117,7 +117,7 @@ def make_engine(
     grammars: Grammars | None = None,
     chooses_tokens: bool = True,
 ) -> ModelEngine:
-    """Return an engine of a runner, with a Sampler for all of its slots; for the arguments see these."""
+    """Return an engine of a runner, with a Sampler for all of its slots, which get the other arguments."""
     sampler = Sampler(
         runner.limits.max_num_sequences,
         runner.limits.max_sequence_length,

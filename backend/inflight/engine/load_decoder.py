@@ -47,7 +47,7 @@ def find_model(
 ) -> ModelDescription | TransformersModel:
     """Return the checkpoint's description, or the loaded model if transformers' own code is to run it.
 
-    The latter if the parameter `engine` says so, or if it is unset and the family has no map here.
+    The latter if the parameter `engine` says so, or if it is unset and the family is not implemented here.
 
     Raises:
         ConfigError: The checkpoint cannot be used by the configured engine, or by either.
@@ -63,7 +63,9 @@ def find_model(
             if not is_installed:
                 raise ConfigError(f"{error}; transformers' own code may run it: {_INSTALL}") from error
             _log.warning(
-                "%s has no map here: transformers' own code runs it, which is slower (%s)", error.family, path
+                "%s is not implemented here: transformers' own code runs it, which is slower (%s)",
+                error.family,
+                path,
             )
     if not is_installed:
         raise ConfigError(f"engine is transformers, which is not installed: {_INSTALL}")
@@ -109,8 +111,8 @@ def load_decoder(
     weights = load_weights_into(packer, model, computed, device, part, levels)
     if levels is not None:
         _log.info(
-            "quantized projections stay as the checkpoint has them (%s), and what they multiply is rounded to "
-            "int8; the output projection is int8 by row; dtype bfloat16 unpacks and rounds nothing",
+            "quantized projections keep the checkpoint's format (%s) and round their inputs to int8; the output "
+            "projection is int8 by row; --dtype bfloat16 unpacks the weights and avoids rounding",
             levels,
         )
         levels.warn(_log, f" to {str(computed).removeprefix('torch.')}")

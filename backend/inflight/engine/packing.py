@@ -197,7 +197,7 @@ def tile_limits(num_rows: int, num_chunks: int) -> TileLimits:
 
 
 def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int | None = None) -> list[list[int]]:
-    """Divide the chunks' rows into `FixedRows.tiles`; None: tiles of TILE_ROWS."""
+    """Divide the chunks' rows into `FixedRows.tiles`; `tile_rows` defaults to TILE_ROWS."""
     size = tile_rows or TILE_ROWS
     return [
         [first, min(first + size, chunk.end), chunk.slot, chunk.start + first - chunk.begin]

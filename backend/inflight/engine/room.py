@@ -68,7 +68,7 @@ def set_threads(engine_threads: int | None) -> None:
     processors = Processors.here()
     if num_threads > max(1, processors.capacity):
         _logger.warning(
-            "engine_threads is %d, and this process may use %s: so many threads hold each other up",
+            "engine_threads is %d, and this process may use %s: more threads than processors slow each other down",
             num_threads,
             processors,
         )

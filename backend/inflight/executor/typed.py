@@ -33,7 +33,6 @@ _NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
 POSITIVE = Range(">= 1", lambda value: value >= 1)
 NOT_NEGATIVE = Range(">= 0", lambda value: value >= 0)
 SHARE = Range("in [0, 1]", lambda value: 0.0 <= value <= 1.0)
-POSITIVE_SHARE = Range("in (0, 1]", lambda value: 0.0 < value <= 1.0)
 FRACTION = Range("in (0, 1)", lambda value: 0.0 < value < 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read: their families here, and the names of their tensors."""
+"""The supported architectures of GGUF files: their families, and the names of their tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Architecture:
     Attributes:
         model_type: The family's `model_type` in config.json.
         class_name: Its class in `architectures` of config.json.
-        modules: For the modules of a layer, their names in Hugging Face checkpoints.
-        is_permuted: Whether the rows of query and key heads are stored in pairs that are rotated together
-            (0, h/2, 1, h/2+1, …), where Hugging Face checkpoints have them in halves.
-        norm_offset: Number that is added to stored weights of norms.
+        modules: Names of a layer's modules in Hugging Face checkpoints, by their names in the file.
+        is_permuted: Whether each query and key head stores the two rows of a rotated pair next to each other.
+            Hugging Face checkpoints store all first rows, then all second rows.
+        norm_offset: Number that llama.cpp's converter added to norm weights; it is subtracted.
     """
 
     model_type: str
@@ -31,7 +31,7 @@ class Architecture:
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _READ_ELSEWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that config.json has instead (`config.py`)."""
+"""Tensors that become keys of config.json (`config.py`)."""
 _LLAMA = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -63,7 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
-    """Return the architecture of a file; raise ConfigError if it is not read."""
+    """Return the architecture of a file; raise ConfigError if it is not supported."""
     found = ARCHITECTURES.get(header.architecture)
     if found is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ def find_architecture(header: GgufHeader) -> Architecture:
 def stored_names(header: GgufHeader) -> dict[str, str]:
     """Return the file's name of each tensor, by the tensor's name in Hugging Face checkpoints.
 
-    A tensor whose name the architecture does not have keeps its name, and is found unexpected by its reader.
+    An unknown tensor keeps its name, so that the loader reports it as unexpected.
     """
     modules = find_architecture(header).modules
     names: dict[str, str] = {}

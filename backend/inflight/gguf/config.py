@@ -6,25 +6,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.errors import ConfigError
 from inflight.gguf.architectures import find_architecture
 from inflight.gguf.header import FLOAT_TYPES, GgufHeader
-
-Json = dict[str, Any]
+from inflight.json_values import Json
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _END_TOKENS = ("eos", "eot", "eom")
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned")
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, "", [])
 _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Numbers of layers of the models, of 27 billion parameters, whose attention has another scale."""
+"""Number of layers of the 27B models, whose attention scale follows from hidden_size / heads."""
 
 
 def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
     """Return the content of config.json; `keys` are the file's keys.
 
     Raises:
-        ConfigError: A key or tensor is missing or has an unsupported value; or a key of the architecture is not
-            known, and may change what is computed. The message names file, key, value and what was expected.
+        ConfigError: A key or tensor is missing or has an unsupported value; or a key of the architecture is
+            unknown and not neutral. The message names file, key, value and what was expected.
     """
     architecture = find_architecture(header)
     _refuse_other_files(keys)
@@ -46,7 +46,7 @@ def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
 
 
 class _Section:
-    """Typed access to the keys of the file's architecture, without its name before each."""
+    """Typed access to the architecture's keys, named without the prefix "<architecture>."."""
 
     def __init__(self, header: GgufHeader, keys: ConfigFile) -> None:
         self.keys, self._prefix = keys, f"{header.architecture}."
@@ -77,7 +77,7 @@ def _common(header: GgufHeader, section: _Section) -> Json:
     hidden_size, num_heads = section.size("embedding_length"), section.size("attention.head_count")
     embedding = header.tensors.get(_EMBEDDING)
     if embedding is None or len(embedding.shape) != 2:
-        raise section.keys.error(_EMBEDDING, "a matrix among the file's tensors")
+        raise ConfigError(f"{header.path}: tensor {_EMBEDDING!r} is missing or not a matrix")
     rotated = section.size_or_none("rope.dimension_count")
     key_length = section.size_or_none("attention.key_length")
     of_model = rotated if header.architecture == "llama" and rotated else hidden_size // num_heads
@@ -110,7 +110,8 @@ def _common(header: GgufHeader, section: _Section) -> Json:
 def _scaling(header: GgufHeader, section: _Section, max_positions: int) -> Json | None:
     """Return the scaling of rotary positions; None without any.
 
-    Llama 3's is stored as the factor of each frequency, which is LongRoPE with the same factors at all lengths.
+    Llama 3's scaling is stored as a factor for each frequency, which equals LongRoPE with the same factors at all
+    lengths.
     """
     key = section.name("rope.scaling.type")
     kind = section.keys.text_or_none(key) or "none"
@@ -198,7 +199,7 @@ def _token_ids(keys: ConfigFile) -> Json:
 
 
 def _refuse_other_files(keys: ConfigFile) -> None:
-    """Raise ConfigError for a file that holds no whole model."""
+    """Raise ConfigError for a file that is not one whole model."""
     if keys.text_or_none("general.type") not in (None, "model"):
         raise keys.error("general.type", "'model'")
     if keys.value("split.count") not in (None, 0, 1):
@@ -210,4 +211,4 @@ def _refuse_unread(architecture: str, keys: ConfigFile) -> None:
     for key in keys.unread():
         section, _, rest = key.partition(".")
         if section == architecture and rest not in _HARMLESS and keys.values[key] not in _NEUTRAL:
-            raise keys.error(key, "no such key: it is not known here and may change what is computed")
+            raise keys.error(key, "no such key: its effect is unknown")

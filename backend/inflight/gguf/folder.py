@@ -29,10 +29,10 @@ def is_gguf(folder: Path) -> bool:
 
 
 def checkpoint_of(file: Path) -> Path:
-    """Return the checkpoint folder of a GGUF file, which is made if necessary; its name is the file's.
+    """Return the checkpoint folder of a GGUF file, named like the file; make it if necessary.
 
     Raises:
-        ConfigError: The file cannot be read, or holds a model that is not served; the message says why.
+        ConfigError: The file cannot be read, or has a model that is not supported; the message says why.
     """
     file = file.resolve()
     parent = cache_folder()
@@ -73,7 +73,7 @@ def _make(file: Path, folder: Path) -> None:
 
 
 def _digest(file: Path) -> str:
-    """Return a name for the file's content at this time, as this package's code reads it."""
+    """Return a digest of the file's path, size and time and of this package's sources."""
     try:
         found = file.stat()
     except OSError as error:

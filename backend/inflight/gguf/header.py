@@ -73,7 +73,7 @@ def read_header(path: Path) -> tuple[GgufHeader, ConfigFile]:
 
 
 def read_tensors(path: Path) -> GgufHeader:
-    """Return a file's header without keys and values, which is kept until the file changes or another is read.
+    """Return a file's header without keys and values. The last header is cached until its file changes.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -91,7 +91,7 @@ def _read_tensors(path: Path, size: int, changed: int) -> GgufHeader:
 
 
 def _open(path: Path) -> Any:
-    """Return the package's reader of a file; it declares few types."""
+    """Return `gguf.GGUFReader` for a file; Any, because the package declares few types."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -103,7 +103,7 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path}: the GGUF file cannot be read: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{path} is no complete GGUF file of version 2 or 3: {error}") from error
+        raise ConfigError(f"{path} is not a complete GGUF file of version 2 or 3: {error}") from error
 
 
 def _values(reader: Any) -> dict[str, Any]:

@@ -7,13 +7,9 @@ functions.
 
 from __future__ import annotations
 
-from typing import Any
-
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
-from inflight.json_values import is_list
-
-Json = dict[str, Any]
+from inflight.json_values import Json, is_list
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
@@ -41,7 +37,7 @@ _WORDS = {
 }
 _GPT2 = (None, "default", "gpt-2")
 _BEGINS = (*_LLAMA3, "tekken")
-"""Splits of tokenizers that begin every text with a token, and take a whole word that is a token as it is."""
+"""Pre-tokenizers whose tokenizers add a begin token, and keep a word that is a token whole."""
 _CLASSES = {
     "llama": "LlamaTokenizer",
     "gemma2": "GemmaTokenizer",
@@ -87,7 +83,9 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
 
 
 def _class_name(architecture: str, kind: str, keys: ConfigFile) -> str:
-    """Return the name of transformers' class; the reader of the files rebuilds the tokenizers of some."""
+    """Return tokenizer_class; for some classes the loader rebuilds the tokenizer.
+
+    It is empty for phi3, whose tokenizer.json is used as it is."""
     is_qwen = architecture in ("qwen2", "qwen3")
     if is_qwen and (kind != "gpt2" or keys.text_or_none(f"{_KEY}pre") not in _QWEN2):
         raise keys.error(f"{_KEY}pre", f"one of {', '.join(_QWEN2)} in a file of {architecture}")
@@ -119,7 +117,7 @@ def _byte_level(keys: ConfigFile, tokens: list[str]) -> Json:
 
 
 def _sentence_pieces(architecture: str, keys: ConfigFile, tokens: list[str]) -> Json:
-    """Return a tokenizer of sentence pieces; the merges are those that its scores imply."""
+    """Return a SentencePiece tokenizer as BPE; its merges follow from the scores."""
     is_gemma = _CLASSES.get(architecture) == "GemmaTokenizer"
     if is_gemma:  # llama.cpp's converter spells runs of spaces as spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -171,7 +169,7 @@ def _vocabulary(keys: ConfigFile, tokens: list[str]) -> dict[str, int]:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
-        raise ConfigError(f"{keys.path}: key '{_KEY}tokens' has {twice!r} twice, expected different tokens")
+        raise ConfigError(f"{keys.path}: key '{_KEY}tokens' has {twice!r} twice, expected distinct tokens")
     return vocabulary
 
 
@@ -179,14 +177,14 @@ def _numbers(keys: ConfigFile, key: str, count: int) -> list[float]:
     """Return a list of `count` numbers."""
     values = keys.value(_KEY + key)
     if not is_list(values) or len(values) != count:
-        raise ConfigError(f"{keys.path}: key '{_KEY}{key}' has no {count} numbers, one for each token")
+        raise ConfigError(f"{keys.path}: key '{_KEY}{key}' must have {count} numbers, one for each token")
     return values
 
 
 def _added_tokens(
     keys: ConfigFile, tokens: list[str], vocabulary: dict[str, int], named: set[str]
 ) -> list[Json]:
-    """Return control tokens as special ones, and user-defined ones as others."""
+    """Return the added tokens of tokenizer.json: control tokens as special ones, and user-defined ones."""
     has_types = keys.has(f"{_KEY}token_type")
     types = _numbers(keys, "token_type", len(tokens)) if has_types else [_NORMAL] * len(tokens)
     added: list[Json] = []
@@ -214,7 +212,7 @@ def _named(keys: ConfigFile, tokens: list[str]) -> dict[str, str]:
 
 
 def _template(begin: str | None, end: str | None, tokens: list[str]) -> Json | None:
-    """Return the post-processor that puts special tokens around a text; None without any."""
+    """Return the post-processor that puts special tokens around a text; None if there are none."""
     if begin is None and end is None:
         return None
 

@@ -43,8 +43,8 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     if model.quantization is not None and not is_gguf(checkpoint.folder):
         if model.names.transposed:
             raise ConfigError(
-                f"{checkpoint.folder}: its weights are quantized ({model.quantization.method}), which is not read "
-                "of a family whose matrices are stored [inputs, outputs]: take the unquantized checkpoint"
+                f"{checkpoint.folder}: {model.quantization.method} weights are not supported for families that "
+                "store matrices as [inputs, outputs]: take the unquantized checkpoint"
             )
         if not model.quantization.is_of_stacks:
             unpack_quantized(checkpoint, model.quantization)
@@ -65,9 +65,9 @@ def log_left_out(model: ModelDescription, checkpoint: Checkpoint) -> None:
     counts = ", ".join(f"{prefix.rstrip('.')} ({count})" for prefix, count in checkpoint.left_out.items())
     of = model.multimodal
     _logger.info(
-        "%s: %snot read are the tensors of %s",
+        "%s: %stensors not read: %s",
         model.folder,
-        "" if of is None else f"of {of.architecture} the text part is served, without {of.inputs}; ",
+        "" if of is None else f"the text part of {of.architecture} is served, without {of.inputs}; ",
         counts,
     )
 

@@ -35,7 +35,7 @@ def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
     converter has added.
 
     Raises:
-        ConfigError: The file is missing or damaged, or has tensors of other types than are read.
+        ConfigError: The file is missing or damaged, or has tensors of unsupported types.
     """
     header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
     architecture = find_architecture(header)
@@ -52,7 +52,7 @@ def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
 
 
 def log_unpacked(checkpoint: Checkpoint) -> None:
-    """Log how many quantized matrices are read as numbers, if any: those that levels do not hold exactly."""
+    """Log how many quantized matrices are unpacked, if any, because levels cannot represent them exactly."""
     header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
     counts = Counter(
         tensor.type
@@ -60,16 +60,16 @@ def log_unpacked(checkpoint: Checkpoint) -> None:
         if tensor.type not in _FLOATS and tensor.type not in _LEVELS
     )
     if counts:
-        of_types = ", ".join(f"{count} in {kind}" for kind, count in sorted(counts.items()))
+        of_types = ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(counts.items()))
         _logger.info(
-            "%s: quantized matrices are unpacked (%s): their minimums are no zero points",
+            "%s: unpacked, because their formats have no integer zero points: %s",
             header.path,
             of_types,
         )
 
 
 class _Mapped:
-    """A mapped GGUF file, which is unmapped with the last tensor in it."""
+    """A memory-mapped GGUF file. It stays mapped while any of its tensors exists."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
@@ -101,7 +101,7 @@ def _add(
     checkpoint: Checkpoint, name: str, file: _Mapped, tensor: GgufTensor, rows: Tensor | None, offset: float
 ) -> None:
     dtype = str(_FLOATS.get(tensor.type, torch.float32)).removeprefix("torch.")
-    assert dtype in DTYPES, "types of GGUF files have their counterparts"
+    assert dtype in DTYPES, "every float type of GGUF has a dtype"
 
     def make() -> Tensor:
         numbers = file.numbers(tensor)
@@ -133,7 +133,7 @@ def _release(checkpoint: Checkpoint, file: _Mapped, tensor: GgufTensor) -> None:
 
 
 def _rows_in_halves(num_rows: int, num_heads: int) -> Tensor:
-    """Return the stored row of each row: in each head, even rows come first, then odd ones."""
+    """Return the permutation of rows that turns neighbouring pairs into halves, head by head."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 

@@ -84,7 +84,7 @@ def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | Non
             continue
         raise config.error(
             key,
-            "no such key: it is not known here and may change what is computed (if it does not, remove it)",
+            "no such key: its effect is unknown (if it has none, remove it)",
         )
 
 

@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 def _connect(given: argparse.Namespace) -> EngineClient:
     if given.engine_endpoint is not None:
         if given.tokenizer is not None:
-            raise ValueError("--tokenizer goes with --triton: the engine of --engine-endpoint says its own")
+            raise ValueError(
+                "--tokenizer needs --triton; with --engine-endpoint the engine states its tokenizer"
+            )
         return SocketEngineClient(given.engine_endpoint)
     if given.tokenizer is None:
         raise ValueError("--triton needs --tokenizer DIR, the checkpoint's folder on this machine")

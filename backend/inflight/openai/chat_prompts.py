@@ -66,7 +66,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
         tool_parser = tool_parser or _FORCED_STYLE
         if guide is not None:
             raise invalid(
-                "tool_choice", "tool_choice asks for a call, and the body for a text of another form"
+                "tool_choice", "tool_choice demands a call, which contradicts the body's response format"
             )
         guide = tool_guide(body.tools, body.tool_choice, tool_parser, body.parallel_tool_calls, is_inside)
         text += forced_prefix(tool_parser, is_inside)

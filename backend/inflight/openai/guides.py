@@ -122,7 +122,7 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
     if unread:
         raise invalid(
             "response_format",
-            f"response_format of type {kind} has {_shown(unread[0])}, which nobody would read: it may have "
+            f"response_format of type {kind} has {_shown(unread[0])}, which would be ignored: it may have "
             f"{' and '.join(sorted(_FORMAT_FIELDS[str(kind)]))}",
         )
     if kind == "text":
@@ -140,7 +140,7 @@ def _response_format(asked: dict[str, Any]) -> Guide | None:
         if unread:
             raise invalid(
                 "response_format",
-                f"json_schema has {_shown(unread[0])}, which nobody would read: it may have "
+                f"json_schema has {_shown(unread[0])}, which would be ignored: it may have "
                 f"{', '.join(sorted(_SCHEMA_FIELDS))}",
             )
         return Guide(GuideKind.JSON_SCHEMA, _text(schema))

@@ -61,7 +61,7 @@ def _unknown(name: str, known: list[str]) -> ApiError:
     name = name[:100]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
-    return ApiError(f"unknown field {name}: nobody would read it; {hint}", 400, name, "unknown_parameter")
+    return ApiError(f"unknown field {name}: it would be ignored; {hint}", 400, name, "unknown_parameter")
 
 
 class StreamOptions(Body):

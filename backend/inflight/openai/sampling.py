@@ -185,7 +185,7 @@ def _max_new_tokens(asked: BodySettings, prompt_length: int, limits: ModelLimits
     if wanted == 0 and isinstance(body, ChatBody):
         raise invalid("max_tokens", "max_tokens must be at least 1, got 0")
     if wanted == 0 and not asked.echo:
-        raise invalid("max_tokens", "max_tokens is 0: that is for echo, which returns the prompt alone")
+        raise invalid("max_tokens", "max_tokens is 0, which is only allowed with echo")
     if room < max(wanted or 1, 1) or prompt_length > limits.max_input_length:
         completion = f", and max_tokens is {wanted}" if wanted else ""
         raise ApiError(

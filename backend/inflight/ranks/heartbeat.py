@@ -233,7 +233,7 @@ class Heartbeat:
         try:
             self._on_loss(error)
         except Exception:  # the connections must be closed, whatever the callback raises
-            _log.exception("what follows upon the loss of a rank failed")
+            _log.exception("the handler of a lost rank failed")
 
 
 class _Connection:

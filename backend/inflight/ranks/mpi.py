@@ -43,7 +43,7 @@ class MpiWorld:
     def check_not_left() -> None:
         """Raise ConfigError if this process has left the world before, as MPI can be joined only once."""
         if MPI.Is_finalized():
-            raise ConfigError("this process has left MPI, which takes nobody twice: start the ranks again")
+            raise ConfigError("this process has left MPI, which cannot be entered again: restart the ranks")
 
     def __init__(self) -> None:
         """Join the world; returns when every rank has joined."""

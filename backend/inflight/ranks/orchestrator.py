@@ -114,7 +114,7 @@ class Orchestrator:
     """An engine, from construction (which takes as long as loading the model) to `close`.
 
     Attributes:
-        client: A client of the engine, whichever ranks it has.
+        client: A client of the engine; it stays valid when ranks are restarted.
 
     Raises:
         ConfigError: The engine cannot be started; the message has the rank's error.
@@ -220,7 +220,7 @@ class Orchestrator:
             try:
                 self._around.control.unload()
             except Exception:  # the engine has to come back, whatever Triton raises
-                _log.exception("the model cannot be made unready; the engine comes back in place")
+                _log.exception("the model could not be unloaded; its engine is restarted without a reload")
                 self._awaits_successor = False
 
     def _start_again(self) -> bool:

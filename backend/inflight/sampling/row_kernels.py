@@ -118,7 +118,8 @@ def _apply_on_host(
 def check_shape(masks: NDArray[np.int32], num_rows: int, vocab_size: int) -> None:
     """Raise ValueError unless there is one mask per row, [n, words], with a bit for each token."""
     if len(masks) != num_rows or 32 * masks.shape[1] < vocab_size:
-        raise ValueError(f"masks are {list(masks.shape)} words for {num_rows} rows of {vocab_size} logits")
+        expected = f"[{num_rows}, at least {-(-vocab_size // 32)}]"
+        raise ValueError(f"masks have shape {list(masks.shape)}, expected {expected}")
 
 
 def banned_by(masks: Tensor, vocab_size: int) -> Tensor:

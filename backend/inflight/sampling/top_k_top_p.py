@@ -376,7 +376,7 @@ def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the index [n, 1] of the first sum beyond `target`, in spite of rounding never one of weight 0."""
+    """Return the index [n, 1] of the first sum beyond `target`; never one of weight 0, even after rounding."""
     below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target, below_total).clamp_(min=0.0)
     index = torch.searchsorted(cumulative, target, right=True)

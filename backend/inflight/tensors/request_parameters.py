@@ -142,7 +142,7 @@ def refuse_unread(
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         shown = repr(value) if len(repr(value)) < 80 else f"{repr(value)[:80]}…"
         raise InvalidArgument(
-            f"this model has no input and no request parameter {key}, got {shown}: nobody would read it; {hint}"
+            f"this model has no input and no request parameter {key}, got {shown}: it would be ignored; {hint}"
         )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Json = dict[str, Any]
+from inflight.json_values import Json
 
 AS_IN_ITS_FILE = ""
 """Stands for a class that takes tokenizer.json as it is."""

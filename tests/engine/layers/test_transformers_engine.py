@@ -199,7 +199,8 @@ def test_the_log_says_that_transformers_code_runs_the_layers(
     with caplog.at_level(logging.INFO):
         loaded(zoo, "stablelm-head-norms")
     assert re.search(
-        "StableLmForCausalLM with qk_layernorm has no map here: transformers' own code runs it", caplog.text
+        "StableLmForCausalLM with qk_layernorm is not implemented here: transformers' own code runs it",
+        caplog.text,
     )
     assert "the layers are transformers' own code (StableLmForCausalLM)" in caplog.text
 

@@ -121,16 +121,19 @@ def test_many_pages_ask_the_engine_once(session, clock) -> None:
 
 def test_a_hanging_engine_is_reported_as_a_problem(read, session) -> None:
     stuck = "iteration 7 has been running for 61.0 s"
-    session.told["batcher"] |= {"unanswered": "the generation loop did not come round in 2 s", "stuck": stuck}
+    session.told["batcher"] |= {
+        "unanswered": "the generation loop finished no iteration within 2 s",
+        "stuck": stuck,
+    }
     figures = read(0)
     assert figures["problem"] == stuck and figures["running"] == 2
     session.told["batcher"] = {
-        "unanswered": "the generation loop did not come round in 2 s",
+        "unanswered": "the generation loop finished no iteration within 2 s",
         "stuck": None,
         "state": None,
     }
     figures = read(1)
-    assert figures["problem"] == "the generation loop did not come round in 2 s"
+    assert figures["problem"] == "the generation loop finished no iteration within 2 s"
     assert {figures[name] for name in ("running", "waiting", "kv_blocks", "tokens_per_second")} == {None}
 
 

@@ -111,7 +111,7 @@ class Recovery:
         return [llm_request for llm_request in running if llm_request.request_id in ids] if ids else running
 
     def judge(self, batch: ScheduledBatch, error: InflightError) -> Verdict:
-        """Count a failed batch's rows as back, and find the faulty requests as far as possible.
+        """Mark a failed batch's rows as no longer in flight, and find the faulty requests as far as possible.
 
         A request that was alone in the batch is faulty. `Unavailable` means that the device is gone: then all
         requests of the batch end.

@@ -247,7 +247,8 @@ class Observations:
         self.metrics.num_preemptions += count
 
     def gets_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
-        """Count the tokens that a sequence is about to get; with drafts, one of them is not a draft."""
+        """Count the tokens that a sequence is about to get; with drafts, all but one of them are accepted
+        drafts."""
         last_ns = llm_request.last_token_ns
         self._gaps[last_ns] = self._gaps.get(last_ns, 0) + 1
         self._num_new_tokens += count

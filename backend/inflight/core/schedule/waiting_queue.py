@@ -76,7 +76,7 @@ class WaitingQueue:
         self._size = 0
         self._num_new = 0
         self._clients: dict[int, _Client] = {}
-        # Settled tokens of clients without requests that had more than their share.
+        # Tokens charged to clients that are gone now but had more than their share.
         self._absent: dict[int, int] = {}
         self._virtual_time = 0  # maximum of settled tokens over the clients that started a sequence
 

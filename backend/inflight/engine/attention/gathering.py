@@ -222,7 +222,7 @@ def cpu_attention_with_sinks(
     Raises NotImplementedError on other devices, whose kernels do not return them in the same way.
     """
     if query.device.type != "cpu":
-        raise NotImplementedError("it does not have the learned sinks that this model needs")
+        raise NotImplementedError("torch's kernel on this device cannot add learned sinks")
     read, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=is_causal, attn_mask=attn_mask, scale=scale
     )

@@ -137,7 +137,7 @@ def unpack(packed: Tensor, tile: int) -> Tensor:
 
 @dataclass
 class KeepingLevels(PlainSink):
-    """Keeps quantized matrices as they are in the checkpoint, and everything else as it is read.
+    """Makes layers that keep quantized matrices as levels and scales; other matrices become plain layers.
 
     Args:
         computed: Data type of activations.

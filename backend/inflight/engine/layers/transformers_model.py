@@ -1,4 +1,4 @@
-"""Loads a decoder with transformers' own modelling code, for families without a map here, or on request.
+"""Loads a decoder with transformers' own modelling code: families not implemented here, or on request.
 
 What such a model computes is found out by trial. A forward pass of a few tokens, in which attention only records
 its arguments, shows which layers attend, with which heads, scale, cap and window; `check_decoder` compares the

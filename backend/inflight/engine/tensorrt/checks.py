@@ -90,7 +90,7 @@ def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, fol
             f"slots: lower it, {rebuild}"
         )
     if config.kernels == "native":
-        raise ConfigError("kernels is native, expected torch or nothing with the engine tensorrt")
+        raise ConfigError("kernels is native, expected torch or no value with the engine tensorrt")
     if config.kv_cache_dtype != "auto":
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}, expected auto with the engine tensorrt, whose caches are "

@@ -162,5 +162,5 @@ class RowCache:
 
     def _known_blocks(self) -> KvCache:
         if self._blocks is None:
-            raise ValueError("a sequence is to begin with blocks of another, and this engine keeps none")
+            raise ValueError("a sequence reuses another's blocks, but this cache keeps none")
         return self._blocks

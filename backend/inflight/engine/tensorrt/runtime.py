@@ -150,7 +150,7 @@ class LoadedPlan:
 
         Raises:
             ValueError: An input is missing, does not match the plan, or is too large for its profiles.
-            RuntimeError: TensorRT does not run it, or it cannot be recorded.
+            RuntimeError: TensorRT does not run it, or it cannot be captured in a CUDA graph.
         """
         names = {spec.name for spec in self.spec.inputs} - self._fixed.keys()
         if names != set(inputs):
@@ -170,7 +170,7 @@ class LoadedPlan:
             self._set_address(context, spec.name, outputs[spec.name])
         with self._runtime.stream() as stream:
             if recording is not None and not _can_be_recorded(context, stream):
-                raise RuntimeError("TensorRT says that this plan cannot be recorded")
+                raise RuntimeError("TensorRT says that this plan cannot be captured in a CUDA graph")
             if not context.execute_async_v3(stream):
                 raise RuntimeError(f"TensorRT does not run the plan: {self._runtime.last_error}")
         return outputs
@@ -251,8 +251,8 @@ def _check(engine: Any, plan: Plan, path: Path) -> None:
     expected = {spec.name for spec in plan.inputs + plan.outputs}
     if names != expected:
         raise ConfigError(
-            f"{path} is not the plan that its description is of: it has {sorted(names - expected)} beside, and "
-            f"lacks {sorted(expected - names)}; build the engine again"
+            f"{path} does not match its sidecar: unexpected tensors {sorted(names - expected)}, missing "
+            f"{sorted(expected - names)}; build the engine again"
         )
     find_alias: Callable[[str], str | None] | None = getattr(engine, "get_aliased_input_tensor", None)
     if find_alias is None:

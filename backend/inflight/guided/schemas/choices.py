@@ -44,7 +44,7 @@ def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], pa
         if opposite is None:
             raise refused(
                 inner.path,
-                "not cannot be followed for this schema: say what there may be, not what there may not",
+                "not cannot be followed for this schema: describe the allowed values instead",
             )
         parts.append(opposite)
     if "if" in words and {"then", "else"} & words.keys():
@@ -52,7 +52,7 @@ def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], pa
         opposite = negated(writer, condition)
         if opposite is None:
             raise refused(
-                condition.path, "if cannot be followed for this schema: say with anyOf which cases there are"
+                condition.path, "if cannot be followed for this schema: describe the cases with anyOf instead"
             )
         then = writer.write(node.inside(words.get("then", True), "then"))
         otherwise = writer.write(node.inside(words.get("else", True), "else"))

@@ -147,7 +147,7 @@ def rust_pattern(pattern: str) -> str:
             out.append(written)
         elif char == "{" and not _QUANTIFIER.match(pattern, place):
             if re.match(r"\{,\d+\}", pattern[place:]):
-                raise UnreadablePattern("has {,n}, which some take for a text: write {0,n}")
+                raise UnreadablePattern("has {,n}, which some engines read literally: write {0,n}")
             out.append(r"\{")
             place += 1
         elif char in "}]" and not _closes(pattern, place):
@@ -243,7 +243,7 @@ def _class(pattern: str, place: int) -> tuple[str, int]:
         out.append("^")
         place += 1
     if pattern[place : place + 1] == "]":
-        raise UnreadablePattern("has an empty class, [] or [^], which not everybody reads alike")
+        raise UnreadablePattern("has an empty class, [] or [^], which engines read differently")
     while place < len(pattern) and pattern[place] != "]":
         char = pattern[place]
         if char == "\\":

@@ -52,7 +52,7 @@ def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str
         raise refused(path, "the schema is nested too deeply") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         place = path if writer is None else writer.latest.path
-        raise refused(place, "the schema has a keyword with a value that it cannot have") from None
+        raise refused(place, "a keyword has an invalid value") from None
     if written is False:
         raise refused(path, "the schema is false: no value is valid by it")
     options = {**spaces.options(), "json_allowed_escapes": _ESCAPES}

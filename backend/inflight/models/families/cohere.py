@@ -14,7 +14,8 @@ from inflight.models.families.family import (
 )
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
 
-_WINDOW = 4096  # if the key is absent, like the numbers below
+# Defaults of absent keys.
+_WINDOW = 4096
 _PATTERN = 4  # every fourth layer has no window
 _LOGIT_SCALE = 0.0625
 

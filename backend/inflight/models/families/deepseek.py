@@ -81,12 +81,10 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
 
 
 def read_routed_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
-    """Read the keys of experts, without those of groups. `alias`: another name of n_routed_experts."""
+    """Read the keys of experts, except those of groups; `alias` is another name of n_routed_experts."""
     num_layers = config.positive_int("num_hidden_layers")
     width = config.positive_int("moe_intermediate_size")
-    num_dense = config.value("first_k_dense_replace")
-    if type(num_dense) is not int or num_dense < 0:
-        raise config.error("first_k_dense_replace", "an integer >= 0")
+    num_dense = config.count("first_k_dense_replace")
     return ExpertsConfig(
         count=read_size(config, "n_routed_experts", alias),
         num_per_token=config.positive_int("num_experts_per_tok"),
@@ -112,7 +110,7 @@ def read_expert_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_gr
     if chosen * each < experts.num_per_token:
         raise config.error(
             "num_experts_per_tok",
-            f"at most {chosen * each}, which topk_group of n_group groups of experts have",
+            f"at most {chosen * each}, the number of experts in topk_group groups",
         )
     return replace(
         experts, num_groups=num_groups, num_groups_per_token=chosen, scores_per_group=scores_per_group
@@ -156,7 +154,7 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
         for key in ("n_group", "topk_group"):
             config.value(key)
     else:
-        experts = read_expert_groups(config, experts, 1)
+        experts = read_expert_groups(config, experts, scores_per_group=1)
     latent = _read_latent(config, interleaved=True)
     return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
 
@@ -168,7 +166,7 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
     """
     experts = read_routed_experts(config, "num_local_experts")
     experts = replace(
-        read_expert_groups(config, experts, 2),
+        read_expert_groups(config, experts, scores_per_group=2),
         scoring="sigmoid",
         has_choice_bias=True,
         is_normalized=config.boolean("norm_topk_prob", "norm_topk_prob" not in config.values),

@@ -11,7 +11,8 @@ from inflight.models.families.deepseek import ROUTED_EXPERT_NAMES
 from inflight.models.families.family import Family, NoMap, read_head_dim, read_size
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
 
-_HEAD_DIM = 128  # if the key is absent, like the defaults below
+# Defaults of absent keys.
+_HEAD_DIM = 128
 _THETA = 5e5
 
 _MOE_NAMES = replace(
@@ -28,7 +29,7 @@ _MOE_NEUTRAL = {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "m
 
 
 def _read_ernie(config: ConfigFile, **changes: Any) -> DecoderConfig:
-    """Read the keys of both: Llama with pairs of neighbouring dimensions that rotate together."""
+    """Read the keys common to the dense and the MoE class: Llama's, with interleaved rotary pairs."""
     bias = config.boolean("use_bias", False)
     decoder = read_llama_like(
         config,
@@ -51,8 +52,11 @@ def _read_dense(config: ConfigFile) -> DecoderConfig:
 def _read_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config with experts: softmax probabilities, biases for the choice, and a shared MLP."""
     if config.boolean("use_bias", False):
-        raise NoMap(config, "use_bias", "false: the map of this family has no biases of the logits")
-    for key in ("moe_capacity", "num_nextn_predict_layers"):  # of training, and of layers that are not read
+        raise NoMap(config, "use_bias", "false: a bias of lm_head is not supported")
+    for key in (
+        "moe_capacity",
+        "num_nextn_predict_layers",
+    ):  # about training, and about draft layers, which are left out
         config.value(key)
     width = config.int_or_none("moe_intermediate_size") or 1536
     experts = ExpertsConfig(
@@ -61,7 +65,7 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
         intermediate_size=width,
         is_normalized=True,
         layers=_read_layers(config),
-        shared_intermediate_size=width * _read_count(config, "moe_num_shared_experts", 2),
+        shared_intermediate_size=width * config.count("moe_num_shared_experts", 2),
         has_choice_bias=True,
         has_float32_router=True,
     )
@@ -69,23 +73,15 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_layers(config: ConfigFile) -> tuple[bool, ...]:
-    """Return whether each layer has experts; an end of -1 stands for the last layer."""
+    """Return whether each layer has experts; a moe_layer_end_index of -1 stands for the last layer."""
     num_layers = config.positive_int("num_hidden_layers")
-    first, last = _read_count(config, "moe_layer_start_index", 1), config.value("moe_layer_end_index")
+    first, last = config.count("moe_layer_start_index", 1), config.value("moe_layer_end_index")
     if "moe_layer_end_index" not in config.values or last == -1:
         last = num_layers - 1
     if type(last) is not int or last < 0:
         raise config.error("moe_layer_end_index", "the index of a layer, or -1 for the last one")
     step = config.int_or_none("moe_layer_interval") or 1
     return tuple(first <= index <= last and (index + 1) % step == 0 for index in range(num_layers))
-
-
-def _read_count(config: ConfigFile, key: str, default: int) -> int:
-    """Return an integer of at least 0; `default` if absent."""
-    found = config.value(key) if key in config.values else default
-    if type(found) is not int or found < 0:
-        raise config.error(key, "an integer >= 0")
-    return found
 
 
 ERNIE_FAMILIES = (

@@ -235,7 +235,7 @@ class WeightNames:
 
 
 class NoMap(ConfigError):
-    """A feature of some of a family's checkpoints that its map lacks, and transformers' own code may have.
+    """A feature of a family's checkpoint that is not implemented here, and may be in transformers' own code.
 
     Attributes:
         key: The key of config.json that asks for it.
@@ -343,15 +343,13 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
     """Return Qwen's windows, if used: in layers that `layer_types` names, or from `max_window_layers` on."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
-    # 0 is a valid max_window_layers: every layer has the window.
-    full = config.value("max_window_layers") if "max_window_layers" in config.values else DEFAULT_FULL_LAYERS
     if not config.boolean("use_sliding_window", False):
-        config.value("sliding_window")
+        for key in ("sliding_window", "max_window_layers"):
+            config.value(key)
         if "sliding_attention" in types:
             raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
         return (None,) * num_layers
-    if type(full) is not int or full < 0:
-        raise config.error("max_window_layers", "an integer >= 0")
+    full = config.count("max_window_layers", DEFAULT_FULL_LAYERS)
     slides = [kind == "sliding_attention" for kind in types] or [i >= full for i in range(num_layers)]
     window = read_window(config)
     if window is None and "sliding_attention" in types:

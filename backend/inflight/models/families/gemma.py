@@ -84,9 +84,7 @@ def _read_gemma3(config: ConfigFile) -> DecoderConfig:
     Its `max_position_embeddings`, also the default, is the length after linear scaling.
     """
     if config.boolean("use_bidirectional_attention", False):
-        raise config.error(
-            "use_bidirectional_attention", "false: this engine generates, and sees no later tokens"
-        )
+        raise config.error("use_bidirectional_attention", "false: attention here is causal")
     num_layers = config.positive_int("num_hidden_layers")
     patterns = [config.int_or_none(key) for key in ("sliding_window_pattern", "_sliding_window_pattern")]
     every = next(filter(None, patterns), _SLIDING_PATTERN)

@@ -20,7 +20,8 @@ from inflight.models.families.llama import (
     read_llama_like,
 )
 
-_HEAD_DIM = 128  # of GLM-4 if the key is absent, like the number below
+# Defaults of absent keys.
+_HEAD_DIM = 128
 _ROTARY_PART = 0.5
 
 _GLM4_NAMES = replace(
@@ -38,7 +39,7 @@ _GLM4_MOE_NAMES = replace(
     attention=NORMED_ATTENTION,
     experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
 )
-# Keys of DeepSeek-V3's original code, whose router this is.
+# The router is DeepSeek-V3's; these are keys of its original code.
 _GLM4_MOE_NEUTRAL = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
@@ -47,7 +48,8 @@ _GLM4_MOE_NEUTRAL = {
 
 
 def _read_glm4(config: ConfigFile) -> DecoderConfig:
-    """Read the config of GLM-4: norms around attention and MLP; neighbouring dimensions rotate, half of a head."""
+    """Read GLM-4's config: norms before and after attention and MLP; half of each head is rotated, in neighbouring
+    pairs."""
     decoder = read_llama_like(
         config,
         default_positions=131072,
@@ -62,10 +64,10 @@ def _read_glm4(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_glm4_moe(config: ConfigFile) -> DecoderConfig:
-    """Read the config of GLM-4.5: DeepSeek-V3's experts, and ordinary attention with rotations of half a head."""
-    experts = read_expert_groups(config, read_routed_experts(config, "num_local_experts"), 2)
+    """Read GLM-4.5's config: DeepSeek-V3's experts, and ordinary attention; half of each head is rotated."""
+    experts = read_routed_experts(config, "num_local_experts")
     experts = replace(
-        experts,
+        read_expert_groups(config, experts, scores_per_group=2),
         scoring="sigmoid",
         has_choice_bias=True,
         is_normalized=config.boolean("norm_topk_prob", True),

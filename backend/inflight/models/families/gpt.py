@@ -199,7 +199,7 @@ def _read_stablelm(config: ConfigFile) -> DecoderConfig:
     """Read the config of StableLM: Llama with LayerNorms, and rotary positions on a part of each head."""
     for key in ("qk_layernorm", "use_parallel_residual"):
         if config.boolean(key, False):
-            raise NoMap(config, key, "false: the map of this family has no such layers")
+            raise NoMap(config, key, "false: such layers are not supported")
     check_derived_head_dim(config)
     return read_llama_like(
         config,

@@ -35,7 +35,7 @@ def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
     num_layers = config.positive_int("num_hidden_layers")
     attention_bias = config.boolean("attention_bias", True)
     if config.text_or_none("hidden_act") not in (None, "silu", "swish"):
-        raise config.error("hidden_act", "silu: the clamped SwiGLU of this family is made of it")
+        raise config.error("hidden_act", "silu, the activation in this family's clamped SwiGLU")
     experts = ExpertsConfig(
         count=read_size(config, "num_local_experts", "num_experts", 128),
         num_per_token=_read_num_per_token(config),

@@ -50,8 +50,9 @@ _WITHOUT_EFFECT = """
 
 
 def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
-    """Read the keys of both: Llama with norms over query and key heads after their rotation."""
-    for key in _WITHOUT_EFFECT.split():  # of a classifier, of pictures, and of features that are off
+    """Read the keys common to the dense and the MoE class: Llama's, with norms on query and key heads after
+    rotation."""
+    for key in _WITHOUT_EFFECT.split():  # about a classifier, about pictures, and about features that are off
         config.value(key)
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
@@ -67,7 +68,7 @@ def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
 
 
 def _with_stretched_base(config: ConfigFile) -> ConfigFile:
-    """Return the config with the base that scaling of type dynamic with a fixed `alpha` stands for."""
+    """Replace "dynamic" scaling with a fixed alpha by the larger rotary base that it equals."""
     for key in ("rope_scaling", "rope_parameters"):
         if not config.value(key):
             continue
@@ -81,7 +82,7 @@ def _with_stretched_base(config: ConfigFile) -> ConfigFile:
         )
         head_dim = config.int_or_none("head_dim") or hidden_size // num_heads
         if head_dim < 3:
-            raise config.error("head_dim", "at least 3, since the scaling has alpha")
+            raise config.error("head_dim", "at least 3 if rope_scaling has alpha")
         theta = section.number_or_none("rope_theta") or config.number_or_none("rope_theta") or 10000.0
         theta *= section.number("alpha") ** (head_dim / (head_dim - 2))
         config = config.with_values({key: {"rope_type": "default", "rope_theta": theta}})

@@ -109,14 +109,13 @@ def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
     """Return windows, if used: where `layer_types` says, or in every other layer below `max_window_layers`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
-    most = config.value("max_window_layers") if "max_window_layers" in config.values else DEFAULT_FULL_LAYERS
     if not config.boolean("use_sliding_window", False):
-        config.value("sliding_window")
+        for key in ("sliding_window", "max_window_layers"):
+            config.value(key)
         if "sliding_attention" in types:
             raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
         return (None,) * num_layers
-    if type(most) is not int or most < 0:
-        raise config.error("max_window_layers", "an integer >= 0")
+    most = config.count("max_window_layers", DEFAULT_FULL_LAYERS)
     window = read_window(config)
     slides = [kind == "sliding_attention" for kind in types] or [
         index % 2 == 0 and index < most for index in range(num_layers)

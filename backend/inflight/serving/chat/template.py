@@ -254,8 +254,7 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
     if place < 0 or final.strip() not in text:
         raise InvalidArgument(
             Name("continue_final_message"),
-            ": the chat template does not render the last message as it is, so that it "
-            "cannot be gone on with",
+            ": the chat template does not render the last message as it is, so that it cannot be continued",
         )
     kept = text[:place]
     # A template that strips contents removes the space at the end of the mark; the message's is then removed,

@@ -74,7 +74,7 @@ def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
             )
         if time.thread_time() > deadline:
             raise InvalidArgument(
-                Name("messages"), f" take the chat template more than {MAX_SECONDS:g} s to render"
+                f"the chat template needs more than {MAX_SECONDS:g} s for ", Name("messages")
             )
     return "".join(pieces)
 

@@ -269,7 +269,7 @@ def test_the_number_of_launches_of_a_layer(
 
 
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 20_000])
-def test_peaks(size: int) -> None:
+def test_peaks_are_the_first_highest_logits(size: int) -> None:
     check_peaks_of(KernelRowKernels(), size, CPU)
     logits = torch.randint(0, 50, (7, size)).float()
     found, expected = peaks.find_peaks(logits), find_peaks(logits)

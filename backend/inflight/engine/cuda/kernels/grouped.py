@@ -44,7 +44,9 @@ def _multiply(
             place = (begin // INPUTS) // 2 * INPUTS + inner
             both = tl.load(of_outputs + place[:, None], mask=is_input[:, None] & is_output[None, :], other=0)
             bits = (both.to(tl.int32) >> (4 * is_upper)) & 15
-            if FLOAT4:  # twice its value is an integer: 0, 1, and for an exponent from 1 on 2 or 3, shifted
+            # Twice the value is an integer: the mantissa bit, plus 2 if exponent >= 1, shifted left by
+            # exponent - 1.
+            if FLOAT4:
                 exponent = (bits >> 1) & 3
                 least = tl.where(exponent == 0, 0, 2) + (bits & 1)
                 size = (least << tl.maximum(exponent - 1, 0)).to(tl.float32) * 0.5
