@@ -22,6 +22,7 @@ from inflight.engine.cpu.library import CannotBuild, load_library
 from inflight.engine.cpu.packing import Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.layers.components import only_by_torch
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
 from inflight.engine.layers.layer_check import find_operations
@@ -264,6 +265,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     lacking = {
         "latent attention": decoder.latent is not None,
         "recurrent layers": decoder.recurrent is not None,
+        **only_by_torch(decoder),
         "gates of attention": decoder.attention_gate,
         "a router with groups, biases of the choice, or sigmoids": experts is not None
         and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),

@@ -8,7 +8,6 @@ Used on the loading thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -123,7 +122,7 @@ def _heads(
     rounding: KvRounding | None,
 ) -> Iterator[tuple[str, Tensor]]:
     num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
-    cache = KvCache(replace(decoder, num_layers=1), num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
+    cache = KvCache(decoder.only(0), num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
     places = torch.arange(num_rows, device=device).flip(0)
     positions = torch.arange(num_rows, device=device) % _POSITIONS
     norms = None
