@@ -79,6 +79,8 @@ _GEMMA4 = {
     "final_logit_softcapping": 9.0,
 }
 
+_GEMMA4_UNIFIED = {key: value for key, value in _GEMMA4.items() if key != "hidden_size_per_layer_input"}
+
 _DEEPSEEK = {
     **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9),
     "q_lora_rank": 36,
@@ -506,6 +508,14 @@ _QWEN_VISION = {
 _QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 _OTHER_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
+    "Gemma4": {
+        "vision_config": {**_CLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
+    "Gemma4Unified": {
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 64},
+        "audio_config": {"audio_embed_dim": 16},
+    },
     "Mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_CLIP}},
     "Qwen2VL": {
         "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
@@ -564,6 +574,8 @@ _OTHER_PARTS: dict[str, dict[str, Any]] = {
 
 MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
+    "gemma4-vision": ("Gemma4", "gemma4_text", CASES["gemma4-shared"][1]),
+    "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", _GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
     "qwen2-vl": (

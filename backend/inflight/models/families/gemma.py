@@ -158,8 +158,8 @@ _ROPES4: dict[str, Any] = {
 def _read_gemma4(config: ConfigFile) -> DecoderConfig:
     """Read the config of Gemma 4: full layers with wider and fewer heads, whose keys may be values.
 
-    The last layers may read an earlier layer's keys and values, layers may have inputs of their own for each token,
-    and experts beside the MLP.
+    The last layers may read an earlier layer's keys and values; layers may have inputs of their own for each
+    token, and experts beside the MLP.
     """
     if config.text_or_none("use_bidirectional_attention") not in (None, "vision"):
         raise config.error(
@@ -247,8 +247,8 @@ def _read_count(config: ConfigFile, key: str, most: int | None = None) -> int:
 
 
 def _read_sizes4(config: ConfigFile, types: tuple[str, ...], own_layers: int) -> tuple[LayerSizes, ...]:
-    """Return the sizes of each layer: of its heads by its type, and of its MLP, which may be twice as wide in layers
-    that read another layer's keys and values."""
+    """Return the sizes of each layer. Heads depend on its type; in layers that read another layer's keys and
+    values, the MLP may be twice as wide."""
     heads = {
         "sliding_attention": (
             config.int_or_none("num_key_value_heads") or _KV_HEADS,
