@@ -71,7 +71,7 @@ _GEMMA4 = {
     "num_key_value_heads": 4,
     "num_global_key_value_heads": 2,
     "head_dim": 12,
-    "global_head_dim": 16,
+    "global_head_dim": 24,
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
     "sliding_window": 19,

@@ -268,12 +268,12 @@ def _read_full_heads4(
 ) -> tuple[int, int]:
     """Return number and width of the key heads of full layers, from either form of the keys.
 
-    transformers 5 writes `per_layer_config`, and then ignores the two other keys.
+    transformers 5 writes `per_layer_config`, and then ignores the two other keys. null stands for an empty one.
     """
     wide = config.int_or_none("global_head_dim") or _GLOBAL_HEAD_DIM4
     few = config.int_or_none("num_global_key_value_heads")
-    of_layers = config.value("per_layer_config")
-    if of_layers is None:
+    of_layers: Any = config.value("per_layer_config") or {}
+    if "per_layer_config" not in config.values:
         return (few if few and config.boolean("attention_k_eq_v", False) else kv_heads), wide
     expected = "head_dim and num_key_value_heads of full_attention layers, the same for all of them"
     if not is_object(of_layers):
