@@ -272,7 +272,7 @@ def _read_full_heads4(
     """
     wide = config.int_or_none("global_head_dim") or _GLOBAL_HEAD_DIM4
     few = config.int_or_none("num_global_key_value_heads")
-    of_layers: Any = config.value("per_layer_config") or {}
+    of_layers: Any = config.value("per_layer_config") if config.has("per_layer_config") else {}
     if "per_layer_config" not in config.values:
         return (few if few and config.boolean("attention_k_eq_v", False) else kv_heads), wide
     expected = "head_dim and num_key_value_heads of full_attention layers, the same for all of them"
@@ -302,6 +302,10 @@ def _read_experts4(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:
         for key in keys:
             config.value(key)
         return None
+    if missing := [key for key in keys if not config.has(key)]:
+        raise config.error(
+            "enable_moe_block", f"false, or the keys {', '.join(keys)}: {missing[0]} is missing"
+        )
     count, per_token, inner = (config.positive_int(key) for key in keys)
     if per_token > count:
         raise config.error("top_k_experts", f"at most num_experts, which is {count}")
