@@ -15,6 +15,7 @@ import torch
 from inflight.config import FP8, INT8, QUANTIZED, EngineConfig
 from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
+from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
@@ -22,7 +23,6 @@ from inflight.engine.cpu.library import CannotBuild, load_library
 from inflight.engine.cpu.packing import Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.kv_rounding import find_rounding
-from inflight.engine.layers.components import only_by_torch
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
 from inflight.engine.layers.layer_check import find_operations

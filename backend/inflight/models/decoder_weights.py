@@ -110,7 +110,7 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """What a layer does with its own inputs of tokens (`LayerInputsConfig`).
+    """Weights by which a layer takes its own inputs of tokens (`LayerInputsConfig`).
 
     Attributes:
         gate: Projection of the residual stream, [size, hidden_size].
@@ -125,7 +125,7 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputWeights:
-    """Where the inputs of all layers come from (`LayerInputsConfig`).
+    """Weights that make the own inputs of all layers from tokens (`LayerInputsConfig`).
 
     Attributes:
         embedding: [vocab_size, num_layers * size].

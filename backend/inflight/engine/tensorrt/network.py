@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.additional_outputs import OutputKind, meaning_of
-from inflight.engine.layers.components import only_by_torch
+from inflight.engine.components import only_by_torch
 from inflight.engine.tensorrt.attention import NetworkAttention, PackedAttention, SplitAttention
 from inflight.engine.tensorrt.components import Components
 from inflight.engine.tensorrt.graph import Graph
