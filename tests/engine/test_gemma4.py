@@ -15,7 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.core.request.request import OutputOptions
+from inflight.engine.attention.check import check_attention
+from inflight.engine.attention.gathering import gathering
 from inflight.engine.kv_cache import block_bytes
+from inflight.engine.layers.layer_check import check_operations
+from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights
@@ -73,6 +78,17 @@ def test_a_block_has_room_for_the_heads_of_each_layer_alone(zoo: Zoo) -> None:
     assert numbers_per_token("gemma4-shared") == 2 * (2 * 4 * 12) + 2 * (4 * 24), (
         "the first three of six layers"
     )
+
+
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
+def test_checks_of_kernels_take_layers_that_differ(zoo: Zoo, case: str) -> None:
+    """A GPU's kernels are checked like this when a model is loaded."""
+    decoder, cpu = read_model_description(zoo[case].folder).decoder, torch.device("cpu")
+    check_operations(LayerOperations(decoder), LayerOperations(decoder), torch.float32, cpu)
+    for layer in decoder.cached_layers:
+        check_attention(
+            gathering(decoder), decoder.only(layer), 16, (None, AttentionWindow(19)), torch.float32, cpu
+        )
 
 
 @pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
