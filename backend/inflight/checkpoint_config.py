@@ -278,7 +278,7 @@ class CheckpointFacts:
         positions = self._size("max_position_embeddings", "n_positions", "n_ctx")
         if positions is None:
             return None
-        if self._config.value("model_type") == "gemma3_text":  # its number is the scaled one
+        if self._config.value("model_type") in ("gemma3_text", "gemma4_text"):  # it is the scaled one
             return positions
         section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
         # Some models have a section for each kind of layer.

@@ -47,9 +47,17 @@ class Multimodal:
     lacking: str = ""
 
 
-_VIDEO = "pictures and videos"
+_VIDEO, _ALL = "pictures and videos", "pictures, videos and sound"
 MULTIMODAL = (
     Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text", tied=True, inputs=_ALL),
+    Multimodal(
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified_text",
+        tied=True,
+        inputs=_ALL,
+    ),
     Multimodal("mistral3", "Mistral3ForConditionalGeneration", "mistral", tied=True),
     Multimodal(
         "qwen2_vl",
@@ -91,11 +99,20 @@ MULTIMODAL = (
 
 # Families of the text parts whose model_type is no family's.
 _FAMILY_OF = {
+    "gemma4_unified_text": "gemma4_text",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
     "kimi_k2": "deepseek_v3",
+}
+_GEMMA4_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
 }
 _QWEN_VL_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 152064,
@@ -119,6 +136,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
+    },
+    "gemma4_text": _GEMMA4_DEFAULTS,
+    "gemma4_unified_text": {
+        **_GEMMA4_DEFAULTS,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,  # the class has no such inputs, nor experts
     },
     "llama": {
         "vocab_size": 32000,

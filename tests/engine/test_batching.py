@@ -142,7 +142,7 @@ def test_an_overflow_in_a_block_affects_no_other_sequence(engine: ModelEngine) -
     """A masked key has weight 0, and 0 times NaN is NaN."""
     prompt = _prompt(11, seed=6)
     clean = alone(engine, prompt, 12)
-    cache = engine.runner.cache._blocks
+    (cache,) = engine.runner.cache._blocks
     with torch.inference_mode():
         cache[:, :, :-1] = torch.nan  # all but the null block
     _assert_same(alone(engine, prompt, 12), clean)

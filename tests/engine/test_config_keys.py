@@ -55,6 +55,18 @@ _GEMMA = {
     "query_pre_attn_scalar": 9,
     "pad_token_id": 0,
 }
+_GEMMA4 = {
+    **{key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 16,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 61,
+    "final_logit_softcapping": 9.0,
+}
 _DEEPSEEK = {
     **{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -240,6 +252,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_DEEPSEEK, "norm_topk_prob": True, "rope_interleave": True},
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": _GEMMA4,
     "gpt_neox": {
         "vocab_size": 61,
         "hidden_size": 32,
@@ -307,6 +320,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 _SCALINGS = [
     {},
     {"rope_type": "default", "rope_theta": 500.0},
@@ -325,7 +339,11 @@ _SCALINGS = [
 ]
 # Values that cannot be derived from the key's type.
 VALUES: dict[str, list[Any]] = {
-    "rope_parameters": _SCALINGS,
+    "rope_parameters": [
+        *_SCALINGS,
+        {"full_attention": _PROPORTIONAL, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+        {"full_attention": {**_PROPORTIONAL, "factor": 2.0}, "sliding_attention": _PROPORTIONAL},
+    ],
     "rope_scaling": _SCALINGS,
     "layer_types": [
         ["full_attention"] * NUM_LAYERS,
@@ -338,6 +356,12 @@ VALUES: dict[str, list[Any]] = {
     "activation_function": ["relu", "gelu", "silu", "quick_gelu", "tanh"],
     "num_attention_heads": [2, 8],
     "num_key_value_heads": [1, 4],
+    "global_head_dim": [8, 32],
+    "num_global_key_value_heads": [1, 4, 3],
+    "num_kv_shared_layers": [1, 2],
+    "hidden_size_per_layer_input": [0, 8],
+    "vocab_size_per_layer_input": [61, 64, 20],
+    "use_bidirectional_attention": ["all", "vision"],
     "n_head": [2, 8],
     "head_dim": [4, 16],
     "max_window_layers": [0, 2, 28],
@@ -362,7 +386,11 @@ VALUES: dict[str, list[Any]] = {
     "attention_chunk_size": [8],
     "logit_scale": [0.5, 1.0],
     "final_logit_softcapping": [30.0],
-    "per_layer_config": [{"0": {"sliding_window": 3}}],
+    "per_layer_config": [
+        {"0": {"sliding_window": 3}},
+        {"1": {"head_dim": 12, "num_key_value_heads": 1}},
+        {"0": {"head_dim": 12}},
+    ],
     "kv_sharing_modes": [["store", "reuse"]],
     "transformers_weights": ["other.safetensors"],
     "fusion_config": [{"patch_embeddings": True}],
@@ -412,7 +440,9 @@ def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
     config = {"model_type": family, **CONFIGS[family]}
     if key in config:
         yield {name: value for name, value in config.items() if name != key}
-    default = getattr(transformers.CONFIG_MAPPING[family](), key, None)
+    usual = transformers.CONFIG_MAPPING[family]()
+    differs = key in (usual.per_layer_attributes or ())  # transformers gives no value for all layers then
+    default = None if differs else getattr(usual, key, None)
     for value in (None, *VALUES.get(key, _others(config.get(key, default)))):
         if key not in config or value != config[key]:
             yield {**config, key: value}

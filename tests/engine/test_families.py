@@ -26,6 +26,8 @@ GATED_DELTA = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
         by_default_and(CASES, CASES),
         [
             *((case, None) for case in CASE_OF.values() if case not in OF_KNOWN_COMPONENTS),
+            ("gemma4-moe", None),
+            ("gemma4-shared", None),
             ("llama-gqa", "torch"),
             ("gpt2", "torch"),
         ],

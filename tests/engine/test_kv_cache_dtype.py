@@ -137,7 +137,7 @@ def test_a_cache_has_the_planned_size(zoo: Zoo, case: str, kind: str) -> None:
     decoder, rounding = read_model_description(zoo[case].folder).decoder, ROUNDINGS[kind]
     cache = KvCache(decoder, 5, 16, torch.bfloat16, CPU, rounding)
     planned = 6 * block_bytes(decoder, 16, torch.bfloat16, rounding)
-    assert cache._blocks.nbytes + cache._scales.nbytes == planned
+    assert cache._blocks[0].nbytes + cache._scales[0].nbytes == planned
     assert planned == 6 * decoder.num_layers * 16 * decoder.cached_size * (1 + 4 / decoder.head_dim)
 
 

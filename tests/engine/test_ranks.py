@@ -94,8 +94,10 @@ def test_tokens_and_logits_of_every_family_are_those_of_transformers(
     tp_size, pp_size = topology
     assert served.most_in_flight == pp_size
     layers, kv_heads = 3, getattr(model.oracle.config, "num_key_value_heads", None) or 4
-    assert sum(cache._blocks.shape[0] for cache in caches) == tp_size * layers, "every layer is in one stage"
-    assert {cache._head_shape[0] for cache in caches} == {max(1, kv_heads // tp_size)}, (
+    assert sum(cache._blocks[0].shape[0] for cache in caches) == tp_size * layers, (
+        "every layer is in one stage"
+    )
+    assert {cache._head_shapes[0][0] for cache in caches} == {max(1, kv_heads // tp_size)}, (
         "its own key heads alone"
     )
     if tp_size > 1:

@@ -66,6 +66,21 @@ _GEMMA = {
     "query_pre_attn_scalar": 9,
 }
 
+_GEMMA4 = {
+    "tie_word_embeddings": False,
+    "num_key_value_heads": 4,
+    "num_global_key_value_heads": 2,
+    "head_dim": 12,
+    "global_head_dim": 24,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 19,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 9.0,
+}
+
+_GEMMA4_UNIFIED = {key: value for key, value in _GEMMA4.items() if key != "hidden_size_per_layer_input"}
+
 _DEEPSEEK = {
     **_rope("yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7, mscale_all_dim=0.9),
     "q_lora_rank": 36,
@@ -370,6 +385,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "gemma4": ("Gemma4", _GEMMA4),
+    "gemma4-shared": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 20,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+        },
+    ),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
     "cohere2": (
         "Cohere2",
         {
@@ -469,6 +508,14 @@ _QWEN_VISION = {
 _QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 _OTHER_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
+    "Gemma4": {
+        "vision_config": {**_CLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
+    "Gemma4Unified": {
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 16, "output_proj_dims": 64},
+        "audio_config": {"audio_embed_dim": 16},
+    },
     "Mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_CLIP}},
     "Qwen2VL": {
         "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
@@ -527,6 +574,8 @@ _OTHER_PARTS: dict[str, dict[str, Any]] = {
 
 MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
+    "gemma4-vision": ("Gemma4", "gemma4_text", CASES["gemma4-shared"][1]),
+    "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", _GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
     "qwen2-vl": (
@@ -736,7 +785,7 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
     for name in foreign.get(family, ()):
         del values[name]
-    has_text_config = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    has_text_config = family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     config = getattr(transformers, config_name)(**{**values, **changes})
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
@@ -773,11 +822,13 @@ def _draw(class_name: str, config: Any, seed: int) -> Any:
     oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         biases = [
-            pair for pair in oracle.named_buffers() if pair[0].endswith(("correction_bias", "expert_bias"))
+            pair
+            for pair in oracle.named_buffers()
+            if pair[0].endswith(("correction_bias", "expert_bias", "layer_scalar"))
         ]
         for name, parameter in (*oracle.named_parameters(), *biases):
             # initialized as 0 and 1, so that errors would not be noticed
-            if name.endswith("bias") or "norm" in name or "sinks" in name:
+            if name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return oracle
 

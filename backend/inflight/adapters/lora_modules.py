@@ -74,16 +74,22 @@ def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Modul
 
     With experts, these are the modules of its attention. Recurrent layers have only those of their MLP, and with
     latent attention there are none: the projections of such layers have no ids. Where attention has gates, the
-    query projection has them too: a head's gates follow its query.
+    query projection has them too: a head's gates follow its query. If layers differ in their sizes, those of a
+    decoder are the largest.
     """
     if decoder.latent is not None:
         return {}
+    if layer is not None:
+        decoder = decoder.at(layer)
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     query, kv = decoder.query_size, decoder.kv_size
     sizes: dict[Module, ModuleSize] = {}
     if layer is None or not decoder.is_recurrent(layer):
         sizes[Module.ATTN_Q] = ModuleSize(hidden, 2 * query if decoder.attention_gate else query)
-        sizes[Module.ATTN_K] = sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
+        if layer is None or decoder.has_own_kv(layer):
+            sizes[Module.ATTN_K] = ModuleSize(hidden, kv)
+            if layer is None or decoder.has_values(layer):
+                sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
         sizes[Module.ATTN_DENSE] = ModuleSize(query, hidden)
     if decoder.experts is None:
         sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)

@@ -300,7 +300,6 @@ class _LayerShapes:
     """
 
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
-        sizes = module_sizes(held)
         self._shapes = [
             {
                 name: _Shape(
@@ -309,6 +308,7 @@ class _LayerShapes:
                 for name, modules in projections(held, layer).items()
             }
             for layer in range(held.num_layers)
+            for sizes in (module_sizes(held, layer),)
         ]
         self._page_rank = page_rank
         shapes = [shape for layer in self._shapes for shape in layer.values()]

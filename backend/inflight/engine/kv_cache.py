@@ -2,9 +2,11 @@
 
 Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. With latent attention it is 1,
 as values are part of the keys. If keys and values are rounded to 8 bits (`kv_rounding.py`), this tensor has bytes,
-and another one has their scales, [layers, 2, blocks, tokens_per_block, kv_heads]. Compiled layers have their own
-order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`. The cache does not know which
-sequence has which block. The null block, one more than the scheduler knows, is zero and pads block tables of
+and another one has their scales, [layers, 2, blocks, tokens_per_block, kv_heads]. If layers differ in heads, there
+are such tensors for each group of equal layers, so that a block takes no more than its layers need. Layers that
+read another layer's keys and values are not counted. Compiled layers have their own order inside a block
+(cpu/source/attention.h) and use neither `write` nor `gather`. The cache does not know which sequence has which
+block. The null block, one more than the scheduler knows, is zero and pads block tables of
 shorter sequences. With CUDA graphs, whose attention never reads past a sequence's end, padding rows write to it
 instead.
 """
@@ -31,8 +33,11 @@ def block_bytes(
     decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvRounding | None = None
 ) -> int:
     """Return the bytes of one block over all layers, including scales."""
-    num_heads = decoder.cached_size // decoder.head_dim  # of keys, and of values if these are separate
-    return decoder.num_cached_layers * tokens_per_block * num_heads * head_bytes(decoder, dtype, rounding)
+    of_layers = (decoder.at(layer) for layer in decoder.cached_layers)
+    # heads of keys, and of values if these are separate
+    return tokens_per_block * sum(
+        each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, rounding) for each in of_layers
+    )
 
 
 def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
@@ -83,39 +88,49 @@ class KvCache:
         self.num_blocks = self.null_block = num_blocks
         self.tokens_per_block = tokens_per_block
         self.dtype, self.rounding = dtype, rounding
-        self._head_shape = (decoder.num_kv_heads, decoder.head_dim)
-        block_size = tokens_per_block * decoder.kv_size
         self._num_parts = decoder.cached_size // decoder.kv_size
-        shape = (decoder.num_cached_layers, self._num_parts, num_blocks + 1, block_size)
+        of_layers = [decoder.at(layer) for layer in decoder.cached_layers]
+        self._head_shapes = [(each.num_kv_heads, each.head_dim) for each in of_layers]
         stored = dtype if rounding is None else rounding.stored
-        self._blocks = _allocate(shape, stored, device)
-        num_tokens = (num_blocks + 1) * tokens_per_block
-        self._tokens = self._blocks.view(*shape[:2], num_tokens, *self._head_shape)
-        num_scales = 0 if rounding is None else tokens_per_block * decoder.num_kv_heads  # per block
-        self._scales = _allocate((*shape[:3], num_scales), torch.float32, device)
-        self._scratch = torch.empty((self._num_parts, 0, block_size), dtype=stored, device=device)
+        has_scales = int(rounding is not None)
+        self._blocks: list[Tensor] = []
+        self._scales: list[Tensor] = []
+        self._layers: list[Tensor] = [torch.empty(0)] * len(of_layers)
+        self._layer_scales: list[Tensor] = list(self._layers)
+        for heads, head_dim in dict.fromkeys(self._head_shapes):
+            places = [place for place, each in enumerate(self._head_shapes) if each == (heads, head_dim)]
+            shape = (len(places), self._num_parts, num_blocks + 1)
+            blocks = _allocate((*shape, tokens_per_block * heads * head_dim), stored, device)
+            scales = _allocate((*shape, has_scales * tokens_per_block * heads), torch.float32, device)
+            for place, *of_layer in zip(places, blocks, scales):
+                self._layers[place], self._layer_scales[place] = of_layer
+            self._blocks.append(blocks)
+            self._scales.append(scales)
+        self._scratch = torch.empty((self._num_parts, 0), dtype=stored, device=device)
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's stored keys and values, [num_blocks + 1, tokens_per_block * kv_size], in unspecified
         order."""
-        return [(layer[0], layer[1]) for layer in self._blocks]
+        return [(layer[0], layer[1]) for layer in self._layers]
 
     @property
     def all_tokens(self) -> Tensor:
         """Keys and values of all tokens, indexed by the positions that `write` returns: [layers, 2, tokens,
-        kv_heads, head_dim]; the second size is 1 with latent attention."""
-        return self._tokens
+        kv_heads, head_dim]; the second size is 1 with latent attention. Only if all layers have equal heads."""
+        (blocks,) = self._blocks
+        return torch.unflatten(blocks.flatten(2), 2, (-1, *self._head_shapes[0]))
 
     @property
     def layer_scales(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's scales of keys and of values, [num_blocks + 1, tokens_per_block * kv_heads] float32, in
         unspecified order; [num_blocks + 1, 0] without rounding."""
-        return [(layer[0], layer[1]) for layer in self._scales]
+        return [(layer[0], layer[1]) for layer in self._layer_scales]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's stored keys and values: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""
-        parts = torch.unflatten(self._blocks[layer], -1, (self.tokens_per_block, *self._head_shape))
+        shape = (self.tokens_per_block, *self._head_shapes[layer])
+        parts = torch.unflatten(self._layers[layer], -1, shape)
         return parts[0], parts[-1]
 
     def scales(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -126,13 +141,13 @@ class KvCache:
         """
         if self.rounding is None:
             return None
-        parts = self._scales[layer].view(self._num_parts, -1, self._head_shape[0])
+        parts = self._layer_scales[layer].view(self._num_parts, -1, self._head_shapes[layer][0])
         return parts[0], parts[-1]
 
     @property
     def device(self) -> torch.device:
         """The device that the cache is on."""
-        return self._blocks.device
+        return self._scratch.device
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each source block to its target block, in all layers. No source may be a target."""
@@ -164,7 +179,7 @@ class KvCache:
         `places` [rows] are block * tokens_per_block + offset. With latent attention `values` are the `keys`.
         """
         scales = self.scales(layer)
-        for index, (part, rows) in enumerate(zip(self._tokens[layer], (keys, values))):
+        for index, (part, rows) in enumerate(zip(self.tokens(layer)[: self._num_parts], (keys, values))):
             if self.rounding is None or scales is None:
                 part.index_copy_(0, places, rows)
             else:
@@ -175,7 +190,7 @@ class KvCache:
     def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's stored keys and values by the places of `write`: [tokens, kv_heads, head_dim],
         contiguous."""
-        parts = self._tokens[layer]
+        parts = self._layers[layer].view(self._num_parts, -1, *self._head_shapes[layer])
         return parts[0], parts[-1]
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,25 +199,24 @@ class KvCache:
         The result is in `dtype`, even if the cache is rounded, and valid until the next call: it is in scratch
         memory, which saves an allocation and page faults in every layer.
         """
-        count = block_ids.shape[0]
-        if self._scratch.shape[1] < count:
-            self._scratch = self._scratch.new_empty(
-                (self._num_parts, _round_up(count), self._scratch.shape[2])
-            )
+        blocks, count = self._layers[layer], block_ids.shape[0]
+        size = count * blocks.shape[2]
+        if self._scratch.shape[1] < size:
+            self._scratch = self._scratch.new_empty((self._num_parts, _round_up(count) * blocks.shape[2]))
         found: list[Tensor] = []
         for part in range(self._num_parts):
-            target = self._scratch[part, :count]
-            torch.index_select(self._blocks[layer, part], 0, block_ids, out=target)
-            rows = target.view(-1, *self._head_shape)
+            target = self._scratch[part, :size].view(count, -1)
+            torch.index_select(blocks[part], 0, block_ids, out=target)
+            rows = target.view(-1, *self._head_shapes[layer])
             if self.rounding is not None:
-                scales = self._scales[layer, part].index_select(0, block_ids).view(rows.shape[:2])
+                scales = self._layer_scales[layer][part].index_select(0, block_ids).view(rows.shape[:2])
                 rows = self.rounding.restore(rows, scales, self.dtype)
             found.append(rows)
         return found[0], found[-1]
 
     def _memories(self) -> tuple[Tensor, ...]:
         """Return all tensors of the cache: [layers, 2 or 1, blocks + 1, any] each."""
-        return (self._blocks,) if self.rounding is None else (self._blocks, self._scales)
+        return (*self._blocks, *(() if self.rounding is None else self._scales))
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.models import DecoderConfig
 
 LEAST_SCALE = 1e-30
 """The scale of heads of zeros."""
@@ -65,8 +64,8 @@ def find_rounding(kv_cache_dtype: str) -> KvRounding | None:
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
-def head_bytes(decoder: DecoderConfig, dtype: torch.dtype, rounding: KvRounding | None) -> int:
+def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvRounding | None) -> int:
     """Return the bytes of a key or a value of one head of one token."""
     if rounding is None:
-        return decoder.head_dim * dtype.itemsize
-    return decoder.head_dim * rounding.stored.itemsize + SCALE_BYTES
+        return head_dim * dtype.itemsize
+    return head_dim * rounding.stored.itemsize + SCALE_BYTES

@@ -15,6 +15,7 @@ import torch
 from inflight.config import FP8, INT8, QUANTIZED, EngineConfig
 from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
+from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
@@ -266,6 +267,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     lacking = {
         "latent attention": decoder.latent is not None,
         "recurrent layers": decoder.recurrent is not None,
+        **only_by_torch(decoder),
         "gates of attention": decoder.attention_gate,
         "a router with groups, biases of the choice, or sigmoids": experts is not None
         and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),

@@ -52,17 +52,16 @@ def low_rank_layers(
         part: The rank's part. Row-parallel modules get a slice of A's columns, others a slice of B's rows and of
             the magnitudes.
     """
-    sizes = module_sizes(decoder)
     first, last = part.layers
     layers: dict[int, dict[Module, LowRank]] = {}
     rows = to_tensor(adapter.weights)
     for row, (module_id, layer, rank, *is_dora) in zip(rows, adapter.config, strict=True):
         if first <= layer < last:
-            module = Module(module_id)
+            module, sizes, of_layer = Module(module_id), module_sizes(decoder, layer), decoder.at(layer)
             whole = _read_row(row, sizes[module], rank, bool(is_dora and is_dora[0]))
             for each, low_rank in _taken_apart(module, whole, sizes):
                 layers.setdefault(layer - first, {})[each] = _cut(
-                    each, low_rank, decoder, decoder.ropes[layer], part.shard
+                    each, low_rank, of_layer, decoder.ropes[layer], part.shard
                 )
     return layers
 

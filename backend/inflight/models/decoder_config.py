@@ -6,7 +6,7 @@ model's family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from inflight.models.recurrent import RecurrentConfig
@@ -104,7 +104,24 @@ class LongRopeScaling:
     attention_factor: float
 
 
-RopeScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Proportional RoPE: the first pairs of a head turn as in a head that is rotated whole, the others do not.
+
+    Pairs are those of the whole head, dimensions i and i + head_dim / 2.
+
+    Attributes:
+        part: Fraction of the pairs that turn.
+        factor: Divides the frequencies.
+    """
+
+    part: float
+    factor: float
+
+
+RopeScaling = (
+    LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | ProportionalScaling
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +189,9 @@ class ExpertsConfig:
         has_float32_router: Whether the router is computed in float32, whatever the dtype of the model.
         has_router_bias: Whether the router has biases.
         has_bias: Whether both projections of every expert have biases.
+        has_norms: Whether router and experts each read the residual stream through a norm of their own, and the
+            results of the experts and of the shared MLP have norms before they are added.
+        has_expert_scales: Whether each expert has a learned factor of its weight.
         held: First expert of this rank and the index after the last; None: all. Every rank has the whole router;
             other ranks compute the experts that are not held.
     """
@@ -192,6 +212,8 @@ class ExpertsConfig:
     has_float32_router: bool = False
     has_router_bias: bool = False
     has_bias: bool = False
+    has_norms: bool = False
+    has_expert_scales: bool = False
     held: tuple[int, int] | None = None
 
 
@@ -236,6 +258,34 @@ class LatentAttention:
     def cached_dim(self) -> int:
         """Number of cached values per token and layer."""
         return self.kv_rank + self.rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The sizes of one layer in a model whose layers differ; the meaning is that of `DecoderConfig`'s fields."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputsConfig:
+    """Per-layer embeddings: every layer has an input of its own for each token, beside the residual stream.
+
+    It is the sum of the token's row of another embedding, and of a projection of its ordinary embedding. After the
+    MLP, it multiplies the activation of a projection of the residual stream, and the product's projection is added
+    to the stream.
+
+    Attributes:
+        size: Width of one layer's input.
+        vocab_size: Number of rows of that embedding.
+        virtual_id: The token whose row virtual tokens have, which have none of their own.
+    """
+
+    size: int
+    vocab_size: int
+    virtual_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +339,15 @@ class DecoderConfig:
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; not read.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
+        layer_sizes: The sizes of each layer, if layers differ: the fields above are then the largest; empty: every
+            layer has those.
+        keys_are_values: For each layer, whether the key projection's output is also the values, before norms and
+            rotation; empty: every layer has a value projection.
+        value_norm: Whether each value head has an RMSNorm, which has no weights.
+        kv_layers: For each layer, the layer whose keys and values it reads: itself, or an earlier one of the same
+            sizes, and it has neither key nor value projection; empty: every layer has its own.
+        layer_scales: Whether the residual stream after each layer is multiplied by a learned number.
+        layer_inputs: Per-layer embeddings; None: there are none.
         eos_token_ids: End ids from generation_config.json, else from config.json.
         dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
@@ -333,6 +392,12 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
     latent: LatentAttention | None = None
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    keys_are_values: tuple[bool, ...] = ()
+    value_norm: bool = False
+    kv_layers: tuple[int, ...] = ()
+    layer_scales: bool = False
+    layer_inputs: LayerInputsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
 
@@ -349,10 +414,36 @@ class DecoderConfig:
         """Return whether a layer is recurrent, that is, has no attention."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
+    def has_values(self, layer: int) -> bool:
+        """Return whether a layer has a value projection, or another layer's values."""
+        return not (self.keys_are_values and self.keys_are_values[layer])
+
+    def has_own_kv(self, layer: int) -> bool:
+        """Return whether a layer with attention computes keys and values, instead of reading another layer's."""
+        return not self.kv_layers or self.kv_layers[layer] == layer
+
+    def at(self, layer: int) -> DecoderConfig:
+        """Return this configuration with the sizes of one layer as those of all."""
+        if not self.layer_sizes:
+            return self
+        sizes = self.layer_sizes[layer]
+        return replace(
+            self,
+            layer_sizes=(),
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.intermediate_size,
+        )
+
+    def only(self, layer: int) -> DecoderConfig:
+        """Return the configuration of a model of one layer with attention, which has the sizes of `layer`."""
+        return replace(self.at(layer), num_layers=1, recurrent_layers=(), kv_layers=())
+
     @property
-    def num_cached_layers(self) -> int:
-        """Number of layers with attention, whose keys and values are cached."""
-        return self.num_layers - sum(self.recurrent_layers)
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers whose keys and values are cached."""
+        layers = range(self.num_layers)
+        return tuple(each for each in layers if not self.is_recurrent(each) and self.has_own_kv(each))
 
     @property
     def score_scale(self) -> float:

@@ -44,6 +44,23 @@ class Norm:
     bias: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNorms:
+    """Norms of a layer whose experts are beside its MLP, each [hidden_size].
+
+    Attributes:
+        router: On the router's input.
+        before: On the experts' input.
+        after: On the experts' result.
+        shared_after: On the shared MLP's result.
+    """
+
+    router: Norm
+    before: Norm
+    after: Norm
+    shared_after: Norm
+
+
 LinearT = TypeVar("LinearT")
 
 
@@ -59,6 +76,8 @@ class ExpertWeights(Generic[LinearT]):
             same experts, whose results are summed, only the first of them has the biases.
         shared_gate: [1, hidden_size]; None if there is none.
         choice_bias: [count] float32, added to probabilities when experts are chosen; None if there is none.
+        norms: Norms of router, experts and shared MLP; None if there are none.
+        scales: [count], factors of the weights of experts; None if there are none.
     """
 
     router: Linear
@@ -66,6 +85,8 @@ class ExpertWeights(Generic[LinearT]):
     down: LinearT
     shared_gate: Linear | None
     choice_bias: Tensor | None = None
+    norms: ExpertNorms | None = None
+    scales: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +109,49 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputWeights:
+    """Weights by which a layer takes its own inputs of tokens (`LayerInputsConfig`).
+
+    Attributes:
+        gate: Projection of the residual stream, [size, hidden_size].
+        output: Projection of the product with the input, [hidden_size, size].
+        norm: Norm on that, [hidden_size].
+    """
+
+    gate: Linear
+    output: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputWeights:
+    """Weights that make the own inputs of all layers from tokens (`LayerInputsConfig`).
+
+    Attributes:
+        embedding: [vocab_size, num_layers * size].
+        projection: Projection of ordinary embeddings, [num_layers * size, hidden_size].
+        norm: Norm on each layer's part of that, [size].
+    """
+
+    embedding: Tensor
+    projection: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Layer(Generic[LinearT]):
     """One decoder layer. Its projections are `Linear`, or the results of a `Sink`.
 
     Attributes:
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
-        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; with
+        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; without
+            value heads if keys are values, and without key heads too if the layer reads another layer's; with
             `attention_gate` after the gates of all query heads, [query_size, hidden_size]. With latent attention:
             queries, or the vector that they are projected from, the compressed latent and the shared key. In a
             recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
-        key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm.
+        key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm, or without keys.
         output: [hidden_size, num_heads * output_head_dim].
         mlp_norm: Norm before the MLP; None if there is none.
         mlp_post_norm: Norm on the MLP's output; None if there is none.
@@ -110,6 +162,8 @@ class Layer(Generic[LinearT]):
         latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
         recurrent: Weights of a recurrent layer besides its projections; None in a layer with attention.
+        inputs: Weights for the layer's own inputs of tokens; None if there are none.
+        scale: [1], by which the residual stream is multiplied after the layer; None if it is not.
     """
 
     attention_norm: Norm | None
@@ -126,6 +180,8 @@ class Layer(Generic[LinearT]):
     latent: LatentWeights | None = None
     sinks: Tensor | None = None
     recurrent: RecurrentWeights | None = None
+    inputs: LayerInputWeights | None = None
+    scale: Tensor | None = None
 
 
 LayerWeights = Layer[Linear]
@@ -145,6 +201,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         layers: At least one layer, in order.
         final_norm: Norm before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
+        token_inputs: Source of the layers' own inputs of tokens; None if layers have none.
     """
 
     embedding: Tensor | None
@@ -152,6 +209,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     layers: tuple[LayerT, ...]
     final_norm: Norm | None
     lm_head: LinearT | None
+    token_inputs: TokenInputWeights | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

@@ -124,11 +124,14 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
     head = _vocabulary_names(model)[1]
     if decoder.tied_embeddings and head in checkpoint.tensors:
         expected[head] = (decoder.vocab_size, decoder.hidden_size)
-    ignored = model.names.ignored or ("\0",)
+    ignored, unused = model.names.ignored or ("\0",), _unused_keys_and_values(model)
     unexpected = [
         name
         for name in checkpoint.tensors
-        if name not in expected and not name.endswith(ignored) and not _is_of_draft_layer(name, model)
+        if name not in expected
+        and not name.endswith(ignored)
+        and not _is_of_draft_layer(name, model)
+        and not name.startswith(unused)
     ]
     if missing or unexpected:
         raise ConfigError(
@@ -151,6 +154,16 @@ def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
     first = model.decoder.num_layers
     layers = range(first, first + model.decoder.num_draft_layers)
     return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))
+
+
+def _unused_keys_and_values(model: ModelDescription) -> tuple[str, ...]:
+    """Return prefixes of tensors that files have of layers that read another layer's keys and values."""
+    names, attention = model.names, model.names.attention
+    modules = (*attention.qkv[1:], attention.key_norm)
+    layers = (each for each in range(model.decoder.num_layers) if not model.decoder.has_own_kv(each))
+    return tuple(
+        f"{names.base}{names.layers.format(layer)}{module}." for layer in layers for module in modules
+    )
 
 
 def _some(names: list[str], limit: int = 3) -> str:

@@ -76,7 +76,8 @@ def num_weight_bytes(
         levels, stored = checkpoint.levels, checkpoint.tensors
         of_levels = {name: stored[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
     sources = find_sources(model)
-    looked_up = (sources.embedding, sources.position_embedding)
+    of_layers = sources.token_inputs
+    looked_up = (sources.embedding, sources.position_embedding, of_layers and of_layers.embedding)
     total = 0
     for tensor in tensors(sources):
         if all(part.name in of_levels for part in tensor.parts):

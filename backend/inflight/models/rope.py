@@ -18,6 +18,7 @@ from inflight.models.decoder_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ProportionalScaling,
     RopeConfig,
     RopeScaling,
     YarnScaling,
@@ -25,7 +26,7 @@ from inflight.models.decoder_config import (
 from inflight.models.unread_keys import refuse_unread
 
 _DEFAULT_THETA = 10000.0
-_SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope"
+_SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope, proportional"
 # "finetuned" is a key that YaRN's authors wrote beside the scaling with which a model was trained.
 _NEUTRAL = {"finetuned": (None, True, False)}
 
@@ -50,6 +51,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> 
         return frequencies, 1.0
     if isinstance(scaling, LinearScaling):
         return frequencies / scaling.factor, 1.0
+    if isinstance(scaling, ProportionalScaling):
+        turns = torch.arange(len(frequencies)) < int(scaling.part * head_dim // 2)
+        return frequencies / scaling.factor * turns, 1.0
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequencies, scaling), 1.0
     if isinstance(scaling, LongRopeScaling):
@@ -147,6 +151,10 @@ def read_rope_section(
     where null stands for whole heads.
     """
     theta = section.number_or_none("rope_theta") or default_theta
+    scaling = _read_scaling(config, section, max_positions)
+    if isinstance(scaling, ProportionalScaling):
+        refuse_unread(section, _NEUTRAL)
+        return RopeConfig(theta, scaling)
     is_null = not of_section_alone and "partial_rotary_factor" in config.values
     part = 1.0 if default_part is None or is_null else default_part
     for place in (section,) if of_section_alone else (config, section):
@@ -155,9 +163,8 @@ def read_rope_section(
             expected = "at most 1" if default_part else "1.0: this family rotates whole heads"
             raise place.error("partial_rotary_factor", expected)
         part = part if given is None else given
-    rope = RopeConfig(theta, _read_scaling(config, section, max_positions), part)
     refuse_unread(section, _NEUTRAL)
-    return rope
+    return RopeConfig(theta, scaling, part)
 
 
 def longest_sequence(ropes: Sequence[RopeConfig], max_positions: int) -> int:
@@ -205,6 +212,13 @@ def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -
         return _read_llama3(section, original)
     if kind == "yarn":
         return _read_yarn(section, original, max_positions)
+    if kind == "proportional":
+        part = (
+            1.0 if section.value("partial_rotary_factor") is None else section.number("partial_rotary_factor")
+        )
+        if part > 1:
+            raise section.error("partial_rotary_factor", "at most 1")
+        return ProportionalScaling(part, section.number_or_none("factor") or 1.0)
     if kind in ("longrope", "su"):
         return _read_longrope(section, original, max_positions)
     raise section.error(key, _SUPPORTED)

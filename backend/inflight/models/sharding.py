@@ -66,8 +66,10 @@ class Shard:
         if self.moe_ep_size > 1:
             self._check_experts(decoder)
         heads, kv_heads, inner = decoder.num_heads, decoder.num_kv_heads, math.gcd(*self._mlp_widths(decoder))
-        sizes = tensor_parallel_sizes(heads, kv_heads, inner)
-        widths = f"{heads} heads, {kv_heads} key heads, MLP of {inner}"
+        all_kv_heads = dict.fromkeys((kv_heads, *(layer.num_kv_heads for layer in decoder.layer_sizes)))
+        possible = [tensor_parallel_sizes(heads, each, inner) for each in all_kv_heads]
+        sizes = [size for size in possible[0] if all(size in others for others in possible)]
+        widths = f"{heads} heads, {' or '.join(map(str, all_kv_heads))} key heads, MLP of {inner}"
         if decoder.recurrent is not None:
             parts = decoder.recurrent.num_parts
             sizes = [size for size in sizes if parts % size == 0]
@@ -94,6 +96,7 @@ class Shard:
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
         """Return the widths that the number of ranks must divide; the ranks of a group slice an expert."""
         widths = [decoder.dense_width] if decoder.dense_width else []
+        widths += [layer.intermediate_size for layer in decoder.layer_sizes if decoder.dense_width]
         experts = decoder.experts
         if experts is not None:
             widths += [experts.intermediate_size * self.moe_ep_size, experts.shared_intermediate_size]
@@ -113,11 +116,19 @@ class Shard:
             num_heads=decoder.num_heads // self.size,
             num_kv_heads=max(1, decoder.num_kv_heads // self.size),
             intermediate_size=decoder.intermediate_size // self.size,
+            layer_sizes=tuple(
+                replace(
+                    layer,
+                    num_kv_heads=max(1, layer.num_kv_heads // self.size),
+                    intermediate_size=layer.intermediate_size // self.size,
+                )
+                for layer in decoder.layer_sizes
+            ),
             recurrent=decoder.recurrent and decoder.recurrent.divided(self.size),
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
-        """Return this rank's rows of all query heads."""
+        """Return this rank's rows of all query heads; of a layer whose sizes are the decoder's, as below."""
         return self.head_rows(decoder, decoder.head_dim)
 
     def head_rows(self, decoder: DecoderConfig, width: int) -> Range:
@@ -154,6 +165,7 @@ class Part:
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
         layers = mapping.layers(decoder.num_layers)
+        _check_stages(mapping, decoder)
         return cls(shard, layers, mapping.is_first_stage, mapping.is_last_stage)
 
     @classmethod
@@ -172,7 +184,27 @@ class Part:
             ropes=decoder.ropes[begin:end],
             sliding_windows=decoder.sliding_windows[begin:end],
             recurrent_layers=decoder.recurrent_layers[begin:end],
+            layer_sizes=part.layer_sizes[begin:end],
+            keys_are_values=decoder.keys_are_values[begin:end],
+            kv_layers=tuple(layer - begin for layer in decoder.kv_layers[begin:end]),
         )
+
+
+def _check_stages(mapping: Mapping, decoder: DecoderConfig) -> None:
+    """Raise ConfigError if a stage needs something that only another stage has."""
+    size = f"pipeline_parallel_size is {mapping.pp_size}, expected 1: "
+    if mapping.pp_size > 1 and decoder.layer_inputs is not None:
+        raise ConfigError(
+            f"{size}the model has per-layer embeddings (hidden_size_per_layer_input), which are made from the "
+            "tokens' embeddings, and only the first stage has these"
+        )
+    for stage in range(mapping.pp_size):
+        rank = replace(mapping, rank=stage * mapping.tp_size)
+        begin, end = rank.layers(decoder.num_layers)
+        if any(layer < begin for layer in decoder.kv_layers[begin:end]):
+            raise ConfigError(
+                f"{size}layers of one stage read keys and values of layers in another (num_kv_shared_layers)"
+            )
 
 
 def _scaled(part: Range, width: int) -> Range:

@@ -15,27 +15,33 @@ from torch import Tensor
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import (
     DecoderWeights,
+    ExpertNorms,
     ExpertWeights,
     LatentWeights,
     Layer,
+    LayerInputWeights,
     LayerT,
     Linear,
     LinearT,
     Norm,
+    TokenInputWeights,
 )
 from inflight.models.levels import GroupedMatrix, stack_rows
 from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_sources import (
     DecoderSources,
+    ExpertNormSources,
     ExpertSources,
     LatentSources,
+    LayerInputSources,
     LayerSources,
     LinearSource,
     NormSource,
     RecurrentSources,
     StackSource,
     TensorSource,
+    TokenInputSources,
 )
 
 
@@ -82,8 +88,16 @@ class WeightReader(Generic[LayerT, LinearT]):
                 embedding = None
             del table
             final_norm = self._norm(sources.final_norm, self._plain)
+        token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
-        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head)
+        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head, token_inputs)
+
+    def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
+        return TokenInputWeights(
+            embedding=self._plain(sources.embedding),
+            projection=Linear(self._plain(sources.projection.weight)),
+            norm=self._norm(sources.norm, self._plain),
+        )
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
         return Layer(
@@ -101,6 +115,15 @@ class WeightReader(Generic[LayerT, LinearT]):
             mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
             sinks=self._vector(sources.sinks),
             recurrent=None if sources.recurrent is None else self._recurrent(sources.recurrent),
+            inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
+            scale=self._vector(sources.scale),
+        )
+
+    def _layer_inputs(self, sources: LayerInputSources) -> LayerInputWeights:
+        return LayerInputWeights(
+            gate=self._linear(sources.gate),
+            output=self._linear(sources.output),
+            norm=self._norm(sources.norm, self._tensor),
         )
 
     def _recurrent(self, sources: RecurrentSources) -> RecurrentWeights:
@@ -130,6 +153,16 @@ class WeightReader(Generic[LayerT, LinearT]):
             down=self._stack(sources.down),
             shared_gate=None if sources.shared_gate is None else self._linear(sources.shared_gate),
             choice_bias=self._vector(sources.choice_bias),
+            norms=None if sources.norms is None else self._expert_norms(sources.norms),
+            scales=self._vector(sources.scales),
+        )
+
+    def _expert_norms(self, sources: ExpertNormSources) -> ExpertNorms:
+        return ExpertNorms(
+            router=self._norm(sources.router, self._tensor),
+            before=self._norm(sources.before, self._tensor),
+            after=self._norm(sources.after, self._tensor),
+            shared_after=self._norm(sources.shared_after, self._tensor),
         )
 
     # ------------------------------------------------------------------ tensors for the sink

@@ -13,7 +13,13 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
+from inflight.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentAttention,
+    LayerInputsConfig,
+    RopeConfig,
+)
 from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
 from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
 from inflight.models.registry import ModelDescription
@@ -139,6 +145,36 @@ class ExpertSources:
     down: StackSource
     shared_gate: LinearSource | None
     choice_bias: TensorSource | None
+    norms: ExpertNormSources | None
+    scales: TensorSource | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNormSources:
+    """Stored weights of the norms of a layer whose experts are beside its MLP."""
+
+    router: NormSource
+    before: NormSource
+    after: NormSource
+    shared_after: NormSource
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputSources:
+    """Stored weights for a layer's own inputs of tokens."""
+
+    gate: LinearSource
+    output: LinearSource
+    norm: NormSource
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputSources:
+    """Stored weights of the source of all layers' own inputs of tokens."""
+
+    embedding: TensorSource
+    projection: LinearSource
+    norm: NormSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +207,8 @@ class LayerSources:
     mlp_post_norm: NormSource | None
     sinks: TensorSource | None
     recurrent: RecurrentSources | None
+    inputs: LayerInputSources | None
+    scale: TensorSource | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +225,7 @@ class DecoderSources:
     position_embedding: TensorSource | None
     lm_head: TensorSource | None
     final_norm: NormSource | None
+    token_inputs: TokenInputSources | None
     layers: tuple[LayerSources, ...]
 
 
@@ -233,15 +272,44 @@ class _Finder:
                 name = names.base + names.embedding if decoder.tied_embeddings else names.lm_head
                 lm_head = self._table(name, decoder.vocab_size, vocabulary)
             final_norm = self._norm(names.base + names.final_norm, decoder.hidden_size)
+        token_inputs = None if decoder.layer_inputs is None else self._token_inputs(decoder.layer_inputs)
         layers = tuple(self._layer(index) for index in range(*part.layers))
-        return DecoderSources(embedding, position_embedding, lm_head, final_norm, layers)
+        return DecoderSources(embedding, position_embedding, lm_head, final_norm, token_inputs, layers)
 
     def _table(self, name: str, rows: int, own: Range) -> TensorSource:
         hidden = self._decoder.hidden_size
         return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
+    def _token_inputs(self, config: LayerInputsConfig) -> TokenInputSources:
+        """Return the whole source of the layers' own inputs, which every rank has."""
+        decoder, base, names = self._decoder, self._names.base, self._names.layer_inputs
+        assert names is not None, "a family with per-layer embeddings names their modules"
+        width = decoder.num_layers * config.size
+        rows = (StoredRows(f"{base}{names.embedding}.weight", config.vocab_size, ((0, config.vocab_size),)),)
+        projection = (StoredRows(base + names.projection, width, ((0, width),)),)
+        return TokenInputSources(
+            embedding=TensorSource(rows, width, (0, width)),
+            projection=self._linear(projection, decoder.hidden_size, (0, decoder.hidden_size), False),
+            norm=self._norm(base + names.norm, config.size),
+        )
+
+    def _layer_inputs(self, prefix: str, config: LayerInputsConfig) -> LayerInputSources:
+        hidden, size, names = self._decoder.hidden_size, config.size, self._names.layer_inputs
+        assert names is not None, "a family with per-layer embeddings names their modules"
+
+        def whole(module: str, rows: int, columns: int) -> LinearSource:
+            return self._linear(
+                (StoredRows(prefix + module, rows, ((0, rows),)),), columns, (0, columns), False
+            )
+
+        return LayerInputSources(
+            gate=whole(names.gate, size, hidden),
+            output=whole(names.output, hidden, size),
+            norm=self._norm(prefix + names.output_norm, hidden),
+        )
+
     def _layer(self, index: int) -> LayerSources:
-        decoder, names, shard = self._decoder, self._names, self._part.shard
+        decoder, names, shard = self._decoder.at(index), self._names, self._part.shard
         attention, is_recurrent = names.attention, decoder.is_recurrent(index)
         norms = names.recurrent_norms if is_recurrent and names.recurrent_norms else names.norms
         prefix = names.base + names.layers.format(index)
@@ -260,7 +328,9 @@ class _Finder:
             qkv = self._gated_qkv(prefix, attention.qkv)
         elif decoder.latent is None:
             rows = (decoder.query_size, queries), keys, keys
-            qkv = self._column_parallel(prefix, attention.qkv, rows, decoder.qkv_bias)
+            kinds = 1 if not decoder.has_own_kv(index) else 3 if decoder.has_values(index) else 2
+            modules = attention.qkv if len(attention.qkv) == 1 else attention.qkv[:kinds]
+            qkv = self._column_parallel(prefix, modules, rows[:kinds], decoder.qkv_bias)
             if (rope := decoder.ropes[index]) is not None and rope.interleaved:
                 qkv = self._in_halves(qkv, rope)
         else:
@@ -282,18 +352,26 @@ class _Finder:
             attention_norm=norm(norms.attention),
             query_norm=None
             if is_recurrent
-            else self._head_norm(prefix + attention.query_norm, (decoder.query_size, queries)),
-            key_norm=None if is_recurrent else self._head_norm(prefix + attention.key_norm, keys),
-            output=self._recurrent_output(prefix) if is_recurrent else self._attention_output(prefix),
+            else self._head_norm(decoder, prefix + attention.query_norm, (decoder.query_size, queries)),
+            key_norm=None
+            if is_recurrent or not decoder.has_own_kv(index)
+            else self._head_norm(decoder, prefix + attention.key_norm, keys),
+            output=self._recurrent_output(prefix)
+            if is_recurrent
+            else self._attention_output(decoder, prefix),
             attention_post_norm=norm(norms.attention_post),
             mlp_norm=norm(norms.mlp),
             mlp_post_norm=norm(norms.mlp_post),
             sinks=self._sinks(prefix) if decoder.learned_sinks and not is_recurrent else None,
             recurrent=self._recurrent(prefix) if is_recurrent else None,
+            inputs=None if decoder.layer_inputs is None else self._layer_inputs(prefix, decoder.layer_inputs),
+            scale=TensorSource((StoredRows(prefix + names.layer_scale, 1, ((0, 1),)),))
+            if decoder.layer_scales
+            else None,
         )
 
-    def _attention_output(self, prefix: str) -> LinearSource:
-        decoder = self._decoder
+    def _attention_output(self, decoder: DecoderConfig, prefix: str) -> LinearSource:
+        """Return the output projection of a layer whose sizes are the decoder's."""
         own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
         columns = decoder.num_heads * decoder.output_head_dim
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
@@ -488,11 +566,28 @@ class _Finder:
             down=stack(down, inner, own, has_down_bias, is_gated=False),
             shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
             choice_bias=choice_bias if config.has_choice_bias else None,
+            norms=self._expert_norms(prefix, names) if config.has_norms else None,
+            scales=TensorSource((StoredRows(prefix + names.scales, config.count, ((0, config.count),)),))
+            if config.has_expert_scales
+            else None,
         )
 
-    def _head_norm(self, module: str, all_heads: tuple[int, Range]) -> NormSource | None:
-        """Return this shard's part of the norm over each head, or over all heads together."""
-        decoder = self._decoder
+    def _expert_norms(self, prefix: str, names: ExpertNames) -> ExpertNormSources:
+        hidden, norms = self._decoder.hidden_size, names.norms
+        assert norms is not None, "a family with such norms names them"
+        router = TensorSource((StoredRows(prefix + norms.router, hidden, ((0, hidden),)),))
+        return ExpertNormSources(
+            router=NormSource(router, None, self._decoder.norm_offset),
+            before=self._norm(prefix + norms.before, hidden),
+            after=self._norm(prefix + norms.after, hidden),
+            shared_after=self._norm(prefix + norms.shared_after, hidden),
+        )
+
+    def _head_norm(
+        self, decoder: DecoderConfig, module: str, all_heads: tuple[int, Range]
+    ) -> NormSource | None:
+        """Return this shard's part of the norm over each head, or over all heads together, of a layer whose sizes
+        are the decoder's."""
         if decoder.qk_norm is None:
             return None
         size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads

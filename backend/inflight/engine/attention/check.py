@@ -47,7 +47,7 @@ def check_attention(
 
     Args:
         attention: The attention to check.
-        decoder: The decoder, as this rank computes it, whose heads are used.
+        decoder: The decoder, as this rank computes it, whose first layer's heads are used.
         tokens_per_block: Tokens per KV block.
         windows: Windows of the layers.
         dtype: Data type of queries, keys and values.
@@ -60,8 +60,8 @@ def check_attention(
     windows = tuple(dict.fromkeys(windows))
     longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
     num_blocks = max(3, -(-longest // tokens_per_block))  # per sequence
-    shape = replace(decoder, num_layers=1)
-    cache = KvCache(shape, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
+    decoder = decoder.only(0)
+    cache = KvCache(decoder, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
     tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
     heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
     stored = torch.arange(cache.num_blocks * tokens_per_block, device=device)

@@ -45,14 +45,16 @@ def find_attention(
     if device.type != "cuda":
         return gathering(held)
     rounding = find_rounding(config.kv_cache_dtype)
-    tried = held, config.tokens_per_block, windows, dtype, device, rounding
+    tried = config.tokens_per_block, windows, dtype, device, rounding
+    kinds = [held.only(layer) for layer in held.cached_layers] or [held]
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
     if rounding is not None:
         of_blocks += f" in {rounding.name}"
     reasons: list[str] = []
 
     def check(attention: Attention) -> None:
-        check_attention(attention, *tried)
+        for of_layer in dict.fromkeys(kinds):
+            check_attention(attention, of_layer, *tried)
 
     def find(make: Callable[[], _Found]) -> _Found | None:
         try:

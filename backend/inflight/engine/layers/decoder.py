@@ -31,7 +31,7 @@ from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
-from inflight.models.decoder_weights import ExpertWeights, LatentWeights
+from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
@@ -112,12 +112,13 @@ class Decoder:
         self._weights = weights
         any_linear = weights.layers[0].qkv
         self.dtype, self._device = any_linear.dtype, any_linear.weight.device
-        self._layer_ropes = config.ropes[slice(*part.layers)]
+        self._sizes = [self._held.at(layer) for layer in range(self._held.num_layers)]
+        self._layer_ropes = [
+            rope and (rope, sizes.rotary_head_dim)
+            for rope, sizes in zip(self._held.ropes, self._sizes, strict=True)
+        ]
         self._rope_tables = {
-            rope: tuple(
-                table.to(self._device)
-                for table in rope_tables(rope, config.rotary_head_dim, max_sequence_length)
-            )
+            rope: tuple(table.to(self._device) for table in rope_tables(*rope, max_sequence_length))
             for rope in dict.fromkeys(self._layer_ropes)
             if rope is not None
         }
@@ -146,33 +147,42 @@ class Decoder:
         plans = self._attention.plan(packed, cache, self._windows)
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
-        rotations: dict[RopeConfig | None, Any] = {
+        inputs = self._layer_inputs(packed, x)
+        rotations: dict[tuple[RopeConfig, int] | None, Any] = {
             rope: self._operations.rotation(cos, sin, packed.positions)
             for rope, (cos, sin) in self._rope_tables.items()
         }
         read = self._norm(x, weights.layers[0].attention_norm) if weights.layers else x
+        own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of rows, by the place of their layer
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
             plan = plans[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
-            mixer, place = self._mixers[index], self._places[index]
+            mixer = self._mixers[index]
             if mixer is not None:
                 assert cache.states is not None, "a model with recurrent layers has states"
-                mixed = cache.states.run(place, mixer, layer.qkv(read))
+                mixed = cache.states.run(self._places[index], mixer, layer.qkv(read))
                 attended = self._row_parallel(layer.output, mixed)
             else:
                 rotation = rotations.get(self._layer_ropes[index])
-                attended = self._attend(read, rotation, place, layer, places, plan, cache)
+                attended = self._attend(read, rotation, index, layer, places, plan, cache, own)
             following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
             if self.config.parallel_residual:
-                computed = self._mlp(self._norm(x, layer.mlp_norm), layer)
+                computed = self._mlp(self._norm(x, layer.mlp_norm), layer, x)
                 x, _ = self._add(x, attended, layer.attention_post_norm, None)
             else:
                 x, read = self._add(x, attended, layer.attention_post_norm, layer.mlp_norm)
-                computed = self._mlp(read, layer)
-            x, read = self._add(x, computed, layer.mlp_post_norm, following)
+                computed = self._mlp(read, layer, x)
+            if layer.inputs is None and layer.scale is None:
+                x, read = self._add(x, computed, layer.mlp_post_norm, following)
+                continue
+            x, _ = self._add(x, computed, layer.mlp_post_norm, None)
+            if layer.inputs is not None and inputs is not None:
+                x = x + self._take_input(x, layer.inputs, inputs[:, index])
+            x = x if layer.scale is None else x * layer.scale
+            read = self._norm(x, following)
         return x
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
@@ -216,6 +226,27 @@ class Decoder:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"
         return F.embedding(token_ids, self._weights.embedding)
 
+    def _layer_inputs(self, packed: PackedBatch, embedded: Tensor) -> Tensor | None:
+        """Return the layers' own inputs of the rows, [rows, layers, size]; None for a model without them."""
+        config, weights = self.config.layer_inputs, self._weights.token_inputs
+        if config is None or weights is None:
+            return None
+        token_ids, virtual = packed.token_ids, packed.virtual
+        if virtual is not None:
+            token_ids = token_ids.index_fill(0, virtual.rows, config.virtual_id)
+        of_tokens = F.embedding(token_ids, weights.embedding)
+        of_tokens = of_tokens * torch.tensor(config.size**0.5, dtype=of_tokens.dtype)
+        projected = weights.projection(embedded) * self.config.hidden_size**-0.5
+        of_tokens, projected = (
+            torch.unflatten(each, 1, (-1, config.size)) for each in (of_tokens, projected)
+        )
+        return (self._norm(projected, weights.norm) + of_tokens) * 2**-0.5
+
+    def _take_input(self, x: Tensor, weights: LayerInputWeights, given: Tensor) -> Tensor:
+        """Return what a layer adds to the residual stream x because of its own inputs `given` [rows, size]."""
+        gated = self._operations.activation(weights.gate(x)) * given
+        return self._norm(weights.output(gated), weights.norm)
+
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
         """Multiply with a weight whose inputs are divided among ranks; the bias is added once, to the sum."""
         if self._collectives.size == 1:
@@ -232,14 +263,21 @@ class Decoder:
         places: Tensor,
         plan: Any,
         cache: KvCache,
+        own: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
+        """Return the attention of a layer; `own` has the rows' keys and values of earlier layers, by place."""
+        place, gates = self._places[index], None
         if self.config.latent is not None and layer.latent is not None:
             queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
-            values, gates = keys, None
-            cache.write(index, places, keys, values)
-        else:
+            values = keys
+            cache.write(place, places, keys, values)
+        elif self._held.has_own_kv(index):
             queries, keys, values, gates = self._queries_keys_values(x, rotation, index, layer, places, cache)
-        read = self._attention.attend(queries, keys, values, index, plan, cache, layer.sinks)
+            if self._held.kv_layers:
+                own[place] = keys, values
+        else:
+            queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
+        read = self._attention.attend(queries, keys, values, place, plan, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
         if gates is not None:
@@ -253,13 +291,16 @@ class Decoder:
 
         With `attention_gate` also the gates [rows, heads * head_dim], else None.
         """
-        heads, kv_heads = self._held.num_heads, self._held.num_kv_heads
+        sizes = self._sizes[index]
+        heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
         qkv, gates = layer.qkv(x), None
         if self.config.attention_gate:
             gates, qkv = qkv.split_with_sizes(
-                (self._held.query_size, (heads + 2 * kv_heads) * self._held.head_dim), dim=1
+                (sizes.query_size, (heads + 2 * kv_heads) * sizes.head_dim), dim=1
             )
-        qkv = qkv.view(x.shape[0], heads + 2 * kv_heads, self._held.head_dim)
+        qkv = qkv.view(x.shape[0], -1, sizes.head_dim)
+        if not self._held.has_values(index):
+            qkv = torch.cat((qkv, qkv[:, heads:]), dim=1)
         norms = None
         if layer.query_norm is not None and layer.key_norm is not None:
             norms = layer.query_norm, layer.key_norm
@@ -268,7 +309,14 @@ class Decoder:
                 queries = self._norm_together(queries, layer.query_norm, self.config.num_heads)
                 keys = self._norm_together(keys, layer.key_norm, self.config.num_kv_heads)
                 qkv, norms = torch.cat((queries, keys, values), dim=1), None
-        return *self._operations.heads(qkv, norms, rotation, places, index, cache), gates
+        return *self._operations.heads(qkv, norms, rotation, places, self._places[index], cache), gates
+
+    def _queries_alone(self, x: Tensor, rotation: Any, index: int, layer: LayerWeights) -> Tensor:
+        """Return the queries [rows, heads, head_dim] of a layer that reads another layer's keys and values."""
+        queries = torch.unflatten(layer.qkv(x), 1, (-1, self._sizes[index].head_dim))
+        if layer.query_norm is not None:
+            queries = self._norm(queries, layer.query_norm)
+        return queries if rotation is None else rotate(queries, *rotation)
 
     def _compress(
         self,
@@ -321,8 +369,11 @@ class Decoder:
         keys, values = by_head.split_with_sizes(widths, dim=1)
         return keys, values
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+    def _mlp(self, x: Tensor, layer: LayerWeights, stream: Tensor) -> Tensor:
+        """Compute the MLP or the experts of x, which is the residual stream `stream` after the layer's norm."""
         if layer.experts is not None:
+            if layer.experts.norms is not None:
+                return self._mix_beside(x, layer, layer.experts, layer.experts.norms, stream)
             return self._mix(x, layer, layer.experts)
         assert layer.up is not None and layer.down is not None, "a layer has experts or an MLP"
         return self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
@@ -338,6 +389,25 @@ class Decoder:
                 shared = torch.sigmoid(experts.shared_gate(x)) * shared
             given = given + shared
         return self._collectives.all_reduce(given) if self._collectives.size > 1 else given
+
+    def _mix_beside(
+        self,
+        x: Tensor,
+        layer: LayerWeights,
+        experts: ExpertWeights[Linear],
+        norms: ExpertNorms,
+        stream: Tensor,
+    ) -> Tensor:
+        """Compute the MLP of x, and beside it the experts, which read the residual stream through own norms."""
+        config = self._held.experts
+        assert config is not None and layer.up is not None and layer.down is not None, "the layer has both"
+        shared = self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
+        routed = self._norm(stream, norms.router) * self.config.hidden_size**-0.5
+        read = self._norm(stream, norms.before)
+        given = mix_experts(read, experts, config, self._operations.activate, routed)
+        if self._collectives.size > 1:
+            given = self._collectives.all_reduce(given)
+        return self._norm(shared, norms.shared_after) + self._norm(given, norms.after)
 
     def _add(
         self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
@@ -364,27 +434,35 @@ class Decoder:
 
 
 def _places(held: DecoderConfig) -> list[int]:
-    """Return each layer's index among the layers of its kind: with attention, or recurrent."""
+    """Return each layer's index among the layers of its kind: with attention, or recurrent; of a layer that reads
+    another layer's keys and values the index of that one."""
     counts = {True: 0, False: 0}
     places: list[int] = []
     for layer in range(held.num_layers):
         is_recurrent = held.is_recurrent(layer)
+        if not is_recurrent and not held.has_own_kv(layer):
+            places.append(places[held.kv_layers[layer]])
+            continue
         places.append(counts[is_recurrent])
         counts[is_recurrent] += 1
     return places
 
 
 def mix_experts(
-    x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig, activate: Callable[[Tensor], Tensor]
+    x: Tensor,
+    experts: ExpertWeights[Linear],
+    config: ExpertsConfig,
+    activate: Callable[[Tensor], Tensor],
+    routed: Tensor | None = None,
 ) -> Tensor:
     """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
-    them.
+    them. `routed` is the router's input, if it is not x.
 
     Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
     up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
     experts that other ranks hold.
     """
-    chances, chosen = route(x, experts, config)
+    chances, chosen = route(x if routed is None else routed, experts, config)
     by_expert, order = chosen.flatten().sort(stable=True)
     counts: list[int] = to_list(torch.bincount(by_expert, minlength=config.count))
     given = x.new_zeros(x.shape, dtype=torch.float32)
@@ -419,6 +497,8 @@ def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> t
     chances = chances.gather(-1, chosen)
     if config.is_normalized:
         chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    if experts.scales is not None:
+        chances = chances * experts.scales.float()[chosen]
     return chances * config.result_scale, chosen
 
 

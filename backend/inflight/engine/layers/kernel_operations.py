@@ -32,7 +32,10 @@ class KernelLayerOperations(LayerOperations):
         super().__init__(decoder)
         fitting = {
             ADD_NORM: decoder.residual_scale == 1,
-            HEADS: decoder.latent is None and not decoder.norms_rotated,
+            HEADS: decoder.latent is None
+            and not decoder.norms_rotated
+            and not decoder.value_norm
+            and not decoder.layer_sizes,
             ACTIVATION: decoder.gated_mlp
             and decoder.clamped_swiglu is None
             and decoder.activation in ACTIVATIONS,

@@ -8,7 +8,6 @@ Used on the loading thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -108,7 +107,7 @@ def _results(
         yield f"a sum (weights of {weight_dtype})", total
         yield f"its norm (weights of {weight_dtype})", normed
     if decoder.latent is None:
-        yield from _heads(operations, decoder, num_rows, dtype, device, random, rounding)
+        yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, rounding)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
     yield "an activation", operations.activate(inner)
 
@@ -123,7 +122,7 @@ def _heads(
     rounding: KvRounding | None,
 ) -> Iterator[tuple[str, Tensor]]:
     num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
-    cache = KvCache(replace(decoder, num_layers=1), num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
+    cache = KvCache(decoder, num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
     places = torch.arange(num_rows, device=device).flip(0)
     positions = torch.arange(num_rows, device=device) % _POSITIONS
     norms = None

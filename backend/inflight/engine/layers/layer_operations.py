@@ -68,7 +68,7 @@ class LayerOperations:
         values.
 
         Args:
-            qkv: [rows, heads + 2 * kv_heads, head_dim].
+            qkv: [rows, heads + 2 * kv_heads, head_dim]; kv_heads and head_dim may differ from layer to layer.
             norms: Norms of query heads and key heads, applied before the rotation, or after it with
                 `norms_rotated`; None: there are none.
             rotation: The result of `rotation`; None: no rotation.
@@ -76,8 +76,11 @@ class LayerOperations:
             layer: The layer, for the cache.
             cache: The KV cache.
         """
-        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        heads = self.decoder.num_heads
+        kv_heads = (qkv.shape[1] - heads) // 2
         queries_keys, values = qkv.split_with_sizes((heads + kv_heads, kv_heads), dim=1)
+        if self.decoder.value_norm:
+            values = F.rms_norm(values, values.shape[-1:], eps=self.decoder.norm_eps)
         is_late = self.decoder.norms_rotated
         if norms is not None and not is_late:
             queries_keys = self._norm_heads(queries_keys, norms)
@@ -91,8 +94,8 @@ class LayerOperations:
 
     def _norm_heads(self, queries_keys: Tensor, norms: tuple[Norm, Norm]) -> Tensor:
         """Apply the norms of query heads and of key heads to [rows, heads + kv_heads, head_dim]."""
-        heads, kv_heads = self.decoder.num_heads, self.decoder.num_kv_heads
-        parts = zip(queries_keys.split_with_sizes((heads, kv_heads), dim=1), norms, strict=True)
+        heads = self.decoder.num_heads
+        parts = zip((queries_keys[:, :heads], queries_keys[:, heads:]), norms, strict=True)
         return torch.cat([apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts], dim=1)
 
     def activate(self, inner: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.additional_outputs import OutputKind, meaning_of
+from inflight.engine.components import only_by_torch
 from inflight.engine.tensorrt.attention import NetworkAttention, PackedAttention, SplitAttention
 from inflight.engine.tensorrt.components import Components
 from inflight.engine.tensorrt.graph import Graph
@@ -30,6 +31,7 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     found = {
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
+        **only_by_torch(config),
         "gates of attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
         "norms of rotated heads": config.norms_rotated,

@@ -32,6 +32,9 @@ _OTHER_PARTS = (
     "vision_model.",
     "visual.",
     "multi_modal_projector.",
+    "embed_vision.",
+    "embed_audio.",
+    "vision_embedder.",
     "mm_projector.",
     "audio_tower.",
     "image_newline",
@@ -144,6 +147,44 @@ class MlpNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNormNames:
+    """Names of the norms of a layer whose experts are beside its MLP, below the layer.
+
+    Attributes:
+        router: Whole name of the weight of the norm on the router's input.
+        before: Norm on the experts' input.
+        after: Norm on the experts' result.
+        shared_after: Norm on the shared MLP's result.
+    """
+
+    router: str
+    before: str
+    after: str
+    shared_after: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputNames:
+    """Names of the modules of per-layer embeddings.
+
+    Attributes:
+        embedding: The embedding of all layers' inputs, below the model's `base`, as are the next two.
+        projection: The projection of ordinary embeddings.
+        norm: The norm on each layer's part of that projection.
+        gate: In each layer, the projection of the residual stream, below the layer, as are the next two.
+        output: The projection of the product with the layer's input.
+        output_norm: The norm on that.
+    """
+
+    embedding: str
+    projection: str
+    norm: str
+    gate: str
+    output: str
+    output_norm: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of the modules of a layer with experts, below the layer.
 
@@ -157,6 +198,8 @@ class ExpertNames:
         choice_bias: Whole name of the biases that are added to probabilities when experts are chosen; "" if there
             are none.
         has_choice_bias_row: Whether these biases are stored as a row, [1, experts], instead of a vector.
+        norms: Names of norms of their own; None if there are none.
+        scales: Whole name of the factors of the experts' weights; "" if there are none.
     """
 
     router: str
@@ -167,6 +210,8 @@ class ExpertNames:
     shared_gate: str = ""
     choice_bias: str = ""
     has_choice_bias_row: bool = False
+    norms: ExpertNormNames | None = None
+    scales: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +258,9 @@ class WeightNames:
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
+        layer_inputs: Modules of per-layer embeddings; None if there are none.
+        layer_scale: Whole name of the number, below the layer, by which its output is multiplied; "" if there is
+            none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
         left_out: Prefixes of tensors that are not read, such as those of draft layers.
     """
@@ -230,6 +278,8 @@ class WeightNames:
     lm_head: str = "lm_head"
     position_embedding: str = ""
     transposed: bool = False
+    layer_inputs: LayerInputNames | None = None
+    layer_scale: str = ""
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 

@@ -1,12 +1,30 @@
-"""Gemma 2 and Gemma 3, the text models."""
+"""Gemma 2, 3 and 4, the text models."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.models.decoder_config import DecoderConfig, RopeConfig
-from inflight.models.families.family import Family, NormNames, read_activation, read_layer_types
+from inflight.json_values import is_object
+from inflight.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LayerInputsConfig,
+    LayerSizes,
+    RopeConfig,
+)
+from inflight.models.families.family import (
+    ExpertNames,
+    ExpertNormNames,
+    ExpertStacks,
+    Family,
+    LayerInputNames,
+    MlpNames,
+    NormNames,
+    read_activation,
+    read_layer_types,
+)
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.rope import read_layer_type_ropes
 
@@ -98,6 +116,224 @@ def _read_gemma3(config: ConfigFile) -> DecoderConfig:
     return replace(decoder, qk_norm="heads", max_positions=max_positions)
 
 
+# ---------------------------------------------------------------------- Gemma 4
+
+_NAMES4 = replace(
+    _NAMES,
+    attention=NORMED_ATTENTION,
+    experts=ExpertNames(
+        router="router.proj",
+        prefix="experts.{}.",
+        each=MlpNames(up=("gate_proj", "up_proj"), down="down_proj"),
+        stacks=ExpertStacks(up="experts.gate_up_proj", down="experts.down_proj"),
+        shared=_NAMES.mlp,
+        norms=ExpertNormNames(
+            router="router.scale",
+            before="pre_feedforward_layernorm_2",
+            after="post_feedforward_layernorm_2",
+            shared_after="post_feedforward_layernorm_1",
+        ),
+        scales="router.per_expert_scale",
+    ),
+    layer_inputs=LayerInputNames(
+        embedding="embed_tokens_per_layer",
+        projection="per_layer_model_projection",
+        norm="per_layer_projection_norm",
+        gate="per_layer_input_gate",
+        output="per_layer_projection",
+        output_norm="post_per_layer_input_norm",
+    ),
+    layer_scale="layer_scalar",
+)
+# If the keys are absent:
+_HEAD_DIM4, _GLOBAL_HEAD_DIM4, _WINDOW4, _INPUT_SIZE4, _VOCAB_SIZE4 = 256, 512, 512, 256, 262144
+_ROPES4: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def _read_gemma4(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Gemma 4: full layers with wider and fewer heads, whose keys may be values.
+
+    The last layers may read an earlier layer's keys and values; layers may have inputs of their own for each
+    token, and experts beside the MLP.
+    """
+    if config.text_or_none("use_bidirectional_attention") not in (None, "vision"):
+        raise config.error(
+            "use_bidirectional_attention", "null or vision: this engine generates, and sees no later tokens"
+        )
+    num_layers, num_heads = (
+        config.positive_int("num_hidden_layers"),
+        config.positive_int("num_attention_heads"),
+    )
+    types = _read_types4(config, num_layers)
+    max_positions = config.int_or_none("max_position_embeddings") or 131072
+    if not config.has("rope_parameters"):
+        config = config.with_values({"rope_parameters": _ROPES4})
+    ropes = read_layer_type_ropes(config, max_positions, _THETAS)
+    window = config.int_or_none("sliding_window") if config.has("sliding_window") else _WINDOW4
+    bias = config.boolean("attention_bias", False)
+    own_layers = num_layers - _read_count(config, "num_kv_shared_layers", most=num_layers - 1)
+    if missing := set(types) - set(types[:own_layers]):
+        raise config.error(
+            "num_kv_shared_layers", f"so many that a layer of type {min(missing)} has its own keys and values"
+        )
+    kv_layers = tuple(
+        layer
+        if layer < own_layers
+        else max(each for each in range(own_layers) if types[each] == types[layer])
+        for layer in range(num_layers)
+    )
+    sizes = _read_sizes4(config, types, own_layers)
+    for each in sizes:
+        if num_heads % each.num_kv_heads:
+            key = next(
+                filter(config.has, ("per_layer_config", "num_global_key_value_heads")), "num_key_value_heads"
+            )
+            raise config.error(key, f"divisors of num_attention_heads, {num_heads}")
+    decoder = read_llama_like(
+        config,
+        default_positions=131072,
+        default_kv_heads=_KV_HEADS,
+        ropes=tuple(ropes[kind] for kind in types),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="heads",
+        value_norm=True,
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+        activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_placement="around",
+        embedding_scale=config.positive_int("hidden_size") ** 0.5,
+        attention_scale=1.0,
+        logits_soft_cap=config.number_or_none("final_logit_softcapping"),
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+        experts=_read_experts4(config, num_layers),
+        layer_scales=True,
+        layer_inputs=_read_inputs4(config),
+        head_dim=max(each.head_dim for each in sizes),
+        num_kv_heads=max(each.num_kv_heads for each in sizes),
+    )
+    are_same = config.boolean("attention_k_eq_v", False)
+    return replace(
+        decoder,
+        max_positions=max_positions,
+        intermediate_size=max(each.intermediate_size for each in sizes),
+        layer_sizes=sizes,
+        keys_are_values=tuple(are_same and kind == "full_attention" for kind in types) if are_same else (),
+        kv_layers=kv_layers if own_layers < num_layers else (),
+    )
+
+
+def _read_types4(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
+    """Return the types of layers: without the key, every sixth is full; the last one always is."""
+    types = read_layer_types(config, num_layers) or tuple(
+        "full_attention" if (layer + 1) % _SLIDING_PATTERN == 0 else "sliding_attention"
+        for layer in range(num_layers)
+    )
+    return (*types[:-1], "full_attention")
+
+
+def _read_count(config: ConfigFile, key: str, most: int | None = None) -> int:
+    """Return an integer of at least 0, and at most `most`; 0 if the key is absent."""
+    value = config.value(key)
+    if value is None:
+        return 0
+    if type(value) is not int or not value >= 0 or (most is not None and value > most):
+        raise config.error(key, "an integer >= 0" + ("" if most is None else f", at most {most}"))
+    return value
+
+
+def _read_sizes4(config: ConfigFile, types: tuple[str, ...], own_layers: int) -> tuple[LayerSizes, ...]:
+    """Return the sizes of each layer. Heads depend on its type; in layers that read another layer's keys and
+    values, the MLP may be twice as wide."""
+    heads = {
+        "sliding_attention": (
+            config.int_or_none("num_key_value_heads") or _KV_HEADS,
+            config.int_or_none("head_dim") or _HEAD_DIM4,
+        )
+    }
+    heads["full_attention"] = _read_full_heads4(config, types, *heads["sliding_attention"])
+    inner = config.positive_int("intermediate_size")
+    wide = 2 * inner if config.boolean("use_double_wide_mlp", False) else inner
+    return tuple(
+        LayerSizes(*heads[kind], wide if layer >= own_layers else inner) for layer, kind in enumerate(types)
+    )
+
+
+def _read_full_heads4(
+    config: ConfigFile, types: tuple[str, ...], kv_heads: int, head_dim: int
+) -> tuple[int, int]:
+    """Return number and width of the key heads of full layers, from either form of the keys.
+
+    transformers 5 writes `per_layer_config`, and then ignores the two other keys. null stands for an empty one.
+    """
+    wide = config.int_or_none("global_head_dim") or _GLOBAL_HEAD_DIM4
+    few = config.int_or_none("num_global_key_value_heads")
+    of_layers: Any = config.value("per_layer_config") if config.has("per_layer_config") else {}
+    if "per_layer_config" not in config.values:
+        return (few if few and config.boolean("attention_k_eq_v", False) else kv_heads), wide
+    expected = "head_dim and num_key_value_heads of full_attention layers, the same for all of them"
+    if not is_object(of_layers):
+        raise config.error("per_layer_config", expected)
+    found = {int(key): value for key, value in of_layers.items() if key.isdecimal() and is_object(value)}
+    full = {layer for layer, kind in enumerate(types) if kind == "full_attention"}
+    forms = [found.get(layer, {}) for layer in full]
+    first = forms[0]
+    is_read = set(first) <= {"head_dim", "num_key_value_heads"} and all(
+        type(size) is int and size > 0 for size in first.values()
+    )
+    if (
+        len(found) != len(of_layers)
+        or set(found) - full
+        or any(each != first for each in forms)
+        or not is_read
+    ):
+        raise config.error("per_layer_config", expected)
+    return first.get("num_key_value_heads", kv_heads), first.get("head_dim", head_dim)
+
+
+def _read_experts4(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:
+    """Return the experts that are beside the MLP of every layer; None if there are none."""
+    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
+    if not config.boolean("enable_moe_block", False):
+        for key in keys:
+            config.value(key)
+        return None
+    if missing := [key for key in keys if not config.has(key)]:
+        raise config.error(
+            "enable_moe_block", f"false, or the keys {', '.join(keys)}: {missing[0]} is missing"
+        )
+    count, per_token, inner = (config.positive_int(key) for key in keys)
+    if per_token > count:
+        raise config.error("top_k_experts", f"at most num_experts, which is {count}")
+    if config.boolean("use_double_wide_mlp", False) and config.value("num_kv_shared_layers"):
+        raise config.error("use_double_wide_mlp", "false beside experts and num_kv_shared_layers")
+    return ExpertsConfig(
+        count=count,
+        num_per_token=per_token,
+        intermediate_size=inner,
+        is_normalized=True,
+        layers=(True,) * num_layers,
+        shared_intermediate_size=config.positive_int("intermediate_size"),
+        has_norms=True,
+        has_expert_scales=True,
+    )
+
+
+def _read_inputs4(config: ConfigFile) -> LayerInputsConfig | None:
+    """Return the per-layer embeddings; None if their width is 0."""
+    size = _INPUT_SIZE4
+    if config.has("hidden_size_per_layer_input"):
+        size = _read_count(config, "hidden_size_per_layer_input")
+    vocab_size = config.int_or_none("vocab_size_per_layer_input") or _VOCAB_SIZE4
+    if not size:
+        return None
+    if vocab_size < config.positive_int("vocab_size"):
+        raise config.error("vocab_size_per_layer_input", "at least vocab_size, a row for every token")
+    return LayerInputsConfig(size, vocab_size, _read_count(config, "pad_token_id", most=vocab_size - 1))
+
+
 GEMMA_FAMILIES = (
     Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _NAMES),
     Family(
@@ -106,4 +342,5 @@ GEMMA_FAMILIES = (
         _read_gemma3,
         replace(_NAMES, attention=NORMED_ATTENTION),
     ),
+    Family("gemma4_text", "Gemma4ForCausalLM", _read_gemma4, _NAMES4),
 )
