@@ -153,7 +153,7 @@ class ModelRunner:
     def take_tokens(
         self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
     ) -> None:
-        """Feed the sampled tokens to their slots next, and apply accepted drafts, in all slots or those of `only`."""
+        """Feed the sampled tokens to their slots next, and apply accepted drafts, in all slots or in `only`."""
         self.slots.remember(batch, output, only)
         if self.cache.states is not None:
             self.cache.states.accept(batch, output, only)

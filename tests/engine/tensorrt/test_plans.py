@@ -344,7 +344,7 @@ def arguments(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def said(arguments: list[str]) -> str:
-    """What the command says when it has built plans with TensorRT."""
+    """The command's messages after it has built plans with TensorRT."""
     with redirect_stderr(StringIO()) as stderr:
         assert main([*arguments, "--target", "sm89"]) == 0
     return stderr.getvalue()
