@@ -112,7 +112,8 @@ def counts() -> str:
     found = listed()
     return (
         f"Of the {len(TYPES)} types of language models in transformers {transformers.__version__}, "
-        f"{len(WITH_MAP & set(TYPES))} are implemented here,\n{len(found[BY_TRANSFORMERS])} run by transformers' code, "
+        f"{len(WITH_MAP & set(TYPES))} are implemented here,\n"
+        f"{len(found[BY_TRANSFORMERS])} run by transformers' code, "
         f"{len(found[REFUSED])} are refused, and {len(found[NOT_TRIED])} were not tried, because no small "
         "model of them could be made."
     )
