@@ -356,6 +356,14 @@ def test_either_key_states_the_dtype_and_auto_states_none(
         ),
         ({**PUBLISHED["deepseek v3"], "n_group": 3}, "expected groups of at least 2 of 8 n_routed_experts"),
         ({**_DEEPSEEK, "attention_bias": True}, "expected false where q_lora_rank is null"),
+        (
+            {
+                **_as("HunYuanDenseV1ForCausalLM"),
+                "model_type": "hunyuan_v1_dense",
+                "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "partial_rotary_factor": 0.5},
+            },
+            "key 'rope_scaling.partial_rotary_factor' is 0.5, expected no such key",
+        ),
         ({**LLAMA, "hidden_size": None}, "key 'hidden_size' is None, expected an integer >= 1"),
         ({**LLAMA, "hidden_size": "32"}, "key 'hidden_size' is '32', expected an integer >= 1"),
         ({**LLAMA, "num_key_value_heads": 3}, "expected a divisor of num_attention_heads, 4"),

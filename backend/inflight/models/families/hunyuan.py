@@ -11,6 +11,7 @@ from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.deepseek import ROUTED_EXPERT_NAMES
 from inflight.models.families.family import Family, MlpNames
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
+from inflight.models.unread_keys import refuse_unread
 
 _NAMES = replace(
     LLAMA_NAMES,
@@ -46,6 +47,10 @@ _MOE_NEUTRAL = {
 _WITHOUT_EFFECT = """
     dense_list pool_type cla_share_factor org_vocab_size attention_head_dim pad_id im_start_id im_end_id
     im_newline_id text_start_id text_end_id mask_init_id
+"""
+# Keys of published checkpoints that transformers does not use if the scaling has alpha.
+_IGNORED_BESIDE_ALPHA = """
+    factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings
 """
 
 
@@ -85,6 +90,9 @@ def _with_stretched_base(config: ConfigFile) -> ConfigFile:
             raise config.error("head_dim", "at least 3 if rope_scaling has alpha")
         theta = section.number_or_none("rope_theta") or config.number_or_none("rope_theta") or 10000.0
         theta *= section.number("alpha") ** (head_dim / (head_dim - 2))
+        for ignored in _IGNORED_BESIDE_ALPHA.split():
+            section.value(ignored)
+        refuse_unread(section)
         config = config.with_values({key: {"rope_type": "default", "rope_theta": theta}})
     return config
 
