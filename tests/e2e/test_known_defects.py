@@ -214,6 +214,7 @@ def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
 def test_requests_log_nothing(narrow_server):
     """In tensorrtllm_backend each one logs a line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
+    wait_until(lambda: "Started Metrics Service" in narrow_server.log_text())  # the last line of a start
     before = len(narrow_server.log_text())
     for number in range(5):
         ask(narrow_server.grpc, input_ids=[number + 1], request_output_len=2)

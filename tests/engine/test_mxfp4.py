@@ -62,7 +62,7 @@ def experts_of(engine: Any) -> ExpertWeights[Linear]:
 def test_compiled_layers_keep_4_bits(folder: Path, oracle: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(folder)
-    assert "stay as the checkpoint has them (4 in 4-bit floats)" in caplog.text
+    assert "keep the checkpoint's format (4 in 4-bit floats)" in caplog.text
     assert engine.kernels == "native"
     (layer, _) = engine.runner.decoder._packed
     packed = [tensor.nbytes for tensor in layer.tensors if tensor.dtype is torch.uint8]
@@ -73,7 +73,7 @@ def test_compiled_layers_keep_4_bits(folder: Path, oracle: Any, caplog: pytest.L
 def test_torchs_operators_keep_4_bits(folder: Path, oracle: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         engine = load_engine(folder, kernels="torch")
-    assert "stay as the checkpoint has them (4 in 4-bit floats)" in caplog.text
+    assert "keep the checkpoint's format (4 in 4-bit floats)" in caplog.text
     for stack in (experts_of(engine).up, experts_of(engine).down):
         assert isinstance(stack, GroupedLinear)
         count, outputs, num_bytes = stack.weight.shape

@@ -143,7 +143,7 @@ def _load_for_torch(
         return load_weights(model, dtype, device, part)
     levels = KeptLevels()
     weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
-    _log.info("quantized projections stay as the checkpoint has them (%s); --dtype unpacks them", levels)
+    _log.info("quantized projections keep the checkpoint's format (%s); --dtype unpacks them", levels)
     levels.warn(_log)
     return weights
 

@@ -147,11 +147,13 @@ class Supervisor:
         ready_at = time.monotonic()
         self._on_ready(server)
         self._signals.wait(until=lambda: self._has_ended(server))
+        is_replaceable = self._has_ended(server) and server.was_lost and self._options.restarts
         if self._signals.any():
-            self._shut_down(server)
+            if not is_replaceable:  # a signal that comes after a loss only stops the next start
+                self._shut_down(server)
             return None
         self._tell_last_requests(server)
-        if not (server.was_lost and self._options.restarts):
+        if not is_replaceable:
             raise server.ended()
         if time.monotonic() - ready_at > _PROVEN_S:
             self._num_lost = 0

@@ -77,7 +77,7 @@ def test_compiled_layers_keep_quantized_weights(
     with caplog.at_level(logging.INFO):
         engine = load_engine(tmp_path)
     assert kinds_of(engine) == {KEPT[name]} and engine.runner.decoder._lm_head.kind == INT8
-    assert "quantized projections stay as the checkpoint has them (12 in " in caplog.text
+    assert "quantized projections keep the checkpoint's format (12 in " in caplog.text
     assert error_of(alone(engine, model.prompt(20), 8), model) < BOUND
 
 
