@@ -456,8 +456,8 @@ class Parameters:
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "how ranks start: in_process (one rank), leader (mpirun or srun starts tritonserver), orchestrator (the "
-        "model starts them); chosen automatically if unset",
+        "how ranks start: none are started, mpirun or srun starts tritonserver on each, or the model starts them; "
+        "chosen automatically if unset",
     )
     mpirun_arguments: str | None = parameter(None, TEXT, "more arguments for mpirun, in a shell's words")
     rank_timeout_ms: int = parameter(5000, integer(100), "a rank that is silent for longer is lost")

@@ -194,7 +194,7 @@ class ProgressEcho:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the terminal."""
+        """Flush the stream that lines are written to."""
         with self._lock:
             self._stream.flush()
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.core.request.request import Request
-from tests.models.zoo import VOCAB_SIZE, ZooModel
+from tests.models.zoo import ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 
 
 def make_table(

@@ -24,7 +24,8 @@ from tests.engine.paging import load_paged
 from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
 from tests.engine.tape import Tape
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 CASES = ["llama-gqa", "qwen2", "gpt2"]

@@ -25,7 +25,8 @@ from tests.engine.serving import Served, config_of
 from tests.engine.tables import TableOracle, make_table, with_table
 from tests.engine.test_served_adapters import HostAdapters, adapters_of
 from tests.guided.factories import END_ID, load, tiny_vocabulary
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 PATTERNS = ["([a-d]{2,4} ){3,6}end", r"[0-9]{2,5}(\+[0-9]{1,3}){2,5}=\?"]

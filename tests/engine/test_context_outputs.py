@@ -12,7 +12,8 @@ from inflight.core.request.request import OutputOptions
 from inflight.engine.engine import ModelEngine
 from tests.engine.driver import Driver, Row, alone, load_engine
 from tests.engine.kernels import by_default_and
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]

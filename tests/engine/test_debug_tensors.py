@@ -23,7 +23,8 @@ from tests.engine.paging import load_paged
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.engine.tape import Tape
-from tests.models.zoo import VOCAB_SIZE, Zoo
+from tests.models.zoo import Zoo
+from tests.models.zoo_configs import VOCAB_SIZE
 
 ALL = (*DEBUG_INPUTS, *DEBUG_OUTPUTS)
 

@@ -8,7 +8,8 @@ import torch
 from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.test_every_family import CASE_OF, OF_KNOWN_COMPONENTS
-from tests.models.zoo import CASES, Zoo
+from tests.models.zoo import Zoo
+from tests.models.zoo_configs import CASES
 from tests.tiers import examples, with_all
 
 NUM_TOKENS = examples(40, all=64)

@@ -29,7 +29,8 @@ from inflight.ranks.topology import Mapping
 from tests.engine.driver import alone, load_engine
 from tests.engine.serving import config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 
 TOLERANCE = 1e-4
 

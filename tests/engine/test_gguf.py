@@ -22,7 +22,8 @@ from tests.engine.driver import alone, load_engine
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.gguf_files import CASES, write, write_model
-from tests.models.zoo import VOCAB_SIZE, ZooModel
+from tests.models.zoo import ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"

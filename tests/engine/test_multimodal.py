@@ -26,7 +26,8 @@ from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, load, serve
 from tests.engine.tensorrt import engines
 from tests.models.quantized import FORMATS, write
-from tests.models.zoo import MULTIMODAL, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_multimodal import MULTIMODAL
 from tests.tiers import examples, with_all
 
 NUM_TOKENS = examples(32, all=64)

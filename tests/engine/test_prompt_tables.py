@@ -17,7 +17,8 @@ from tests.engine.kernels import by_default_and
 from tests.engine.ranks import TOPOLOGIES, ranks
 from tests.engine.serving import WAYS, config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 LOGITS = OutputOptions(return_generation_logits=True, return_context_logits=True)

@@ -27,7 +27,8 @@ from tests.engine.failing import Saboteur, serve_through_faults, spoil
 from tests.engine.kernels import by_default_and
 from tests.engine.ranks import TOPOLOGIES, assert_same, assert_same_result, ranks
 from tests.engine.serving import WAYS, Served, config_of, load, serve, to_torch
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 NUM_TOKENS = 16

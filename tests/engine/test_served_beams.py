@@ -15,7 +15,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason
 from inflight.sampling import reference
 from tests.engine.serving import Served, config_of, load, serve, to_torch
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import examples, with_all
 
 CASES = ["llama-gqa", "mistral-window", "gpt2"]

@@ -15,7 +15,8 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.sampling import reference
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.serving import config_of, load, serve
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 every_case = pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from inflight.errors import InvalidArgument
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.paging import MAX_SEQUENCE_LENGTH, load_paged
 from tests.engine.serving import Served, config_of, load, serve
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.sampling.factories import floats
 from tests.sampling.test_extremes import extreme_request
 from tests.tiers import with_all

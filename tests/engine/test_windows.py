@@ -17,7 +17,8 @@ from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine
 from tests.engine.kernels import by_default_and
 from tests.engine.serving import WAYS, config_of, load, serve
-from tests.models.zoo import MAX_POSITIONS, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import MAX_POSITIONS
 from tests.tiers import examples, with_all
 
 NUM_TOKENS = examples(24, all=40)

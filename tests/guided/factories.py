@@ -19,7 +19,7 @@ from inflight.guided.backend import GuideBackend, MaskJob
 from inflight.guided.grammars import Grammars
 from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
-from tests.models.zoo import VOCAB_SIZE
+from tests.models.zoo_configs import VOCAB_SIZE
 
 END_ID = 2
 _PIECES = [

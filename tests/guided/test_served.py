@@ -24,7 +24,8 @@ from tests.guided.factories import (
     tiny_grammars,
     tiny_vocabulary,
 )
-from tests.models.zoo import VOCAB_SIZE, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 WORDS = Guide(GuideKind.REGEX, "([a-d]{2,4} ){3,6}end")

@@ -17,7 +17,8 @@ from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import quant_shape_to_byte_shape
 from gguf.tensor_mapping import get_tensor_name_map
 
-from tests.models.zoo import MAX_POSITIONS, VOCAB_SIZE, ZooModel
+from tests.models.zoo import ZooModel
+from tests.models.zoo_configs import MAX_POSITIONS, VOCAB_SIZE
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,

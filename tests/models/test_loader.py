@@ -17,7 +17,8 @@ from inflight import progress
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, read_model_description
 from inflight.models.sharding import Part, Shard
-from tests.models.zoo import CASES, Zoo, make_model
+from tests.models.zoo import Zoo, make_model
+from tests.models.zoo_configs import CASES
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

@@ -90,7 +90,7 @@ class Instruments:
             self.kv_events.add(events)
 
     def tell(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
-        """Publish statistics and metrics."""
+        """Call `return_metrics`, if set, with an iteration's statistics and metrics."""
         if self.return_metrics is not None:
             self.return_metrics(stats, metrics)
 
@@ -108,7 +108,7 @@ class Instruments:
         return Reports(iterations=tuple(self.rings.latest()), memory=self.measure_memory())
 
     def close(self) -> None:
-        """End every instrument. Idempotent."""
+        """Stop the watchdog, the recorder and the buffer of KV cache events. Idempotent."""
         if self.watchdog is not None:
             self.watchdog.close()
         if self.recorder is not None:

@@ -106,6 +106,9 @@ class KvCache:
                 self._layers[place], self._layer_scales[place] = of_layer
             self._blocks.append(blocks)
             self._scales.append(scales)
+        self._tokens = [
+            layer.view(self._num_parts, -1, *shape) for layer, shape in zip(self._layers, self._head_shapes)
+        ]
         self._scratch = torch.empty((self._num_parts, 0), dtype=stored, device=device)
 
     @property
@@ -179,7 +182,7 @@ class KvCache:
         `places` [rows] are block * tokens_per_block + offset. With latent attention `values` are the `keys`.
         """
         scales = self.scales(layer)
-        for index, (part, rows) in enumerate(zip(self.tokens(layer)[: self._num_parts], (keys, values))):
+        for index, (part, rows) in enumerate(zip(self._tokens[layer], (keys, values))):
             if self.rounding is None or scales is None:
                 part.index_copy_(0, places, rows)
             else:
@@ -190,7 +193,7 @@ class KvCache:
     def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's stored keys and values by the places of `write`: [tokens, kv_heads, head_dim],
         contiguous."""
-        parts = self._layers[layer].view(self._num_parts, -1, *self._head_shapes[layer])
+        parts = self._tokens[layer]
         return parts[0], parts[-1]
 
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -265,10 +265,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     """Raise CannotBuild for components that the compiled layers do not have."""
     experts = decoder.experts
     lacking = {
-        "latent attention": decoder.latent is not None,
-        "recurrent layers": decoder.recurrent is not None,
         **only_by_torch(decoder),
-        "gates of attention": decoder.attention_gate,
         "a router with groups, biases of the choice, or sigmoids": experts is not None
         and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),
         "scaled results of experts": experts is not None and experts.result_scale != 1.0,

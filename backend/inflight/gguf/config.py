@@ -52,7 +52,7 @@ class _Section:
         self.keys, self._prefix = keys, f"{header.architecture}."
 
     def name(self, key: str) -> str:
-        """Return the whole key."""
+        """Return a key with the architecture's prefix, such as llama.context_length."""
         return self._prefix + key
 
     def size(self, key: str) -> int:
@@ -64,7 +64,7 @@ class _Section:
         return self.keys.int_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
 
     def number(self, key: str) -> float:
-        """Return a positive number."""
+        """Return a required positive number."""
         return self.keys.number(self.name(key))
 
     def number_or_none(self, key: str) -> float | None:

@@ -28,7 +28,7 @@ _ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class XGrammarMatcher:
-    """A matcher of xgrammar."""
+    """The position of a sequence in a guide, kept by xgrammar; a `Matcher`."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self.matcher = matcher

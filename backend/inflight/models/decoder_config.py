@@ -20,7 +20,7 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor`.
+    """Linear RoPE scaling: positions are divided by `factor`.
 
     Attributes:
         factor: Greater than 1 to extend the usable positions.

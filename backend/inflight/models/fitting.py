@@ -15,11 +15,12 @@ from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import WeightNames, bases_in_multimodal, heads_in_multimodal
+from inflight.models.find_sources import find_sources
 from inflight.models.gguf_tensors import add_gguf_tensors, log_unpacked
 from inflight.models.quantized_tensors import unpack_quantized
 from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
-from inflight.models.weight_sources import find_sources, stored_shapes
+from inflight.models.weight_sources import stored_shapes
 
 _UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
 _logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
-`weight_sources.py` determines what is read, `weight_reader.py` reads it. The files may be replaced after a load. A
+`find_sources.py` determines what is read, `weight_reader.py` reads it. The files may be replaced after a load. A
 long load shows its progress (`inflight.progress`).
 """
 
@@ -14,13 +14,14 @@ import torch
 from inflight.checkpoint_config import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
+from inflight.models.find_sources import find_sources
 from inflight.models.fitting import fitted, log_left_out, untied
 from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, PlainSink, Sink
 from inflight.models.weight_reader import WeightReader
-from inflight.models.weight_sources import find_sources, stored_shapes, tensors
+from inflight.models.weight_sources import stored_shapes, tensors
 from inflight.progress import load_progress
 
 

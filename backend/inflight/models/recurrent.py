@@ -145,7 +145,7 @@ class Mamba2:
 
     @property
     def norm_sections(self) -> tuple[Section, ...]:
-        """Weights of the norm."""
+        """Sections of the weight vector of the norm before the output projection."""
         return (Section(self.num_heads, self.head_dim),)
 
     @property

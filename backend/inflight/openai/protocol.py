@@ -169,7 +169,7 @@ class SamplingBody(Body, BodyControls):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Return the stop strings."""
+        """Return `stop` as a tuple, without empty strings."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
     @property
@@ -223,7 +223,7 @@ class SamplingBody(Body, BodyControls):
 
 
 class CompletionBody(SamplingBody):
-    """The body of /v1/completions."""
+    """The JSON body of a request to /v1/completions."""
 
     not_served = {
         **_COMMON_NOT_SERVED,
@@ -240,7 +240,7 @@ class CompletionBody(SamplingBody):
 
 
 class ChatBody(SamplingBody):
-    """The body of /v1/chat/completions."""
+    """The JSON body of a request to /v1/chat/completions."""
 
     not_served = {
         **_COMMON_NOT_SERVED,

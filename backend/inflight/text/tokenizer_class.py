@@ -43,7 +43,7 @@ CLASS_OF_MODEL = {
 # Checkpoints of these models name wrong classes so often that transformers ignores them.
 _CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "qwen3_5_moe_text"})
 
-_QWEN2_WORDS = (
+QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -190,7 +190,7 @@ def _gpt_neox(settings: Mapping[str, Any]) -> Json:
 
 
 def _qwen2(settings: Mapping[str, Any]) -> Json:
-    return _qwen(settings, _QWEN2_WORDS)
+    return _qwen(settings, QWEN2_WORDS)
 
 
 def _qwen3_5(settings: Mapping[str, Any]) -> Json:

@@ -43,7 +43,8 @@ from tests.engine.serving import Served, config_of, load, serve, to_torch
 from tests.engine.test_overlapped_iterations import assert_same, undemanding
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
 from tests.models.quantized import FORMATS, write
-from tests.models.zoo import CASES, Zoo, ZooModel
+from tests.models.zoo import Zoo, ZooModel
+from tests.models.zoo_configs import CASES
 
 pytestmark = [
     pytest.mark.gpu,

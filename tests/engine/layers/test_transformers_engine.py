@@ -27,7 +27,8 @@ from tests.engine.everything import assert_as_transformers, some_of_everything
 from tests.engine.ranks import ranks
 from tests.engine.serving import WAYS, config_of, load, serve, to_torch
 from tests.engine.tables import TableOracle, make_table, with_table
-from tests.models.zoo import VOCAB_SIZE, WITHOUT_MAP, Zoo, make_model
+from tests.models.zoo import Zoo, make_model
+from tests.models.zoo_configs import VOCAB_SIZE, WITHOUT_MAP
 from tests.tiers import examples, with_all
 
 WITH_MAP = [

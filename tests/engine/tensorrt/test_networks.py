@@ -40,7 +40,8 @@ from tests.engine.tensorrt.in_flight import (
     texts_of,
 )
 from tests.engine.tensorrt.interpreter import Node
-from tests.models.zoo import CASES, Zoo, ZooModel, make_model
+from tests.models.zoo import Zoo, ZooModel, make_model
+from tests.models.zoo_configs import CASES
 from tests.tiers import with_all
 
 EXACT = 2e-4

@@ -22,8 +22,8 @@ from inflight.engine.tensorrt.module import find_module
 from inflight.engine.tensorrt.sidecar import (
     FORMAT,
     Alias,
+    GpuTargets,
     PlanTensor,
-    Processors,
     Sidecar,
     checkpoint_digest,
     file_digest,
@@ -236,7 +236,7 @@ def test_digests_tell_checkpoints_apart(zoo: Zoo, tmp_path: Path) -> None:
 
 
 def test_which_processors_run_a_plan() -> None:
-    portable, exact = Processors((80, 86, 89, 120), and_later=True), Processors((89, 120), and_later=False)
+    portable, exact = GpuTargets((80, 86, 89, 120), and_later=True), GpuTargets((89, 120), and_later=False)
     assert [portable.include(each) for each in (75, 80, 89, 90, 120, 121)] == [
         False,
         True,

@@ -62,7 +62,7 @@ class Histogram:
         self._total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
+        """Add `count` observations of `value`."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._total += value * count
 
@@ -172,7 +172,7 @@ def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
 
 
 def seconds(duration_ns: int) -> float:
-    """Convert nanoseconds to seconds."""
+    """Return a duration in seconds, as metrics have it."""
     return duration_ns * _NS
 
 

@@ -176,7 +176,7 @@ def targets_of_compiler() -> tuple[Target, ...]:
 
 
 class CompiledCode(ctypes.CDLL):
-    """A loaded library.
+    """A loaded shared library of compiled layers, for one target and dtype.
 
     Attributes:
         description: The result of `describe_target`, or the reason why a faster target was left out.

@@ -29,10 +29,7 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     """Return the components of a model that TensorRT's layers cannot express, or only by copying the cache."""
     experts = config.experts
     found = {
-        "latent attention": config.latent is not None,
-        "recurrent layers": config.recurrent is not None,
         **only_by_torch(config),
-        "gates of attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
         "norms of rotated heads": config.norms_rotated,
         "soft caps of attention": config.attention_soft_cap is not None,

@@ -26,7 +26,7 @@ _TORCH_NAMES = {"int4": "uint8"}  # two values per byte
 
 
 class Runtime:
-    """TensorRT on one device.
+    """Loads TensorRT's plans on one device, and has the memory and stream that they share.
 
     Args:
         module: The TensorRT module.

@@ -151,7 +151,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Processors:
+class GpuTargets:
     """The GPUs that a plan is for, by compute capability times ten.
 
     Attributes:
@@ -197,7 +197,7 @@ class Sidecar:
     checkpoint_digest: str
     settings: Settings
     model: ModelFacts
-    processors: Processors
+    processors: GpuTargets
     layers: Plan
     head: Plan
     weights: File | None = None

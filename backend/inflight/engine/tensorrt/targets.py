@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from inflight.engine.tensorrt.sidecar import Processors, Settings
+from inflight.engine.tensorrt.sidecar import GpuTargets, Settings
 from inflight.errors import ConfigError
 
 PORTABLE, CURRENT = "portable", "current"
-_PORTABLE = Processors((80, 86, 89, 120), and_later=True)
+_PORTABLE = GpuTargets((80, 86, 89, 120), and_later=True)
 _FIRST_WITH_FLOAT8, _FIRST_WITH_BFLOAT16 = 89, 80
 
 
-def find_processors(module: Any, settings: Settings) -> Processors:
+def find_processors(module: Any, settings: Settings) -> GpuTargets:
     """Return the GPUs that plans with these settings run on.
 
     Raises:
@@ -30,7 +30,7 @@ def find_processors(module: Any, settings: Settings) -> Processors:
     if target == PORTABLE and _can_choose(module):
         processors = _PORTABLE
     elif target == CURRENT:
-        processors = Processors((_own_capability(),), and_later=False)
+        processors = GpuTargets((_own_capability(),), and_later=False)
     elif not _can_choose(module):
         raise ConfigError(
             f"target is {target}, expected current: tensorrt builds for the GPU of this machine"
@@ -40,12 +40,12 @@ def find_processors(module: Any, settings: Settings) -> Processors:
         if not set(names) <= set(_known(module)):
             expected = f"portable, current or some of {', '.join(_known(module))}"
             raise ConfigError(f"target is {target}, expected {expected}")
-        processors = Processors(tuple(sorted(int(name[2:]) for name in names)), and_later=False)
+        processors = GpuTargets(tuple(sorted(int(name[2:]) for name in names)), and_later=False)
     _check_types(processors, settings)
     return processors
 
 
-def set_target(module: Any, config: Any, processors: Processors) -> None:
+def set_target(module: Any, config: Any, processors: GpuTargets) -> None:
     """Set the target GPUs in TensorRT's configuration. Raises ConfigError if it does not build for one of them."""
     if processors.and_later or not _can_choose(module):
         return  # TensorRT's default
@@ -79,7 +79,7 @@ def _own_capability() -> int:
     return 10 * major + minor
 
 
-def _check_types(processors: Processors, settings: Settings) -> None:
+def _check_types(processors: GpuTargets, settings: Settings) -> None:
     least = min(processors.exactly)
     if processors.and_later:
         return

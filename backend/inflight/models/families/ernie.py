@@ -56,7 +56,7 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
     for key in (
         "moe_capacity",
         "num_nextn_predict_layers",
-    ):  # about training, and about draft layers, which are left out
+    ):  # of training; of draft layers, which are left out
         config.value(key)
     width = config.int_or_none("moe_intermediate_size") or 1536
     experts = ExpertsConfig(

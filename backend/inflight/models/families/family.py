@@ -393,11 +393,7 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
     """Return Qwen's windows, if used: in layers that `layer_types` names, or from `max_window_layers` on."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
-    if not config.boolean("use_sliding_window", False):
-        for key in ("sliding_window", "max_window_layers"):
-            config.value(key)
-        if "sliding_attention" in types:
-            raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
+    if not uses_windows(config, types):
         return (None,) * num_layers
     full = config.count("max_window_layers", DEFAULT_FULL_LAYERS)
     slides = [kind == "sliding_attention" for kind in types] or [i >= full for i in range(num_layers)]
@@ -405,6 +401,17 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
     if window is None and "sliding_attention" in types:
         raise no_window(config)
     return tuple(window if sliding else None for sliding in slides)
+
+
+def uses_windows(config: ConfigFile, types: tuple[str, ...]) -> bool:
+    """Return Qwen's `use_sliding_window`; without windows the other keys about them have no effect."""
+    if config.boolean("use_sliding_window", False):
+        return True
+    for key in ("sliding_window", "max_window_layers"):
+        config.value(key)
+    if "sliding_attention" in types:
+        raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
+    return False
 
 
 def read_layer_types(config: ConfigFile, num_layers: int) -> tuple[str, ...]:

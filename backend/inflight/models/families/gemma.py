@@ -145,7 +145,7 @@ _NAMES4 = replace(
     ),
     layer_scale="layer_scalar",
 )
-# If the keys are absent:
+# Defaults of absent keys.
 _HEAD_DIM4, _GLOBAL_HEAD_DIM4, _WINDOW4, _INPUT_SIZE4, _VOCAB_SIZE4 = 256, 512, 512, 256, 262144
 _ROPES4: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -160,13 +160,8 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
     token, and experts beside the MLP.
     """
     if config.text_or_none("use_bidirectional_attention") not in (None, "vision"):
-        raise config.error(
-            "use_bidirectional_attention", "null or vision: this engine generates, and sees no later tokens"
-        )
-    num_layers, num_heads = (
-        config.positive_int("num_hidden_layers"),
-        config.positive_int("num_attention_heads"),
-    )
+        raise config.error("use_bidirectional_attention", "null or vision: attention here is causal")
+    num_layers = config.positive_int("num_hidden_layers")
     types = _read_types4(config, num_layers)
     max_positions = config.int_or_none("max_position_embeddings") or 131072
     if not config.has("rope_parameters"):
@@ -174,24 +169,8 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
     ropes = read_layer_type_ropes(config, max_positions, _THETAS)
     window = config.int_or_none("sliding_window") if config.has("sliding_window") else _WINDOW4
     bias = config.boolean("attention_bias", False)
-    own_layers = num_layers - _read_count(config, "num_kv_shared_layers", most=num_layers - 1)
-    if missing := set(types) - set(types[:own_layers]):
-        raise config.error(
-            "num_kv_shared_layers", f"so many that a layer of type {min(missing)} has its own keys and values"
-        )
-    kv_layers = tuple(
-        layer
-        if layer < own_layers
-        else max(each for each in range(own_layers) if types[each] == types[layer])
-        for layer in range(num_layers)
-    )
-    sizes = _read_sizes4(config, types, own_layers)
-    for each in sizes:
-        if num_heads % each.num_kv_heads:
-            key = next(
-                filter(config.has, ("per_layer_config", "num_global_key_value_heads")), "num_key_value_heads"
-            )
-            raise config.error(key, f"divisors of num_attention_heads, {num_heads}")
+    kv_layers = _read_kv_layers4(config, types)
+    sizes = _read_sizes4(config, types, kv_layers)
     decoder = read_llama_like(
         config,
         default_positions=131072,
@@ -220,8 +199,8 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
         max_positions=max_positions,
         intermediate_size=max(each.intermediate_size for each in sizes),
         layer_sizes=sizes,
-        keys_are_values=tuple(are_same and kind == "full_attention" for kind in types) if are_same else (),
-        kv_layers=kv_layers if own_layers < num_layers else (),
+        keys_are_values=tuple(kind == "full_attention" for kind in types) if are_same else (),
+        kv_layers=kv_layers,
     )
 
 
@@ -234,17 +213,26 @@ def _read_types4(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
     return (*types[:-1], "full_attention")
 
 
-def _read_count(config: ConfigFile, key: str, most: int | None = None) -> int:
-    """Return an integer of at least 0, and at most `most`; 0 if the key is absent."""
-    value = config.value(key)
-    if value is None:
-        return 0
-    if type(value) is not int or not value >= 0 or (most is not None and value > most):
-        raise config.error(key, "an integer >= 0" + ("" if most is None else f", at most {most}"))
-    return value
+def _read_kv_layers4(config: ConfigFile, types: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the layer whose keys and values each layer reads; empty if every layer has its own.
+
+    The last `num_kv_shared_layers` layers read those of the last layer before them that has their type.
+    """
+    num_shared = config.count("num_kv_shared_layers", 0) if config.has("num_kv_shared_layers") else 0
+    if num_shared >= len(types):
+        raise config.error("num_kv_shared_layers", f"at most {len(types) - 1}")
+    own = types[: len(types) - num_shared]
+    if missing := set(types) - set(own):
+        raise config.error(
+            "num_kv_shared_layers", f"so many that a layer of type {min(missing)} has its own keys and values"
+        )
+    last = {kind: layer for layer, kind in enumerate(own)}
+    return (*range(len(own)), *(last[kind] for kind in types[len(own) :])) if num_shared else ()
 
 
-def _read_sizes4(config: ConfigFile, types: tuple[str, ...], own_layers: int) -> tuple[LayerSizes, ...]:
+def _read_sizes4(
+    config: ConfigFile, types: tuple[str, ...], kv_layers: tuple[int, ...]
+) -> tuple[LayerSizes, ...]:
     """Return the sizes of each layer. Heads depend on its type; in layers that read another layer's keys and
     values, the MLP may be twice as wide."""
     heads = {
@@ -254,10 +242,17 @@ def _read_sizes4(config: ConfigFile, types: tuple[str, ...], own_layers: int) ->
         )
     }
     heads["full_attention"] = _read_full_heads4(config, types, *heads["sliding_attention"])
+    num_heads = config.positive_int("num_attention_heads")
+    if any(num_heads % heads[kind][0] for kind in types):
+        keys = "per_layer_config", "num_global_key_value_heads"
+        key = next(filter(config.has, keys), "num_key_value_heads")
+        raise config.error(key, f"divisors of num_attention_heads, {num_heads}")
     inner = config.positive_int("intermediate_size")
     wide = 2 * inner if config.boolean("use_double_wide_mlp", False) else inner
+    shared = [kv_layers[layer] != layer if kv_layers else False for layer in range(len(types))]
     return tuple(
-        LayerSizes(*heads[kind], wide if layer >= own_layers else inner) for layer, kind in enumerate(types)
+        LayerSizes(*heads[kind], wide if is_shared else inner)
+        for kind, is_shared in zip(types, shared, strict=True)
     )
 
 
@@ -325,13 +320,16 @@ def _read_inputs4(config: ConfigFile) -> LayerInputsConfig | None:
     """Return the per-layer embeddings; None if their width is 0."""
     size = _INPUT_SIZE4
     if config.has("hidden_size_per_layer_input"):
-        size = _read_count(config, "hidden_size_per_layer_input")
+        size = config.count("hidden_size_per_layer_input")
     vocab_size = config.int_or_none("vocab_size_per_layer_input") or _VOCAB_SIZE4
     if not size:
         return None
     if vocab_size < config.positive_int("vocab_size"):
         raise config.error("vocab_size_per_layer_input", "at least vocab_size, a row for every token")
-    return LayerInputsConfig(size, vocab_size, _read_count(config, "pad_token_id", most=vocab_size - 1))
+    virtual_id = config.count("pad_token_id", 0) if config.has("pad_token_id") else 0
+    if virtual_id >= vocab_size:
+        raise config.error("pad_token_id", f"an id below vocab_size_per_layer_input, {vocab_size}")
+    return LayerInputsConfig(size, vocab_size, virtual_id)
 
 
 GEMMA_FAMILIES = (

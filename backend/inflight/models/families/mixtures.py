@@ -19,6 +19,7 @@ from inflight.models.families.family import (
     read_layer_types,
     read_size,
     read_window,
+    uses_windows,
 )
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 
@@ -109,11 +110,7 @@ def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
     """Return windows, if used: where `layer_types` says, or in every other layer below `max_window_layers`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
-    if not config.boolean("use_sliding_window", False):
-        for key in ("sliding_window", "max_window_layers"):
-            config.value(key)
-        if "sliding_attention" in types:
-            raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
+    if not uses_windows(config, types):
         return (None,) * num_layers
     most = config.count("max_window_layers", DEFAULT_FULL_LAYERS)
     window = read_window(config)

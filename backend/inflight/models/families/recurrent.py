@@ -343,9 +343,7 @@ def _read_lfm2(config: ConfigFile) -> DecoderConfig:
 
 def _read_lfm2_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config of LFM2-MoE: LFM2 with experts in all layers but the first."""
-    num_dense = config.value("num_dense_layers") if config.has("num_dense_layers") else 2
-    if type(num_dense) is not int or num_dense < 0:
-        raise config.error("num_dense_layers", "an integer >= 0")
+    num_dense = config.count("num_dense_layers") if config.has("num_dense_layers") else 2
     experts = ExpertsConfig(
         count=config.int_or_none("num_experts") or 32,
         num_per_token=config.int_or_none("num_experts_per_tok") or 4,

@@ -1,0 +1,454 @@
+"""Finds the source of each tensor of a part of a model, from the description of the model alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, chain
+
+import torch
+
+from inflight.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentAttention,
+    LayerInputsConfig,
+    RopeConfig,
+)
+from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
+from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
+from inflight.models.registry import ModelDescription
+from inflight.models.sharding import Part, Range
+from inflight.models.weight_sources import (
+    DecoderSources,
+    ExpertNormSources,
+    ExpertSources,
+    LatentSources,
+    LayerInputSources,
+    LayerSources,
+    LinearSource,
+    NormSource,
+    RecurrentSources,
+    Rows,
+    StackSource,
+    StoredRows,
+    TensorSource,
+    TokenInputSources,
+)
+
+
+def find_sources(model: ModelDescription, part: Part | None = None) -> DecoderSources:
+    """Return the sources of a part of the model; with `part` None, of the whole model."""
+    return _Finder(model, part or Part.whole(model.decoder)).decoder()
+
+
+class _Finder:
+    """Finds the sources of a part of a model, from the model's description and the rank's shard."""
+
+    def __init__(self, model: ModelDescription, part: Part) -> None:
+        self._decoder, self._names, self._part = model.decoder, model.names, part
+
+    def decoder(self) -> DecoderSources:
+        decoder, names, part = self._decoder, self._names, self._part
+        vocabulary = part.shard.split(decoder.vocab_size)
+        embedding = position_embedding = lm_head = final_norm = None
+        if part.is_first_stage:
+            embedding = self._table(names.base + names.embedding, decoder.vocab_size, vocabulary)
+            if decoder.learned_positions:
+                positions = decoder.max_positions + decoder.position_offset
+                name = names.base + names.position_embedding
+                position_embedding = self._table(name, positions, (0, positions))
+        if part.is_last_stage:
+            if not (decoder.tied_embeddings and embedding is not None):
+                name = names.base + names.embedding if decoder.tied_embeddings else names.lm_head
+                lm_head = self._table(name, decoder.vocab_size, vocabulary)
+            final_norm = self._norm(names.base + names.final_norm, decoder.hidden_size)
+        token_inputs = None if decoder.layer_inputs is None else self._token_inputs(decoder.layer_inputs)
+        layers = tuple(self._layer(index) for index in range(*part.layers))
+        return DecoderSources(embedding, position_embedding, lm_head, final_norm, token_inputs, layers)
+
+    def _table(self, name: str, rows: int, own: Range) -> TensorSource:
+        hidden = self._decoder.hidden_size
+        return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
+
+    def _token_inputs(self, config: LayerInputsConfig) -> TokenInputSources:
+        """Return the whole source of the layers' own inputs, which every rank has."""
+        decoder, base, names = self._decoder, self._names.base, self._names.layer_inputs
+        assert names is not None, "a family with per-layer embeddings names their modules"
+        width = decoder.num_layers * config.size
+        rows = (_whole(f"{base}{names.embedding}.weight", config.vocab_size),)
+        projection = (_whole(base + names.projection, width),)
+        return TokenInputSources(
+            embedding=TensorSource(rows, width, (0, width)),
+            projection=self._linear(projection, decoder.hidden_size, (0, decoder.hidden_size), False),
+            norm=self._norm(base + names.norm, config.size),
+        )
+
+    def _layer_inputs(self, prefix: str, config: LayerInputsConfig) -> LayerInputSources:
+        hidden, size, names = self._decoder.hidden_size, config.size, self._names.layer_inputs
+        assert names is not None, "a family with per-layer embeddings names their modules"
+
+        def whole(module: str, rows: int, columns: int) -> LinearSource:
+            return self._linear((_whole(prefix + module, rows),), columns, (0, columns), False)
+
+        return LayerInputSources(
+            gate=whole(names.gate, size, hidden),
+            output=whole(names.output, hidden, size),
+            norm=self._norm(prefix + names.output_norm, hidden),
+        )
+
+    def _layer(self, index: int) -> LayerSources:
+        decoder, names, shard = self._decoder.at(index), self._names, self._part.shard
+        attention, is_recurrent = names.attention, decoder.is_recurrent(index)
+        norms = names.recurrent_norms if is_recurrent and names.recurrent_norms else names.norms
+        prefix = names.base + names.layers.format(index)
+
+        def norm(module: str) -> NormSource | None:
+            return self._norm(prefix + module, decoder.hidden_size) if module else None
+
+        queries, keys = (
+            (decoder.query_size, shard.query_rows(decoder)),
+            (decoder.kv_size, shard.kv_rows(decoder)),
+        )
+        qkv, latent = self._attention_input(decoder, index, prefix)
+        experts = None
+        if decoder.experts is not None and decoder.has_experts(index):
+            assert names.experts is not None, "a family with experts names their modules"
+            up, down = self._mlp(prefix, names.experts.shared, decoder.experts.shared_intermediate_size)
+            experts = self._experts(prefix, names.experts, decoder.experts)
+        else:
+            up, down = self._mlp(prefix, names.mlp, decoder.intermediate_size)
+        return LayerSources(
+            qkv=qkv,
+            latent=latent,
+            up=up,
+            down=down,
+            experts=experts,
+            attention_norm=norm(norms.attention),
+            query_norm=None
+            if is_recurrent
+            else self._head_norm(decoder, prefix + attention.query_norm, queries),
+            key_norm=None
+            if is_recurrent or not decoder.has_own_kv(index)
+            else self._head_norm(decoder, prefix + attention.key_norm, keys),
+            output=self._recurrent_output(prefix)
+            if is_recurrent
+            else self._attention_output(decoder, prefix),
+            attention_post_norm=norm(norms.attention_post),
+            mlp_norm=norm(norms.mlp),
+            mlp_post_norm=norm(norms.mlp_post),
+            sinks=self._sinks(prefix) if decoder.learned_sinks and not is_recurrent else None,
+            recurrent=self._recurrent(prefix) if is_recurrent else None,
+            inputs=None if decoder.layer_inputs is None else self._layer_inputs(prefix, decoder.layer_inputs),
+            scale=_vector(prefix + names.layer_scale, 1) if decoder.layer_scales else None,
+        )
+
+    def _attention_input(
+        self, decoder: DecoderConfig, index: int, prefix: str
+    ) -> tuple[LinearSource, LatentSources | None]:
+        """Return the input projection of attention, or of a recurrent layer, and the weights of latent attention.
+
+        The sizes of layer `index` are the decoder's.
+        """
+        names, shard = self._names, self._part.shard
+        modules = names.attention.qkv
+        if decoder.is_recurrent(index):
+            assert decoder.recurrent is not None and names.recurrent is not None, (
+                "the family names its modules"
+            )
+            return self._recurrent_product(prefix, names.recurrent, decoder.recurrent), None
+        if decoder.latent is not None:
+            assert names.attention.latent is not None, "a family with latent attention names its modules"
+            return self._latent(prefix, names.attention.latent, decoder.latent)
+        if decoder.attention_gate:
+            return self._gated_qkv(prefix, modules), None
+        keys = decoder.kv_size, shard.kv_rows(decoder)
+        rows = (decoder.query_size, shard.query_rows(decoder)), keys, keys
+        kinds = 1 if not decoder.has_own_kv(index) else 3 if decoder.has_values(index) else 2
+        modules = modules if len(modules) == 1 else modules[:kinds]
+        qkv = self._column_parallel(prefix, modules, rows[:kinds], decoder.qkv_bias)
+        rope = decoder.ropes[index]
+        return (qkv if rope is None or not rope.interleaved else self._in_halves(qkv, rope)), None
+
+    def _attention_output(self, decoder: DecoderConfig, prefix: str) -> LinearSource:
+        """Return the output projection of a layer whose sizes are the decoder's."""
+        own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
+        columns = decoder.num_heads * decoder.output_head_dim
+        return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
+
+    def _in_halves(self, qkv: LinearSource, rope: RopeConfig) -> LinearSource:
+        """Return queries, keys and values with rows of queries and keys in the order of the rotation."""
+        assert self._decoder.qk_norm is None, "its weights would have to be put into that order too"
+        size, of_head = self._decoder.head_dim, rope.rows_in_halves(self._decoder.head_dim)
+
+        def reordered(source: TensorSource) -> TensorSource:
+            number, parts = 0, list[StoredRows]()
+            for part in source.parts:
+                ranges = list[Rows]()
+                for rows in part.ranges:
+                    is_rotated, number = number < 2, number + 1  # queries, then keys, then values
+                    heads = range(rows[0], rows[1], size)
+                    halves = [(head + a, head + b, step) for head in heads for a, b, step in of_head]
+                    ranges += halves if is_rotated else [rows]
+                parts.append(replace(part, ranges=tuple(ranges)))
+            return replace(source, parts=tuple(parts))
+
+        return replace(qkv, weight=reordered(qkv.weight), bias=qkv.bias and reordered(qkv.bias))
+
+    def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
+        """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
+        decoder, shard = self._decoder, self._part.shard
+        size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
+        queries, gates = (
+            tuple(((2 * head + kind) * size, (2 * head + kind + 1) * size) for head in range(first, last))
+            for kind in range(2)
+        )
+        query, key, value = (prefix + module for module in modules)
+        own_keys = (shard.kv_rows(decoder),)
+        parts = (
+            StoredRows(query, 2 * decoder.query_size, (*gates, *queries)),
+            StoredRows(key, decoder.kv_size, own_keys),
+            StoredRows(value, decoder.kv_size, own_keys),
+        )
+        return self._linear(parts, decoder.hidden_size, (0, decoder.hidden_size), decoder.qkv_bias)
+
+    # ------------------------------------------------------------------ recurrent layers
+
+    def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearSource:
+        """Return this shard's rows of a recurrent layer's input projection."""
+        sections, parts = list(config.sections), list[StoredRows]()
+        for module, count in names.product:
+            ranges = self._by_key_head if names.by_key_head else self._in_sections
+            own, sections = sections[:count], sections[count:]
+            parts.append(StoredRows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
+        hidden = self._decoder.hidden_size
+        return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
+
+    def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """Return this shard's rows of sections that are stored one after the other."""
+        begins = accumulate((section.size for section in sections), initial=0)
+        owns = (self._part.shard.share(section.count) for section in sections)
+        return tuple(
+            (begin + first * section.width, begin + last * section.width)
+            for begin, section, (first, last) in zip(begins, sections, owns)
+        )
+
+    def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """Return this shard's rows, section by section, of sections that are stored by key head."""
+        recurrent = self._decoder.recurrent
+        assert isinstance(recurrent, GatedDelta), "others have no key heads"
+        widths = [section.size // recurrent.num_key_heads for section in sections]
+        heads = range(*self._part.shard.split(recurrent.num_key_heads))
+        return tuple(
+            (head * sum(widths) + begin, head * sum(widths) + begin + width)
+            for begin, width in zip(accumulate(widths, initial=0), widths)
+            for head in heads
+        )
+
+    def _recurrent_output(self, prefix: str) -> LinearSource:
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        own = self._part.shard.split(config.output_width)
+        return self._row_parallel(prefix + names.output, config.output_width, own, config.has_bias)
+
+    def _recurrent(self, prefix: str) -> RecurrentSources:
+        """Return the weights of a recurrent layer besides its projections, in float32 except for the norm."""
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
+        sections = config.conv_sections
+        of_modules = [sections] if len(names.conv) == 1 else [(each,) for each in sections]
+        conv = tuple(
+            StoredRows(prefix + module, total_size(own), self._in_sections(own))
+            for module, own in zip(names.conv, of_modules, strict=True)
+        )
+
+        def of_heads(name: str) -> TensorSource | None:
+            own = StoredRows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
+            return TensorSource((own,), dtype=torch.float32) if name else None
+
+        normed = config.norm_sections
+        norm = StoredRows(f"{prefix}{names.norm}.weight", total_size(normed), self._in_sections(normed))
+        return RecurrentSources(
+            conv=TensorSource(
+                _named(conv, "weight"),
+                config.conv_width,
+                (0, config.conv_width),
+                is_conv=True,
+                dtype=torch.float32,
+            ),
+            conv_bias=TensorSource(_named(conv, "bias"), dtype=torch.float32)
+            if config.has_conv_bias
+            else None,
+            decay=of_heads(names.decay),
+            step_bias=of_heads(names.step_bias),
+            skip=of_heads(names.skip),
+            norm=TensorSource((norm,)) if names.norm else None,
+        )
+
+    def _latent(
+        self, prefix: str, names: LatentNames, config: LatentAttention
+    ) -> tuple[LinearSource, LatentSources]:
+        """Return the projection of hidden states and the other latent attention weights of this shard's heads."""
+        decoder, rank = self._decoder, config.query_rank
+
+        def rows_of_heads(width: int) -> tuple[int, Range]:
+            return decoder.num_heads * width, self._part.shard.head_rows(decoder, width)
+
+        def of_heads(name: str, width: int, columns: int) -> LinearSource:
+            count, own = rows_of_heads(width)
+            weight = StoredRows(f"{prefix}{name}.weight", count, (own,))
+            return LinearSource(TensorSource((weight,), columns, (0, columns), self._names.transposed), None)
+
+        queries = rows_of_heads(config.query_head_dim) if rank is None else (rank, (0, rank))
+        modules = (names.query if rank is None else names.query_down, names.kv_down)
+        rows = queries, (config.cached_dim, (0, config.cached_dim))
+        return self._column_parallel(prefix, modules, rows, decoder.qkv_bias), LatentSources(
+            query_norm=None if rank is None else self._norm(prefix + names.query_down_norm, rank),
+            query_up=None if rank is None else of_heads(names.query_up, config.query_head_dim, rank),
+            kv_norm=self._norm(prefix + names.kv_down_norm, config.kv_rank),
+            kv_up=of_heads(names.kv_up, config.nope_head_dim + config.value_head_dim, config.kv_rank),
+        )
+
+    def _mlp(
+        self, prefix: str, names: MlpNames | None, inner: int
+    ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
+        """Return both projections of an MLP with this inner width; (None, None) for width 0: no such MLP."""
+        if not inner or names is None:
+            return None, None
+        decoder, own = self._decoder, (inner, self._part.shard.split(inner))
+        rows = (own, own) if decoder.gated_mlp else (own,)
+        return (
+            self._column_parallel(prefix, names.up, rows, decoder.mlp_bias, decoder.gated_mlp),
+            self._row_parallel(prefix + names.down, inner, own[1], decoder.mlp_bias),
+        )
+
+    def _sinks(self, prefix: str) -> TensorSource:
+        """Return the learned scores of this shard's query heads."""
+        count = self._decoder.num_heads
+        name = prefix + self._names.attention.sinks
+        return TensorSource((StoredRows(name, count, (self._part.shard.split(count),)),))
+
+    def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
+        """Return a layer's router, and this shard's part of its experts."""
+        hidden, inner = self._decoder.hidden_size, config.intermediate_size
+        own = self._part.shard.slice_of_experts(inner)
+        held = range(*self._part.shard.experts(config.count))
+        modules = [prefix + names.prefix.format(index) for index in held]
+        up = [tuple(StoredRows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
+        down = [(_whole(each + names.each.down, hidden),) for each in modules]
+
+        def replicated(name: str, rows: int, bias: bool = False) -> LinearSource:
+            module = (_whole(prefix + name, rows),)
+            weight = TensorSource(_named(module, "weight"), hidden, (0, hidden), self._names.transposed)
+            return LinearSource(weight, TensorSource(_named(module, "bias")) if bias else None)
+
+        def stack(
+            modules: list[tuple[StoredRows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
+        ) -> StackSource:
+            matrices = tuple(TensorSource(_named(each, "weight"), columns, kept) for each in modules)
+            vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
+            return StackSource(TensorSource(vectors) if has_bias else None, matrices, is_gated)
+
+        # The ranks' results are summed, so only one rank may add the bias.
+        has_down_bias = config.has_bias and own[0] == 0
+        # Kept in float32: the probabilities that it changes may differ by less than bfloat16 can represent.
+        whole = config.count if names.has_choice_bias_row else None
+        num_rows = 1 if names.has_choice_bias_row else config.count
+        choice_bias = TensorSource(
+            (_whole(prefix + names.choice_bias, num_rows),),
+            whole,
+            (0, config.count),
+            dtype=torch.float32,
+        )
+        return ExpertSources(
+            router=replicated(names.router, config.count, config.has_router_bias),
+            up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
+            down=stack(down, inner, own, has_down_bias, is_gated=False),
+            shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
+            choice_bias=choice_bias if config.has_choice_bias else None,
+            norms=self._expert_norms(prefix, names) if config.has_norms else None,
+            scales=_vector(prefix + names.scales, config.count) if config.has_expert_scales else None,
+        )
+
+    def _expert_norms(self, prefix: str, names: ExpertNames) -> ExpertNormSources:
+        hidden, norms = self._decoder.hidden_size, names.norms
+        assert norms is not None, "a family with such norms names them"
+        return ExpertNormSources(
+            router=NormSource(_vector(prefix + norms.router, hidden), None, self._decoder.norm_offset),
+            before=self._norm(prefix + norms.before, hidden),
+            after=self._norm(prefix + norms.after, hidden),
+            shared_after=self._norm(prefix + norms.shared_after, hidden),
+        )
+
+    def _head_norm(
+        self, decoder: DecoderConfig, module: str, all_heads: tuple[int, Range]
+    ) -> NormSource | None:
+        """Return this shard's part of the norm over each head, or over all heads together, of a layer whose sizes
+        are the decoder's."""
+        if decoder.qk_norm is None:
+            return None
+        size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads
+        return self._norm(module, size, own)
+
+    def _column_parallel(
+        self,
+        prefix: str,
+        modules: tuple[str, ...],
+        rows: tuple[tuple[int, Range], ...],
+        bias: bool,
+        is_gated: bool = False,
+    ) -> LinearSource:
+        """Return fused column-parallel projections; `rows`: of each, the number of rows and this shard's range."""
+        fused, *others = modules
+        if self._names.attention.qkv_by_head and len(rows) == 3 and not others:
+            parts = (self._rows_by_head(prefix + fused),)
+        elif others:
+            pairs = zip(modules, rows, strict=True)
+            parts = tuple(StoredRows(prefix + module, count, (own,)) for module, (count, own) in pairs)
+        else:
+            starts = accumulate((count for count, _ in rows), initial=0)
+            own = tuple((start + begin, start + end) for start, (_, (begin, end)) in zip(starts, rows))
+            parts = (StoredRows(prefix + fused, sum(count for count, _ in rows), own),)
+        hidden = self._decoder.hidden_size
+        return self._linear(parts, hidden, (0, hidden), bias, is_gated)
+
+    def _rows_by_head(self, name: str) -> StoredRows:
+        """Return this shard's rows of a matrix ordered by head, reordered to all queries, all keys, all values."""
+        size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
+        ranges = (
+            ((3 * head + kind) * size, (3 * head + kind + 1) * size)
+            for kind in range(3)
+            for head in range(first, last)
+        )
+        return StoredRows(name, 3 * self._decoder.query_size, tuple(ranges))
+
+    def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
+        hidden = self._decoder.hidden_size
+        return self._linear((_whole(module, hidden),), columns, own, bias)
+
+    def _linear(
+        self, modules: tuple[StoredRows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False
+    ) -> LinearSource:
+        weight = TensorSource(_named(modules, "weight"), columns, kept, self._names.transposed)
+        return LinearSource(weight, TensorSource(_named(modules, "bias")) if bias else None, is_gated)
+
+    def _norm(self, module: str, size: int, own: Range | None = None) -> NormSource:
+        rows = (StoredRows(module, size, (own or (0, size),)),)
+        decoder, is_layer_norm = self._decoder, self._decoder.norm == "layer"
+        bias = TensorSource(_named(rows, "bias")) if is_layer_norm and decoder.norm_bias else None
+        weight = TensorSource(_named(rows, "weight"))
+        return NormSource(weight, bias, decoder.norm_offset, is_layer_norm and not decoder.norm_bias)
+
+
+def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:
+    """Return the weights or biases of modules."""
+    return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)
+
+
+def _whole(name: str, rows: int) -> StoredRows:
+    """Return all rows of a tensor."""
+    return StoredRows(name, rows, ((0, rows),))
+
+
+def _vector(name: str, size: int) -> TensorSource:
+    """Return a whole vector."""
+    return TensorSource((_whole(name, size),))
