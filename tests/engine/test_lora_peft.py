@@ -17,10 +17,10 @@ from tests.engine.driver import Driver, Row, load_engine
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.lora import Adapter, lora_config, make_adapter, stored, weights_of
 from tests.models.zoo import Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "glm4", "gemma4", "gemma4-shared"]
-NUM_TOKENS = 14
+NUM_TOKENS = examples(fast=14, all=24)
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 1},
     "rank-8": {"r": 8, "lora_alpha": 8},

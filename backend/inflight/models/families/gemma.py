@@ -220,7 +220,7 @@ def _read_kv_layers4(config: ConfigFile, types: tuple[str, ...]) -> tuple[int, .
     """
     num_shared = config.count("num_kv_shared_layers", 0) if config.has("num_kv_shared_layers") else 0
     if num_shared >= len(types):
-        raise config.error("num_kv_shared_layers", f"at most {len(types) - 1}")
+        raise config.error("num_kv_shared_layers", f"an integer >= 0, at most {len(types) - 1}")
     own = types[: len(types) - num_shared]
     if missing := set(types) - set(own):
         raise config.error(
