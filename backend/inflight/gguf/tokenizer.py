@@ -10,27 +10,18 @@ from __future__ import annotations
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.json_values import Json, is_list
-from inflight.text.tokenizer_class import QWEN2_WORDS
+from inflight.word_patterns import LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_WORDS
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "▁"
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen")
 _WORDS = {
-    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), _LLAMA3_WORDS),
+    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), LLAMA3_WORDS),
     **dict.fromkeys(_QWEN2, QWEN2_WORDS),
-    "tekken": _TEKKEN_WORDS,
+    "tekken": TEKKEN_WORDS,
 }
 _GPT2 = (None, "default", "gpt-2")
 _BEGINS = (*_LLAMA3, "tekken")

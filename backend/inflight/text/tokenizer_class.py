@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.json_values import Json
+from inflight.word_patterns import QWEN2_WORDS, QWEN3_5_WORDS
 
 AS_IN_ITS_FILE = ""
 """Stands for a class that takes tokenizer.json as it is."""
@@ -42,15 +43,6 @@ CLASS_OF_MODEL = {
 
 # Checkpoints of these models name wrong classes so often that transformers ignores them.
 _CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "qwen3_5_moe_text"})
-
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN3_5_WORDS = (  # as before, but marks belong to words
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +186,7 @@ def _qwen2(settings: Mapping[str, Any]) -> Json:
 
 
 def _qwen3_5(settings: Mapping[str, Any]) -> Json:
-    return _qwen(settings, _QWEN3_5_WORDS)
+    return _qwen(settings, QWEN3_5_WORDS)
 
 
 def _qwen(settings: Mapping[str, Any], pattern: str) -> Json:
