@@ -156,6 +156,6 @@ def shared_memory_of(server_folder: str) -> list[Path]:
 def eventually(condition: Callable[[], bool], timeout: float = 60.0) -> bool:
     """Return whether the condition becomes true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
-    while not condition() and time.monotonic() < deadline:
+    while not (is_true := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return condition()
+    return is_true

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from inflight.core.report.metrics import ServiceMetrics
 from inflight.core.report.stats import MemoryUsage
 from inflight.endpoint.client import retire_predecessor
-from inflight.endpoint.frames import EngineProcesses, Statistics
+from inflight.endpoint.frames import (
+    Beat,
+    EngineProcesses,
+    Statistics,
+    Supervise,
+    Supervised,
+    decode_from_engine,
+    encode,
+    read_frame,
+)
 from inflight.endpoint.local import LocalEngineClient
+from inflight.endpoint.path import connect
 from inflight.endpoint.server import EndpointServer
 from inflight.endpoint.supervision import EngineWatch, Supervision, awaits_successor, is_served
 from inflight.errors import Unavailable
+from tests.commands import eventually
 from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
 
@@ -25,7 +38,7 @@ TIMEOUT_S = 5.0
 
 
 class Engine:
-    def __init__(self, path: str, awaits_successor: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, path: str, awaits_successor: bool, timeout_s: float) -> None:
         self.supervision = Supervision(
             SERVER, JOB, awaits_successor, PROCESSES, timeout_s, lambda: MemoryUsage(cpu=5)
         )
@@ -36,7 +49,7 @@ class Engine:
 class Watching:
     """A watch whose `run` is running on a thread."""
 
-    def __init__(self, path: str, threads: ThreadPoolExecutor, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, path: str, threads: ThreadPoolExecutor, timeout_s: float) -> None:
         self.watch = EngineWatch(path, timeout_s)
         self.told: list[Statistics] = []
         self.has_been_told = threading.Event()
@@ -47,98 +60,115 @@ class Watching:
         self.has_been_told.set()
 
 
+class Setup:
+    """Engines at one path and watches of them, all of which end with the test, whether it passes or fails."""
+
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self.threads = stack.enter_context(ThreadPoolExecutor())
+
+    def engine(self, awaits_successor: bool = False, timeout_s: float = TIMEOUT_S) -> Engine:
+        engine = Engine(self._path, awaits_successor, timeout_s)
+        self._stack.callback(engine.server.close)
+        self._stack.callback(engine.supervision.retire, 0.0)
+        return engine
+
+    def watch(self, timeout_s: float = TIMEOUT_S) -> Watching:
+        watching = Watching(self._path, self.threads, timeout_s)
+        self._stack.callback(watching.watch.close)
+        return watching
+
+
 @pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor() as pool:
-        yield pool
+def setup(path: str) -> Iterator[Setup]:
+    with ExitStack() as stack:
+        yield Setup(path, stack)
 
 
-def test_a_supervisor_gets_statistics_and_the_engines_processes(path, threads):
-    engine = Engine(path)
-    watching = Watching(path, threads)
+def test_a_supervisor_gets_statistics_and_the_engines_processes(setup):
+    engine = setup.engine()
+    watching = setup.watch()
     assert watching.watch.processes == PROCESSES
     stats, metrics = STATS, ServiceMetrics().snapshot()
     engine.supervision.put(stats, metrics)
     assert watching.has_been_told.wait(PATIENCE_S)
     (told,) = watching.told
     assert (told.stats, told.metrics, told.memory) == (stats, metrics, MemoryUsage(cpu=5))
-    watching.watch.close()
-    engine.server.close()
 
 
-def test_an_engine_without_supervisors_ends(path, threads):
-    engine = Engine(path)
-    over = threads.submit(engine.supervision.wait_for_end)
-    first, second = Watching(path, threads), Watching(path, threads)
+def test_an_engine_without_supervisors_ends(setup):
+    engine = setup.engine()
+    over = setup.threads.submit(engine.supervision.wait_for_end)
+    first, second = setup.watch(), setup.watch()
     first.watch.close()
     assert first.why.result(PATIENCE_S)
     assert not over.done()
     second.watch.close()
     assert over.result(PATIENCE_S) is None
-    engine.server.close()
 
 
-def test_a_retired_engine_ends_in_order(path, threads):
-    engine = Engine(path)
-    watching = Watching(path, threads)
+def test_a_retired_engine_ends_in_order(setup):
+    engine = setup.engine()
+    watching = setup.watch()
     watching.watch.retire(2.5)
     assert engine.supervision.wait_for_end() == 2.5
     assert watching.why.result(PATIENCE_S) == ""
-    engine.server.close()
 
 
-def test_a_watch_reports_later_that_its_engine_was_retired(path):
-    engine = Engine(path)
+def test_a_watch_reports_later_that_its_engine_was_retired(setup, path):
+    setup.engine()
     watch = EngineWatch(path, TIMEOUT_S)
     assert not watch.has_left()
     assert retire_predecessor(path, 1.0, SERVER, patience_s=0.1) is False
-    assert watch.has_left()
-    engine.server.close()
+    assert eventually(watch.has_left)
+    watch.close()
 
 
-def test_an_engine_that_ends_by_itself_is_lost(path, threads):
-    engine = Engine(path)
-    watching = Watching(path, threads)
+def test_an_engine_that_ends_by_itself_is_lost(setup):
+    engine = setup.engine()
+    watching = setup.watch()
     engine.server.close()
     assert "has ended" in watching.why.result(PATIENCE_S)
 
 
-def test_a_stopped_engine_counts_as_silent_and_an_idle_one_does_not(path, threads):
-    engine = Engine(path, timeout_s=0.2)
-    patient = Watching(path, threads, timeout_s=1.0)
-    impatient = Watching(path, threads, timeout_s=0.01)
-    assert "silent for 0.01 s" in impatient.why.result(PATIENCE_S)
-    with pytest.raises(TimeoutError):
-        patient.why.result(2.0)
-    patient.watch.close()
-    engine.server.close()
+def test_an_engine_that_sends_nothing_counts_as_lost(setup):
+    setup.engine(timeout_s=1000.0)  # and sends a sign of life every 200 s
+    assert "silent for 2 s" in setup.watch(timeout_s=2.0).why.result(PATIENCE_S)
 
 
-def test_an_engine_that_awaits_a_successor_is_taken_over_once(path, threads):
-    engine = Engine(path, awaits_successor=True)
+def test_an_idle_engine_sends_signs_of_life(setup, path):
+    setup.engine(timeout_s=0.2)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(PATIENCE_S)
+        connect(connection, path)
+        connection.sendall(encode(Supervise()))
+        frames = [decode_from_engine(read_frame(connection)) for _ in range(4)]
+    assert frames == [Supervised(PROCESSES), Beat(), Beat(), Beat()]
+
+
+def test_an_engine_that_awaits_a_successor_is_taken_over_once(setup, path):
+    engine = setup.engine(awaits_successor=True)
     assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)  # the process that started it comes first
-    starter = Watching(path, threads)
+    starter = setup.watch()
     assert awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     assert not awaits_successor(path, SERVER, "another job", TIMEOUT_S)
     assert not awaits_successor(path, "another server", JOB, TIMEOUT_S)
-    successor = Watching(path, threads)
+    successor = setup.watch()
     assert not awaits_successor(path, SERVER, JOB, TIMEOUT_S)
     starter.watch.close()
     starter.why.result(PATIENCE_S)
     engine.supervision.put(STATS, ServiceMetrics().snapshot())
     assert successor.has_been_told.wait(PATIENCE_S)
-    successor.watch.close()
-    engine.server.close()
 
 
-def test_only_a_process_of_its_server_retires_it(path):
-    engine = Engine(path)
+def test_only_a_process_of_its_server_retires_it(setup, path):
+    engine = setup.engine()
     assert retire_predecessor(path, 3.0, "another server", patience_s=0.1) is False
-    with ThreadPoolExecutor() as pool:
-        retired = pool.submit(retire_predecessor, path, 3.0, SERVER)
-        assert engine.supervision.wait_for_end() == 3.0
-        engine.server.close()
-        assert retired.result(PATIENCE_S) is True
+    retired = setup.threads.submit(retire_predecessor, path, 3.0, SERVER)
+    assert engine.supervision.wait_for_end() == 3.0
+    engine.server.close()
+    assert retired.result(PATIENCE_S) is True
 
 
 def test_supervising_a_path_without_an_engine_is_unavailable(path):
