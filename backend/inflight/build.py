@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from inflight.errors import ConfigError, Unavailable
 from inflight.file_names import native
 from inflight.load_model import load_model
+from inflight.processes import exempt_from_collection
 
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
@@ -193,6 +194,7 @@ def build_engine(
         engine.close(0.0)
         raise
     running = replace(engine, _endpoint=endpoint)
+    exempt_from_collection()
     return running
 
 
@@ -478,4 +480,6 @@ def follow(
 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """
-    return start_following(parameters, version_dir, rank_context, load).wait()
+    rank = start_following(parameters, version_dir, rank_context, load)
+    exempt_from_collection()
+    return rank.wait()
