@@ -22,7 +22,7 @@ constexpr int kScoredRows = 4;
 constexpr int scored_groups(int) { return 1; }
 constexpr int kSummedRows = 4, kSummedParts = 1;
 constexpr int kGroupsInCache = 4;        // groups of keys kept in the cache while a tile's rows are processed
-constexpr bool kFetchesValues = false;  // while keys are scored: there are too few registers
+constexpr bool kFetchesValues = true;
 
 constexpr int kRowsAtOnce = 1;  // rows of one LoRA adapter at a time
 
@@ -80,10 +80,20 @@ uint32_t word_of(uint32_t pair, int index) {
 }
 
 // sums[row][i] += a block's row * kCount registers of 8 of a panel's columns. With two registers it
-// prefetches only the line at `ahead.first`.
+// prefetches only the line at `ahead.first`. Not inlined: GCC would keep sums in memory.
 template <class E, int kRows, int kCount>
-inline __attribute__((always_inline)) void multiply_columns(const char* a, const char* columns, int num_pairs,
-                                                            Ahead ahead, typename E::Register (&sums)[kRows][kCount]) {
+__attribute__((noinline)) void multiply_columns(const char* a, const char* columns, int num_pairs, Ahead ahead,
+                                                typename E::Sums (*sums)[2], int half) {
+  using Register = typename E::Register;
+  Register own[kRows][kCount];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kCount / 2; ++i) {
+      own[row][2 * i] = sums[row][half + i].low;
+      own[row][2 * i + 1] = sums[row][half + i].high;
+    }
+  }
   for (int pair = 0; pair < num_pairs; ++pair, columns += 4 * kPanel) {
     prefetch(ahead.first);
     ahead.first += ahead.step;
@@ -93,17 +103,22 @@ inline __attribute__((always_inline)) void multiply_columns(const char* a, const
     }
 #pragma GCC unroll 2
     for (int word = 0; word < E::kWords; ++word, a += 4 * kRows) {
-      typename E::Register b[kCount];
+      Register b[kCount];
 #pragma GCC unroll 4
       for (int i = 0; i < kCount; ++i) b[i] = E::load_word(columns + 32 * i, word);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
-        const typename E::Register x = E::broadcast(a + 4 * row);
+        const Register x = E::broadcast(a + 4 * row);
 #pragma GCC unroll 4
-        for (int i = 0; i < kCount; ++i) sums[row][i] = E::multiply_add(sums[row][i], x, b[i]);
+        for (int i = 0; i < kCount; ++i) own[row][i] = E::multiply_add(own[row][i], x, b[i]);
       }
       if (E::kWords > 1) asm volatile("" : : : "memory");  // otherwise GCC runs out of registers for both words
     }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+    for (int i = 0; i < kCount / 2; ++i) sums[row][half + i] = {own[row][2 * i], own[row][2 * i + 1]};
   }
 }
 
@@ -113,34 +128,15 @@ template <class E, int kRows>
 inline __attribute__((always_inline)) void multiply_panel(const typename E::Operand* a,
                                                           const typename E::Stored* panel, int inner,
                                                           const Ahead& ahead, typename E::Sums (&sums)[kRows][2]) {
-  using Register = typename E::Register;
   const auto* operand = reinterpret_cast<const char*>(a);
   const auto* columns = reinterpret_cast<const char*>(panel);
   const int num_pairs = inner / E::kPair;
   if constexpr (kRows <= 2) {
-    Register own[kRows][4];
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      own[row][0] = sums[row][0].low, own[row][1] = sums[row][0].high;
-      own[row][2] = sums[row][1].low, own[row][3] = sums[row][1].high;
-    }
-    multiply_columns<E, kRows, 4>(operand, columns, num_pairs, ahead, own);
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) {
-      sums[row][0] = {own[row][0], own[row][1]};
-      sums[row][1] = {own[row][2], own[row][3]};
-    }
+    multiply_columns<E, kRows, 4>(operand, columns, num_pairs, ahead, sums, 0);
   } else {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      Register own[kRows][2];
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) own[row][0] = sums[row][half].low, own[row][1] = sums[row][half].high;
-      multiply_columns<E, kRows, 2>(operand, columns + 4 * kLanes * half, num_pairs,
-                                    {half == 0 ? ahead.first : ahead.second, nullptr, ahead.step}, own);
-#pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) sums[row][half] = {own[row][0], own[row][1]};
-    }
+    multiply_columns<E, kRows, 2>(operand, columns, num_pairs, {ahead.first, nullptr, ahead.step}, sums, 0);
+    multiply_columns<E, kRows, 2>(operand, columns + 4 * kLanes, num_pairs, {ahead.second, nullptr, ahead.step}, sums,
+                                  1);
   }
 }
 
