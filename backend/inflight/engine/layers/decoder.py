@@ -144,7 +144,7 @@ class Decoder:
         weights = self._weights
         if active is None and packed.adapters is not None:
             active = self._pool().activate(packed.adapters)
-        plans = self._attention.plan(packed, cache, self._windows)
+        metadata = self._attention.prepare(packed, cache, self._windows)
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         inputs = self._layer_inputs(packed, x)
@@ -157,7 +157,7 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
-            plan = plans[self._layer_windows[index]]
+            of_window = metadata[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
             mixer = self._mixers[index]
@@ -167,7 +167,7 @@ class Decoder:
                 attended = self._row_parallel(layer.output, mixed)
             else:
                 rotation = rotations.get(self._layer_ropes[index])
-                attended = self._attend(read, rotation, index, layer, places, plan, cache, own)
+                attended = self._attend(read, rotation, index, layer, places, of_window, cache, own)
             following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
             if self.config.parallel_residual:
                 computed = self._mlp(self._norm(x, layer.mlp_norm), layer, x)
@@ -261,7 +261,7 @@ class Decoder:
         index: int,
         layer: LayerWeights,
         places: Tensor,
-        plan: Any,
+        metadata: Any,
         cache: KvCache,
         own: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
@@ -277,7 +277,7 @@ class Decoder:
                 own[place] = keys, values
         else:
             queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
-        read = self._attention.attend(queries, keys, values, place, plan, cache, layer.sinks)
+        read = self._attention.attend(queries, keys, values, place, metadata, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
         if gates is not None:
