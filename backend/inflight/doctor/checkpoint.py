@@ -76,7 +76,8 @@ def _mend_settings(reason: str) -> str:
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
     """Return the engine parameters from the config.pbtxt that a start would write."""
-    from inflight.config import Role, read_parameters
+    from inflight.config import Role
+    from inflight.parameter_reader import read_parameters
     from inflight.server import config_text
     from inflight.server.repository import Wanted, assemble, default_repository
 

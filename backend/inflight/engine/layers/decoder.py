@@ -25,20 +25,19 @@ from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
-from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
+from inflight.models.decoder_config import LatentAttention, RopeConfig
 from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
-from inflight.sampling.transfer import to_list
 
 _BY_TORCH = RowKernels()
-_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
 
 
 class Decoder:
@@ -446,69 +445,6 @@ def _places(held: DecoderConfig) -> list[int]:
         places.append(counts[is_recurrent])
         counts[is_recurrent] += 1
     return places
-
-
-def mix_experts(
-    x: Tensor,
-    experts: ExpertWeights[Linear],
-    config: ExpertsConfig,
-    activate: Callable[[Tensor], Tensor],
-    routed: Tensor | None = None,
-) -> Tensor:
-    """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
-    them. `routed` is the router's input, if it is not x.
-
-    Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
-    up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
-    experts that other ranks hold.
-    """
-    chances, chosen = route(x if routed is None else routed, experts, config)
-    by_expert, order = chosen.flatten().sort(stable=True)
-    counts: list[int] = to_list(torch.bincount(by_expert, minlength=config.count))
-    given = x.new_zeros(x.shape, dtype=torch.float32)
-    if config.held is not None:
-        first, last = config.held
-        order = order[sum(counts[:first]) : sum(counts[:last])]
-        counts = counts[first:last]
-        if not len(order):
-            return given.to(x.dtype)
-    rows = order // config.num_per_token
-    parts = x.index_select(0, rows).split_with_sizes(counts)
-    results = [
-        experts.down.at(index)(activate(experts.up.at(index)(part)))
-        for index, part in enumerate(parts)
-        if len(part)
-    ]
-    weighed = torch.cat(results).float() * chances.flatten()[order, None]
-    return given.index_add_(0, rows, weighed).to(x.dtype)
-
-
-def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Return the weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
-    if config.has_float32_router:
-        logits = F.linear(x.float(), experts.router.weight.float())
-    else:
-        logits = experts.router(x).float()
-    chances = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-    wanted = chances if experts.choice_bias is None else chances + experts.choice_bias
-    if config.num_groups_per_token < config.num_groups:
-        wanted = wanted.masked_fill(~_is_in_best_groups(wanted, config), -torch.inf)
-    chosen = wanted.topk(config.num_per_token, dim=-1).indices
-    chances = chances.gather(-1, chosen)
-    if config.is_normalized:
-        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
-    if experts.scales is not None:
-        chances = chances * experts.scales.float()[chosen]
-    return chances * config.result_scale, chosen
-
-
-def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
-    grouped = torch.unflatten(wanted, -1, (config.num_groups, -1))
-    of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
-    best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
-    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
-    return is_best.repeat_interleave(grouped.shape[-1], dim=-1)
 
 
 def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
