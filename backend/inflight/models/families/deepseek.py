@@ -114,7 +114,7 @@ def read_expert_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_gr
     if chosen * each < experts.num_per_token:
         raise config.error(
             "num_experts_per_tok",
-            f"at most {chosen * each}, the number of experts in topk_group groups",
+            f"at most {chosen * each}, the number of experts in topk_group of n_group groups",
         )
     return replace(
         experts, num_groups=num_groups, num_groups_per_token=chosen, scores_per_group=scores_per_group
