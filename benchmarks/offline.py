@@ -26,7 +26,7 @@ from benchmarks.measuring.setup import Kernels, Setup
 from benchmarks.measuring.workload import BenchRequest, draw
 from inflight.batch_manager import GptManager
 from inflight.build import check_parameters
-from inflight.config import INT8, Parameters, Role, read_parameters
+from inflight.config import INT8, Parameters, Role
 from inflight.core.ports import Engine
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -39,6 +39,7 @@ from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes
 from inflight.models.registry import ModelDescription
+from inflight.parameter_reader import read_parameters
 
 
 class ClosedLoop:

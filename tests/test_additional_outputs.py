@@ -13,8 +13,9 @@ from inflight.additional_outputs import (
     parse_outputs,
     tensor_names,
 )
-from inflight.config import EngineConfig, Role, read_parameters
+from inflight.config import EngineConfig, Role
 from inflight.errors import ConfigError
+from inflight.parameter_reader import read_parameters
 
 
 @pytest.mark.parametrize(

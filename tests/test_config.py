@@ -17,10 +17,9 @@ from inflight.config import (
     Role,
     SchedulingConfig,
     SpecialTokens,
-    read_parameters,
-    without_effect,
 )
 from inflight.errors import ConfigError
+from inflight.parameter_reader import read_parameters, without_effect
 from tests.triton.factories import make_model_config, make_parameters
 
 UNBUILT = [spec for spec in PARAMETERS if spec.neutral is not None]

@@ -1,22 +1,16 @@
 """Every parameter of the engine, declared once: its name, type, default, range and meaning.
 
-A parameter is a field of `Parameters` or of its parts `SchedulerConfig` and `EngineConfig`, from which the
-scheduler and the engine are built. The rows of config.pbtxt, their comments and the reader of the
-`parameters` come from these fields. Rows without a field follow: keys of TensorRT-LLM that can have no effect
-here are accepted and logged; keys for features that are not built yet are accepted only at values that do not
-ask for the feature.
+A parameter is a field of `Parameters` or of its parts `SchedulingConfig` and `EngineConfig`, from which the
+scheduler and the engine are built. The rows of config.pbtxt, their comments and what `parameter_reader.py` accepts
+come from these fields. Rows without a field follow: keys of TensorRT-LLM that can have no effect here are accepted
+and logged; keys for features that are not built yet are accepted only at values that do not ask for the feature.
 
-TensorRT-LLM's keys keep their meaning and, where it is known, their default. An empty value or an unfilled
-`${…}` counts as absent. Every other value must parse and every key must be known: otherwise the load fails,
-with all problems in one message. No other package is below this one; the types, ranges and rows are in
-`parameter_spec.py`. Pure.
+TensorRT-LLM's keys keep their meaning and, where it is known, their default. No other package is below this one;
+the types, ranges and rows are in `parameter_spec.py`. Pure.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -62,9 +56,6 @@ __all__ = [
     "Role",
     "SchedulingConfig",
     "SpecialTokens",
-    "is_filled",
-    "read_parameters",
-    "without_effect",
 ]
 
 INT8 = "int8"
@@ -561,93 +552,3 @@ PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *U
 
 DEFAULT_NUM_SEQUENCES = 64
 """Number of slots if max_batch_size is 0 and so does not give it."""
-
-OLD_NAMES: Mapping[str, str] = {
-    "max_kv_cache_length": "max_attention_window_size",
-    "worker_path": "executor_worker_path",
-}
-"""Former names of parameters in tensorrtllm_backend's files of 2023 and 2024: accepted, never written here."""
-
-
-# ---------------------------------------------------------------------- the reader
-
-
-def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
-    """Read a model's parameters from its configuration, as Triton passes it to `initialize`.
-
-    Raises ConfigError that lists every problem: key, value, what was expected, and the nearest known key.
-    """
-    problems: list[str] = []
-    known = {spec.key: spec for spec in PARAMETERS if role in spec.roles}
-    given: dict[str, Any] = {}
-    for key, entry in model_config.get("parameters", {}).items():
-        text = str(entry.get("string_value", ""))
-        name = _newest_name(key)
-        if name not in known:
-            problems.append(_unknown(key, text, known))
-        elif is_filled(text):
-            try:
-                value = known[name].parse(text)
-                if given.setdefault(name, value) != value:
-                    problems.append(
-                        f"{key}: got {text!r}, but its other name says {given[name]}: fill in one"
-                    )
-            except ConfigError as error:
-                problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
-    max_batch_size = int(model_config.get("max_batch_size", 0))
-    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a batch dimension, as in llmapi
-    if max_batch_size < least:
-        problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
-    if problems:
-        raise ConfigError(
-            f"config.pbtxt of {model_config.get('name', role.value)}:\n  " + "\n  ".join(problems)
-        )
-    given.setdefault("max_queue_size", _queue_bound(model_config))
-    if given.get("gpt_model_type") == "V1":
-        given["batch_scheduler_policy"] = CapacityPolicy.STATIC_BATCH
-    scheduler = SchedulingConfig(**_fields(SchedulingConfig, given))
-    engine = EngineConfig(
-        **_fields(EngineConfig, given),
-        max_num_sequences=max_batch_size or DEFAULT_NUM_SEQUENCES,
-        max_num_tokens=scheduler.max_num_tokens,
-    )
-    return Parameters(**_fields(Parameters, given), scheduler=scheduler, engine=engine)
-
-
-def _fields(owner: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given values of the fields of `owner`, by field name."""
-    return {name: given[spec.key] for name, spec in declared_rows(owner).items() if spec.key in given}
-
-
-def without_effect(model_config: Mapping[str, Any], role: Role) -> list[str]:
-    """Return a log line for each given parameter that has no effect."""
-    rows = {spec.key: spec for spec in PARAMETERS if spec.no_effect and role in spec.roles}
-    given = {
-        key: str(entry.get("string_value", "")) for key, entry in model_config.get("parameters", {}).items()
-    }
-    return [
-        f"parameter {key} is {text!r} and has no effect: {row.no_effect}"
-        for key, text in given.items()
-        if is_filled(text) and (row := rows.get(_newest_name(key))) is not None
-    ]
-
-
-def _newest_name(key: str) -> str:
-    return OLD_NAMES.get(key, key)
-
-
-def is_filled(text: str | None) -> bool:
-    """Return whether a parameter is given: not absent, not empty, and not an unfilled template variable."""
-    return bool(text) and not re.fullmatch(r"\$\{[^}]*\}", text or "")
-
-
-def _queue_bound(model_config: Mapping[str, Any]) -> int:
-    """Return the limit of Triton's own queue, which tensorrtllm_backend's files set by its max_queue_size."""
-    policy = model_config.get("dynamic_batching", {}).get("default_queue_policy", {})
-    return int(policy.get("max_queue_size", 0))
-
-
-def _unknown(key: str, text: str, known: Mapping[str, ParameterSpec]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(sorted(known))}"
-    return f"{key}: got {text!r}, but there is no such parameter; {hint}"

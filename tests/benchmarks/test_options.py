@@ -10,8 +10,9 @@ from benchmarks.measuring.options import Options, add_options, engine_settings, 
 from benchmarks.measuring.setup import ModelShape
 from benchmarks.measuring.workload import BenchRequest, draw
 from inflight.build import check_parameters
-from inflight.config import Role, read_parameters
+from inflight.config import Role
 from inflight.models import read_model_description
+from inflight.parameter_reader import read_parameters
 from inflight.testing.make_model import make_model
 
 

@@ -74,15 +74,15 @@ class Blocks:
         self.running.append(sequence)
         return sequence
 
-    def plan(self) -> Growth:
-        return MaxUtilization().plan_growth(self.running, self.cache)
+    def decide(self) -> Growth:
+        return MaxUtilization().decide_growth(self.running, self.cache)
 
 
 def test_no_sequence_is_paused_while_blocks_are_free():
     blocks = Blocks(6)
     for _ in range(3):
         blocks.run()
-    assert blocks.plan() == Growth((), 3)
+    assert blocks.decide() == Growth((), 3)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_the_sequences_that_started_last_are_paused(num_free, paused, claimed):
     blocks = Blocks(4 + num_free)
     for _ in range(4):
         blocks.run()
-    growth = blocks.plan()
+    growth = blocks.decide()
     assert ([sequence.key for sequence in growth.paused], growth.num_blocks) == (paused, claimed)
 
 
@@ -104,7 +104,7 @@ def test_no_more_sequences_are_paused_than_necessary():
     """The last sequence gives up three blocks at once, which is enough for all others."""
     blocks = Blocks(6)
     *_, last = (blocks.run(tokens=tokens) for tokens in (4, 4, 4, 12))
-    assert blocks.plan() == Growth((last,), 3, is_short=True)
+    assert blocks.decide() == Growth((last,), 3, is_short=True)
 
 
 def test_pausing_does_not_count_shared_blocks_as_freed():
@@ -112,13 +112,13 @@ def test_pausing_does_not_count_shared_blocks_as_freed():
     blocks = Blocks(3)
     _, second, last = blocks.run(), blocks.run(), blocks.run()
     blocks.cache.pool.share(blocks.cache.block_table(last.key))
-    assert blocks.plan() == Growth((last, second), 1, is_short=True)
+    assert blocks.decide() == Growth((last, second), 1, is_short=True)
 
 
 def test_the_last_request_is_paused_if_no_other_can_be():
     blocks = Blocks(1)
     alone = blocks.run()
-    assert blocks.plan() == Growth((alone,), 0, is_short=True)
+    assert blocks.decide() == Growth((alone,), 0, is_short=True)
 
 
 @pytest.mark.parametrize("num_free", [0, 1])
@@ -126,13 +126,13 @@ def test_lower_priorities_are_paused_first(num_free):
     """With an odd number of free blocks the sequence of the lowest priority pauses itself."""
     blocks = Blocks(4 + num_free)
     low, _, _, late = (blocks.run(priority) for priority in (0.2, 0.9, 0.5, 0.5))
-    assert blocks.plan() == Growth((low, late), 2, is_short=True)
+    assert blocks.decide() == Growth((low, late), 2, is_short=True)
 
 
 def test_within_a_priority_the_last_started_is_paused_first():
     blocks = Blocks(3)
     early, late, _ = (blocks.run(priority) for priority in (0.2, 0.2, 0.9))
-    assert blocks.plan() == Growth((late, early), 1, is_short=True)
+    assert blocks.decide() == Growth((late, early), 1, is_short=True)
 
 
 @pytest.mark.parametrize("priority", [0.1, 0.5, 0.9])
@@ -141,19 +141,19 @@ def test_only_a_higher_priority_pauses_an_older_sequence(priority):
     blocks = Blocks(3)
     older, younger = blocks.run(0.5, tokens=6), blocks.run(priority)
     paused, claimed = ((older,), 1) if priority > 0.5 else ((younger,), 0)
-    assert blocks.plan() == Growth(paused, claimed, is_short=True)
+    assert blocks.decide() == Growth(paused, claimed, is_short=True)
 
 
 def test_a_request_with_tokens_in_flight_is_not_paused():
     blocks = Blocks(2)
     first, _ = blocks.run(), blocks.run(in_flight=1)
-    assert blocks.plan() == Growth((first,), 0, is_short=True)
+    assert blocks.decide() == Growth((first,), 0, is_short=True)
 
 
 def test_a_search_is_never_paused():
     blocks = Blocks(2)
     _, last = blocks.run(sampling=TWO_BEAMS), blocks.run()
-    assert blocks.plan() == Growth((last,), 0, is_short=True)
+    assert blocks.decide() == Growth((last,), 0, is_short=True)
 
 
 def test_ended_requests_and_requests_in_context_need_no_blocks():
@@ -161,13 +161,13 @@ def test_ended_requests_and_requests_in_context_need_no_blocks():
     ended, context, growing = blocks.run(in_flight=1), blocks.run(), blocks.run()
     ended.finish(FinishReason.CANCELLED)
     context.num_computed_tokens = 0
-    assert blocks.plan() == Growth((growing,), 0, is_short=True)
+    assert blocks.decide() == Growth((growing,), 0, is_short=True)
 
 
 def test_reservations_to_the_end_leave_nothing_to_plan():
     blocks = Blocks(1)
     blocks.run()
-    assert GuaranteedNoEvict().plan_growth(blocks.running, blocks.cache) == Growth()
+    assert GuaranteedNoEvict().decide_growth(blocks.running, blocks.cache) == Growth()
 
 
 # ---------------------------------------------------------------- in a scheduler

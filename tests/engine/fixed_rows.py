@@ -12,7 +12,7 @@ from inflight.engine.kv_cache import KvCache
 from inflight.engine.packing import FixedRows, PackedBatch, cut_into_tiles
 from inflight.engine.windows import AttentionWindow
 
-Plan = tuple[Tensor, Tensor, Tensor, Tensor, AttentionWindow | None]
+Metadata = tuple[Tensor, Tensor, Tensor, Tensor, AttentionWindow | None]
 
 
 class FixedRowsAttention:
@@ -21,7 +21,7 @@ class FixedRowsAttention:
     Rows that belong neither to a chunk nor to generation get NaN.
 
     Attributes:
-        num_rows: Number of rows of every planned batch.
+        num_rows: Number of rows of every prepared batch.
     """
 
     has_fixed_shapes = takes_fixed_rows = True
@@ -30,9 +30,9 @@ class FixedRowsAttention:
     def __init__(self) -> None:
         self.num_rows: list[int] = []
 
-    def plan(
+    def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
-    ) -> Mapping[AttentionWindow | None, Plan]:
+    ) -> Mapping[AttentionWindow | None, Metadata]:
         rows = torch.arange(len(packed.positions), device=packed.positions.device)
         self.num_rows.append(len(rows))
         fixed = packed.fixed
@@ -53,11 +53,11 @@ class FixedRowsAttention:
         keys: Tensor,
         values: Tensor,
         layer: int,
-        plan: Plan,
+        metadata: Metadata,
         cache: KvCache,
         sinks: Any = None,
     ) -> Tensor:
-        tables, positions, in_chunk, generates, window = plan
+        tables, positions, in_chunk, generates, window = metadata
         _, heads, head_dim = queries.shape
         pages = cache.pages(layer)
         if cache.rounding is not None:

@@ -50,12 +50,12 @@ class Rows:
         self.sinks = random(heads) if decoder.learned_sinks else None
 
     def attend(self, attention: Any, packed: PackedBatch, window: AttentionWindow | None) -> Tensor:
-        plan = attention.plan(packed, self.cache, (window,))[window]
+        metadata = attention.prepare(packed, self.cache, (window,))[window]
         queries = self.queries[packed.slots, packed.positions]
         blocks = self.tables[packed.slots, packed.positions // self.cache.tokens_per_block]
         places = blocks * self.cache.tokens_per_block + packed.positions % self.cache.tokens_per_block
         pages = (page.flatten(0, 1)[places] for page in self.cache.pages(0))
-        return attention.attend(queries, *pages, 0, plan, self.cache, self.sinks)
+        return attention.attend(queries, *pages, 0, metadata, self.cache, self.sinks)
 
 
 def largest_error(

@@ -201,14 +201,14 @@ def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.Monkey
     driver.step({row: len(row.tokens) for row in rows})
     sizes = []
 
-    plan = GatheringAttention.plan
+    prepare = GatheringAttention.prepare
 
     def spy(*arguments: Any) -> Any:
-        plans = plan(*arguments)
-        sizes.extend([group.end - group.begin for group in each.generation] for each in plans.values())
-        return plans
+        metadata = prepare(*arguments)
+        sizes.extend([group.end - group.begin for group in each.generation] for each in metadata.values())
+        return metadata
 
-    monkeypatch.setattr(GatheringAttention, "plan", spy)
+    monkeypatch.setattr(GatheringAttention, "prepare", spy)
     for _ in range(4):
         driver.step(generation=rows[::-1])
 

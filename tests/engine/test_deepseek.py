@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.kv_cache import KvCache, block_bytes
-from inflight.engine.layers.decoder import route
+from inflight.engine.layers.experts import route
 from inflight.errors import ConfigError
 from inflight.models import Linear, read_model_description
 from inflight.models.decoder_config import ExpertsConfig

@@ -13,12 +13,12 @@ from inflight.engine import room
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.load import load_stage
 from inflight.engine.memory import (
-    KvCachePlan,
+    KvCacheSize,
     available_cpu_memory,
     check_adapter_pages,
+    choose_kv_cache_size,
+    choose_num_adapter_pages,
     free_memory,
-    plan_adapter_pages,
-    plan_kv_cache,
 )
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
@@ -30,11 +30,11 @@ GPU_FRACTION, CPU_FRACTION = "kv_cache_free_gpu_mem_fraction", "kv_cache_free_cp
 MAX_TOKENS = "max_tokens_in_paged_kv_cache"
 
 
-def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvCachePlan:
+def _size(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvCacheSize:
     """Plan for blocks of 1,000 bytes, sequences of 100 tokens and half of the memory, unless `changes` differ."""
     halves = {"kv_cache_free_gpu_mem_fraction": 0.5, "kv_cache_free_cpu_mem_fraction": 0.5}
     config = EngineConfig(**{"max_num_sequences": 4, "tokens_per_block": 32, **halves, **changes})
-    return plan_kv_cache(config, 100, 1000, free_bytes, on_gpu)
+    return choose_kv_cache_size(config, 100, 1000, free_bytes, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def _plan(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvC
 def test_the_smallest_limit_decides_the_number_of_blocks(
     changes: dict[str, Any], num_blocks: int, decided_by: str
 ) -> None:
-    plan = _plan(**changes)
-    assert (plan.num_blocks, plan.decided_by) == (num_blocks, decided_by)
+    size = _size(**changes)
+    assert (size.num_blocks, size.decided_by) == (num_blocks, decided_by)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_smallest_limit_decides_the_number_of_blocks(
 )
 def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
-        _plan(**changes)
+        _size(**changes)
     assert f"{CPU_FRACTION if 'on_gpu' in changes else GPU_FRACTION} is 0.5" in str(error.value)
     assert f"{MAX_TOKENS} is {changes.get(MAX_TOKENS, 'unset')}" in str(error.value)
 
@@ -146,7 +146,7 @@ def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
     """Pages have 1,000 bytes."""
     values = {"max_num_sequences": 4, "free_bytes": 100_000, **changes}
     free_bytes = values.pop("free_bytes")
-    assert plan_adapter_pages(EngineConfig(**values), 1000, free_bytes) == num_pages
+    assert choose_num_adapter_pages(EngineConfig(**values), 1000, free_bytes) == num_pages
 
 
 def test_too_little_room_for_the_largest_adapter_is_an_error_if_a_fraction_is_given() -> None:

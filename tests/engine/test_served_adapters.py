@@ -198,7 +198,7 @@ def alone(model: ZooModel, kernels: str | None, count: int | None = None) -> dic
 @contextmanager
 def few_pages(count: int = NUM_PAGES) -> Iterator[None]:
     """Limit the adapter pages of engines that are loaded meanwhile."""
-    with mock.patch.object(room, "plan_adapter_pages", lambda *arguments: count):
+    with mock.patch.object(room, "choose_num_adapter_pages", lambda *arguments: count):
         yield
 
 

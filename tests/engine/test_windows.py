@@ -11,7 +11,7 @@ import torch
 
 from inflight.core.request.request import ExternalDraft, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.engine.attention import gathering as attention
+from inflight.engine.attention import gathering_metadata
 from inflight.engine.windows import AttentionWindow, layer_windows
 from inflight.errors import ConfigError
 from tests.engine.driver import Driver, alone, load_engine
@@ -153,7 +153,7 @@ def test_a_chunk_attended_in_pieces_gives_the_logits_of_a_whole_one(
     zoo: Zoo, case: str, chunk: int, piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's operators take a chunk in pieces."""
-    monkeypatch.setattr(attention, "_PIECE_ROWS", piece_rows)
+    monkeypatch.setattr(gathering_metadata, "_PIECE_ROWS", piece_rows)
     assert_chunks_are_whole(zoo[case], chunk, "torch")
 
 
@@ -169,7 +169,7 @@ def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) ->
 
 
 def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
-    """Rows shorter than the sinks, shorter than a window, or much longer, in one group of a plan."""
+    """Rows shorter than the sinks, shorter than a window, or much longer, in one group of generation rows."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (27, 40), 19)
     settings = {"max_attention_window_size": (27, 40), "sink_token_length": 19, "max_num_sequences": 8}
@@ -187,7 +187,7 @@ def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
 def test_blocks_outside_a_window_are_not_read(
     zoo: Zoo, num_sinks: int, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_PIECE_ROWS", 1)
+    monkeypatch.setattr(gathering_metadata, "_PIECE_ROWS", 1)
     model = zoo["llama-gqa"]
     engine = load_engine(
         model.folder, max_attention_window_size=(12,), sink_token_length=num_sinks, kernels="torch"
@@ -295,7 +295,7 @@ def test_more_window_entries_than_layers_are_logged(caplog: pytest.LogCaptureFix
     assert "max_attention_window_size has 2 entries, but the model has 1 layers" in caplog.text
 
 
-def test_windows_that_all_layers_share_are_planned_once(zoo: Zoo) -> None:
+def test_windows_that_all_layers_share_are_prepared_once(zoo: Zoo) -> None:
     folder, kernels = zoo["llama"].folder, "torch"
     engine = load_engine(folder, max_attention_window_size=(MAX_POSITIONS, 100_000), kernels=kernels)
     assert engine.runner.decoder._windows == (None,)

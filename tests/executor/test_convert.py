@@ -25,14 +25,13 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
 from inflight.errors import InvalidArgument
 from inflight.executor.convert import (
-    DEFAULT_MAX_BATCH_SIZE,
     OWN_POST_PROCESSOR_NAME,
     to_core_request,
     to_host_array,
     to_lora_request,
-    to_parameters,
 )
 from inflight.executor.fields import FIELDS, Treatment
+from inflight.executor.parameters import DEFAULT_MAX_BATCH_SIZE, to_parameters
 
 VOCABULARY = 10
 LIMITS = ModelLimits(

@@ -88,12 +88,12 @@ class Client:
     stops: set[int] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     asked_for: list[int] = field(default_factory=list)
-    threads: set[str] = field(default_factory=set)
+    threads: set[threading.Thread] = field(default_factory=set)
     stats: list[str] = field(default_factory=list)
     polled: threading.Event = field(default_factory=threading.Event)
 
     def get(self, max_num: int) -> list[InferenceRequest]:
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         self.asked_for.append(max_num)
         found: list[InferenceRequest] = []
         while not self.pending.empty() and max_num != len(found):
@@ -103,18 +103,18 @@ class Client:
         return found
 
     def send(self, request_id: int, tensors: list[NamedTensor], is_final: bool, error: str) -> None:
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         self.calls.append("send")
         self.answers.put(Answer(request_id, {one.name: one.tensor for one in tensors}, is_final, error))
 
     def poll(self) -> set[int]:
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         self.calls.append("poll")
         self.polled.set()
         return self.stops
 
     def report(self, text: str) -> None:
-        self.threads.add(threading.current_thread().name)
+        self.threads.add(threading.current_thread())
         self.calls.append("stats")
         self.stats.append(text)
 
@@ -311,7 +311,7 @@ def test_the_callbacks_of_an_iteration_are_called_in_order(client: Client, manag
 
 def test_one_worker_thread_calls_them_all(client: Client, manager: GptManager) -> None:
     client.ask(make_request(1))
-    assert len(client.threads) == 1 and client.threads != {threading.current_thread().name}
+    assert len(client.threads) == 1 and client.threads != {threading.current_thread()}
 
 
 def test_streaming_responses_are_single_tokens_and_others_the_full_response(
@@ -363,7 +363,8 @@ def test_the_worker_ends_when_the_manager_is_unreferenced_and_idle(client: Clien
     assert not first.is_final
     assert client.all_of(1)[-1].is_final, "what is active is finished first"
     (worker,) = client.threads
-    assert worker not in {thread.name for thread in threading.enumerate()}
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
 
 
 def test_a_request_with_the_terminating_id_ends_the_manager(client: Client) -> None:

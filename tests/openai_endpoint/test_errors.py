@@ -27,7 +27,7 @@ from inflight.errors import BadAdapter, InvalidArgument, error_from_kind
 from inflight.openai.errors import ApiError, describe_error
 from inflight.openai.kserve_client import KServeEngineClient
 from inflight.openai.options import OpenAiOptions
-from inflight.openai.planning import check_number_of_sequences
+from inflight.openai.prepared_body import check_number_of_sequences
 from inflight.openai.protocol import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from inflight.openai.serving_model import ServingModel
 from tests.endpoint.conftest import path  # noqa: F401 - a folder that is short enough for a socket

@@ -60,13 +60,13 @@ def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) ->
 
     async def ask() -> None:
         prompt = Prompt(make_request(0), ReplyOptions(frozenset()))
-        plan: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None)
+        prepared: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None)
         context: Any = SimpleNamespace(session=session)
         request: Any = SimpleNamespace(receive=receive)
         if is_streamed:
-            await answer_stream(context, request, plan, no_events)
+            await answer_stream(context, request, prepared, no_events)
         else:
-            await answer_whole(context, request, plan)
+            await answer_whole(context, request, prepared)
 
     with pytest.raises(Cancelled, match="by its client"):
         asyncio.run(ask())

@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from inflight.build import build_engine, follow
-from inflight.config import Role, read_parameters
+from inflight.config import Role
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.errors import Unavailable
+from inflight.parameter_reader import read_parameters
 from inflight.ranks import mpi
 from inflight.ranks.job import Job
 from inflight.ranks.rank_context import attend, lead

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.config import is_filled
+from inflight.parameter_reader import is_filled
 from inflight.server.config_text import (
     fill_fields,
     quote,

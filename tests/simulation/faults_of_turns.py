@@ -129,12 +129,12 @@ def chunking_policy_ignored(patch: Patch) -> None:
 
 
 def first_started_paused(patch: Patch) -> None:
-    plan_growth = MaxUtilization.plan_growth
+    decide_growth = MaxUtilization.decide_growth
 
     def plan_from_the_other_end(capacity: MaxUtilization, running, kv_cache):
-        return plan_growth(capacity, list(reversed(running)), kv_cache)
+        return decide_growth(capacity, list(reversed(running)), kv_cache)
 
-    patch.setattr(MaxUtilization, "plan_growth", plan_from_the_other_end)
+    patch.setattr(MaxUtilization, "decide_growth", plan_from_the_other_end)
 
 
 # ---------------------------------------------------------------------- micro-batches
@@ -205,9 +205,9 @@ def sampled_on_device_untold(patch: Patch) -> None:
 
 
 def not_waited_for_before_a_pause(patch: Patch) -> None:
-    plan_growth = MaxUtilization.plan_growth
+    decide_growth = MaxUtilization.decide_growth
 
     def plan_as_if_there_were_enough(capacity: MaxUtilization, running, kv_cache):
-        return dataclasses.replace(plan_growth(capacity, running, kv_cache), is_short=False)
+        return dataclasses.replace(decide_growth(capacity, running, kv_cache), is_short=False)
 
-    patch.setattr(MaxUtilization, "plan_growth", plan_as_if_there_were_enough)
+    patch.setattr(MaxUtilization, "decide_growth", plan_as_if_there_were_enough)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inflight.config import Parameters, Role, read_parameters
+from inflight.config import Parameters, Role
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
@@ -17,6 +17,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.errors import InflightError
+from inflight.parameter_reader import read_parameters
 from inflight.prompt import Prompt
 from inflight.serving.completion_text import CompletionText
 from inflight.serving.in_flight import InFlightRequest

@@ -8,7 +8,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inflight.config import PARAMETERS, Parameters, Role, is_filled, read_parameters
+from inflight.config import PARAMETERS, Parameters, Role
+from inflight.parameter_reader import is_filled, read_parameters
 from inflight.triton.config_pbtxt import LLMAPI, MODELS, TEMPLATES, ModelSpec, render, write, write_llmapi
 from tests.triton import upstream_files
 from tests.triton.upstream_files import DOCUMENTED, fill_template

@@ -31,7 +31,8 @@ from inflight.serving.metric_table import (
     Batching,
     HistogramFamily,
 )
-from inflight.triton.metrics import FamilyMaker, MetricsPublisher, MetricValues, lengths_between
+from inflight.triton.metric_families import FamilyMaker, MetricValues, lengths_between
+from inflight.triton.metrics import MetricsPublisher
 from tests.prometheus import Page, parse, shown
 from tests.tiers import examples
 from tests.triton.fake_metrics import FakeMetrics

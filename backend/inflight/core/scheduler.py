@@ -230,7 +230,7 @@ class Scheduler:
         return None
 
     def _make_batch(self) -> ScheduledBatch | None:
-        growth = self._capacity.plan_growth(self._running.sequences, self.kv_cache)
+        growth = self._capacity.decide_growth(self._running.sequences, self.kv_cache)
         if growth.is_short and self._overlaps_iterations and self._num_in_flight:
             return None  # a sequence to be paused has a token in flight
         self._observed.paused(len(growth.paused))

@@ -76,7 +76,8 @@ def _mend_settings(reason: str) -> str:
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
     """Return the engine parameters from the config.pbtxt that a start would write."""
-    from inflight.config import Role, read_parameters
+    from inflight.config import Role
+    from inflight.parameter_reader import read_parameters
     from inflight.server import config_text
     from inflight.server.repository import Wanted, assemble, default_repository
 
@@ -283,7 +284,7 @@ def _check_room(
     """
     from inflight.engine.kv_cache import block_bytes
     from inflight.engine.kv_rounding import find_rounding
-    from inflight.engine.memory import free_memory, plan_kv_cache
+    from inflight.engine.memory import choose_kv_cache_size, free_memory
     from inflight.errors import ConfigError
 
     rounding = find_rounding(config.kv_cache_dtype)
@@ -297,15 +298,15 @@ def _check_room(
         return
     size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], rounding)
     try:
-        plan = plan_kv_cache(config, longest, size, left, device.type == "cuda")
+        chosen = choose_kv_cache_size(config, longest, size, left, device.type == "cuda")
     except ConfigError as error:
         yield red("room", str(error), "--set max_batch_size=N with fewer sequences")
         return
-    tokens = plan.num_blocks * config.tokens_per_block
+    tokens = chosen.num_blocks * config.tokens_per_block
     kind = f" in {rounding.name}" if rounding is not None else ""
     says = (
         f"{_size(free)} {where}: {_size(num_bytes)} for weights, "
-        f"{_size(plan.num_blocks * size)} for a KV cache of {tokens} tokens{kind} ({plan.decided_by} decides)"
+        f"{_size(chosen.num_blocks * size)} for a KV cache of {tokens} tokens{kind} ({chosen.decided_by} decides)"
     )
     if tokens < longest:
         smaller = ", --set kv_cache_dtype=int8" if rounding is None else ""

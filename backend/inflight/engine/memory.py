@@ -1,10 +1,10 @@
 """Sizes of the KV cache and of the memory for LoRA adapters.
 
 Each is the minimum of the configured size, the size that fits, and the size that could ever be used.
-`plan_kv_cache` and `plan_adapter_pages` are pure functions. `free_memory` returns how much more memory this
-process may use, on a CPU from /proc and /sys: a container sees its host's /proc/meminfo, so its own limit must be
-read too, and so must the nodes that memory is bound to (numactl --membind). If memory runs out nevertheless,
-`allocating` and `computing` turn that into clear errors.
+`choose_kv_cache_size` and `choose_num_adapter_pages` are pure functions. `free_memory` returns how much more
+memory this process may use, on a CPU from /proc and /sys: a container sees its host's /proc/meminfo, so its own
+limit must be read too, and so must the nodes that memory is bound to (numactl --membind). If memory runs out
+nevertheless, `allocating` and `computing` turn that into clear errors.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class KvCachePlan:
+class KvCacheSize:
     """The chosen size, and the parameter or fact that decided it, for the log."""
 
     num_blocks: int
     decided_by: str
 
 
-def plan_kv_cache(
+def choose_kv_cache_size(
     config: EngineConfig, max_sequence_length: int, block_bytes: int, free_bytes: int, on_gpu: bool
-) -> KvCachePlan:
+) -> KvCacheSize:
     """Return the number of blocks. Raises ConfigError if it would be less than one per slot.
 
     Args:
@@ -67,26 +67,26 @@ def plan_kv_cache(
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     fraction: float = getattr(config, name)
     in_memory = int(free_bytes * fraction) // max(1, block_bytes) - 1  # minus the null block
-    bounds = [KvCachePlan(max(0, in_memory), name)]
+    bounds = [KvCacheSize(max(0, in_memory), name)]
     if max_tokens is not None:
-        bounds.append(KvCachePlan(max_tokens // size, "max_tokens_in_paged_kv_cache"))
+        bounds.append(KvCacheSize(max_tokens // size, "max_tokens_in_paged_kv_cache"))
     if not on_gpu:
         useful = slots * -(-max_sequence_length // size) * REUSE_ROOM
-        bounds.append(KvCachePlan(useful, f"{REUSE_ROOM} times what max_num_sequences can hold"))
-    plan = min(bounds, key=lambda bound: bound.num_blocks)
-    if plan.num_blocks < slots:
+        bounds.append(KvCacheSize(useful, f"{REUSE_ROOM} times what max_num_sequences can hold"))
+    chosen = min(bounds, key=lambda bound: bound.num_blocks)
+    if chosen.num_blocks < slots:
         raise ConfigError(
-            f"the KV cache would have {plan.num_blocks} blocks of {size} tokens "
+            f"the KV cache would have {chosen.num_blocks} blocks of {size} tokens "
             f"({block_bytes / 2**20:.2f} MiB each), fewer than one for each of {slots} sequences; "
-            f"{plan.decided_by} decides. "
+            f"{chosen.decided_by} decides. "
             f"Free memory is {free_bytes / 2**20:.0f} MiB, {name} is {fraction}, "
             f"max_tokens_in_paged_kv_cache is {max_tokens or 'unset'}. "
             "Raise them, or lower max_num_sequences or tokens_per_block"
         )
-    return plan
+    return chosen
 
 
-def plan_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:
+def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:
     """Return the number of pages of `page_bytes` for LoRA adapters, at most what all slots can use at once.
 
     Args:

@@ -21,10 +21,10 @@ from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.memory import (
     allocating,
     check_adapter_pages,
+    choose_kv_cache_size,
+    choose_num_adapter_pages,
     free_memory,
     largest_adapter_pages,
-    plan_adapter_pages,
-    plan_kv_cache,
 )
 from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
@@ -133,7 +133,7 @@ def count_adapter_pages(
     page_rank = config.lora_cache_optimal_adapter_size
     size = page_bytes(held, page_rank, dtype)
     free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-    num_pages = check_adapter_pages(config, agree(plan_adapter_pages(config, size, free_bytes)), size)
+    num_pages = check_adapter_pages(config, agree(choose_num_adapter_pages(config, size, free_bytes)), size)
     largest = config.lora_cache_max_adapter_size
     if num_pages:
         _logger.info(
@@ -163,15 +163,15 @@ def count_blocks(
     rounding = find_rounding(config.kv_cache_dtype)
     size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
-    plan = plan_kv_cache(config, max_sequence_length, size, free_bytes, on_gpu)
-    num_blocks = agree(plan.num_blocks)
+    chosen = choose_kv_cache_size(config, max_sequence_length, size, free_bytes, on_gpu)
+    num_blocks = agree(chosen.num_blocks)
     _logger.info(
         "KV cache: %d blocks of %d tokens, %.0f MiB%s; %s decides",
         num_blocks,
         config.tokens_per_block,
         num_blocks * size / 2**20,
         "" if rounding is None else f", {describe_rounding(decoder, rounding)}",
-        plan.decided_by if num_blocks == plan.num_blocks else "another rank",
+        chosen.decided_by if num_blocks == chosen.num_blocks else "another rank",
     )
     return num_blocks
 

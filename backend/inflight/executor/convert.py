@@ -1,4 +1,4 @@
-"""Conversion of the Executor API's classes to an engine's request, and to the parameters that load it.
+"""Conversion of the Executor API's requests to an engine's.
 
 Owns the meaning of each field here. Fields without effect belong to `fields.py`, whose checker refuses or
 logs them; call it first. Plain functions, any thread.
@@ -6,8 +6,6 @@ logs them; call it first. Plain functions, any thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.adapters.lora_tensors import lora_weights
-from inflight.additional_outputs import WantedOutput, are_distinct
+from inflight.additional_outputs import WantedOutput
 from inflight.arrays import BFLOAT16, to_prompt_table
-from inflight.config import DEBUG_INPUTS, DEBUG_OUTPUTS, CapacityPolicy, ChunkingPolicy, Parameters
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
@@ -27,11 +24,8 @@ from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOpti
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
-from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.errors import InvalidArgument, Name, Unsupported
-from inflight.executor.config import DebugConfig, ExecutorConfig, KvCacheConfig, PeftCacheConfig
-from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, CommunicationMode
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
+from inflight.executor.errors import ExecutorError, NotSupported, in_fields
 from inflight.executor.request import (
     ExternalDraftTokensConfig,
     GuidedDecodingParams,
@@ -41,9 +35,6 @@ from inflight.executor.request import (
     Request,
 )
 from inflight.executor.sampling import AdditionalModelOutput, OutputConfig
-
-DEFAULT_MAX_BATCH_SIZE = 64
-"""Number of sequences that run at once if the configuration has room for them and names no other number."""
 
 OWN_POST_PROCESSOR_NAME = "callable of the request"
 """Reserved name under which the engine calls `Request.logits_post_processor`."""
@@ -125,7 +116,7 @@ def to_core_output(config: OutputConfig) -> OutputOptions:
         return_context_logits=config.return_context_logits,
         return_generation_logits=config.return_generation_logits,
         return_perf_metrics=config.return_perf_metrics,
-        additional_outputs=_additional_outputs(config.additional_model_outputs),
+        additional_outputs=wanted_outputs(config.additional_model_outputs),
     )
 
 
@@ -262,165 +253,6 @@ def _logits_post_processor(request: Request) -> str:
     return request.logits_post_processor_name or ""
 
 
-def _additional_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[WantedOutput, ...]:
+def wanted_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[WantedOutput, ...]:
+    """Return additional outputs as the engine names them."""
     return tuple(WantedOutput(each.name, each.gather_context) for each in outputs or ())
-
-
-def _model_outputs(config: ExecutorConfig) -> dict[str, Any]:
-    """Return the fields of EngineConfig for outputs of the model that requests may ask for."""
-    if config.additional_model_outputs is None:
-        return {}
-    outputs = _additional_outputs(config.additional_model_outputs)
-    try:
-        if not are_distinct(outputs):
-            raise InvalidValue("ExecutorConfig.additional_model_outputs has a name twice")
-    except ValueError as error:
-        raise InvalidValue(f"ExecutorConfig.additional_model_outputs: {error}") from error
-    return {"additional_model_outputs": outputs}
-
-
-def _debug_fields(debug: DebugConfig | None) -> dict[str, Any]:
-    """Return the fields of EngineConfig for debug tensors."""
-    if debug is None:
-        return {}
-    known = (*DEBUG_INPUTS, *DEBUG_OUTPUTS)
-    names = tuple(debug.debug_tensor_names or ())
-    for name in names:
-        if name not in known:
-            raise InvalidValue(
-                f"DebugConfig.debug_tensor_names has {name!r}, expected some of {', '.join(known)}"
-            )
-    return {
-        "debug_input_tensors": debug.debug_input_tensors,
-        "debug_output_tensors": debug.debug_output_tensors,
-        "debug_tensor_names": names,
-        "debug_tensors_max_iterations": debug.debug_tensors_max_iterations,
-    }
-
-
-# ---------------------------------------------------------------------- configuration
-
-
-_POLICIES = {
-    CapacitySchedulerPolicy.MAX_UTILIZATION: CapacityPolicy.MAX_UTILIZATION,
-    CapacitySchedulerPolicy.GUARANTEED_NO_EVICT: CapacityPolicy.GUARANTEED_NO_EVICT,
-    CapacitySchedulerPolicy.STATIC_BATCH: CapacityPolicy.STATIC_BATCH,
-}
-_LAUNCH_MODES = {CommunicationMode.LEADER: "leader", CommunicationMode.ORCHESTRATOR: "orchestrator"}
-
-
-def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | None = None) -> Parameters:
-    """Return the parameters that load an engine and configure its scheduler.
-
-    Args:
-        config: The configuration. The executor itself handles `max_queue_size`,
-            `parallel_config.orchestrator_config`, and reports for fetching other than statistics.
-        model_path: Folder of the checkpoint or of plans.
-        base: Values that the configuration does not have, such as data type, block size and number of ranks;
-            None: parameters' defaults. `parallel_config` decides which process starts several ranks.
-
-    Raises:
-        InvalidValue: It names a tensor that does not exist.
-    """
-    base = base or Parameters()
-    most = num_slots(model_path) if is_engine_folder(model_path) else None
-    num_sequences = config.max_batch_size or _default_batch_size(config, base.engine.tokens_per_block, most)
-    num_tokens = config.max_num_tokens or max(base.scheduler.max_num_tokens, num_sequences)
-    chunking = config.scheduler_config.context_chunking_policy
-    is_static = config.batching_type is BatchingType.STATIC
-    policy = (
-        CapacityPolicy.STATIC_BATCH
-        if is_static
-        else _POLICIES[config.scheduler_config.capacity_scheduler_policy]
-    )
-    cache, guides = config.kv_cache_config, config.guided_decoding_config
-    scheduler = replace(
-        base.scheduler,
-        policy=policy,
-        enable_chunked_context=config.enable_chunked_context,
-        context_chunking_policy=(
-            base.scheduler.context_chunking_policy if chunking is None else ChunkingPolicy[chunking.name]
-        ),
-        enable_kv_cache_reuse=cache.enable_block_reuse,
-        max_num_tokens=num_tokens,
-        max_beam_width=config.max_beam_width,
-    )
-    peft = config.peft_cache_config
-    engine = replace(
-        base.engine,
-        gpt_model_path=model_path,
-        normalize_log_probs=config.normalize_log_probs,
-        max_num_sequences=num_sequences,
-        max_num_tokens=num_tokens,
-        **_cache_fields(cache),
-        **_said(peft, base.engine, _PEFT_FIELDS_OF_ENGINE),
-        **_model_outputs(config),
-        **_debug_fields(config.debug_config),
-    )
-    return replace(
-        base,
-        gpt_model_type="V1" if policy is CapacityPolicy.STATIC_BATCH else base.gpt_model_type,
-        iter_stats_max_iterations=config.iter_stats_max_iterations,
-        request_stats_max_iterations=config.request_stats_max_iterations,
-        scheduler=scheduler,
-        engine=engine,
-        **_said(peft, base, _PEFT_FIELDS),
-        guided_decoding_backend=(
-            base.guided_decoding_backend if guides is None else guides.backend.name.lower()
-        ),
-        **_parallel_fields(config, base),
-    )
-
-
-def _default_batch_size(config: ExecutorConfig, tokens_per_block: int, most: int | None) -> int:
-    """Return the default number of running sequences, within the room of an iteration and the KV cache.
-
-    `most`: the number that plans were built for; None without plans.
-    """
-    bounds = [DEFAULT_MAX_BATCH_SIZE if most is None else most]
-    if config.max_num_tokens is not None:
-        in_chunks = tokens_per_block - 1 if config.enable_chunked_context else 0
-        bounds.append(config.max_num_tokens - in_chunks)
-    if config.kv_cache_config.max_tokens is not None:
-        bounds.append(config.kv_cache_config.max_tokens // tokens_per_block)
-    return max(config.max_beam_width, min(bounds))
-
-
-def _cache_fields(cache: KvCacheConfig) -> dict[str, Any]:
-    """Return the fields of EngineConfig for the KV cache. The share of memory applies to GPU and CPU."""
-    fields: dict[str, Any] = {
-        "max_tokens_in_paged_kv_cache": cache.max_tokens,
-        "max_attention_window_size": tuple(cache.max_attention_window or ()),
-        "sink_token_length": cache.sink_token_length or 0,
-    }
-    if cache.free_gpu_memory_fraction is not None:
-        fields["kv_cache_free_gpu_mem_fraction"] = cache.free_gpu_memory_fraction
-        fields["kv_cache_free_cpu_mem_fraction"] = cache.free_gpu_memory_fraction
-    return fields
-
-
-_PEFT_FIELDS_OF_ENGINE = {
-    "optimal_adapter_size": "lora_cache_optimal_adapter_size",
-    "max_adapter_size": "lora_cache_max_adapter_size",
-    "device_cache_percent": "lora_cache_gpu_memory_fraction",
-}
-_PEFT_FIELDS = {"host_cache_size": "lora_cache_host_memory_bytes", "lora_prefetch_dir": "lora_prefetch_dir"}
-
-
-def _said(peft: PeftCacheConfig, base: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `base` whose values in the configuration are not the defaults."""
-    defaults = PeftCacheConfig()
-    values = {name: getattr(peft, name) for name in names if getattr(peft, name) != getattr(defaults, name)}
-    return {names[name]: value for name, value in values.items()}
-
-
-def _parallel_fields(config: ExecutorConfig, base: Parameters) -> dict[str, Any]:
-    parallel = config.parallel_config
-    if parallel is None:
-        return {}
-    fields: dict[str, Any] = {}
-    if base.tensor_parallel_size * base.pipeline_parallel_size > 1:
-        fields["launch_mode"] = _LAUNCH_MODES[parallel.communication_mode]
-    if parallel.device_ids is not None:
-        fields["gpu_device_ids"] = tuple(parallel.device_ids)
-    return fields

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import inspect
 import logging
 import os
 import time
@@ -17,7 +16,6 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from numbers import Integral
 from types import TracebackType
 from typing import Any, cast, overload
 
@@ -32,18 +30,26 @@ from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.response import Response as CoreResponse
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
-from inflight.errors import ConfigError, InflightError, InvalidArgument, Unavailable, Unsupported
+from inflight.errors import InflightError, InvalidArgument, Unavailable, Unsupported
 from inflight.executor import engines, reports
+from inflight.executor.arguments import (
+    Lora,
+    Timeout,
+    adapters_of_prompts,
+    constructor_arguments,
+    responses_arguments,
+)
 from inflight.executor.config import ExecutorConfig
-from inflight.executor.convert import to_core_request, to_lora_request, to_parameters
+from inflight.executor.convert import to_core_request, to_lora_request
 from inflight.executor.debug_tensors import DebugTensorsPerIteration
 from inflight.executor.enqueued import EnqueuedRequests
 from inflight.executor.enums import BatchingType, ModelType
-from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported, in_fields
-from inflight.executor.fields import FieldChecker, check_model_type
+from inflight.executor.errors import ExecutorError, InvalidValue, in_fields
+from inflight.executor.fields import FieldChecker
 from inflight.executor.generate import Generating, Generation, Prompts, as_list, is_one_prompt
 from inflight.executor.loading import OwnPostProcessors, has_client_id_argument, loader
-from inflight.executor.request import LoraConfig, Request
+from inflight.executor.parameters import to_parameters
+from inflight.executor.request import Request
 from inflight.executor.response import Response
 from inflight.executor.results import Answers, EngineAnswer, ResponseOptions
 from inflight.executor.sampling import OutputConfig, SamplingConfig
@@ -53,20 +59,10 @@ from inflight.executor_stats import (
     iteration_stats,
     request_stats,
 )
-from inflight.file_names import native, readable
-from inflight.hub import find_checkpoint
 from inflight.prompt import engine_streams
 from inflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-_NO_ENCODER = "no model here has one"
-
-Lora = LoraConfig | str
-"""An adapter, or the name of one of the parameters' adapters."""
-
-Timeout = timedelta | float | None
-"""A time to wait: a timedelta, or seconds; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +136,7 @@ class Executor:
             NotSupported: The arguments are for encoders or engines in memory, or the configuration asks for a
                 feature that does not exist here.
         """
-        path, config, base = _constructor_arguments(args, keywords)
+        path, config, base = constructor_arguments(args, keywords)
         self._fields = FieldChecker()
         self._fields.check(config)
         parameters = to_parameters(config, path, base)
@@ -298,30 +294,23 @@ class Executor:
         listed = as_list(prompts)
         is_text = any(isinstance(prompt, str) for prompt in listed)
         tokenizer = self._find_tokenizer(is_required=is_text or bool(stop))
-        eos_token_ids = self._described().eos_token_ids if end_id is None else ()
-        adapters = _adapters(lora, len(listed))
+        adapters = adapters_of_prompts(lora, len(listed))
+        sampling = sampling_config or SamplingConfig()
+        output = OutputConfig(return_log_probs, exclude_input_from_output=True)
         converted: list[CoreRequest] = []
-        for prompt in listed:
+        for prompt, adapter in zip(listed, adapters, strict=True):
             ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
             request = Request(
                 list(cast("Sequence[int]", ids)),
                 max_tokens,
-                sampling_config=sampling_config or SamplingConfig(),
-                output_config=OutputConfig(return_log_probs, exclude_input_from_output=True),
+                sampling_config=sampling,
+                output_config=output,
                 end_id=end_id,
             )
             try:
-                core = to_core_request(request, self._described().limits)
+                converted.append(self._to_generated(request, adapter, tuple(stop)))
             except InvalidArgument as error:
                 raise ExecutorError(f"prompt {len(converted)}: {error}") from error
-            converted.append(
-                replace(
-                    core,
-                    lora=adapters[len(converted)],
-                    streaming=engine_streams(False, tuple(stop), core.sampling.uses_beams),
-                    end_ids=core.end_ids or eos_token_ids,
-                )
-            )
         most_at_once = self._num_slots + self._max_queue_size if self._max_queue_size else None
         generated = Generating(client, converted, stop, tokenizer).run(most_at_once, progress)
         return generated[0] if is_one_prompt(prompts) else generated
@@ -358,7 +347,7 @@ class Executor:
             timeout or a shutdown. A request whose final response was fetched before gets an error.
         """
         self._client()
-        asked, timeout = _whose(args, keywords)
+        asked, timeout = responses_arguments(args, keywords)
         timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         if asked is None:
             return [answer.to_response() for answer in self._enqueued.take(timeout_s)]
@@ -466,6 +455,17 @@ class Executor:
         answers = Answers(asked, converted.sampling.num_sequences)
         return _Prepared(converted, None, answers, request.logits_post_processor)
 
+    def _to_generated(self, request: Request, lora: LoraRequest | None, stop: tuple[str, ...]) -> CoreRequest:
+        """Return the engine's request for one prompt of `generate`."""
+        described = self._described()
+        core = to_core_request(request, described.limits)
+        return replace(
+            core,
+            lora=lora,
+            streaming=engine_streams(False, stop, core.sampling.uses_beams),
+            end_ids=core.end_ids or (described.eos_token_ids if request.end_id is None else ()),
+        )
+
     def _announce(self, num_sequences: int) -> None:
         bound = self._max_queue_size
         if not self._enqueued.announce(num_sequences, bound + self._num_slots if bound else None):
@@ -499,82 +499,6 @@ class Executor:
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))
         return RequestHandle(request_id, client.stop)
-
-
-# ---------------------------------------------------------------------- arguments in several forms
-
-
-def _constructor_arguments(
-    args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[str, ExecutorConfig, Parameters | None]:
-    """Return the folder, configuration and parameters; raise NotSupported for unsupported forms."""
-    in_memory = any("buffer" in name for name in keywords)
-    if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
-        raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
-    if "encoder_model_path" in keywords or (len(args) > 1 and isinstance(args[1], str | os.PathLike)):
-        raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}")
-    try:
-        found = inspect.signature(_from_folder).bind(*args, **keywords)
-    except TypeError as error:
-        raise TypeError(
-            f"Executor(model_path, model_type, executor_config, *, parameters, revision): {error}"
-        ) from None
-    found.apply_defaults()
-    return _from_folder(*found.args, **found.kwargs)
-
-
-def _from_folder(
-    model_path: str | os.PathLike[str],
-    model_type: ModelType = ModelType.DECODER_ONLY,
-    executor_config: ExecutorConfig | None = None,
-    *,
-    parameters: Parameters | None = None,
-    revision: str | None = None,
-) -> tuple[str, ExecutorConfig, Parameters | None]:
-    check_model_type(model_type)
-    path = _checkpoint(os.fspath(model_path), revision)
-    return path, executor_config or ExecutorConfig(), parameters
-
-
-def _checkpoint(model: str, revision: str | None) -> str:
-    """Return the folder of a checkpoint; fetch it if `model` is a name on the hub."""
-    try:
-        return readable(str(find_checkpoint(native(model), revision)))
-    except ConfigError as error:
-        raise ExecutorError(f"File does not exist: {model}/config.json; {error}") from error
-
-
-def _whose(
-    args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
-    """Return the request ids and the timeout in `await_responses`'s arguments; ids None: all requests."""
-    unknown = keywords.keys() - {"id", "ids", "timeout"}
-    if unknown or len(args) + len(keywords) > 2:
-        raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
-    given = list(args)
-    timeout = keywords.get("timeout")
-    whose = keywords.get("id", keywords.get("ids"))
-    if given and whose is None and not isinstance(given[0], timedelta | float | None):
-        whose = given.pop(0)
-    if given:
-        timeout = given.pop(0)
-    if given or not isinstance(timeout, timedelta | float | int | None):
-        raise TypeError(f"await_responses: the timeout is {timeout!r}, expected a timedelta, seconds or None")
-    if whose is None:
-        return None, timeout
-    return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
-
-
-def _adapters(lora: Lora | Sequence[Lora | None] | None, num_prompts: int) -> list[LoraRequest | None]:
-    """Return the adapter of each prompt of `generate`; weights shared by all prompts are copied once."""
-    try:
-        if lora is None or isinstance(lora, Lora):
-            return [to_lora_request(lora)] * num_prompts
-        if len(lora) != num_prompts:
-            raise InvalidValue(f"lora has {len(lora)} adapters for {num_prompts} prompts")
-        return [to_lora_request(each) for each in lora]
-    except InvalidArgument as error:
-        raise ExecutorError(str(error)) from error
 
 
 def _end(enqueued: EnqueuedRequests, engine: engines.ExecutorEngine) -> None:

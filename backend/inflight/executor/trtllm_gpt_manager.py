@@ -36,9 +36,10 @@ from inflight.executor.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from inflight.executor.convert import to_host_array, to_parameters
+from inflight.executor.convert import to_host_array
 from inflight.executor.enums import BatchingType, CapacitySchedulerPolicy, DecodingMode
 from inflight.executor.fields import FieldChecker
+from inflight.executor.parameters import to_parameters
 from inflight.executor.typed import Typed
 from inflight.load_model import LoadModel, load_model
 from inflight.prompt import Output, Prompt

@@ -16,7 +16,7 @@ from typing import Any
 from inflight.checkpoint_config import ConfigFile
 from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_list, is_object
-from inflight.models.unread_keys import refuse_unread
+from inflight.models.neutral_keys import ANY, refuse_unread
 
 _KEY = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -96,14 +96,13 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
     if read is None:
         expected = ", ".join([*_READERS, *own])
         raise section.error("quant_method", f"one of {expected}; {_INSTEAD}")
-    quantization = read(section)
-    refuse_unread(section)
-    return quantization
+    return read(section)
 
 
 def _read_fp8(section: ConfigFile) -> Quantization:
     _expect(section, "fmt", (None, "e4m3", "float8_e4m3fn"))
-    _pass_over(
+    block = _block(section, "weight_block_size", section.value("weight_block_size"))
+    _refuse_unread(
         section,
         "activation_scheme",
         "scale_fmt",
@@ -111,26 +110,21 @@ def _read_fp8(section: ConfigFile) -> Quantization:
         "dequantize",
         "activation_scale_ub",
     )
-    return Quantization("fp8", _block(section, "weight_block_size", section.value("weight_block_size")))
+    return Quantization("fp8", block)
 
 
 def _read_modelopt(section: ConfigFile) -> Quantization:
     _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _MODELOPT_BLOCKS))
     is_in_blocks = section.value("quant_algo") == _MODELOPT_BLOCKS
-    _pass_over(
+    _refuse_unread(
         section, "quant_method", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups", "producer",
         "kv_cache_scheme", "group_size",
     )  # fmt: skip
-    refuse_unread(section)
     return Quantization("modelopt", _MODELOPT_BLOCK if is_in_blocks else None)
 
 
 def _read_compressed(section: ConfigFile) -> Quantization:
     _expect(section, "format", (None, *_CT_FORMATS))
-    _pass_over(
-        section, "ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version",
-        "activation_scheme",
-    )  # fmt: skip
     block = None
     groups: Any = section.value("config_groups") or {}
     if not is_object(groups):
@@ -155,6 +149,10 @@ def _read_compressed(section: ConfigFile) -> Quantization:
         raise section.error("sparsity_config", f"none, or format dense; {_INSTEAD}")
     if section.value("transform_config"):
         raise section.error("transform_config", f"none: transformed weights are not read; {_INSTEAD}")
+    _refuse_unread(
+        section, "ignore", "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version",
+        "activation_scheme",
+    )  # fmt: skip
     return Quantization("compressed-tensors", block)
 
 
@@ -166,11 +164,12 @@ def _read_awq(section: ConfigFile) -> Quantization:
         if value is not None and str(value).lower() != "gemm":
             raise section.error(key, "gemm, the packing that AutoAWQ writes by default")
     _expect(section, "zero_point", (None, True))
-    _pass_over(
+    group_size = _group_size(section, "group_size", "q_group_size")
+    _refuse_unread(
         section, "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "backend",
         "modules_to_fuse", "exllama_config", "sym",
     )  # fmt: skip
-    return Quantization("awq", group_size=_group_size(section, "group_size", "q_group_size"))
+    return Quantization("awq", group_size=group_size)
 
 
 def _read_gptq(section: ConfigFile) -> Quantization:
@@ -182,7 +181,13 @@ def _read_gptq(section: ConfigFile) -> Quantization:
         raise section.error("checkpoint_format", f"gptq or gptq_v2; {_INSTEAD}")
     if section.value("dynamic"):
         raise section.error("dynamic", f"none: bits that differ by module are not read; {_INSTEAD}")
-    _pass_over(
+    quantization = Quantization(
+        "gptq",
+        zero_offset=0 if layout == "gptq_v2" else 1,
+        group_size=_group_size(section, "group_size"),
+        has_order=section.value("desc_act") is True,
+    )
+    _refuse_unread(
         section, "sym", "damp_percent", "damp_auto_increment", "true_sequential",
         "static_groups", "model_name_or_path", "model_file_base_name", "lm_head", "meta", "exllama_config",
         "use_exllama", "max_input_length", "use_cuda_fp16", "backend", "dataset", "tokenizer", "model_seqlen",
@@ -190,12 +195,7 @@ def _read_gptq(section: ConfigFile) -> Quantization:
         "disable_exllama", "cache_block_outputs", "modules_in_block_to_quantize", "quantizer", "act_group_aware",
         "adapter", "method", "mse", "hyb_act",
     )  # fmt: skip
-    return Quantization(
-        "gptq",
-        zero_offset=0 if layout == "gptq_v2" else 1,
-        group_size=_group_size(section, "group_size"),
-        has_order=section.value("desc_act") is True,
-    )
+    return quantization
 
 
 _READERS: dict[str, Callable[[ConfigFile], Quantization]] = {
@@ -215,10 +215,9 @@ def _expect(section: ConfigFile, key: str, allowed: tuple[object, ...]) -> None:
         raise section.error(key, f"{expected}; {_INSTEAD}")
 
 
-def _pass_over(section: ConfigFile, *keys: str) -> None:
-    """Mark keys as read that change nothing, or whose value follows from the tensors."""
-    for key in keys:
-        section.value(key)
+def _refuse_unread(section: ConfigFile, *neutral: str) -> None:
+    """Raise ConfigError for an unread key, except those that change nothing or follow from the tensors."""
+    refuse_unread(section, dict.fromkeys(neutral, ANY))
 
 
 def _group_size(section: ConfigFile, *keys: str) -> int | None:

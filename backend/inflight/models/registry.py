@@ -11,8 +11,8 @@ from inflight.errors import ConfigError
 from inflight.json_values import is_object
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
+from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
-from inflight.models.unread_keys import refuse_unread
 from inflight.multimodal import Multimodal
 
 _logger = logging.getLogger(__name__)

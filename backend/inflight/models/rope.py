@@ -23,12 +23,18 @@ from inflight.models.decoder_config import (
     RopeScaling,
     YarnScaling,
 )
-from inflight.models.unread_keys import refuse_unread
+from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope, proportional"
-# "finetuned" is a key that YaRN's authors wrote beside the scaling with which a model was trained.
-_NEUTRAL = {"finetuned": (None, True, False)}
+_NEUTRAL: NeutralKeys = {
+    "finetuned": (None, True, False),  # YaRN's authors wrote it beside the scaling of a model's training
+    # Multimodal models give pairs of dimensions to positions in time, height and width, which are equal in text.
+    "mrope_section": ANY,
+    "mrope_interleaved": ANY,
+}
+# Other implementations read it; transformers reads attention_factor alone.
+_YARN_NEUTRAL: NeutralKeys = {**_NEUTRAL, "attn_factor": ANY}
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +169,7 @@ def read_rope_section(
             expected = "at most 1" if default_part else "1.0: this family rotates whole heads"
             raise place.error("partial_rotary_factor", expected)
         part = part if given is None else given
-    refuse_unread(section, _NEUTRAL)
+    refuse_unread(section, _YARN_NEUTRAL if isinstance(scaling, YarnScaling) else _NEUTRAL)
     return RopeConfig(theta, scaling, part)
 
 
@@ -199,9 +205,6 @@ def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -
         if isinstance(value, dict):
             raise section.error(name, "no values of its own: a set for each layer type is not supported")
     original = _original_max_positions(config, section) or max_positions
-    # Multimodal models give pairs of dimensions to positions in time, height and width, which are equal in text.
-    for each in ("mrope_section", "mrope_interleaved"):
-        section.value(each)
     if kind in ("default", "mrope"):
         return None
     if kind == "dynamic":
@@ -245,7 +248,6 @@ def _read_llama3(section: ConfigFile, original: int) -> Llama3Scaling:
 def _read_yarn(section: ConfigFile, original: int, max_positions: int) -> YarnScaling:
     factor = section.number_or_none("factor") or max_positions / original
     computed = _yarn_attention_factor(section, factor)
-    section.value("attn_factor")  # other implementations use it; transformers uses attention_factor alone
     of_all = section.number("mscale_all_dim") if section.value("mscale_all_dim") else 0.0
     return YarnScaling(
         factor=factor,

@@ -15,7 +15,7 @@ from inflight.openai.chat_prompts import ChatPrompt, read_chat
 from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
-from inflight.openai.planning import AnswerPlan, check_number_of_sequences, make_plan
+from inflight.openai.prepared_body import PreparedBody, check_number_of_sequences, prepare_body
 from inflight.openai.protocol import ChatBody
 from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
@@ -32,16 +32,16 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     """Generate `n` answers to the messages."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
-    plan, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    prepared, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    writer = _ChatWriter(body, plan, prompt, Envelope.of("chatcmpl", kind, plan, request))
+    writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
-        return await answer_stream(context, request, plan, writer.events)
-    pieces = await answer_whole(context, request, plan)
+        return await answer_stream(context, request, prepared, writer.events)
+    pieces = await answer_whole(context, request, prepared)
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[AnswerPlan, ChatPrompt]:
+def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[PreparedBody, ChatPrompt]:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs is only for logprobs: true")
     if (
@@ -66,7 +66,7 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[AnswerP
         and not needs_special_tokens(model.tokenizer(), chat.tool_parser, chat.reasoning_parser),
     )
     ids = model.encode([chat.text], body.add_special_tokens, "messages")
-    return make_plan(model, asked, [chat.text], ids), chat
+    return prepare_body(model, asked, [chat.text], ids), chat
 
 
 class _Message:
@@ -102,38 +102,40 @@ class _Message:
 class _ChatWriter:
     """Writer of one chat answer, whole or as a stream of chunks."""
 
-    def __init__(self, body: ChatBody, plan: AnswerPlan, prompt: ChatPrompt, envelope: Envelope) -> None:
+    def __init__(
+        self, body: ChatBody, prepared: PreparedBody, prompt: ChatPrompt, envelope: Envelope
+    ) -> None:
         self._body = body
-        self._plan = plan
+        self._prepared = prepared
         self._prompt = prompt
         self._envelope = envelope
         self._messages: dict[int, _Message] = {}
         self._thoughts: dict[int, ReasoningTokens] = {}
-        plan.usage.reasoning_tokens = self._num_thoughts = 0
+        prepared.usage.reasoning_tokens = self._num_thoughts = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the whole answer."""
-        body, plan = self._body, self._plan
+        body, prepared = self._body, self._prepared
         self._count_thoughts(pieces)
-        more: dict[str, Any] = {"usage": plan.usage.as_json()}
-        if body.prompt_logprobs is not None and plan.names is not None:
+        more: dict[str, Any] = {"usage": prepared.usage.as_json()}
+        if body.prompt_logprobs is not None and prepared.names is not None:
             first = pieces[0]
             more["prompt_logprobs"] = prompt_log_probs_json(
-                plan.names,
-                plan.prompt_ids(0),
+                prepared.names,
+                prepared.prompt_ids(0),
                 first.prompt_log_probs or (),
                 first.prompt_tops,
                 body.prompt_logprobs,
                 first.prompt_ranks,
             )
         if body.return_token_ids:
-            more["prompt_token_ids"] = plan.prompt_ids(0)
+            more["prompt_token_ids"] = prepared.prompt_ids(0)
         return self._envelope.around([self._choice(piece) for piece in pieces], **more)
 
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
-        body, usage = self._body, self._plan.usage
-        prompt_ids = {"prompt_token_ids": self._plan.prompt_ids(0)} if body.return_token_ids else {}
+        body, usage = self._body, self._prepared.usage
+        prompt_ids = {"prompt_token_ids": self._prepared.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
             if body.includes_usage:
                 self._count_thoughts(some)
@@ -170,7 +172,7 @@ class _ChatWriter:
         return self._around("delta", delta, piece)
 
     def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        body, names, reason = self._body, self._plan.names, piece.finish_reason
+        body, names, reason = self._body, self._prepared.names, piece.finish_reason
         if reason == "stop" and self._messages[piece.index].has_called:
             reason = "tool_calls"
         told = None
@@ -192,7 +194,7 @@ class _ChatWriter:
                 stream = reasoning_stream(prompt.reasoning_parser, prompt.starts_inside)
                 thoughts = self._thoughts[piece.index] = ReasoningTokens(stream, prompt.token_bytes)
             self._num_thoughts += thoughts.add(piece.token_ids)
-        self._plan.usage.reasoning_tokens = self._num_thoughts
+        self._prepared.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         """Return the fields that the piece adds to the message, by OpenAI's names, without empty ones."""

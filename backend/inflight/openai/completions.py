@@ -15,7 +15,7 @@ from inflight.openai.context import Envelope, answer_stream, answer_whole, conte
 from inflight.openai.errors import invalid
 from inflight.openai.guides import read_guide
 from inflight.openai.log_probs import CompletionLogProbs, TokenNames, prompt_log_probs_json
-from inflight.openai.planning import AnswerPlan, check_number_of_sequences, make_plan
+from inflight.openai.prepared_body import PreparedBody, check_number_of_sequences, prepare_body
 from inflight.openai.protocol import CompletionBody
 from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
@@ -34,16 +34,16 @@ async def create_completion(
     """Continue each prompt `n` times."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
-    plan = await context.session.compute(partial(_prepare, context.model, body, adapter))
-    envelope = Envelope.of("cmpl", "text_completion", plan, request)
-    writer = _CompletionWriter(body, plan, envelope)
+    prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    envelope = Envelope.of("cmpl", "text_completion", prepared, request)
+    writer = _CompletionWriter(body, prepared, envelope)
     if body.stream:
-        return await answer_stream(context, request, plan, writer.events)
-    pieces = await answer_whole(context, request, plan)
+        return await answer_stream(context, request, prepared, writer.events)
+    pieces = await answer_whole(context, request, prepared)
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> AnswerPlan:
+def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> PreparedBody:
     default = model.options.default_max_tokens
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None and default is None else body.max_tokens
     asked = BodySettings(
@@ -59,7 +59,7 @@ def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> AnswerP
         skip_special_tokens=body.skip_special_tokens,
     )
     texts, ids = _read_prompts(model, body)
-    return make_plan(model, asked, texts, ids)
+    return prepare_body(model, asked, texts, ids)
 
 
 def _num_prompt_top(body: CompletionBody) -> int | None:
@@ -91,16 +91,16 @@ def _read_prompts(
 class _CompletionWriter:
     """Writer of one completion answer, whole or as a stream of chunks."""
 
-    def __init__(self, body: CompletionBody, plan: AnswerPlan, envelope: Envelope) -> None:
+    def __init__(self, body: CompletionBody, prepared: PreparedBody, envelope: Envelope) -> None:
         self._body = body
-        self._plan = plan
+        self._prepared = prepared
         self._envelope = envelope
         self._log_probs: dict[int, CompletionLogProbs] = {}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.choice(piece) for piece in pieces]
-        return self._envelope.around(choices, usage=self._plan.usage.as_json())
+        return self._envelope.around(choices, usage=self._prepared.usage.as_json())
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return one choice, or the part of it in `piece`."""
@@ -111,12 +111,12 @@ class _CompletionWriter:
             "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
-        names = self._plan.names
+        names = self._prepared.names
         if names is not None:
             if body.logprobs is not None:
                 choice["logprobs"] = self._told_log_probs(piece, names, body.logprobs)
             if body.prompt_logprobs is not None and piece.prompt_log_probs is not None:
-                ids = self._plan.prompt_ids(piece.batch_index)
+                ids = self._prepared.prompt_ids(piece.batch_index)
                 choice["prompt_logprobs"] = prompt_log_probs_json(
                     names,
                     ids,
@@ -128,18 +128,18 @@ class _CompletionWriter:
         if body.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if piece.is_first:
-                choice["prompt_token_ids"] = self._plan.prompt_ids(piece.batch_index)
+                choice["prompt_token_ids"] = self._prepared.prompt_ids(piece.batch_index)
         return choice
 
     async def events(self, pieces: AsyncIterator[list[Piece]]) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
-        body, plan, around = self._body, self._plan, self._envelope.around
+        body, prepared, around = self._body, self._prepared, self._envelope.around
         tells_prompt = body.return_token_ids or body.echo
         async for some in pieces:
-            make = partial(self._events_of, some, plan.usage.of_chunk(body))
+            make = partial(self._events_of, some, prepared.usage.of_chunk(body))
             yield await made(make, tells_prompt and any(piece.is_first for piece in some))
         if body.includes_usage:
-            yield event(around([], usage=plan.usage.as_json()))
+            yield event(around([], usage=prepared.usage.as_json()))
 
     def _events_of(self, pieces: list[Piece], usage: dict[str, Any]) -> bytes:
         return b"".join(
@@ -156,11 +156,11 @@ class _CompletionWriter:
         values: list[float | None] = list(piece.log_probs or ())
         tops: list[Any] = list(piece.top_log_probs or ())
         if self._body.echo and piece.prompt_log_probs is not None:
-            prompt = self._plan.prompt_ids(piece.batch_index)
-            text = self._plan.prompts[piece.batch_index][0].options.prompt_text or ""
-            of_choice.start_with(text, prompt, self._plan.hidden_ids)
+            prompt = self._prepared.prompt_ids(piece.batch_index)
+            text = self._prepared.prompts[piece.batch_index][0].options.prompt_text or ""
+            of_choice.start_with(text, prompt, self._prepared.hidden_ids)
             ids = [*prompt, *ids]
             values = [None, *piece.prompt_log_probs[1:], *values]
             if num_top:
                 tops = [None, *piece.prompt_tops, *tops]
-        return of_choice.add(ids, values, tops, self._plan.hidden_ids)
+        return of_choice.add(ids, values, tops, self._prepared.hidden_ids)

@@ -14,7 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
-from inflight.openai.planning import AnswerPlan
+from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
@@ -49,17 +49,17 @@ class Envelope:
     system_fingerprint: str
 
     @classmethod
-    def of(cls, prefix: str, kind: str, plan: AnswerPlan, request: Request) -> Envelope:
+    def of(cls, prefix: str, kind: str, prepared: PreparedBody, request: Request) -> Envelope:
         """Return the envelope of a new answer.
 
         Args:
             prefix: Prefix of the answer's id.
             kind: OpenAI's name for the object.
-            plan: Plan of the answer.
+            prepared: The prepared body.
             request: The HTTP request; its id is the answer's id unless the body has one.
         """
-        name = plan.asked.body.request_id or request_id_of(request)
-        return cls(f"{prefix}-{name}", kind, int(time.time()), plan.model_name, plan.fingerprint)
+        name = prepared.asked.body.request_id or request_id_of(request)
+        return cls(f"{prefix}-{name}", kind, int(time.time()), prepared.model_name, prepared.fingerprint)
 
     def around(self, choices: Sequence[object], **more: object) -> dict[str, object]:
         """Return the whole object, with its choices."""
@@ -74,14 +74,14 @@ class Envelope:
         }
 
 
-async def answer_whole(context: Context, request: Request, plan: AnswerPlan) -> list[Piece]:
+async def answer_whole(context: Context, request: Request, prepared: PreparedBody) -> list[Piece]:
     """Return every choice as one piece, in order."""
-    stream = context.session.open(plan.prompts)
+    stream = context.session.open(prepared.prompts)
     watcher = Watcher(request, stream)  # before the start: submitting many prompts takes long
     parts: dict[int, list[Piece]] = {}
     try:
         await stream.start()
-        async for pieces in Pieces(plan.asked, plan.usage).read(stream):
+        async for pieces in Pieces(prepared.asked, prepared.usage).read(stream):
             for piece in pieces:
                 parts.setdefault(piece.index, []).append(piece)
     finally:
@@ -92,15 +92,15 @@ async def answer_whole(context: Context, request: Request, plan: AnswerPlan) -> 
 async def answer_stream(
     context: Context,
     request: Request,
-    plan: AnswerPlan,
+    prepared: PreparedBody,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
     """Return a response that sends the events that `events_of` makes of the pieces."""
-    stream = context.session.open(plan.prompts)
+    stream = context.session.open(prepared.prompts)
     watcher = Watcher(request, stream)
     try:
         await stream.start()
-        pieces = Pieces(plan.asked, plan.usage).read(stream)
+        pieces = Pieces(prepared.asked, prepared.usage).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
     except BaseException:  # end the stream whatever the error is, and raise it again
         watcher.close()

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.checkpoint_config import CheckpointFacts
-from inflight.config import PARAMETERS, Parameters, Role, read_parameters
+from inflight.config import PARAMETERS, Parameters, Role
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.schedule.batch import EngineLimits
+from inflight.parameter_reader import read_parameters
 from inflight.text.tokenizer import Tokenizer
 
 _UNKNOWN = 1 << 30

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from inflight.config import is_filled
 from inflight.errors import ConfigError
+from inflight.parameter_reader import is_filled
 from inflight.ranks.launch import (
     SHARED_MEMORY,
     WORKER_MODULE,

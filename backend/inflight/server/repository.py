@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
-from inflight.config import is_filled
 from inflight.engine_folder import is_engine_folder, num_slots
+from inflight.parameter_reader import is_filled
 from inflight.parameter_spec import input_types
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.config import is_filled
+from inflight.parameter_reader import is_filled
 from inflight.server import ranks
 from inflight.server.config_text import read_parameters
 from inflight.server.errors import OptionError

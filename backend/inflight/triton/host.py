@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight.additional_outputs import parse_outputs, tensor_names
-from inflight.config import Parameters, Role, is_filled, read_parameters, without_effect
+from inflight.config import Parameters, Role
 from inflight.errors import ConfigError
 from inflight.file_names import readable
+from inflight.parameter_reader import is_filled, read_parameters, without_effect
 from inflight.parameter_spec import DATA_TYPE_OF, input_types
 from inflight.processes import ProcessId
 from inflight.tensors.output_table import OUTPUTS, is_additional

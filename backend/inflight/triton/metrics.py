@@ -2,47 +2,30 @@
 
 Owns one thread, which makes all calls to `triton_python_backend_utils`. Each call waits for the server for 20
 to 60 µs and holds the GIL, so the loop must not make any. Only changes are published, and other threads get a
-turn between calls. A latency histogram is published as counters, which takes one call per bucket, not one per
-observation. Publications that arrive while another is under way wait in a mailbox of size one, where the
+turn between calls. Publications that arrive while another is under way wait in a mailbox of size one, where the
 newest replaces the older; nothing is lost, because counters only grow. Nothing is published while the server
 is idle. Does not know where the numbers come from.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot, ServiceMetrics
+from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.stats import IterationCounts, MemoryUsage, microseconds
 from inflight.serving.memory import measure_memory
-from inflight.serving.metric_table import (
-    FAMILIES,
-    TIMESTAMP,
-    Batching,
-    CounterFamily,
-    Family,
-    GaugeFamily,
-    HistogramFamily,
-    LengthFamily,
-    LevelFamily,
-)
+from inflight.serving.metric_table import FAMILIES, Batching, GaugeFamily
+from inflight.triton.metric_families import FamilyMaker, MetricValues, Update
 
 _SECONDS_PER_CALL = 0.001
 """Pause per call: a call holds the GIL for about 50 µs, so publishing takes a twentieth of the time."""
 _LONGEST_PAUSE_S = 0.25
 """Longest pause, reached only if thousands of requests end per second, with two calls each."""
-
-_CALLS_WITHOUT_PAUSE = 4
-_PAUSE_S = 1e-4  # long enough for a thread that waits for the GIL to wake up and take it
-
-_NOTHING = ServiceMetrics().snapshot()
 
 _log = logging.getLogger(__name__)
 
@@ -202,206 +185,3 @@ class _Page:
             except Exception as error:  # the server may raise anything, as above
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)
-
-
-@dataclass(frozen=True, slots=True)
-class MetricValues:
-    """The values of all metrics at one moment.
-
-    Attributes:
-        fields: Fields of the log line, see `IterationStats.log_fields`.
-        time_us: Time of the observation, in microseconds since the epoch.
-        metrics: Counters and histograms at that time.
-    """
-
-    fields: Mapping[str, int | float | str]
-    time_us: int
-    metrics: MetricsSnapshot
-
-
-Update = Callable[[MetricValues], None]
-"""Function that updates the values of a family; raises the server's errors."""
-
-
-class FamilyMaker:
-    """Makes one model's metric families, counts calls to the server, and lets other threads run between.
-
-    Args:
-        family_class: `MetricFamily` of the module.
-        labels: Labels of every metric, which name the model.
-
-    Attributes:
-        num_calls: Number of calls so far, including those made for updates.
-    """
-
-    def __init__(self, family_class: Any, labels: Mapping[str, str]) -> None:
-        self._family_class = family_class
-        self._labels = dict(labels)
-        self.num_calls = 0
-
-    def make(self, spec: Family) -> Update:
-        """Put a family on the page and return its update function. Raises the server's errors."""
-        if isinstance(spec, GaugeFamily):
-            return _gauges(spec, self)
-        if isinstance(spec, LevelFamily):
-            return _levels(spec, self)
-        if isinstance(spec, CounterFamily):
-            return _counters(spec, self)
-        return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
-
-    def count_call(self) -> None:
-        """Count a call to the server; callers use it after each call."""
-        self.num_calls += 1
-        if self.num_calls % _CALLS_WITHOUT_PAUSE == 0:
-            time.sleep(_PAUSE_S)
-
-    def family(self, name: str, text: str, kind: str) -> Any:
-        """Return a family of the server; AttributeError if the server lacks the constant `kind`."""
-        made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
-        _keep_for_ever(made)
-        self.count_call()
-        return made
-
-    def metric(self, family: Any, labels: Mapping[str, str], **options: Any) -> Any:
-        """Return one series of a family."""
-        made = family.Metric(labels={**self._labels, **labels}, **options)
-        self.count_call()
-        return made
-
-    def counter(self, family: Any, labels: Mapping[str, str]) -> Callable[[float], None]:
-        """Make one series of a counter family, and return a function that raises it to a total.
-
-        The function never sends a decrease, which the server refuses.
-        """
-        metric = self.metric(family, labels)
-        reached = 0.0
-
-        def grow_to(total: float) -> None:
-            nonlocal reached
-            if total > reached:
-                metric.increment(total - reached)
-                self.count_call()
-                reached = total
-
-        return grow_to
-
-
-def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
-    """Make a family of gauges, which show fields of the log line."""
-    family = maker.family(spec.name, spec.help, "GAUGE")
-    metrics = {gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges}
-    last: dict[str, float] = {}  # values that a predecessor has published are unknown
-
-    def update(values: MetricValues) -> None:
-        for key, metric in metrics.items():
-            value = float(values.time_us if key == TIMESTAMP else values.fields[key])
-            if value != last.get(key):
-                metric.set(value)
-                maker.count_call()
-                last[key] = value
-
-    return update
-
-
-def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
-    """Make a family of counters; an undeclared label value gets its counter when first counted."""
-    family = maker.family(spec.name, spec.help, "COUNTER")
-
-    def counter(value: str) -> Callable[[float], None]:
-        return maker.counter(family, {spec.label: value} if spec.label else {})
-
-    counters = {value: counter(value) for value in spec.values}
-
-    def update(values: MetricValues) -> None:
-        for value, count in spec.read(values.metrics).items():
-            if value not in counters:
-                counters[value] = counter(value)
-            counters[value](count)
-
-    return update
-
-
-def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
-    """Make a family of gauges with one label; an undeclared label value gets a series once nonzero."""
-    family = maker.family(spec.name, spec.help, "GAUGE")
-    metrics: dict[str, Any] = {}
-    last: dict[str, float] = {}
-
-    def update(values: MetricValues) -> None:
-        now = spec.read(values.metrics)
-        for value in dict.fromkeys((*spec.values, *now, *metrics)):
-            if value not in metrics:
-                metrics[value] = maker.metric(family, {spec.label: value})
-            if (level := float(now.get(value, 0))) != last.get(value):
-                metrics[value].set(level)
-                maker.count_call()
-                last[value] = level
-
-    return update
-
-
-def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
-    """Make a histogram from the counters it consists of: name_bucket by `le`, name_sum and name_count."""
-    buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
-    totals = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
-    counts = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
-    labels = [*(format(bound, ".16g") for bound in spec.read(_NOTHING).bounds), "+Inf"]
-    grow_buckets = [maker.counter(buckets, {"le": label}) for label in labels]
-    grow_total, grow_count = maker.counter(totals, {}), maker.counter(counts, {})
-
-    def update(values: MetricValues) -> None:
-        # The widest bucket is updated first, so that a concurrent reader never finds a bucket fuller than a
-        # wider one.
-        histogram = spec.read(values.metrics)
-        up_to = histogram.num_observations
-        grow_count(up_to)
-        grow_total(histogram.total)
-        for grow_to, count in zip(reversed(grow_buckets), reversed(histogram.counts), strict=True):
-            grow_to(up_to)
-            up_to -= count
-
-    return update
-
-
-def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
-    """Make a histogram of the server's own kind, with one observation for each request that ended."""
-    family = maker.family(spec.name, spec.help, "HISTOGRAM")
-    buckets = [float(bound) for bound in spec.bounds]
-    metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
-    before = spec.read(_NOTHING)
-
-    def update(values: MetricValues) -> None:
-        nonlocal before
-        now = spec.read(values.metrics)
-        for value in lengths_between(before, now):
-            metric.observe(float(value))
-            maker.count_call()
-        before = now
-
-    return update
-
-
-def _keep_for_ever(family: Any) -> None:
-    """Keep the family from being deleted, even when the interpreter exits.
-
-    Triton may start a model's next process before it ends the last one. Both then own the same series, and
-    when one process deletes it, the other's writes make tritonserver 2.51 abort.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
-
-
-def lengths_between(before: HistogramSnapshot, now: HistogramSnapshot) -> Iterator[int]:
-    """Yield whole numbers that turn `before` into `now`: the same count in each bucket, and the same sum.
-
-    They may differ from the observed numbers, but give every histogram with these buckets, or a subset, the
-    same content.
-    """
-    added = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
-    lowest = [0, *(int(bound) + 1 for bound in now.bounds)]
-    highest = [*(int(bound) for bound in now.bounds), None]
-    left = round(now.total - before.total) - sum(n * low for n, low in zip(added, lowest, strict=True))
-    for count, low, high in zip(added, lowest, highest, strict=True):
-        for _ in range(count):
-            more = left if high is None else min(left, high - low)
-            left -= more
-            yield low + more

@@ -159,11 +159,11 @@ def test_a_wrong_paged_kernel_is_not_used(zoo: Zoo, value: float, spoils_generat
 class Misplaced(FixedRowsAttention):
     """Starts chunks of a recorded batch one row too early."""
 
-    def plan(self, packed: PackedBatch, *arguments: Any) -> Any:
+    def prepare(self, packed: PackedBatch, *arguments: Any) -> Any:
         if packed.fixed is not None:
             tiles = packed.fixed.tiles - torch.tensor([0, 0, 0, 1])
             packed = replace(packed, fixed=replace(packed.fixed, tiles=tiles))
-        return super().plan(packed, *arguments)
+        return super().prepare(packed, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ class IgnoringSinks:
     takes_fixed_rows: bool = False
     name: str = "another"
 
-    def plan(self, *args: Any) -> Any:
-        return self.attention.plan(*args)
+    def prepare(self, *args: Any) -> Any:
+        return self.attention.prepare(*args)
 
     def attend(self, *args: Any) -> torch.Tensor:
         return self.attention.attend(*args[:-1])

@@ -14,7 +14,8 @@ from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.library import load_library
 from inflight.engine.cpu.packing import PackedLinear, Packer
 from inflight.engine.cpu.structs import BatchStruct
-from inflight.engine.layers.decoder import apply_norm, mix_experts
+from inflight.engine.layers.experts import mix_experts
+from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.quantize import quantize_int8
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm, decoder_weights
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement

@@ -26,7 +26,7 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The plan for letting the running requests grow by one iteration.
+    """How the running requests grow by one iteration.
 
     Attributes:
         paused: Requests to pause, in this order.
@@ -54,8 +54,8 @@ class GuaranteedNoEvict:
         back."""
         return request.request.max_kv_blocks(tokens_per_block)
 
-    def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Plan no change: reservations cover all growth."""
+    def decide_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
+        """Decide on no change: reservations cover all growth."""
         return Growth()
 
 
@@ -74,8 +74,8 @@ class MaxUtilization:
         num_tokens = min(len(request.tokens) + max(1, request.draft_length), request.request.max_kv_tokens)
         return -(-num_tokens // tokens_per_block)
 
-    def plan_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Plan how the running sequences, oldest first, get blocks for their next token.
+    def decide_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
+        """Decide how the running sequences, oldest first, get blocks for their next token.
 
         Sequences are served by priority, oldest first. If there is no free block for one, the sequence of the
         lowest priority that started last is paused.

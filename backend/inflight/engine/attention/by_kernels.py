@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.attention.check import CannotAttend
-from inflight.engine.attention.paged import PagedAttention, PagedPlan
+from inflight.engine.attention.paged import PagedAttention, PagedMetadata
 from inflight.engine.cuda.kernels.attention import (
     MAX_HEAD_DIM,
     attend_chunks,
@@ -24,10 +24,10 @@ from inflight.sampling.transfer import upload
 
 
 @dataclass(frozen=True, slots=True)
-class KernelPlan:
-    """The plan of a batch's rows for one window: the kernels' arguments besides queries, keys and values.
+class KernelMetadata:
+    """The metadata of a batch's rows for one window: the kernels' arguments besides queries, keys and values.
 
-    If `chunks` is set, it is the plan of the rows before `generation_begin`, computed by another attention.
+    If `chunks` is set, it is the metadata of the rows before `generation_begin`, computed by another attention.
     """
 
     tables: Tensor
@@ -36,7 +36,7 @@ class KernelPlan:
     positions: Tensor
     window: AttentionWindow | None
     generation_begin: int = 0
-    chunks: PagedPlan | None = None
+    chunks: PagedMetadata | None = None
 
 
 class KernelAttention:
@@ -65,17 +65,19 @@ class KernelAttention:
         if for_chunks is not None:
             self.name += f", of chunks that are not recorded by {for_chunks.name}"
 
-    def plan(
+    def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
-    ) -> Mapping[AttentionWindow | None, KernelPlan]:
+    ) -> Mapping[AttentionWindow | None, KernelMetadata]:
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
         begin = packed.generation_begin
-        chunks: Mapping[AttentionWindow | None, PagedPlan] = {}
+        chunks: Mapping[AttentionWindow | None, PagedMetadata] = {}
         if self._for_chunks is not None and packed.chunks:
-            chunks = self._for_chunks.plan(_chunks_of(packed), cache, windows)
+            chunks = self._for_chunks.prepare(_chunks_of(packed), cache, windows)
         return {
-            window: KernelPlan(packed.block_tables, rows, slots, positions, window, begin, chunks.get(window))
+            window: KernelMetadata(
+                packed.block_tables, rows, slots, positions, window, begin, chunks.get(window)
+            )
             for window in windows
         }
 
@@ -85,24 +87,24 @@ class KernelAttention:
         keys: Tensor,
         values: Tensor,
         layer: int,
-        plan: KernelPlan,
+        metadata: KernelMetadata,
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Leaves rows unwritten that belong neither to a chunk nor to generation."""
-        pages, rows = cache.pages(layer), plan.rows
+        pages, rows = cache.pages(layer), metadata.rows
         read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        scores = plan.window, self._scale, self._soft_cap, sinks, cache.scales(layer)
-        if self._for_chunks is not None and plan.chunks is not None:
-            end = plan.generation_begin
+        scores = metadata.window, self._scale, self._soft_cap, sinks, cache.scales(layer)
+        if self._for_chunks is not None and metadata.chunks is not None:
+            end = metadata.generation_begin
             given = queries[:end], keys[:end], values[:end]
-            found = self._for_chunks.attend(*given, layer, plan.chunks, cache, sinks)
+            found = self._for_chunks.attend(*given, layer, metadata.chunks, cache, sinks)
             read[:end] = found.view(-1, *queries.shape[1:])
         elif len(rows.tiles):
-            attend_chunks(read, queries, pages, plan.tables, rows.tiles, *scores)
+            attend_chunks(read, queries, pages, metadata.tables, rows.tiles, *scores)
         if len(rows.generation_rows):
-            of_rows = rows.generation_rows, plan.slots, plan.positions
-            attend_generation(read, queries, pages, plan.tables, *of_rows, *scores)
+            of_rows = rows.generation_rows, metadata.slots, metadata.positions
+            attend_generation(read, queries, pages, metadata.tables, *of_rows, *scores)
         return read.flatten(1)
 
 

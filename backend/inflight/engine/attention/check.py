@@ -139,10 +139,10 @@ def _compare(
     cache: KvCache,
 ) -> None:
     """Compare the results; `given` is the argument for `attention`: `packed`, or its recorded form."""
-    expected = oracle.plan(packed, cache, windows)
+    expected = oracle.prepare(packed, cache, windows)
     try:
-        plans = attention.plan(given, cache, windows)
-        found = {window: attention.attend(*heads, 0, plans[window], cache, sinks) for window in windows}
+        metadata = attention.prepare(given, cache, windows)
+        found = {window: attention.attend(*heads, 0, metadata[window], cache, sinks) for window in windows}
     except Exception as error:  # an unsupported kernel may raise anything
         raise CannotAttend(str(error).split("\n")[0]) from error
     for window in windows:

@@ -13,11 +13,11 @@ from inflight.engine.windows import AttentionWindow
 
 
 class Attention(Protocol):
-    """Computes the attention of packed rows, layer by layer, with a plan made once per iteration.
+    """Computes the attention of packed rows, layer by layer, with metadata made once per iteration.
 
     Attributes:
-        has_fixed_shapes: Whether plans and results of generation batches depend on the number of rows alone, and
-            computing them does not wait for the device, so that they can be recorded.
+        has_fixed_shapes: Whether the metadata and results of generation batches depend on the number of rows
+            alone, and computing them does not wait for the device, so that they can be recorded.
         takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that the same is true for batches with chunks.
         name: Its name in logs.
     """
@@ -26,11 +26,11 @@ class Attention(Protocol):
     takes_fixed_rows: bool
     name: str
 
-    def plan(
+    def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, Any]:
-        """Return the plans for `attend`, by the window of the layers (None: every token sees all tokens before
-        it)."""
+        """Return the metadata for `attend`, by the window of the layers (None: every token sees all tokens
+        before it)."""
         ...
 
     def attend(
@@ -39,7 +39,7 @@ class Attention(Protocol):
         keys: Tensor,
         values: Tensor,
         layer: int,
-        plan: Any,
+        metadata: Any,
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -50,7 +50,7 @@ class Attention(Protocol):
             keys: [rows, kv_heads, head_dim], already in the cache.
             values: [rows, kv_heads, head_dim], already in the cache.
             layer: The layer, whose cache is read.
-            plan: The plan for this layer's window.
+            metadata: The metadata for this layer's window.
             cache: The KV cache with the keys and values of earlier tokens.
             sinks: Each head's learned score [heads], for a model that has sinks.
 

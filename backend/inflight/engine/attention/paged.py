@@ -25,8 +25,8 @@ VarlenAttention = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """The plan of a batch's rows, for one window: the kernel's tensors."""
+class PagedMetadata:
+    """The metadata of a batch's rows, for one window: the kernel's tensors."""
 
     row_bounds: Tensor
     key_bounds: Tensor | None
@@ -72,9 +72,9 @@ class PagedAttention:
         self._takes_key_bounds = takes_key_bounds
         self.name = "FlashAttention 2" if takes_key_bounds else "FlashAttention 3"
 
-    def plan(
+    def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
-    ) -> Mapping[AttentionWindow | None, PagedPlan]:
+    ) -> Mapping[AttentionWindow | None, PagedMetadata]:
         """Raises ValueError for windows with sinks, which the kernel does not support."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
@@ -84,7 +84,7 @@ class PagedAttention:
         max_rows = max((chunk.end - chunk.begin for chunk in packed.chunks), default=1)
         max_keys = packed.block_tables.shape[1] * cache.tokens_per_block
         return {
-            window: PagedPlan(
+            window: PagedMetadata(
                 row_bounds,
                 key_bounds,
                 lengths,
@@ -102,7 +102,7 @@ class PagedAttention:
         keys: Tensor,
         values: Tensor,
         layer: int,
-        plan: PagedPlan,
+        metadata: PagedMetadata,
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -111,14 +111,14 @@ class PagedAttention:
             queries,
             key_pages,
             value_pages,
-            plan.row_bounds,
-            plan.key_bounds,
-            plan.max_rows,
-            plan.max_keys,
-            window_size=plan.window_size,
+            metadata.row_bounds,
+            metadata.key_bounds,
+            metadata.max_rows,
+            metadata.max_keys,
+            window_size=metadata.window_size,
             enable_gqa=True,
-            seqused_k=plan.lengths,
-            block_table=plan.block_table,
+            seqused_k=metadata.lengths,
+            block_table=metadata.block_table,
             num_splits=1,  # sums over keys must not depend on the rest of the batch
         )
         if sinks is not None:

@@ -160,7 +160,7 @@ class PackedAdapters:
         for first in [page for page, adapter in self._by_page.items() if adapter.pages & pages]:
             del self._by_page[first]
         layers = low_rank_layers(load.adapter.weights, self._config, self._part)
-        self._by_page[load.pages[0]] = self._pack(pages, self._plan(layers))
+        self._by_page[load.pages[0]] = self._pack(pages, self._find_parts(layers))
 
     def addresses(self, first_pages: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Return the addresses [rows] of the rows' adapters by their first pages; 0 for -1.
@@ -174,7 +174,7 @@ class PackedAdapters:
         except KeyError as error:
             raise ValueError(f"a row's adapter is in page {error}, where none has been loaded") from None
 
-    def _plan(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
+    def _find_parts(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
         layouts: dict[
             tuple[str, tuple[tuple[Module, _Ranks], ...]], _ColumnLayout
         ] = {}  # most layers have the same layouts

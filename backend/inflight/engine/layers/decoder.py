@@ -25,20 +25,19 @@ from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
-from inflight.models.decoder_config import ExpertsConfig, LatentAttention, RopeConfig
+from inflight.models.decoder_config import LatentAttention, RopeConfig
 from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
-from inflight.sampling.transfer import to_list
 
 _BY_TORCH = RowKernels()
-_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
 
 
 class Decoder:
@@ -144,7 +143,7 @@ class Decoder:
         weights = self._weights
         if active is None and packed.adapters is not None:
             active = self._pool().activate(packed.adapters)
-        plans = self._attention.plan(packed, cache, self._windows)
+        metadata = self._attention.prepare(packed, cache, self._windows)
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         inputs = self._layer_inputs(packed, x)
@@ -157,7 +156,7 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
-            plan = plans[self._layer_windows[index]]
+            of_window = metadata[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
             mixer = self._mixers[index]
@@ -167,7 +166,7 @@ class Decoder:
                 attended = self._row_parallel(layer.output, mixed)
             else:
                 rotation = rotations.get(self._layer_ropes[index])
-                attended = self._attend(read, rotation, index, layer, places, plan, cache, own)
+                attended = self._attend(read, rotation, index, layer, places, of_window, cache, own)
             following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
             if self.config.parallel_residual:
                 computed = self._mlp(self._norm(x, layer.mlp_norm), layer, x)
@@ -261,7 +260,7 @@ class Decoder:
         index: int,
         layer: LayerWeights,
         places: Tensor,
-        plan: Any,
+        metadata: Any,
         cache: KvCache,
         own: dict[int, tuple[Tensor, Tensor]],
     ) -> Tensor:
@@ -277,7 +276,7 @@ class Decoder:
                 own[place] = keys, values
         else:
             queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
-        read = self._attention.attend(queries, keys, values, place, plan, cache, layer.sinks)
+        read = self._attention.attend(queries, keys, values, place, metadata, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)
         if gates is not None:
@@ -446,69 +445,6 @@ def _places(held: DecoderConfig) -> list[int]:
         places.append(counts[is_recurrent])
         counts[is_recurrent] += 1
     return places
-
-
-def mix_experts(
-    x: Tensor,
-    experts: ExpertWeights[Linear],
-    config: ExpertsConfig,
-    activate: Callable[[Tensor], Tensor],
-    routed: Tensor | None = None,
-) -> Tensor:
-    """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
-    them. `routed` is the router's input, if it is not x.
-
-    Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
-    up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
-    experts that other ranks hold.
-    """
-    chances, chosen = route(x if routed is None else routed, experts, config)
-    by_expert, order = chosen.flatten().sort(stable=True)
-    counts: list[int] = to_list(torch.bincount(by_expert, minlength=config.count))
-    given = x.new_zeros(x.shape, dtype=torch.float32)
-    if config.held is not None:
-        first, last = config.held
-        order = order[sum(counts[:first]) : sum(counts[:last])]
-        counts = counts[first:last]
-        if not len(order):
-            return given.to(x.dtype)
-    rows = order // config.num_per_token
-    parts = x.index_select(0, rows).split_with_sizes(counts)
-    results = [
-        experts.down.at(index)(activate(experts.up.at(index)(part)))
-        for index, part in enumerate(parts)
-        if len(part)
-    ]
-    weighed = torch.cat(results).float() * chances.flatten()[order, None]
-    return given.index_add_(0, rows, weighed).to(x.dtype)
-
-
-def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Return the weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
-    if config.has_float32_router:
-        logits = F.linear(x.float(), experts.router.weight.float())
-    else:
-        logits = experts.router(x).float()
-    chances = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-    wanted = chances if experts.choice_bias is None else chances + experts.choice_bias
-    if config.num_groups_per_token < config.num_groups:
-        wanted = wanted.masked_fill(~_is_in_best_groups(wanted, config), -torch.inf)
-    chosen = wanted.topk(config.num_per_token, dim=-1).indices
-    chances = chances.gather(-1, chosen)
-    if config.is_normalized:
-        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
-    if experts.scales is not None:
-        chances = chances * experts.scales.float()[chosen]
-    return chances * config.result_scale, chosen
-
-
-def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
-    grouped = torch.unflatten(wanted, -1, (config.num_groups, -1))
-    of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
-    best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
-    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
-    return is_best.repeat_interleave(grouped.shape[-1], dim=-1)
 
 
 def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:

@@ -90,7 +90,7 @@ class _PagedAttention(AttentionCalls):
 
     attention: Attention
     layer_windows: Sequence[AttentionWindow | None]
-    plans: Mapping[AttentionWindow | None, Any]
+    metadata: Mapping[AttentionWindow | None, Any]
     places: Tensor
     cache: KvCache
 
@@ -108,8 +108,8 @@ class _PagedAttention(AttentionCalls):
             rows[0].transpose(0, 1).to(self.cache.dtype).contiguous() for rows in (query, key, value)
         )
         self.cache.write(layer, self.places, keys, values)
-        plan = self.plans[self.layer_windows[layer]]
-        read = self.attention.attend(queries, keys, values, layer, plan, self.cache)
+        of_window = self.metadata[self.layer_windows[layer]]
+        read = self.attention.attend(queries, keys, values, layer, of_window, self.cache)
         return read.view(1, *queries.shape).to(query.dtype)
 
 
@@ -175,7 +175,7 @@ class TransformersDecoder:
         calls = _PagedAttention(
             self._attention,
             self._layer_windows,
-            self._attention.plan(packed, cache, self._windows),
+            self._attention.prepare(packed, cache, self._windows),
             cache_places(packed, cache.tokens_per_block),
             cache,
         )

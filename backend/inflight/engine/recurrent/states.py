@@ -44,7 +44,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePlan:
+class StateMetadata:
     """The rows of a packed batch, grouped by the states that they use.
 
     Attributes:
@@ -87,7 +87,7 @@ class RecurrentStates:
         self._parts = empty_state(config, dtype, device, num_layers, num_rows)
         self._first_snapshot = num_slots + 1
         self._device = device
-        self._plan: StatePlan | None = None
+        self._metadata: StateMetadata | None = None
         self._drafts: dict[int, dict[int, tuple[Mixer, Tensor]]] = {}  # rows of drafts, by slot and layer
 
     def apply(self, batch: ScheduledBatch) -> None:
@@ -107,9 +107,9 @@ class RecurrentStates:
 
     def begin(self, batch: ScheduledBatch, packed: PackedBatch) -> None:
         """Prepare to `run` the layers on the rows of a batch, as packed by `pack`."""
-        self._plan = self._divide(batch, packed)
+        self._metadata = self._divide(batch, packed)
 
-    def _divide(self, batch: ScheduledBatch, packed: PackedBatch) -> StatePlan:
+    def _divide(self, batch: ScheduledBatch, packed: PackedBatch) -> StateMetadata:
         saves: dict[int, list[StateSave]] = {}
         for save in batch.state_saves:
             saves.setdefault(save.slot, []).append(save)
@@ -120,7 +120,7 @@ class RecurrentStates:
             (save.slot, self._first_snapshot + save.snapshot) for each in saves.values() for save in each
         ]
         saved = self._upload(in_generation).view(-1, 2)
-        return StatePlan(
+        return StateMetadata(
             tuple(segments),
             packed.generation_begin,
             packed.slots[packed.generation_begin :],
@@ -154,17 +154,18 @@ class RecurrentStates:
         Returns:
             Input of the layer's output projection, [rows, output_width].
         """
-        plan = self._plan
-        assert plan is not None, "begin comes before run"
-        outputs = [self._scan(layer, mixer, projected, segment) for segment in plan.segments]
-        if len(plan.generation_slots):
-            slots = plan.generation_slots
-            rows = projected[plan.generation_begin :]
+        metadata = self._metadata
+        assert metadata is not None, "begin comes before run"
+        outputs = [self._scan(layer, mixer, projected, segment) for segment in metadata.segments]
+        if len(metadata.generation_slots):
+            slots = metadata.generation_slots
+            rows = projected[metadata.generation_begin :]
             computed, states = mixer.step(rows, self._states(layer, slots))
             for part, state in zip(self._parts, states, strict=True):
                 part[layer].index_copy_(0, slots, state)
-                if len(plan.snapshots):
-                    part[layer].index_copy_(0, plan.snapshots, part[layer].index_select(0, plan.saved_slots))
+                if len(metadata.snapshots):
+                    saved = part[layer].index_select(0, metadata.saved_slots)
+                    part[layer].index_copy_(0, metadata.snapshots, saved)
             outputs.append(computed)
         return mixer.finish(torch.cat(outputs))
 

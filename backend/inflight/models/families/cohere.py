@@ -13,6 +13,7 @@ from inflight.models.families.family import (
     read_layer_types,
 )
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
+from inflight.models.neutral_keys import NeutralKeys
 
 # Defaults of absent keys.
 _WINDOW = 4096
@@ -22,7 +23,7 @@ _LOGIT_SCALE = 0.0625
 # Attention and MLP have the same norm.
 _NAMES = replace(LLAMA_NAMES, norms=NormNames(attention="input_layernorm", mlp="input_layernorm"))
 # Keys of the model's original code.
-_NEUTRAL = {
+_NEUTRAL: NeutralKeys = {
     "position_embedding_type": (None, "rope_gptj"),
     "use_gated_activation": (None, True),
     "use_parallel_block": (None, True),

@@ -16,6 +16,7 @@ from inflight.models.families.family import (
     read_size,
 )
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.neutral_keys import ANY, NeutralKeys
 
 _ATTENTION = AttentionNames(
     output="self_attn.o_proj",
@@ -44,12 +45,15 @@ _V3_NAMES = replace(
     _V2_NAMES, experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
 )
 # Keys that the model's original code reads and transformers does not.
-_V2_NEUTRAL = {
+_V2_NEUTRAL: NeutralKeys = {
     "moe_layer_freq": (None, 1),
     "scoring_func": (None, "softmax"),
     "norm_topk_prob": (None, False),
+    # Unused by topk_method "greedy".
+    "n_group": ANY,
+    "topk_group": ANY,
 }
-_V3_NEUTRAL = {
+_V3_NEUTRAL: NeutralKeys = {
     "moe_layer_freq": (None, 1),
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
@@ -110,7 +114,7 @@ def read_expert_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_gr
     if chosen * each < experts.num_per_token:
         raise config.error(
             "num_experts_per_tok",
-            f"at most {chosen * each}, the number of experts in topk_group groups",
+            f"at most {chosen * each}, the number of experts in topk_group of n_group groups",
         )
     return replace(
         experts, num_groups=num_groups, num_groups_per_token=chosen, scores_per_group=scores_per_group
@@ -150,10 +154,7 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
     method = config.text_or_none("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise config.error("topk_method", "greedy or group_limited_greedy")
-    if method == "greedy":
-        for key in ("n_group", "topk_group"):
-            config.value(key)
-    else:
+    if method != "greedy":
         experts = read_expert_groups(config, experts, scores_per_group=1)
     latent = _read_latent(config, interleaved=True)
     return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))

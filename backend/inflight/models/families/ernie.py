@@ -10,6 +10,7 @@ from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.deepseek import ROUTED_EXPERT_NAMES
 from inflight.models.families.family import Family, NoMap, read_head_dim, read_size
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
+from inflight.models.neutral_keys import ANY, NeutralKeys
 
 # Defaults of absent keys.
 _HEAD_DIM = 128
@@ -25,7 +26,13 @@ _MOE_NAMES = replace(
     left_out=("model.mtp_",),
 )
 # Keys that the model's original code reads and transformers does not.
-_MOE_NEUTRAL = {"moe_gate": (None, "topk"), "moe_use_aux_free": (None, True), "moe_norm_min": (None, 1e-12)}
+_MOE_NEUTRAL: NeutralKeys = {
+    "moe_gate": (None, "topk"),
+    "moe_use_aux_free": (None, True),
+    "moe_norm_min": (None, 1e-12),
+    "moe_capacity": ANY,  # of training
+    "num_nextn_predict_layers": ANY,  # draft layers, which are left out
+}
 
 
 def _read_ernie(config: ConfigFile, **changes: Any) -> DecoderConfig:
@@ -53,11 +60,6 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config with experts: softmax probabilities, biases for the choice, and a shared MLP."""
     if config.boolean("use_bias", False):
         raise NoMap(config, "use_bias", "false: a bias of lm_head is not supported")
-    for key in (
-        "moe_capacity",
-        "num_nextn_predict_layers",
-    ):  # of training; of draft layers, which are left out
-        config.value(key)
     width = config.int_or_none("moe_intermediate_size") or 1536
     experts = ExpertsConfig(
         count=read_size(config, "moe_num_experts", "num_experts", 64),

@@ -5,13 +5,14 @@ Shared parts of the readers, such as sliding windows, are here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import Activation, DecoderConfig
+from inflight.models.neutral_keys import ANY, NeutralKeys
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -25,6 +26,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
+WINDOWS_UNUSED: NeutralKeys = {"sliding_window": ANY, "max_window_layers": ANY}
+"""Of families with Qwen's keys: those that `use_sliding_window: false` switches off."""
 
 # Prefixes of tensors of the other parts of multimodal models: what comes before the text part, and draft layers.
 _OTHER_PARTS = (
@@ -306,7 +309,9 @@ class Family:
         read_config: Translates config.json; end ids and dtype, read alike for all families, are added later.
             Raises NoMap for a checkpoint that is to be treated as one of an unknown family.
         names: Names of its tensors.
-        neutral: Keys that `read_config` does not read, with the values that change nothing.
+        neutral: Keys with the values that change nothing where `read_config` does not read the key; `ANY` for a
+            key that never matters, or that another key switches off. Those of all families are in
+            `neutral_keys.py`.
         quantizations: Further values of `quant_method` that its checkpoints may have, for stacked experts.
     """
 
@@ -314,7 +319,7 @@ class Family:
     architecture: str
     read_config: Callable[[ConfigFile], DecoderConfig]
     names: WeightNames
-    neutral: Mapping[str, Sequence[Any]] = field(default_factory=dict[str, Sequence[Any]])
+    neutral: NeutralKeys = field(default_factory=dict[str, tuple[Any, ...]])
     quantizations: tuple[str, ...] = ()
 
 
@@ -373,7 +378,6 @@ def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
     num_layers = config.positive_int("num_hidden_layers")
     if "sliding_attention" in read_layer_types(config, num_layers):
         raise config.error("layer_types", "full_attention for every layer")
-    config.value("max_window_layers")
     if config.value("sliding_window") and config.boolean("use_sliding_window", True):
         raise config.error("sliding_window", "null: this family has no sliding windows")
     return (None,) * num_layers
@@ -404,11 +408,9 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def uses_windows(config: ConfigFile, types: tuple[str, ...]) -> bool:
-    """Return Qwen's `use_sliding_window`; without windows the other keys about them have no effect."""
+    """Return Qwen's `use_sliding_window`; without windows `WINDOWS_UNUSED` change nothing."""
     if config.boolean("use_sliding_window", False):
         return True
-    for key in ("sliding_window", "max_window_layers"):
-        config.value(key)
     if "sliding_attention" in types:
         raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
     return False

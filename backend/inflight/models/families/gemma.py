@@ -26,12 +26,14 @@ from inflight.models.families.family import (
     read_layer_types,
 )
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
+from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import read_layer_type_ropes
 
 _HEAD_DIM = 256  # if the key is absent, like the defaults below
 _QUERY_SCALAR = 256
 _WINDOW = 4096
 _KV_HEADS = 4
+_KEYS_OF_EXPERTS4 = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _SLIDING_PATTERN = 6  # in Gemma 3, every sixth layer has no window
 _THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # of Gemma 3
 
@@ -59,9 +61,6 @@ def _read_gemma(
     if window is None and "sliding_attention" in types:
         raise config.error("sliding_window", "an integer >= 1, since some layers slide")
     activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
-    for key in ("hidden_act", "sliding_window_size"):  # their values are not used
-        config.value(key)
-    config.value("cache_implementation")
     return read_llama_like(
         config,
         default_positions=default_positions,
@@ -290,16 +289,13 @@ def _read_full_heads4(
 
 def _read_experts4(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:
     """Return the experts that are beside the MLP of every layer; None if there are none."""
-    keys = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not config.boolean("enable_moe_block", False):
-        for key in keys:
-            config.value(key)
         return None
-    if missing := [key for key in keys if not config.has(key)]:
+    if missing := [key for key in _KEYS_OF_EXPERTS4 if not config.has(key)]:
         raise config.error(
-            "enable_moe_block", f"false, or the keys {', '.join(keys)}: {missing[0]} is missing"
+            "enable_moe_block", f"false, or the keys {', '.join(_KEYS_OF_EXPERTS4)}: {missing[0]} is missing"
         )
-    count, per_token, inner = (config.positive_int(key) for key in keys)
+    count, per_token, inner = (config.positive_int(key) for key in _KEYS_OF_EXPERTS4)
     if per_token > count:
         raise config.error("top_k_experts", f"at most num_experts, which is {count}")
     if config.boolean("use_double_wide_mlp", False) and config.value("num_kv_shared_layers"):
@@ -332,13 +328,18 @@ def _read_inputs4(config: ConfigFile) -> LayerInputsConfig | None:
     return LayerInputsConfig(size, vocab_size, virtual_id)
 
 
+# Older names of keys, which transformers does not read.
+_NEUTRAL: NeutralKeys = {"hidden_act": ANY, "sliding_window_size": ANY}
+
 GEMMA_FAMILIES = (
-    Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _NAMES),
+    Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _NAMES, _NEUTRAL),
     Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
         _read_gemma3,
         replace(_NAMES, attention=NORMED_ATTENTION),
+        _NEUTRAL,
     ),
-    Family("gemma4_text", "Gemma4ForCausalLM", _read_gemma4, _NAMES4),
+    # Keys of experts are read if enable_moe_block is true.
+    Family("gemma4_text", "Gemma4ForCausalLM", _read_gemma4, _NAMES4, dict.fromkeys(_KEYS_OF_EXPERTS4, ANY)),
 )

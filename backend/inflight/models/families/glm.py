@@ -19,6 +19,7 @@ from inflight.models.families.llama import (
     in_interleaved_pairs,
     read_llama_like,
 )
+from inflight.models.neutral_keys import NeutralKeys
 
 # Defaults of absent keys.
 _HEAD_DIM = 128
@@ -40,7 +41,7 @@ _GLM4_MOE_NAMES = replace(
     experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
 )
 # The router is DeepSeek-V3's; these are keys of its original code.
-_GLM4_MOE_NEUTRAL = {
+_GLM4_MOE_NEUTRAL: NeutralKeys = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
     "moe_layer_freq": (None, 1),

@@ -18,6 +18,7 @@ from inflight.models.families.family import (
     read_size,
 )
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.neutral_keys import NeutralKeys
 from inflight.models.rope import longest_sequence, read_rope
 
 _GPT2_POSITIONS = 1024  # if the key is absent
@@ -213,7 +214,7 @@ def _read_stablelm(config: ConfigFile) -> DecoderConfig:
 
 
 # Keys of published files that no code reads.
-_STARCODER2_NEUTRAL = {
+_STARCODER2_NEUTRAL: NeutralKeys = {
     "activation_function": (None, "gelu", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (None, 1e-5),
     "mlp_type": (None, "default"),

@@ -11,7 +11,7 @@ from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.deepseek import ROUTED_EXPERT_NAMES
 from inflight.models.families.family import Family, MlpNames
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
-from inflight.models.unread_keys import refuse_unread
+from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 
 _NAMES = replace(
     LLAMA_NAMES,
@@ -29,36 +29,36 @@ _MOE_NAMES = replace(
         ),
     ),
 )
+# About a classifier, about pictures, and about features that are off.
+_WITHOUT_EFFECT = """
+    dense_list pool_type cla_share_factor org_vocab_size attention_head_dim pad_id im_start_id im_end_id
+    im_newline_id text_start_id text_end_id mask_init_id
+"""
 # Keys that the model's original code reads and transformers does not.
-_NEUTRAL = {
+_NEUTRAL: NeutralKeys = {
+    **dict.fromkeys(_WITHOUT_EFFECT.split(), ANY),
     "use_qk_norm": (None, True),
     "use_rotary_pos_emb": (None, True),
     "norm_type": (None, "rms", "hf_rms"),
     "enable_lm_head_fp32": (None, True, False),
     "class_num": (None, 0),
 }
-_MOE_NEUTRAL = {
+_MOE_NEUTRAL: NeutralKeys = {
     **_NEUTRAL,
     "use_mixed_mlp_moe": (None, True),
     "moe_layer_num_skipped": (None, 0),
     "norm_topk_prob": (None, True),
     "routed_scaling_factor": (None, 1),
 }
-_WITHOUT_EFFECT = """
-    dense_list pool_type cla_share_factor org_vocab_size attention_head_dim pad_id im_start_id im_end_id
-    im_newline_id text_start_id text_end_id mask_init_id
-"""
 # Keys of published checkpoints that transformers does not use if the scaling has alpha.
-_IGNORED_BESIDE_ALPHA = """
-    factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings
-"""
+_NEUTRAL_BESIDE_ALPHA: NeutralKeys = dict.fromkeys(
+    ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"), ANY
+)
 
 
 def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
     """Read the keys common to the dense and the MoE class: Llama's, with norms on query and key heads after
     rotation."""
-    for key in _WITHOUT_EFFECT.split():  # about a classifier, about pictures, and about features that are off
-        config.value(key)
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         _with_stretched_base(config),
@@ -90,9 +90,7 @@ def _with_stretched_base(config: ConfigFile) -> ConfigFile:
             raise config.error("head_dim", "at least 3 if rope_scaling has alpha")
         theta = section.number_or_none("rope_theta") or config.number_or_none("rope_theta") or 10000.0
         theta *= section.number("alpha") ** (head_dim / (head_dim - 2))
-        for ignored in _IGNORED_BESIDE_ALPHA.split():
-            section.value(ignored)
-        refuse_unread(section)
+        refuse_unread(section, _NEUTRAL_BESIDE_ALPHA)
         config = config.with_values({key: {"rope_type": "default", "rope_theta": theta}})
     return config
 

@@ -11,6 +11,7 @@ from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
 from inflight.models.families.family import (
     FUSED_GATE_UP,
     FUSED_QKV,
+    WINDOWS_UNUSED,
     AttentionNames,
     Family,
     MlpNames,
@@ -24,13 +25,20 @@ from inflight.models.families.family import (
     read_windows_if_used,
     read_windows_of_all,
 )
+from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import longest_sequence, read_layer_type_ropes, read_rope
 
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
-_WINDOW_IS_USED = {"use_sliding_window": (None, True, False)}
+_WINDOW_IS_USED: NeutralKeys = {"use_sliding_window": (None, True, False)}
 # Any value is accepted, because in this family query, key and value always have biases.
-_BIASES_ARE_THERE = {"attention_bias": (None, True, False)}
+_BIASES_ARE_THERE: NeutralKeys = {"attention_bias": (None, True, False)}
+_QWEN2_NEUTRAL: NeutralKeys = {
+    **_BIASES_ARE_THERE,
+    **WINDOWS_UNUSED,
+    "dual_chunk_attention_config": ANY,  # of other implementations, for longer sequences
+}
+_NO_WINDOW_LAYERS: NeutralKeys = {"max_window_layers": ANY}  # a key of Qwen
 
 
 def read_llama_like(
@@ -186,7 +194,6 @@ def _read_ministral3(config: ConfigFile) -> DecoderConfig:
 
 def _read_qwen2(config: ConfigFile) -> DecoderConfig:
     """Read the config of Qwen2 or 2.5: Llama with biases on query, key, value, and windows in some layers."""
-    config.value("dual_chunk_attention_config")  # of other implementations, for longer sequences
     return read_llama_like(
         config,
         default_positions=32768,
@@ -250,7 +257,6 @@ def _read_seed_oss(config: ConfigFile) -> DecoderConfig:
 
 def _read_phi3(config: ConfigFile) -> DecoderConfig:
     """Read the config of Phi-3: Llama with fused qkv, fused gate and up, and LongRoPE."""
-    config.value("original_max_position_embeddings")
     window = config.int_or_none("sliding_window")
     num_layers = config.positive_int("num_hidden_layers")
     return read_llama_like(
@@ -330,9 +336,7 @@ def _read_exaone4(config: ConfigFile) -> DecoderConfig:
     types = read_layer_types(config, num_layers)
     if window is None and "sliding_attention" in types:
         raise no_window(config)
-    if types or window is None:
-        config.value("sliding_window_pattern")
-    else:
+    if not types and window is not None:
         is_given = "sliding_window_pattern" in config.values
         types = _by_pattern(config, config.positive_int("sliding_window_pattern") if is_given else _PATTERN)
     decoder = read_llama_like(
@@ -414,7 +418,6 @@ def _read_smollm3_windows(
 ) -> tuple[int | None, ...]:
     """Return windows, if used, for layers that `layer_types` names, else for those without positions."""
     types, window = read_layer_types(config, num_layers), config.int_or_none("sliding_window")
-    config.value("max_window_layers")  # a key of Qwen without effect here
     if not config.boolean("use_sliding_window", False) or window is None:
         if "sliding_attention" in types:
             raise config.error("use_sliding_window", "true, since layer_types has sliding_attention")
@@ -424,16 +427,17 @@ def _read_smollm3_windows(
 
 
 LLAMA_FAMILIES = (
-    Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES),
+    Family("llama", "LlamaForCausalLM", _read_llama, LLAMA_NAMES, _NO_WINDOW_LAYERS),
     Family("mistral", "MistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
     Family("ministral", "MinistralForCausalLM", _read_mistral, LLAMA_NAMES, _WINDOW_IS_USED),
     Family("ministral3", "Ministral3ForCausalLM", _read_ministral3, LLAMA_NAMES),
-    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES, _BIASES_ARE_THERE),
+    Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, LLAMA_NAMES, _QWEN2_NEUTRAL),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         _read_qwen3,
         replace(LLAMA_NAMES, attention=NORMED_ATTENTION),
+        WINDOWS_UNUSED,
     ),
     Family(
         "phi3",
@@ -455,7 +459,7 @@ LLAMA_FAMILIES = (
     Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, LLAMA_NAMES),
     Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _OLMO2_NAMES),
     Family("olmo3", "Olmo3ForCausalLM", _read_olmo3, _OLMO2_NAMES),
-    Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, _OLMO2_NAMES),
+    Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, _OLMO2_NAMES, {"sliding_window_pattern": ANY}),
     Family("granite", "GraniteForCausalLM", _read_granite, LLAMA_NAMES),
-    Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, LLAMA_NAMES),
+    Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, LLAMA_NAMES, _NO_WINDOW_LAYERS),
 )

@@ -10,6 +10,7 @@ from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     DEFAULT_FULL_LAYERS,
+    WINDOWS_UNUSED,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -22,6 +23,7 @@ from inflight.models.families.family import (
     uses_windows,
 )
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
+from inflight.models.neutral_keys import ANY, NeutralKeys
 
 _MIXTRAL_NAMES = replace(
     LLAMA_NAMES,
@@ -49,8 +51,8 @@ _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
 _QWEN3_MOE_NAMES = replace(
     _MOE_NAMES_WITH_QK_NORM, experts=replace(QWEN_EXPERT_NAMES, stacks=ExpertStacks(transposed=None))
 )
-# This family always has these norms.
-_QWEN3_NEUTRAL = {"use_qk_norm": (None, True)}
+# This family always has these norms, and either all of its layers have the window or none has.
+_QWEN3_NEUTRAL: NeutralKeys = {"use_qk_norm": (None, True), **WINDOWS_UNUSED}
 
 
 def _read_mixtral(config: ConfigFile) -> DecoderConfig:
@@ -126,8 +128,6 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
     """Read the config of Qwen3-MoE: Qwen3 with experts in some layers."""
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if config.boolean("use_sliding_window", False) else None
-    for key in ("sliding_window", "max_window_layers"):  # either all layers have the window or none has
-        config.value(key)
     return read_llama_like(
         config,
         default_positions=32768,
@@ -166,7 +166,7 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
 
 
 # Keys that the model's original code reads and transformers does not.
-_MINIMAX_M2_NEUTRAL = {
+_MINIMAX_M2_NEUTRAL: NeutralKeys = {
     "scoring_func": (None, "sigmoid"),
     "use_routing_bias": (None, True),
     "use_qk_norm": (None, True),
@@ -177,6 +177,10 @@ _MINIMAX_M2_NEUTRAL = {
     "layernorm_linear_attention_beta": (None, 1),
     "layernorm_mlp_beta": (None, 1),
     "use_mtp": (None, True, False),
+    # Of layers that predict further tokens and are not read, of an MLP that no layer has, and of shared experts.
+    **dict.fromkeys(
+        ("num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"), ANY
+    ),
 }
 _MINIMAX_M2_THETA = 5e6  # if the key is absent, like the number below
 _MINIMAX_M2_HEAD_DIM = 128
@@ -185,9 +189,6 @@ _MINIMAX_M2_HEAD_DIM = 128
 def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
     """Read the config of MiniMax-M2: experts chosen by sigmoids and biases, and norms over all heads together."""
     num_layers = config.positive_int("num_hidden_layers")
-    # Of layers that predict further tokens and are not read, of an MLP that no layer has, and of shared experts.
-    for key in ("num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"):
-        config.value(key)
     kinds = config.value("attn_type_list")
     if kinds is not None and (not is_list(kinds) or set(kinds) != {1}):
         raise config.error("attn_type_list", "1, softmax attention, for every layer, or no such key")
@@ -218,7 +219,7 @@ def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
 
 MIXTURE_FAMILIES = (
     Family("mixtral", "MixtralForCausalLM", _read_mixtral, _MIXTRAL_NAMES),
-    Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _read_qwen2_moe, _MOE_NAMES, WINDOWS_UNUSED),
     Family("qwen3_moe", "Qwen3MoeForCausalLM", _read_qwen3_moe, _QWEN3_MOE_NAMES, _QWEN3_NEUTRAL),
     Family(
         "minimax_m2",

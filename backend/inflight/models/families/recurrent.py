@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.families.mixtures import QWEN_EXPERT_NAMES, read_qwen_experts
+from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
 
 # Values of Qwen's keys `full_attention_interval`, `partial_rotary_factor` and `head_dim` if they are absent.
@@ -162,14 +162,6 @@ def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
         recurrent_layers = tuple(
             (index + 1) % _FULL_ATTENTION_INTERVAL != 0 and index != last for index in range(num_layers)
         )
-    for key in (
-        "linear_a_log_min",
-        "linear_a_log_max",
-        "linear_dt_min",
-        "linear_dt_max",
-        "linear_dt_init_floor",
-    ):
-        config.value(key)  # of the initialization
     num_key_heads = config.int_or_none("linear_num_key_heads") or num_heads
     key_dim = config.int_or_none("linear_key_head_dim")
     key_dim = key_dim or int(0.75 * config.positive_int("hidden_size") / num_key_heads)
@@ -249,7 +241,6 @@ def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | No
     if "num_local_experts" not in config.values:
         count = _GRANITE_EXPERTS
     if not count:
-        config.value("num_experts_per_tok")
         return None
     return ExpertsConfig(
         count=config.with_values({"num_local_experts": count}).positive_int("num_local_experts"),
@@ -274,7 +265,6 @@ def _read_mamba2(config: ConfigFile) -> Mamba2:
     num_groups = config.int_or_none("mamba_n_groups") or 1
     if num_heads % num_groups:
         raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
-    config.value("mamba_chunk_size")  # does not change the result
     return Mamba2(
         num_heads=num_heads,
         head_dim=head_dim,
@@ -336,8 +326,6 @@ def _read_lfm2(config: ConfigFile) -> DecoderConfig:
         factor = config.number_or_none("block_ffn_dim_multiplier")
         inner = inner if factor is None else int(factor * inner)
         inner = multiple * -(-inner // multiple)
-    for key in ("block_multiple_of", "block_ffn_dim_multiplier", "intermediate_size"):
-        config.value(key)
     return _read_short_conv(config.with_values({"intermediate_size": inner}))
 
 
@@ -367,7 +355,6 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
         if not is_list(attend):
             raise config.error("full_attn_idxs", "a list of layers, or layer_types")
         recurrent_layers = tuple(index not in attend for index in range(num_layers))
-    config.value("full_attn_idxs")
     if read_activation(config, "hidden_act", "silu") != "silu":
         raise config.error("hidden_act", "silu, which this family always has")
     has_bias = config.boolean("conv_bias", False)
@@ -411,13 +398,24 @@ _LFM2_MOE_NAMES = replace(
 
 
 # Keys of Qwen3.5's files that transformers does not read: gates, always there, and draft layers.
-_QWEN3_5_NEUTRAL: dict[str, Sequence[Any]] = {
+_QWEN3_5_NEUTRAL: NeutralKeys = {
     "attn_output_gate": (None, True),
     "output_gate_type": (None, "swish"),
     "mamba_ssm_dtype": (None, "float32"),
     "mtp_num_hidden_layers": (None, *range(10)),
     "mtp_use_dedicated_embeddings": (None, True, False),
 }
+# Of the initialization.
+_OLMO_HYBRID_NEUTRAL: NeutralKeys = dict.fromkeys(
+    ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"), ANY
+)
+_GRANITE_HYBRID_NEUTRAL: NeutralKeys = {
+    "mamba_chunk_size": ANY,  # how a chunk is divided
+    "num_experts_per_tok": ANY,  # without experts
+}
+_LFM2_MOE_NEUTRAL: NeutralKeys = {"full_attn_idxs": ANY}  # beside layer_types
+# Unless block_auto_adjust_ff_dim is true.
+_LFM2_NEUTRAL: NeutralKeys = {**_LFM2_MOE_NEUTRAL, "block_multiple_of": ANY, "block_ffn_dim_multiplier": ANY}
 
 RECURRENT_FAMILIES = (
     Family("qwen3_5_text", "Qwen3_5ForCausalLM", _read_qwen_delta, _QWEN3_5_NAMES, _QWEN3_5_NEUTRAL),
@@ -429,8 +427,16 @@ RECURRENT_FAMILIES = (
         _QWEN3_5_NEUTRAL,
     ),
     Family("qwen3_next", "Qwen3NextForCausalLM", _read_qwen3_next, _QWEN3_NEXT_NAMES),
-    Family("olmo_hybrid", "OlmoHybridForCausalLM", _read_olmo_hybrid, _OLMO_HYBRID_NAMES),
-    Family("granitemoehybrid", "GraniteMoeHybridForCausalLM", _read_granite_hybrid, _GRANITE_HYBRID_NAMES),
-    Family("lfm2", "Lfm2ForCausalLM", _read_lfm2, _LFM2_NAMES),
-    Family("lfm2_moe", "Lfm2MoeForCausalLM", _read_lfm2_moe, _LFM2_MOE_NAMES),
+    Family(
+        "olmo_hybrid", "OlmoHybridForCausalLM", _read_olmo_hybrid, _OLMO_HYBRID_NAMES, _OLMO_HYBRID_NEUTRAL
+    ),
+    Family(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _read_granite_hybrid,
+        _GRANITE_HYBRID_NAMES,
+        _GRANITE_HYBRID_NEUTRAL,
+    ),
+    Family("lfm2", "Lfm2ForCausalLM", _read_lfm2, _LFM2_NAMES, _LFM2_NEUTRAL),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", _read_lfm2_moe, _LFM2_MOE_NAMES, _LFM2_MOE_NEUTRAL),
 )

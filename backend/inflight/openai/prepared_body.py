@@ -1,4 +1,4 @@
-"""Checks a body's prompts against the model's limits, and plans the engine's requests. Runs on the tokenizing
+"""Checks a body's prompts against the model's limits, and makes the engine's prompts. Runs on the tokenizing
 threads."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inflight.serving.reply import NewText, new_text
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerPlan:
+class PreparedBody:
     """The prompts of a body, and the facts that its answer needs.
 
     Attributes:
@@ -55,10 +55,11 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
         raise ApiError(str(error), 400, field) from None
 
 
-def make_plan(
+def prepare_body(
     model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
-) -> AnswerPlan:
-    """Check all prompts against the model's limits, and return the plan; raise errors that name body fields.
+) -> PreparedBody:
+    """Check all prompts against the model's limits, and return the prepared body; raise errors that name body
+    fields.
 
     Args:
         model: The served model.
@@ -76,7 +77,7 @@ def make_plan(
         prompt = make_prompt(asked, kept, text, description, model.encoder)
         prompts.append((prompt, new_text(prompt, tokenizer, asked.skip_special_tokens)))
     tells_tokens = asked.num_top is not None or asked.num_prompt_top is not None
-    return AnswerPlan(
+    return PreparedBody(
         asked,
         prompts,
         Usage([prompt for prompt, _ in prompts], description.limits.tokens_per_block),

@@ -1,18 +1,30 @@
-"""Checks that no unknown key of a config.json changes the computation.
+"""Keys of a config.json that change nothing, and the check that every other key was read.
 
-A checkpoint's config.json has dozens of keys that do not affect what is computed: about its origin, its
-training, or how text is generated with it. They are listed here. A key that the model's family does not read
-and that is not listed may change what is computed, so a checkpoint with such a key is not loaded, unless its
-value has no effect.
+Most keys of a checkpoint's config.json do not affect what is computed: they are about its origin, its training, or
+how text is generated with it. Those of all families are listed here, those of one family in `Family.neutral`. Any
+other key that the family does not read may change what is computed, so a checkpoint with it is not loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.core.request.sampling_config import CONTROLS
+
+
+class AnyValue(Enum):
+    """The type of `ANY`."""
+
+    ANY = "any value"
+
+
+ANY: Final = AnyValue.ANY
+"""In `NeutralKeys`: whatever the key's value is, it changes nothing."""
+NeutralKeys = Mapping[str, tuple[Any, ...] | AnyValue]
+"""Keys with the values that change nothing where the key is not read."""
 
 _ORIGIN = """
     _name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map
@@ -46,11 +58,10 @@ _GENERATION = """
     cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold
 """
-HARMLESS = frozenset(
-    [*" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), *CONTROLS]
-)  # besides every `…_token_id`
-
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
+# In every family, besides each `…_token_id`.
+_NEUTRAL: NeutralKeys = {
+    **dict.fromkeys(" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), ANY),
+    **dict.fromkeys(CONTROLS, ANY),
     "is_causal": (True,),
     "rotary_pct": (None, 1),
     "logit_scale": (None, 1),
@@ -70,17 +81,15 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | None = None) -> None:
+def refuse_unread(config: ConfigFile, neutral: NeutralKeys | None = None) -> None:
     """Raise ConfigError for the first key that was not read and that may change what is computed.
 
-    null, false, "" and empty lists and objects have no effect, unless `neutral`, or the list here, gives other
-    values without effect for the key.
+    `neutral` is for this file or section, and comes before the list of all families. For keys in neither, null,
+    false, "" and empty lists and objects change nothing.
     """
     means_nothing = {**_NEUTRAL, **(neutral or {})}
     for key in config.unread():
-        if key in HARMLESS or key.endswith("_token_id"):
-            continue
-        if _is_one_of(config.values[key], means_nothing.get(key, _NOTHING)):
+        if key.endswith("_token_id") or _is_one_of(config.values[key], means_nothing.get(key, _NOTHING)):
             continue
         raise config.error(
             key,
@@ -88,6 +97,8 @@ def refuse_unread(config: ConfigFile, neutral: Mapping[str, Sequence[Any]] | Non
         )
 
 
-def _is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
+def _is_one_of(value: Any, allowed: tuple[Any, ...] | AnyValue) -> bool:
     """Return whether a value is allowed; true does not equal 1."""
+    if allowed is ANY:
+        return True
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)

@@ -1,0 +1,183 @@
+"""The rows of a batch as attention over gathered KV blocks reads them: blocks and masks, made once an iteration.
+
+Layers with the same window share the metadata, and blocks outside of the window are left out. Generation rows are
+divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks are
+cut into pieces, as every row of a piece is computed with all keys that any of its rows sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from inflight.engine.kv_cache import KvCache
+from inflight.engine.packing import PackedBatch, PackedChunk
+from inflight.engine.windows import AttentionWindow
+
+_PIECE_ROWS = 256  # under a window, smaller pieces cost more in calls than they save in keys
+_SPLIT_SAVES_KEYS = 512  # saving fewer padding keys than this costs less than another group's calls
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMetadata:
+    """The metadata of a context chunk or a piece of one.
+
+    Attributes:
+        begin: First row.
+        end: Row after the last.
+        block_ids: Blocks whose keys are attended to, in order; None: the keys are the chunk's own rows, unrounded.
+        num_keys: Number of keys attended to, counted from the first block's first token.
+        mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
+    """
+
+    begin: int
+    end: int
+    block_ids: Tensor | None
+    num_keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationMetadata:
+    """The metadata of generation rows of similar length.
+
+    Attributes:
+        begin: First row.
+        end: Row after the last.
+        block_ids: [rows * blocks], the same number of blocks for every row.
+        mask: [rows, 1, 1, blocks * tokens_per_block], 0 where a row sees a key and -inf elsewhere.
+    """
+
+    begin: int
+    end: int
+    block_ids: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GatheringMetadata:
+    """The metadata of a batch's rows, for one window."""
+
+    chunks: tuple[ChunkMetadata, ...]
+    generation: tuple[GenerationMetadata, ...]
+
+
+def make_metadata(packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> GatheringMetadata:
+    """Return the metadata for layers with `window`; None: every token sees all tokens before it."""
+    return _Preparation(packed, cache, window).make()
+
+
+class _Preparation:
+    """Makes the metadata for layers with one window."""
+
+    def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
+        self._packed, self._block_tables, self._window = packed, packed.block_tables, window
+        self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
+        # Rounded keys and values are always read from the cache, so that results do not depend on the chunks.
+        self._reads_own_rows = cache.rounding is None
+
+    def make(self) -> GatheringMetadata:
+        """Return the metadata of all rows."""
+        pieces = [piece for chunk in self._packed.chunks for piece in self._pieces(chunk)]
+        return GatheringMetadata(
+            tuple(self._chunk(piece) for piece in pieces),
+            tuple(self._generation(begin, end) for begin, end in self._groups()),
+        )
+
+    def _pieces(self, chunk: PackedChunk) -> Iterator[PackedChunk]:
+        """Yield the chunk or its pieces; a piece reads the keys of earlier pieces from the cache."""
+        num_rows = chunk.end - chunk.begin
+        size = num_rows if self._window is None else max(self._window.size, _PIECE_ROWS)
+        for first in range(0, num_rows, size):
+            begin = chunk.begin + first
+            yield PackedChunk(chunk.slot, begin, min(begin + size, chunk.end), chunk.start + first)
+
+    def _chunk(self, chunk: PackedChunk) -> ChunkMetadata:
+        block_tables, tokens_per_block, window = self._block_tables, self._tokens_per_block, self._window
+        num_rows = chunk.end - chunk.begin
+        length, device = chunk.start + num_rows, block_tables.device
+        num_blocks = -(-length // tokens_per_block)
+        num_sink_blocks, first_block, block_ids = 0, 0, None
+        if not self._reads_own_rows:
+            block_ids = block_tables[chunk.slot, :num_blocks]
+        if chunk.start == 0 and (window is None or num_rows <= window.size):
+            return ChunkMetadata(chunk.begin, chunk.end, block_ids, num_rows, None)
+        if chunk.start > 0:
+            if window is not None:
+                num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
+                first_block = max(num_sink_blocks, (chunk.start - window.recent + 1) // tokens_per_block)
+            table = block_tables[chunk.slot]
+            block_ids = table[first_block:num_blocks]
+            if num_sink_blocks:
+                block_ids = torch.cat([table[:num_sink_blocks], block_ids])
+        of_sinks = torch.arange(num_sink_blocks * tokens_per_block, device=device)
+        keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
+        unused = num_blocks * tokens_per_block - length  # unused places at the end of the last block
+        keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
+        hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
+        return ChunkMetadata(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, self._dtype))
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """Divide generation rows into groups (begin, end), where a group of shorter rows saves enough padding."""
+        lengths = self._packed.generation_lengths.tolist()
+        starts: list[int] = []
+        longest = 0
+        for index, length in enumerate(lengths):
+            saved = (longest - length) * (len(lengths) - index)
+            if not starts or (4 * length <= 3 * longest and saved >= _SPLIT_SAVES_KEYS):
+                starts.append(index)
+                longest = length
+        bounds = [self._packed.generation_begin + index for index in (*starts, len(lengths))]
+        return list(pairwise(bounds))
+
+    def _generation(self, begin: int, end: int) -> GenerationMetadata:
+        packed, block_tables = self._packed, self._block_tables
+        tokens_per_block, window = self._tokens_per_block, self._window
+        slots, positions = packed.slots[begin:end], packed.positions[begin:end, None]
+        offset = packed.generation_begin
+        lengths = packed.generation_lengths[begin - offset : end - offset]
+        device = block_tables.device
+        num_blocks = -(-int(lengths[0]) // tokens_per_block)
+        if window is None:
+            block_ids = block_tables[slots, :num_blocks]
+            keys = torch.arange(num_blocks * tokens_per_block, device=device)
+        else:
+            num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
+            firsts = ((positions - window.recent + 1) // tokens_per_block).clamp_(min=num_sink_blocks)
+            first_on_host = ((lengths - window.recent) // tokens_per_block).clip(min=num_sink_blocks)
+            num_recent = int((-(-lengths // tokens_per_block) - first_on_host).max())
+            columns = firsts + torch.arange(num_recent, device=device)
+            if num_sink_blocks:
+                of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
+                columns = torch.cat([of_sinks, columns], dim=1)
+            # Past the end of the table any block will do, as its keys are masked.
+            block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
+            places = torch.arange(tokens_per_block, device=device)
+            keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
+        mask = _mask(_hidden(keys, positions, window), self._dtype)
+        return GenerationMetadata(begin, end, block_ids.reshape(-1), mask[:, None, None, :])
+
+
+def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
+    return -(-window.sinks // tokens_per_block)
+
+
+def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
+    """Return a mask [rows, n] of the keys that rows do not see, by positions of keys, [n] or [rows, n], and of
+    rows, [rows, 1]."""
+    hidden = keys > positions
+    if window is not None:
+        outside = keys <= positions - window.recent
+        if window.sinks:
+            outside &= keys >= window.sinks
+        hidden |= outside
+    return hidden
+
+
+def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask in the form that is added to scores; a boolean one would be converted in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,79 @@
+"""Mixtures of experts in torch's operators: which experts each row gets, and the sum of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inflight.models import Linear
+from inflight.models.decoder_config import ExpertsConfig
+from inflight.models.decoder_weights import ExpertWeights
+from inflight.sampling.transfer import to_list
+
+_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
+
+
+def mix_experts(
+    x: Tensor,
+    experts: ExpertWeights[Linear],
+    config: ExpertsConfig,
+    activate: Callable[[Tensor], Tensor],
+    routed: Tensor | None = None,
+) -> Tensor:
+    """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
+    them. `routed` is the router's input, if it is not x.
+
+    Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
+    up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
+    experts that other ranks hold.
+    """
+    chances, chosen = route(x if routed is None else routed, experts, config)
+    by_expert, order = chosen.flatten().sort(stable=True)
+    counts: list[int] = to_list(torch.bincount(by_expert, minlength=config.count))
+    given = x.new_zeros(x.shape, dtype=torch.float32)
+    if config.held is not None:
+        first, last = config.held
+        order = order[sum(counts[:first]) : sum(counts[:last])]
+        counts = counts[first:last]
+        if not len(order):
+            return given.to(x.dtype)
+    rows = order // config.num_per_token
+    parts = x.index_select(0, rows).split_with_sizes(counts)
+    results = [
+        experts.down.at(index)(activate(experts.up.at(index)(part)))
+        for index, part in enumerate(parts)
+        if len(part)
+    ]
+    weighed = torch.cat(results).float() * chances.flatten()[order, None]
+    return given.index_add_(0, rows, weighed).to(x.dtype)
+
+
+def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Return the weights (float32) and the ids (int64) of each row's experts: [rows, num_per_token] each."""
+    if config.has_float32_router:
+        logits = F.linear(x.float(), experts.router.weight.float())
+    else:
+        logits = experts.router(x).float()
+    chances = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    wanted = chances if experts.choice_bias is None else chances + experts.choice_bias
+    if config.num_groups_per_token < config.num_groups:
+        wanted = wanted.masked_fill(~_is_in_best_groups(wanted, config), -torch.inf)
+    chosen = wanted.topk(config.num_per_token, dim=-1).indices
+    chances = chances.gather(-1, chosen)
+    if config.is_normalized:
+        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+    if experts.scales is not None:
+        chances = chances * experts.scales.float()[chosen]
+    return chances * config.result_scale, chosen
+
+
+def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
+    """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
+    grouped = torch.unflatten(wanted, -1, (config.num_groups, -1))
+    of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
+    best = of_groups.topk(config.num_groups_per_token, dim=-1).indices
+    is_best = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(-1, best, True)
+    return is_best.repeat_interleave(grouped.shape[-1], dim=-1)

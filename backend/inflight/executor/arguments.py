@@ -1,0 +1,105 @@
+"""Arguments of `Executor`'s methods that may come in several forms."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from numbers import Integral
+from typing import Any
+
+from inflight.config import Parameters
+from inflight.core.request.adapter import LoraRequest
+from inflight.errors import ConfigError, InvalidArgument
+from inflight.executor.config import ExecutorConfig
+from inflight.executor.convert import to_lora_request
+from inflight.executor.enums import ModelType
+from inflight.executor.errors import ExecutorError, InvalidValue, NotSupported
+from inflight.executor.fields import check_model_type
+from inflight.executor.request import LoraConfig
+from inflight.file_names import native, readable
+from inflight.hub import find_checkpoint
+
+Lora = LoraConfig | str
+"""An adapter, or the name of one of the parameters' adapters."""
+
+Timeout = timedelta | float | None
+"""A time to wait: a timedelta, or seconds; None: no limit."""
+
+_NO_ENCODER = "no model here has one"
+
+
+def constructor_arguments(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[str, ExecutorConfig, Parameters | None]:
+    """Return the folder, configuration and parameters; raise NotSupported for unsupported forms."""
+    in_memory = any("buffer" in name for name in keywords)
+    if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
+        raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
+    if "encoder_model_path" in keywords or (len(args) > 1 and isinstance(args[1], str | os.PathLike)):
+        raise NotSupported(f"an encoder is not supported: {_NO_ENCODER}")
+    try:
+        found = inspect.signature(_from_folder).bind(*args, **keywords)
+    except TypeError as error:
+        raise TypeError(
+            f"Executor(model_path, model_type, executor_config, *, parameters, revision): {error}"
+        ) from None
+    found.apply_defaults()
+    return _from_folder(*found.args, **found.kwargs)
+
+
+def _from_folder(
+    model_path: str | os.PathLike[str],
+    model_type: ModelType = ModelType.DECODER_ONLY,
+    executor_config: ExecutorConfig | None = None,
+    *,
+    parameters: Parameters | None = None,
+    revision: str | None = None,
+) -> tuple[str, ExecutorConfig, Parameters | None]:
+    check_model_type(model_type)
+    path = _checkpoint(os.fspath(model_path), revision)
+    return path, executor_config or ExecutorConfig(), parameters
+
+
+def _checkpoint(model: str, revision: str | None) -> str:
+    """Return the folder of a checkpoint; fetch it if `model` is a name on the hub."""
+    try:
+        return readable(str(find_checkpoint(native(model), revision)))
+    except ConfigError as error:
+        raise ExecutorError(f"File does not exist: {model}/config.json; {error}") from error
+
+
+def responses_arguments(
+    args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
+    """Return the request ids and the timeout in `await_responses`'s arguments; ids None: all requests."""
+    unknown = keywords.keys() - {"id", "ids", "timeout"}
+    if unknown or len(args) + len(keywords) > 2:
+        raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
+    given = list(args)
+    timeout = keywords.get("timeout")
+    whose = keywords.get("id", keywords.get("ids"))
+    if given and whose is None and not isinstance(given[0], timedelta | float | None):
+        whose = given.pop(0)
+    if given:
+        timeout = given.pop(0)
+    if given or not isinstance(timeout, timedelta | float | int | None):
+        raise TypeError(f"await_responses: the timeout is {timeout!r}, expected a timedelta, seconds or None")
+    if whose is None:
+        return None, timeout
+    return (int(whose) if isinstance(whose, Integral) else [int(each) for each in whose]), timeout
+
+
+def adapters_of_prompts(
+    lora: Lora | Sequence[Lora | None] | None, num_prompts: int
+) -> list[LoraRequest | None]:
+    """Return the adapter of each prompt of `generate`; weights shared by all prompts are copied once."""
+    try:
+        if lora is None or isinstance(lora, Lora):
+            return [to_lora_request(lora)] * num_prompts
+        if len(lora) != num_prompts:
+            raise InvalidValue(f"lora has {len(lora)} adapters for {num_prompts} prompts")
+        return [to_lora_request(each) for each in lora]
+    except InvalidArgument as error:
+        raise ExecutorError(str(error)) from error
