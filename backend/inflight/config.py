@@ -45,6 +45,7 @@ from inflight.parameter_spec import (
 __all__ = [
     "FP8",
     "INT8",
+    "MMAP",
     "PARAMETERS",
     "QUANTIZED",
     "SEQUENCES_PER_ITERATION",
@@ -62,6 +63,8 @@ INT8 = "int8"
 FP8 = "fp8"
 QUANTIZED = (INT8, FP8)
 """Dtypes that apply to the weights of linear layers only; everything else is bfloat16."""
+MMAP = "mmap"
+"""Value of the parameter `weights` for mapped weights."""
 
 SEQUENCES_PER_ITERATION = 256
 """Maximum number of sequences that one iteration accepts, and of those that it ends because of a client, a
@@ -202,6 +205,7 @@ class EngineConfig:
         implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or plans of
             TensorRT.
         engine_dir: If given, `gpt_model_path` is the checkpoint that the plans were built from.
+        weights: mmap has no effect without compiled layers.
         kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits with a scale per token and head, and
             computed in the dtype of activations.
         max_attention_window_size: Number of keys that a token attends to, itself included; layer i uses entry
@@ -251,6 +255,12 @@ class EngineConfig:
         None,
         choice("native", "torch"),
         "compiled layers, for CPUs, or torch's operators; native where possible without one",
+    )
+    weights: str = parameter(
+        "memory",
+        choice("memory", MMAP),
+        "mmap: compiled layers map their packed matrices from a file in the user's cache, which their first load "
+        "writes",
     )
     cuda_graph_mode: bool = parameter(
         True, BOOLEAN, "on a GPU, record iterations of up to 1,024 rows and replay them"

@@ -190,10 +190,10 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
-    """Return whether compiled layers will use a checkpoint's integer matrices directly, judged by config.json."""
+    """Return whether code for int8 and 4 bits will compute a checkpoint, judged by config.json."""
     has_q4_0 = "Q4_0" in (quantization.value("types") or ())  # of a GGUF file
     by_method = {"awq": True, "gptq": quantization.value("bits") == 4, "gguf": has_q4_0}
-    is_integer = quantization.value("format") in ("pack-quantized", "int-quantized")
+    is_integer = quantization.value("format") in ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
     return by_method.get(str(quantization.value("quant_method")), is_integer)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
 
 _WRITABLE_BY_OTHERS = 0o022
+_UNUSED_S = 30 * 24 * 3600.0
 
 
 def cache_folder() -> Path | None:
@@ -23,3 +26,29 @@ def cache_folder() -> Path | None:
             if is_private and os.access(folder, os.W_OK):
                 return folder
     return None
+
+
+def mark_used(file: Path) -> None:
+    """Set a file's modification time to now; do nothing if it is missing or cannot be changed."""
+    with contextlib.suppress(OSError):
+        os.utime(file)
+
+
+def remove_unused(folder: Path, pattern: str, but: Path) -> None:
+    """Remove the files of a folder that match a pattern and were not marked as used for 30 days, except `but`.
+
+    Files that cannot be removed stay.
+    """
+    now = time.time()
+    for path in folder.glob(pattern):
+        if path != but and now - modified_s(path) > _UNUSED_S:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def modified_s(path: Path) -> float:
+    """Return the modification time in seconds since the epoch; the far future for a file that is gone."""
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return float("inf")

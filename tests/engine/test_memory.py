@@ -9,19 +9,21 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine import room
+from inflight.engine import load, room
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.load import load_stage
 from inflight.engine.memory import (
     KvCacheSize,
     available_cpu_memory,
     check_adapter_pages,
+    check_room,
     choose_kv_cache_size,
     choose_num_adapter_pages,
     free_memory,
 )
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
+from inflight.models.loader import num_weight_bytes
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
 from tests.models.zoo import Zoo
@@ -210,8 +212,8 @@ def test_ranks_agree_on_the_smallest_capacity(zoo: Zoo) -> None:
         max_tokens_in_paged_kv_cache=100,
     )
     stage = load_stage(config, Mapping(1, 2, 1), agree=agree)
-    assert asked == [2 * 8, 12], (
-        "pages for adapters, of which one of the largest rank takes eight, and blocks"
+    assert asked[1:] == [2 * 8, 12], (
+        "after free memory: pages for adapters, of which one of the largest rank takes eight, and blocks"
     )
     assert stage.limits.num_adapter_pages == 0, "fewer than eight"
     assert (stage.limits.num_blocks, stage.limits.num_micro_batches) == (7, 2)
@@ -231,6 +233,50 @@ def test_ranks_on_a_host_share_its_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPa
         for ranks in (1, 2, 3)
     ]
     assert counts == [299, 149, 99]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_weights_that_do_not_fit_are_refused(on_gpu: bool) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_room(EngineConfig(), 3 << 20, 100, 1000, 2 << 20, on_gpu)
+    said = str(error.value)
+    assert said.startswith("the weights do not fit: they take 3.0 MiB, and 2.0 MiB are free on the ")
+    assert "smaller dtype" in said and "--tp" in said and ("--weights mmap" in said) == (not on_gpu)
+
+
+def test_the_kv_cache_has_to_fit_beside_the_weights() -> None:
+    config = EngineConfig(max_num_sequences=4, kv_cache_free_cpu_mem_fraction=0.5)
+    assert check_room(config, 50_000, 100, 1000, 60_000, on_gpu=False).num_blocks == 4
+    with pytest.raises(ConfigError, match=r"beside 0.0 MiB of weights the KV cache would have 3 blocks"):
+        check_room(config, 50_000, 100, 1000, 59_000, on_gpu=False)
+
+
+@pytest.mark.parametrize(("mapped", "num_blocks"), [(0, 49), (40_000, 29), (75_000, 11), (1_000_000, 11)])
+def test_mapped_weights_leave_a_quarter_of_the_memory_for_the_kv_cache(mapped: int, num_blocks: int) -> None:
+    config = EngineConfig(max_num_sequences=8, kv_cache_free_cpu_mem_fraction=0.5)
+    found = check_room(config, mapped, 10_000, 1000, 100_000, on_gpu=False, are_mapped=True)
+    assert found.num_blocks == num_blocks
+
+
+@pytest.mark.parametrize("kernels", [None, "torch"])
+def test_a_load_without_room_for_the_weights_reads_none_of_them(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, kernels: str | None
+) -> None:
+    folder = zoo["llama"].folder
+    weights = num_weight_bytes(read_model_description(folder), torch.float32, torch.float32)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(load, "load_decoder", refuse)
+    monkeypatch.setattr(load, "free_memory", lambda device: weights)
+    with pytest.raises(
+        ConfigError, match=f"they take {weights / 2**20:.1f} MiB, and {weights / 2**20:.1f} MiB"
+    ):
+        load_engine(folder, kernels=kernels)
+    monkeypatch.setattr(load, "free_memory", lambda device: weights + 1000)
+    with pytest.raises(ConfigError, match=r"beside .* MiB of weights the KV cache would have 0 blocks"):
+        load_engine(folder, kernels=kernels)
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:

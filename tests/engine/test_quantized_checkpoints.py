@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from inflight.errors import ConfigError
 from inflight.models.loader import check_weights
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.engine.kernels import needs_native
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
 from tests.models.quantized import FORMATS, awq, gptq, write
@@ -140,6 +142,26 @@ def test_quantized_checkpoints_may_be_quantized_again(zoo: Zoo, tmp_path: Path, 
     assert error < {"int8": 0.25, "fp8": 0.6, "bfloat16": 0.15}[dtype]
 
 
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("ct-mxfp4", "keep the checkpoint's format (8 in 4-bit floats)"),
+        ("ct-nvfp4", "(14 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
+    ],
+)
+def test_4_bit_floats_stay_in_compiled_layers_if_their_scales_are_powers_of_2(
+    zoo: Zoo, tmp_path: Path, name: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
+    with caplog.at_level(logging.INFO):
+        row = alone(load_engine(tmp_path), model.prompt(30), 20)
+    assert said in caplog.text
+    exact = model.logits(row.tokens)[29:-1]
+    error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
+    assert error < 0.2, "activations are rounded to int8, or to bfloat16"
+
+
 def test_a_quantization_config_without_quantized_tensors_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped=("_proj",))
     with pytest.raises(ConfigError, match=r"weights are quantized \(gptq\), and no tensors of that format"):
@@ -157,6 +179,11 @@ def _change(folder: Path, **changes: Any) -> None:
     config = json.loads(path.read_text())
     config["quantization_config"] = config.get("quantization_config", {}) | changes
     path.write_text(json.dumps(config))
+
+
+def _float4(strategy: str, group_size: int | None) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group_size}
+    return {"group_0": {"targets": ["Linear"], "weights": weights}}
 
 
 @pytest.mark.parametrize(
@@ -180,11 +207,17 @@ def _change(folder: Path, **changes: Any) -> None:
         ("gptq", {"bits": 3}, "bits' is 3, expected 4 or 8"),
         ("gptq", {"dynamic": {"x": {"bits": 8}}}, "expected none: bits that differ by module"),
         ("gptq", {"checkpoint_format": "marlin"}, "'marlin', expected gptq or gptq_v2"),
-        ("modelopt", {"quant_algo": "NVFP4"}, "'NVFP4', expected 'FP8'"),
+        ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ', expected 'FP8'"),
         (
             "ct-int4",
-            {"format": "nvfp4-pack-quantized"},
-            "format' is 'nvfp4-pack-quantized', expected 'pack-quant",
+            {"format": "mxfp6-pack-quantized"},
+            "format' is 'mxfp6-pack-quantized', expected 'pack-quant",
+        ),
+        ("ct-mxfp4", {"config_groups": _float4("group", 64)}, "weights.group_size' is 64, expected 32"),
+        (
+            "ct-mxfp4",
+            {"config_groups": _float4("channel", None)},
+            "'channel', expected 'group' or 'tensor_group'",
         ),
         ("ct-int4", {"sparsity_config": {"format": "sparse-24"}}, "expected none, or format dense"),
         ("ct-int4", {"transform_config": {"x": 1}}, "transformed weights are not read"),
@@ -229,6 +262,21 @@ def test_unsupported_quantizations_are_refused_by_their_key(
             lambda scales: scales[:-1],
             r"weight_scale' has shape \[63, 1\], expected",
         ),
+        (
+            "ct-mxfp4",
+            "weight_scale",
+            lambda scales: scales[:, :-1],
+            r"has shape \[64, 2\], expected \[64, 3\]",
+        ),
+        (
+            "ct-mxfp4",
+            "weight_packed",
+            lambda packed: packed[:, :-8],
+            "two inputs in a byte, a multiple of 32",
+        ),
+        ("ct-nvfp4", "weight_global_scale", None, r"is quantized, and there is no .*weight_global_scale"),
+        ("modelopt-nvfp4", "weight_scale_2", lambda factor: factor.repeat(2), r"\[2\], expected one number"),
+        ("modelopt-nvfp4", "weight", lambda packed: packed[:, :-4], "two inputs in a byte, a multiple of 16"),
         ("fp8-tensor", "weight", lambda weight: weight.float(), "dtype float32, expected F8_E4M3 or I8"),
     ],
 )

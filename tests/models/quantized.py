@@ -18,8 +18,11 @@ import torch
 from compressed_tensors.compressors import (
     FloatQuantizationCompressor,
     IntQuantizationCompressor,
+    MXFP4PackedCompressor,
+    NVFP4PackedCompressor,
     PackedQuantizationCompressor,
 )
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
@@ -96,6 +99,7 @@ def write(
 def compressed(format: str, compressor: Any, **weights: Any) -> Format:
     """Return a format of compressed-tensors, written by its own library."""
     args = QuantizationArgs(**weights)
+    multiple = args.group_size if args.type == "float" and args.group_size else 1
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
@@ -115,8 +119,59 @@ def compressed(format: str, compressor: Any, **weights: Any) -> Format:
         parts = compressor.compress(state, scheme)
         return parts, compressor.decompress(dict(parts), scheme)["weight"]
 
-    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json"), "input_activations": None}
-    config = {
+    return Format(_config_of(format, args), quantize, multiple=multiple)
+
+
+def nvfp4() -> Format:
+    """Return NVFP4 of compressed-tensors, written by its own library, whose dequantization rounds to bfloat16.
+
+    The dequantized matrix is computed here without that rounding.
+    """
+    weights = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=FLOAT8, zp_dtype=FLOAT8
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+
+    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+        largest = 6 * 448 / weight.abs().max()[None]
+        groups = weight.unflatten(1, (-1, 16))
+        scales, zeros = calculate_qparams(groups.amin(2), groups.amax(2), weights, global_scale=largest)
+        state = {
+            "weight": weight,
+            "weight_scale": scales,
+            "weight_zero_point": zeros,
+            "weight_global_scale": largest,
+        }
+        parts = NVFP4PackedCompressor.compress(state, scheme)
+        floats = unpack_fp4_from_uint8(parts["weight_packed"], *weight.shape, torch.float32)
+        factors = parts["weight_scale"].float() / largest
+        rounded = NVFP4PackedCompressor.decompress(dict(parts), scheme)["weight"]
+        stands_for = floats * factors.repeat_interleave(16, 1)
+        torch.testing.assert_close(rounded.float(), stands_for, rtol=2**-7, atol=0)
+        return parts | {"input_global_scale": torch.tensor([7.0])}, stands_for
+
+    return Format(_config_of("nvfp4-pack-quantized", weights), quantize, multiple=16)
+
+
+def modelopt_nvfp4() -> Format:
+    """Return NVFP4 of ModelOpt: other names, and a factor in place of the divisor of scales."""
+    compressed = nvfp4()
+
+    def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
+        parts, _ = compressed.quantize(weight, generator)
+        factor = 1 / parts["weight_global_scale"][0]
+        packed, scales = parts["weight_packed"], parts["weight_scale"]
+        floats = unpack_fp4_from_uint8(packed, *weight.shape, torch.float32)
+        own = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": factor}
+        return own, floats * (scales.float() * factor).repeat_interleave(16, 1)
+
+    config = MODELOPT | {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
+    return Format(config, quantize, "hf_quant_config.json", multiple=16)
+
+
+def _config_of(format: str, weights: QuantizationArgs) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights.model_dump(mode="json"), "input_activations": None}
+    return {
         "quant_method": "compressed-tensors",
         "format": format,
         "config_groups": {"group_0": group},
@@ -125,7 +180,6 @@ def compressed(format: str, compressor: Any, **weights: Any) -> Format:
         "kv_cache_scheme": None,
         "version": "0.20.0",
     }
-    return Format(config, quantize)
 
 
 def scaled(
@@ -292,6 +346,18 @@ FORMATS = {
     ),
     "ct-int4-act-order": packed_act_order(),
     "ct-packed-int8": compressed("pack-quantized", _PACK, num_bits=8, strategy="group", group_size=32),
+    "ct-mxfp4": compressed(
+        "mxfp4-pack-quantized",
+        MXFP4PackedCompressor,
+        num_bits=4,
+        type="float",
+        strategy="group",
+        group_size=32,
+        scale_dtype=torch.uint8,
+        zp_dtype=torch.uint8,
+    ),
+    "ct-nvfp4": nvfp4(),
+    "modelopt-nvfp4": modelopt_nvfp4(),
     "awq": awq(32),
     "awq-one-group": awq(-1),
     "gptq": gptq(4, 32, True, False, None),

@@ -32,6 +32,11 @@ def test_adapters_have_a_name_and_a_folder() -> None:
     assert cli.parse([]).wanted.adapters == ()
 
 
+@pytest.mark.parametrize("weights", ["memory", "mmap"])
+def test_weights_may_be_mapped(weights: str) -> None:
+    assert cli.parse(["--weights", weights]).wanted.weights == weights
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "fp8"])
 def test_every_dtype_is_accepted(dtype: str) -> None:
     assert cli.parse(["--dtype", dtype, "--set", "kernels=torch"]).wanted.dtype == dtype

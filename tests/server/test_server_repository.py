@@ -71,6 +71,10 @@ def demo_in(source: Path) -> str:
     return str(folder)
 
 
+def test_weights_fill_their_parameter() -> None:
+    assert filled(Wanted(weights="mmap"), PRESENT | {"weights": "memory"})["weights"] == "mmap"
+
+
 def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
     values = filled(Wanted(model=tmp_path, dtype="bfloat16"))
     assert values == PRESENT | {

@@ -282,30 +282,28 @@ def _check_room(
 
     `dtypes` are the dtype of activations and KV cache, and the dtype of the layers' matrices.
     """
+    from inflight.config import MMAP
     from inflight.engine.kv_cache import block_bytes
     from inflight.engine.kv_rounding import find_rounding
-    from inflight.engine.memory import choose_kv_cache_size, free_memory
+    from inflight.engine.load_decoder import runs_compiled
+    from inflight.engine.memory import check_room, free_memory
     from inflight.errors import ConfigError
 
     rounding = find_rounding(config.kv_cache_dtype)
-    free = free_memory(device)
-    left = free - num_bytes
-    where = "of GPU memory" if device.type == "cuda" else "of memory"
-    if left <= 0:
-        says = f"{_size(num_bytes)} of weights do not fit into {_size(free)} {where}"
-        mend = "--tp N over several GPUs or hosts, or a smaller checkpoint"
-        yield red("room", says, ", ".join([*_smaller(dtypes[1]), mend]))
-        return
+    free, on_gpu = free_memory(device), device.type == "cuda"
+    where = "of GPU memory" if on_gpu else "of memory"
     size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], rounding)
+    are_mapped = config.weights == MMAP and runs_compiled(config, description, device)
     try:
-        chosen = choose_kv_cache_size(config, longest, size, left, device.type == "cuda")
+        chosen = check_room(config, num_bytes, longest, size, free, on_gpu, are_mapped)
     except ConfigError as error:
-        yield red("room", str(error), "--set max_batch_size=N with fewer sequences")
+        mend = "--set max_batch_size=N with fewer sequences, --tp N over several GPUs or hosts"
+        yield red("room", str(error), ", ".join([*_smaller(dtypes[1]), mend]))
         return
     tokens = chosen.num_blocks * config.tokens_per_block
     kind = f" in {rounding.name}" if rounding is not None else ""
     says = (
-        f"{_size(free)} {where}: {_size(num_bytes)} for weights, "
+        f"{_size(free)} {where}: {_size(num_bytes)} for weights{' mapped from a file' if are_mapped else ''}, "
         f"{_size(chosen.num_blocks * size)} for a KV cache of {tokens} tokens{kind} ({chosen.decided_by} decides)"
     )
     if tokens < longest:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import mmap
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,9 +25,14 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Arena:
-    """Allocates tensors side by side in a few regions, for tensors too small for huge pages of their own."""
+    """Allocates tensors side by side in a few regions, for tensors too small for huge pages of their own.
 
-    def __init__(self) -> None:
+    Args:
+        map_region: Returns memory of at least a number of bytes, as uint8; None: anonymous memory, 64 MiB or more.
+    """
+
+    def __init__(self, map_region: Callable[[int], Tensor] | None = None) -> None:
+        self._map_region = map_region or _map_region
         self._region = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -34,7 +40,7 @@ class Arena:
         size = count * dtype.itemsize
         padded = -(-size // _ALIGNMENT) * _ALIGNMENT
         if padded > len(self._region):
-            self._region = _map(max(padded, _REGION))
+            self._region = self._map_region(padded)
         found, self._region = self._region[:size], self._region[padded:]
         return found.view(dtype)
 
@@ -62,6 +68,10 @@ class Recycled:
             found = len(memories)
             memories.append(_map_memory(1 << max(size, 1).bit_length()))
         return torch.frombuffer(memories[found], dtype=dtype, count=count).view(shape)
+
+
+def _map_region(size: int) -> Tensor:
+    return _map(max(size, _REGION))
 
 
 def _map(size: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from inflight.config import QUANTIZED, EngineConfig
+from inflight.config import MMAP, QUANTIZED, EngineConfig
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.collectives import ALONE, Collectives
+from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
 from inflight.engine.debug_tensors import DebugTensors
@@ -20,9 +22,17 @@ from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.transformers_decoder import TransformersModel
-from inflight.engine.load_decoder import AnyDecoder, computed_dtype, find_model, kept_kinds, load_decoder
+from inflight.engine.load_decoder import (
+    AnyDecoder,
+    computed_dtype,
+    find_model,
+    kept_kinds,
+    load_decoder,
+    runs_compiled,
+    say_not_mapped,
+)
 from inflight.engine.load_options import LoadOptions
-from inflight.engine.memory import allocating
+from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
 from inflight.engine.room import (
     allocate_states,
     count_adapter_pages,
@@ -44,9 +54,7 @@ from inflight.ranks.topology import Mapping
 from inflight.sampling import Sampler
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
 
-_LESS_WEIGHTS = (
-    "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
-)
+_log = logging.getLogger(__name__)
 _LESS_ADAPTERS = "lower lora_cache_gpu_memory_fraction"
 _LESS_CACHE = "lower kv_cache_free_gpu_mem_fraction or max_tokens_in_paged_kv_cache"
 
@@ -91,9 +99,9 @@ def load_stage(
         config: The model and its parameters.
         mapping: This rank's position among the model's ranks.
         collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with this rank's number of adapter pages, then its number of KV blocks, and on a GPU with
-            whether it records iterations and how many kinds; returns the minimum over all ranks. A ConfigError
-            that it raises fails this load too.
+        agree: Called with this rank's free memory, then its number of adapter pages, its number of KV blocks, and
+            on a GPU with whether it records iterations and how many kinds; returns the minimum over all ranks. A
+            ConfigError that it raises fails this load too.
         processors: The logits post-processors that requests may name; names must be the same on all ranks.
         make_grammars: See `load_engine`; called on the rank that samples.
 
@@ -141,11 +149,13 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     if options.config.implementation == "tensorrt":
         from inflight.engine.tensorrt.load import load_runner as load_plans
 
+        say_not_mapped(options.config, "TensorRT has the weights on the GPU")
         return load_plans(options)
     options.config.validate()
     device = find_device(options.config.device)
     set_threads(options.config.engine_threads)
     loader = _Loader(options, _find_model(options, device), device)
+    loader.check_room()
     decoder = loader.load_weights()
     num_adapter_pages = loader.reserve_adapters(decoder)
     capture = loader.find_graphs(decoder)
@@ -156,7 +166,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
     config = options.config
     assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
-    with allocating("the weights", partial(_stored_bytes, config), device, _LESS_WEIGHTS):
+    with allocating("the weights", partial(_stored_bytes, config), device, LESS_WEIGHTS):
         model = find_model(config, device, options.mapping.world_size)
     if not isinstance(model, TransformersModel):
         check_weights(model)  # before anything slow
@@ -183,6 +193,27 @@ class _Loader:
         self._part = Part.from_mapping(mapping, model.decoder)
         self._held = self._part.held_config(model.decoder)
 
+    def check_room(self) -> None:
+        """Raise ConfigError if the weights, or the smallest KV cache beside them, do not fit into free memory."""
+        config, model, device = self._config, self._model, self._device
+        free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
+        self._options.agree(free_bytes)  # all ranks have looked before any of them takes memory
+        if isinstance(model, TransformersModel):  # already loaded
+            return
+        num_bytes = _weight_bytes(config, model, self._mapping)
+        are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self._part.shard)
+        dtype, rounding = computed_dtype(config, model), find_rounding(config.kv_cache_dtype)
+        size = block_bytes(self._held, config.tokens_per_block, dtype, rounding)
+        on_gpu = device.type == "cuda"
+        check_room(config, num_bytes, self._max_sequence_length, size, free_bytes, on_gpu, are_mapped)
+        if are_mapped and num_bytes > free_bytes:
+            _log.warning(
+                "%.2f GB of weights are mapped, and %.2f GB of memory are free: parts are read from the file "
+                "again in every iteration",
+                num_bytes / 1e9,
+                free_bytes / 1e9,
+            )
+
     def load_weights(self) -> AnyDecoder:
         """Read the rank's weights into the decoder that suits the machine."""
         config, decoder, longest = self._config, self._model.decoder, self._max_sequence_length
@@ -190,7 +221,7 @@ class _Loader:
             decoder.sliding_windows, config.max_attention_window_size, config.sink_token_length, longest
         )
         num_bytes = partial(_weight_bytes, config, self._model, self._mapping)
-        with allocating("the weights", num_bytes, self._device, _LESS_WEIGHTS):
+        with allocating("the weights", num_bytes, self._device, LESS_WEIGHTS):
             return load_decoder(
                 config, self._model, self._device, self._part, windows, longest, self._options.collectives
             )
@@ -228,8 +259,9 @@ class _Loader:
                 bool(num_adapter_pages),
             )
             reserved = kinds.num_bytes
+        mapped = decoder.num_mapped_bytes if isinstance(decoder, NativeDecoder) else 0
         num_blocks = count_blocks(
-            config, held, self._max_sequence_length, dtype, device, reserved, self._options.agree
+            config, held, self._max_sequence_length, dtype, device, reserved, self._options.agree, mapped
         )
         rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
@@ -279,7 +311,8 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
     """Return an estimate of the memory of a rank's weights."""
     if isinstance(model, TransformersModel):  # already loaded
         return 0
-    dtype = computed_dtype(config, model)
-    of_linear = torch.int8 if config.dtype in QUANTIZED else dtype
-    unchanged_kinds = kept_kinds(config, model, find_device(config.device))
+    dtype, device = computed_dtype(config, model), find_device(config.device)
+    unchanged_kinds = kept_kinds(config, model, device)
+    has_int8_head = bool(unchanged_kinds) and runs_compiled(config, model, device)
+    of_linear = torch.int8 if config.dtype in QUANTIZED or has_int8_head else dtype
     return num_weight_bytes(model, dtype, of_linear, unchanged_kinds) // mapping.world_size

@@ -6,22 +6,25 @@ compiled code computes it, weights are quantized as they are read (`layers/quant
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
-from inflight.config import FP8, INT8, QUANTIZED, EngineConfig
+from inflight.config import FP8, INT8, MMAP, QUANTIZED, EngineConfig
 from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
-from inflight.engine.cpu.library import CannotBuild, load_library
-from inflight.engine.cpu.packing import Packer
+from inflight.engine.cpu.library import CannotBuild, CompiledCode, find_target, load_library
+from inflight.engine.cpu.packed_file import Mapped, PackedFile
+from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
+from inflight.engine.host_memory import Arena
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
@@ -30,7 +33,7 @@ from inflight.engine.layers.quantized_linear import Quantizing
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, PlainWeights, load_weights
+from inflight.models import DecoderConfig, DecoderWeights, PlainWeights, load_weights
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
@@ -40,6 +43,7 @@ from inflight.models.sink import KeptLevels
 _log = logging.getLogger(__name__)
 _INSTALL = "pip install -e '.[transformers]' in the checkout"
 
+T = TypeVar("T")
 AnyDecoder = Decoder | NativeDecoder | TransformersDecoder
 
 
@@ -97,6 +101,7 @@ def load_decoder(
         )
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
+        say_not_mapped(config, "the layers run on torch's operators")
         weights = _load_for_torch(config, model, dtype, device, part)
         held = part.held_config(model.decoder)
         attention = find_attention(config, held, windows, dtype, device)
@@ -108,8 +113,14 @@ def load_decoder(
         _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
     has_int8_head = is_int8 or bool(unchanged_kinds)
     packer = Packer(library, computed, is_int8, torch.get_num_threads(), has_int8_head)
-    levels = KeptLevels() if unchanged_kinds else None
-    weights = load_weights_into(packer, model, computed, device, part, levels)
+
+    def pack(arena: Arena) -> tuple[DecoderWeights[PackedLayer, PackedLinear], KeptLevels | None]:
+        packer.arena, levels = arena, KeptLevels() if unchanged_kinds else None
+        return load_weights_into(packer, model, computed, device, part, levels), levels
+
+    layout = (library.description, computed, is_int8, has_int8_head, part)
+    packed = _map_or_pack(config, model, layout, pack)
+    weights, levels = packed.content
     if levels is not None:
         _log.info(
             "quantized projections keep the checkpoint's format (%s) and round their inputs to int8; the output "
@@ -117,7 +128,7 @@ def load_decoder(
             levels,
         )
         levels.warn(_log, f" to {str(computed).removeprefix('torch.')}")
-    return NativeDecoder(
+    decoder = NativeDecoder(
         model.decoder,
         weights,
         packer,
@@ -128,6 +139,20 @@ def load_decoder(
         collectives,
         find_rounding(config.kv_cache_dtype),
     )
+    decoder.num_mapped_bytes = packed.num_bytes
+    return decoder
+
+
+def _map_or_pack(
+    config: EngineConfig, model: ModelDescription, layout: tuple[object, ...], pack: Callable[[Arena], T]
+) -> Mapped[T]:
+    """Return the packed weights, in a file's memory if the configuration says so and there is a cache folder."""
+    if config.weights == MMAP:
+        file = PackedFile.of(model.folder, *layout)
+        if file is not None:
+            return file.load(pack)
+        _log.warning("weights is mmap, but there is no folder for the file: see XDG_CACHE_HOME")
+    return Mapped(pack(Arena()))
 
 
 def _load_for_torch(
@@ -156,9 +181,16 @@ def _take_transformers(
 ) -> TransformersDecoder:
     from inflight.engine.layers.transformers_model import check_decoder
 
+    say_not_mapped(config, "transformers' own code runs the layers")
     attention = find_attention(config, model.decoder, windows, model.dtype, device)
     check_decoder(model, attention, config)
     return TransformersDecoder(model, windows, attention)
+
+
+def say_not_mapped(config: EngineConfig, reason: str) -> None:
+    """Log that the parameter `weights` has no effect, if it asks for mapped weights."""
+    if config.weights == MMAP:
+        _log.warning("weights is mmap, which has no effect here: %s", reason)
 
 
 def computed_dtype(config: EngineConfig, model: ModelDescription) -> torch.dtype:
@@ -231,7 +263,7 @@ def _find_library(
     device: torch.device,
     shard: Shard,
     int8: bool,
-) -> ctypes.CDLL:
+) -> CompiledCode:
     """Return the compiled code; raises CannotBuild if torch's operators are configured or must be used."""
     check_native(config, decoder, dtype, device, shard)
     is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
@@ -259,6 +291,20 @@ def check_native(
         raise CannotBuild(f"it is for CPUs, and the device is {device.type}")
     _check_components(decoder, shard)
     _check_sizes(decoder, config.tokens_per_block, dtype)
+
+
+def runs_compiled(
+    config: EngineConfig, model: ModelDescription, device: torch.device, shard: Shard = WHOLE
+) -> bool:
+    """Whether compiled code will run the layers, unless it cannot be compiled."""
+    kinds, dtype = kept_by_compiled_layers(config, model, device), computed_dtype(config, model)
+    computed = torch.bfloat16 if kinds else dtype
+    try:
+        check_native(config, model.decoder, computed, device, shard)
+        find_target(str(computed).removeprefix("torch."), config.dtype == INT8 or bool(kinds))
+    except CannotBuild:
+        return False
+    return True
 
 
 def _check_components(decoder: DecoderConfig, shard: Shard) -> None:

@@ -26,9 +26,14 @@ from inflight.errors import ConfigError, StepFailed
 if TYPE_CHECKING:
     import torch
 
+LESS_WEIGHTS = (
+    "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
+)
+"""Ways to use less memory for weights, for errors."""
 REUSE_ROOM = 2
 """On a CPU, the maximum size as a multiple of the tokens that all slots can hold, so that ended sequences can be
 reused."""
+_MAPPED_SHARE = 0.75  # the largest share of free memory that is left to the pages of mapped weights
 _LORA_FRACTION = 0.05  # of free memory, by default
 _NO_LIMIT = 2**60  # control groups of version 1 have a huge number for no limit
 _NAMES = {
@@ -84,6 +89,54 @@ def choose_kv_cache_size(
             "Raise them, or lower max_num_sequences or tokens_per_block"
         )
     return chosen
+
+
+def check_room(
+    config: EngineConfig,
+    weight_bytes: int,
+    max_sequence_length: int,
+    block_bytes: int,
+    free_bytes: int,
+    on_gpu: bool,
+    are_mapped: bool = False,
+) -> KvCacheSize:
+    """Return the KV cache that will fit beside weights that are not read yet.
+
+    The share of memory that is not for the KV cache is for intermediate results.
+
+    Args:
+        config: The configuration.
+        weight_bytes: Bytes of the weights in memory.
+        max_sequence_length: As for `choose_kv_cache_size`.
+        block_bytes: As for `choose_kv_cache_size`.
+        free_bytes: Memory that this process may still use on the device.
+        on_gpu: As for `choose_kv_cache_size`.
+        are_mapped: Whether the weights are mapped from a file, which may be larger than the memory.
+
+    Raises:
+        ConfigError: The weights do not fit, or leave less than a block for each slot.
+    """
+    if are_mapped:
+        left = beside_mapped(free_bytes, weight_bytes)
+    elif (left := free_bytes - weight_bytes) <= 0:
+        or_mapped = "" if on_gpu else "; compiled layers can also map them from a file: --weights mmap"
+        raise ConfigError(
+            f"the weights do not fit: they take {weight_bytes / 2**20:.1f} MiB, and {free_bytes / 2**20:.1f} MiB "
+            f"are free on the {'GPU' if on_gpu else 'CPU'}; {LESS_WEIGHTS}{or_mapped}"
+        )
+    try:
+        return choose_kv_cache_size(config, max_sequence_length, block_bytes, left, on_gpu)
+    except ConfigError as error:
+        raise ConfigError(f"beside {weight_bytes / 2**20:.1f} MiB of weights {error}") from None
+
+
+def beside_mapped(free_bytes: int, mapped_bytes: int) -> int:
+    """Return how much of the free memory is for other things than the pages of mapped weights.
+
+    The kernel counts these pages as free. If they take more than three quarters, the rest of them is read from
+    the file again when it is needed.
+    """
+    return free_bytes - min(mapped_bytes, int(free_bytes * _MAPPED_SHARE))
 
 
 def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: int) -> int:

@@ -20,6 +20,7 @@ from inflight.engine.kv_cache import block_bytes, describe_rounding
 from inflight.engine.kv_rounding import find_rounding
 from inflight.engine.memory import (
     allocating,
+    beside_mapped,
     check_adapter_pages,
     choose_kv_cache_size,
     choose_num_adapter_pages,
@@ -157,12 +158,17 @@ def count_blocks(
     device: torch.device,
     reserved: int,
     agree: Callable[[int], int],
+    mapped: int = 0,
 ) -> int:
-    """Return the number of blocks of the cache; `reserved` bytes are left for later allocations on the device."""
+    """Return the number of blocks of the cache.
+
+    `reserved` bytes are left for later allocations on the device, and `mapped` bytes for mapped weights.
+    """
     on_gpu = device.type == "cuda"
     rounding = find_rounding(config.kv_cache_dtype)
     size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
+    free_bytes = beside_mapped(free_bytes, mapped)
     chosen = choose_kv_cache_size(config, max_sequence_length, size, free_bytes, on_gpu)
     num_blocks = agree(chosen.num_blocks)
     _logger.info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.models.levels import Levels
+from inflight.models.levels import FLOAT4, Levels
 
 FLOAT8 = "F8_E4M3"
 """The name of float8_e4m3fn in safetensors files."""
@@ -16,7 +16,9 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """Unpack unsigned numbers of `bits` bits from int32 words [..., n]: uint8 [..., n * 32 / bits].
+    """Unpack unsigned numbers of `bits` bits from int32 words [..., n], or without `places` from bytes.
+
+    Returns uint8 [..., n * 32 / bits], or of bytes [..., n * 8 / bits].
 
     `places`: position of each number in its word, counted from the lowest bits; None: in order.
     """
@@ -90,6 +92,30 @@ def packed_levels(
     elif bits == 8:  # signed levels without zero points
         levels, points = (levels ^ middle).view(torch.int8), None
     return Levels(levels, scales.float(), points, None if groups is None else groups.long(), bits)
+
+
+def float4_levels(packed: Tensor, exponents: Tensor) -> Levels:
+    """Decode MXFP4: 4-bit floats with a power of 2 for each group of inputs.
+
+    Args:
+        packed: [outputs, inputs / 2] uint8, the first input of two in the lower half.
+        exponents: [outputs, groups] uint8, exponents of 2 plus 127.
+    """
+    scales = exponents.view(torch.float8_e8m0fnu).float()
+    return Levels(unpack_bits(packed, 4), scales, None, None, 4, is_float4=True)
+
+
+def nvfp4_levels(packed: Tensor, scales: Tensor) -> Levels:
+    """Decode NVFP4, 4-bit floats with any scale for each group of inputs, as int8 levels of twice their value.
+
+    Args:
+        packed: [outputs, inputs / 2] uint8, the first input of two in the lower half.
+        scales: [outputs, groups] float32.
+    """
+    doubled = torch.tensor([int(2 * value) for value in FLOAT4], dtype=torch.int8)
+    floats = unpack_bits(packed, 4)
+    values = doubled.index_select(0, floats.flatten().int()).view(floats.shape)
+    return Levels(values, scales / 2, None, None, 8)
 
 
 def scaled_levels(

@@ -21,6 +21,7 @@ from inflight.models.neutral_keys import ANY, refuse_unread
 _KEY = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_BLOCKS, _MODELOPT_BLOCK = "FP8_PB_WO", (128, 128)  # the file does not state the size of blocks
+_FLOAT4_GROUPS = {"group": 32, "tensor_group": 16}  # MXFP4 and NVFP4
 _INSTEAD = (
     "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
     "compressed-tensors"
@@ -35,6 +36,8 @@ _CT_FORMATS = (
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
     "mixed-precision",
     "dense",
 )
@@ -114,7 +117,7 @@ def _read_fp8(section: ConfigFile) -> Quantization:
 
 
 def _read_modelopt(section: ConfigFile) -> Quantization:
-    _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _MODELOPT_BLOCKS))
+    _expect(section, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _MODELOPT_BLOCKS, "NVFP4"))
     is_in_blocks = section.value("quant_algo") == _MODELOPT_BLOCKS
     _refuse_unread(
         section, "quant_method", "kv_cache_quant_algo", "exclude_modules", "ignore", "config_groups", "producer",
@@ -135,10 +138,14 @@ def _read_compressed(section: ConfigFile) -> Quantization:
         if not of_group.has("weights"):
             continue
         weights = ConfigFile(section.path, of_group.value("weights"), f"{_KEY}.config_groups.{name}.weights")
-        kinds = {"int": (4, 8), "float": (8,)}
-        _expect(weights, "type", tuple(kinds))
-        _expect(weights, "num_bits", kinds[weights.value("type")])
-        _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
+        _expect(weights, "type", ("int", "float"))
+        _expect(weights, "num_bits", (4, 8))
+        if weights.value("type") == "float" and weights.value("num_bits") == 4:
+            _expect(weights, "strategy", tuple(_FLOAT4_GROUPS))
+            _expect(weights, "group_size", (_FLOAT4_GROUPS[weights.value("strategy")],))
+            _expect(weights, "symmetric", (None, True))
+        else:
+            _expect(weights, "strategy", (None, "tensor", "channel", "group", "block"))
         if weights.value("strategy") == "block":
             found = _block(weights, "block_structure", _as_list(weights.value("block_structure")))
             if found is None or block not in (None, found):

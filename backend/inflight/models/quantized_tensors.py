@@ -17,15 +17,36 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.models.checkpoint import Checkpoint, LevelsOfFile, TensorInfo
-from inflight.models.dequantize import FLOAT8, awq_levels, gptq_levels, packed_levels, scaled_levels
+from inflight.models.dequantize import (
+    FLOAT8,
+    awq_levels,
+    float4_levels,
+    gptq_levels,
+    nvfp4_levels,
+    packed_levels,
+    scaled_levels,
+)
 from inflight.models.levels import Levels, MatrixKind
 from inflight.models.quantization import Quantization
 
 _logger = logging.getLogger(__name__)
 _FLOATS = ("float32", "bfloat16", "float16")
 _SCALE_DTYPES = (*_FLOATS, "F8_E8M0")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "F8_E8M0": 1, FLOAT8: 1, "I8": 1, "I32": 4, "I64": 8}
+_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "F8_E8M0": 1,
+    FLOAT8: 1,
+    "I8": 1,
+    "U8": 1,
+    "I32": 4,
+    "I64": 8,
+}
 _WORDS = ("I32",)
+_HALVES = ("U8",)
+_MXFP4_GROUP, _NVFP4_GROUP = 32, 16
+_DIVISOR = "weight_global_scale"
 _INTEGERS = ("I32", "I64")
 _OF_ACTIVATIONS = (
     ".input_scale", ".activation_scale", ".input_global_scale", ".output_scale", ".k_scale", ".v_scale",
@@ -80,6 +101,11 @@ class _Parts:
             )
         self.infos[kind] = info
 
+    def stores(self, kind: str, dtypes: tuple[str, ...]) -> bool:
+        """Whether the checkpoint has a part in one of these dtypes."""
+        info = self._checkpoint.tensors.get(f"{self._module}.{kind}")
+        return info is not None and info.dtype in dtypes
+
     def take_if_there(
         self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None
     ) -> bool:
@@ -107,10 +133,21 @@ class _Parts:
         """Return a part as it is stored; None if the checkpoint has none of this kind."""
         return self.read(kind) if kind in self.infos else None
 
-    def add(self, shape: tuple[int, int], kind: MatrixKind, make: Callable[[], Levels]) -> None:
-        """Add `….weight`, with this shape and kind, which `make` computes from the parts."""
+    def add(
+        self,
+        shape: tuple[int, int],
+        kind: MatrixKind,
+        make: Callable[[], Levels],
+        num_bytes: int | None = None,
+    ) -> None:
+        """Add `….weight`, with this shape and kind, which `make` computes from the parts.
+
+        `num_bytes`: the size of its levels and scales, if it is not the parts'.
+        """
         file = next(iter(self.infos.values())).file
-        num_bytes = sum(math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values())
+        num_bytes = num_bytes or sum(
+            math.prod(info.shape) * _BYTES[info.dtype] for info in self.infos.values()
+        )
         info = TensorInfo(file, shape, "float32", num_bytes)
 
         def release() -> None:
@@ -186,7 +223,14 @@ def _short_last_group(inputs: int, groups: int, size: int | None) -> Tensor | No
 
 def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
     for parts in _modules(checkpoint, "weight_packed"):
-        _unpack_packed(parts)
+        if not parts.stores("weight_packed", _HALVES):
+            _unpack_packed(parts)
+        elif parts.stores("weight_scale", _HALVES):
+            _unpack_mxfp4(parts)
+        else:
+            _unpack_nvfp4(parts, "weight_packed", _DIVISOR)
+    for parts in _modules(checkpoint, "weight_scale_2"):
+        _unpack_nvfp4(parts, "weight", "weight_scale_2")
     for kind in ("weight_scale_inv", "weight_scale"):
         for parts in _modules(checkpoint, kind):
             _unpack_levels(parts, kind, quantization.block)
@@ -221,6 +265,42 @@ def _unpack_packed(parts: _Parts) -> None:
         MatrixKind.INT4 if bits == 4 else MatrixKind.INT8_BY_ROW if is_by_row else MatrixKind.INT8,
         make,
     )
+
+
+def _unpack_mxfp4(parts: _Parts) -> None:
+    """Take the tensors of a module in compressed-tensors' format `mxfp4-pack-quantized`, and add its levels."""
+    parts.take("weight_packed", _HALVES, (None, None))
+    outputs, inputs = parts.infos["weight_packed"].shape[0], 2 * parts.infos["weight_packed"].shape[1]
+    if inputs % _MXFP4_GROUP:
+        raise parts.refuse("weight_packed", f"two inputs in a byte, a multiple of {_MXFP4_GROUP}")
+    parts.take("weight_scale", _HALVES, (outputs, inputs // _MXFP4_GROUP))
+
+    def make() -> Levels:
+        return float4_levels(parts.read("weight_packed"), parts.read("weight_scale"))
+
+    parts.add((outputs, inputs), MatrixKind.FLOAT4, make)
+
+
+def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
+    """Take a module's tensors in NVFP4, and add its levels.
+
+    `packed` and `factor` are names of tensors. ModelOpt's factor multiplies scales, compressed-tensors' divides
+    them.
+    """
+    parts.take(packed, _HALVES, (None, None))
+    outputs, inputs = parts.infos[packed].shape[0], 2 * parts.infos[packed].shape[1]
+    if inputs % _NVFP4_GROUP:
+        raise parts.refuse(packed, f"two inputs in a byte, a multiple of {_NVFP4_GROUP}")
+    parts.take("weight_scale", (FLOAT8,), (outputs, inputs // _NVFP4_GROUP))
+    parts.take(factor, ("float32",))
+    if parts.infos[factor].shape not in ((), (1,)):
+        raise parts.refuse(factor, "one number")
+
+    def make() -> Levels:
+        scales, number = parts.read("weight_scale").float(), parts.read(factor)
+        return nvfp4_levels(parts.read(packed), scales / number if factor == _DIVISOR else scales * number)
+
+    parts.add((outputs, inputs), MatrixKind.INT8, make, outputs * inputs)
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:

@@ -66,6 +66,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
             dtype=given.dtype,
             engine=given.engine,
             engine_dir=given.engine_dir,
+            weights=given.weights,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),
@@ -148,6 +149,12 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         help="branch, tag or commit of a --model that is fetched from the Hugging Face hub (default: main)",
     )
     add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
+    add(
+        "--weights",
+        choices=("memory", "mmap"),
+        help="mmap: on a CPU, map the weights from a file in ~/.cache/inflight, which the first start writes "
+        "(default: memory)",
+    )
     add(
         "--lora",
         metavar="NAME=PEFT_FOLDER",

@@ -30,6 +30,7 @@ from inflight.server.config_text import (
 from inflight.server.errors import OptionError
 
 MODEL_PATH, TOKENIZER, DTYPE, ENGINE = "gpt_model_path", "tokenizer_dir", "dtype", "engine"
+WEIGHTS = "weights"
 ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
@@ -49,10 +50,11 @@ class Wanted:
     Attributes:
         model: Checkpoint folder.
         dtype: Data type of its weights.
-        settings: Values by parameter name; they take precedence over `model`, `dtype` and `engine`.
+        settings: Values by parameter name; they take precedence over the other fields.
         adapters: Names and folders of LoRA adapters.
         engine: Layers to use: "torch", "transformers" or "tensorrt".
         engine_dir: Folder of TensorRT plans.
+        weights: Where compiled layers have their weights: "memory" or "mmap".
     """
 
     model: Path | None = None
@@ -61,6 +63,7 @@ class Wanted:
     adapters: tuple[tuple[str, Path], ...] = ()
     engine: str | None = None
     engine_dir: Path | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,8 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values: dict[str, str] = {}
     if wanted.dtype is not None:
         values[DTYPE] = wanted.dtype
+    if wanted.weights is not None:
+        values[WEIGHTS] = wanted.weights
     if wanted.engine is not None:
         values[ENGINE] = wanted.engine
     if wanted.engine_dir is not None:

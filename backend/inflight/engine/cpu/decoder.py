@@ -75,9 +75,11 @@ class NativeDecoder:
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
         row_kernels: As for `Decoder`.
+        num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
     """
 
     kernels = "native"
+    num_mapped_bytes = 0
     has_fixed_shapes = False
 
     # Positions after a sequence's last token are masked, or set to zero when that token is stored.

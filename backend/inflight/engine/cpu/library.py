@@ -38,7 +38,7 @@ from inflight.engine.cpu.layout import check_layout
 from inflight.engine.cpu.structs import declare
 from inflight.errors import ConfigError
 from inflight.progress import compile_progress
-from inflight.user_cache import cache_folder
+from inflight.user_cache import cache_folder, mark_used, modified_s, remove_unused
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
 _DIGEST_BYTES = 16
 _BUILD_PREFIX = "build-"  # of the folder of a build, which remains only if its process was killed
-_UNUSED_S = 30 * 24 * 3600.0
 _ABANDONED_S = 24 * 3600.0  # far longer than any build
 _PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
     "",
@@ -340,7 +339,7 @@ def _load(
 def _open(compiler: list[str], path: Path) -> CompiledCode:
     """Load the library at `path`, rebuilding it if unusable; raise OSError if a new one cannot be loaded."""
     unusable = None
-    _mark_used(path)
+    mark_used(path)
     if _is_whole(path):
         try:
             return _load_file(path)
@@ -544,30 +543,13 @@ def _processor_flags() -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
-def _mark_used(library: Path) -> None:
-    """Set a library's modification time to now; do nothing if it is missing or cannot be changed."""
-    with contextlib.suppress(OSError):
-        os.utime(library)
-
-
 def _prune(folder: Path, but: Path) -> None:
     """Remove libraries in a cache folder that were not loaded for 30 days, and the remains of killed builds.
 
     Called after a build; `but` is the new library, which stays. Files that cannot be removed stay too.
     """
+    remove_unused(folder, "decoder-*.so", but)
     now = time.time()
-    for path in folder.glob("decoder-*.so"):
-        if path != but and now - _modified(path) > _UNUSED_S:
-            with contextlib.suppress(OSError):
-                path.unlink()
     for path in folder.glob(f"{_BUILD_PREFIX}*"):
-        if now - _modified(path) > _ABANDONED_S:
+        if now - modified_s(path) > _ABANDONED_S:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _modified(path: Path) -> float:
-    """Return the modification time in seconds since the epoch; the far future for a file that is gone."""
-    try:
-        return path.lstat().st_mtime
-    except OSError:
-        return float("inf")

@@ -84,6 +84,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         int8: Whether to quantize matrices to int8.
         num_threads: Number of threads that pack.
         has_int8_head: Whether to quantize the output projection.
+        arena: The memory of packed matrices.
     """
 
     library: ctypes.CDLL
@@ -91,7 +92,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     int8: bool
     num_threads: int
     has_int8_head: bool = False
-    _arena: Arena = field(default_factory=Arena)
+    arena: Arena = field(default_factory=Arena)
     _tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
@@ -226,7 +227,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         dtype = torch.int8 if int8 else self.dtype
         together = layout.PAIR_BYTES // dtype.itemsize  # inputs that a lane multiplies at a time
         padded = -(-inner // together) * together
-        packed = self._arena.empty(count * width * padded, dtype).view(count, width, padded)
+        packed = self.arena.empty(count * width * padded, dtype).view(count, width, padded)
         scales = torch.zeros((count if int8 else 0, width))
         corrections = torch.zeros(scales.shape, dtype=torch.int32)
         for index, (matrix, target) in enumerate(zip(matrices, packed, strict=True)):
@@ -267,7 +268,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         groups = first.scales.shape[1]
         row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
         column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
-        packed = self._arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
+        packed = self.arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
             assert isinstance(matrix, GroupedMatrix), "all are what the first is"
             values, words = matrix.values.contiguous(), _words(matrix)
