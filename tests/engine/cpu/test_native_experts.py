@@ -283,7 +283,9 @@ def test_experts_results_are_added_to_the_residual_stream(norms: NormPlacement, 
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("name", ["few-rows", "many-rows", "shared-by-gate", "odd-sizes", "groups-of-sigmoids"])
+@pytest.mark.parametrize(
+    "name", ["few-rows", "many-rows", "shared-by-gate", "odd-sizes", "groups-of-sigmoids"]
+)
 def test_a_row_gives_the_same_alone_and_with_any_number_of_threads(name: str, dtype: str) -> None:
     layer = Layer(CASES[name], dtype)
     x = layer.rows()[:40]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.errors import ConfigError
 from tests.engine.cpu.targets import on_own_and_generic
 from tests.engine.driver import Driver, load_engine
 from tests.engine.kernels import needs_native
@@ -64,8 +63,3 @@ def test_results_are_bitwise_the_same_with_any_number_of_threads(
     alone = _logits(zoo["deepseek-v3"], CHUNKS[form], **changes)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(_logits(zoo["deepseek-v3"], CHUNKS[form], **changes), alone)
-
-
-def test_a_cache_in_8_bits_is_refused(zoo: Zoo) -> None:
-    with pytest.raises(ConfigError, match="does not round the cache of latent attention"):
-        load_engine(zoo["deepseek-v3"].folder, kernels="native", kv_cache_dtype="int8")
