@@ -44,7 +44,8 @@ def assert_equal(row: Row, other: Row) -> None:
 @pytest.mark.parametrize(
     "case",
     with_all(
-        ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe"], ["llama-gqa", "mixtral"]
+        ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3"],
+        ["llama-gqa", "mixtral", "deepseek-v3"],
     ),
 )
 @pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))

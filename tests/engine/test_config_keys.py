@@ -250,6 +250,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy", "mlp_bias": False},
     "deepseek_v3": {**_DEEPSEEK, "norm_topk_prob": True, "rope_interleave": True},
+    "glm4_moe_lite": {
+        **{key: value for key, value in _DEEPSEEK.items() if key != "first_k_dense_replace"},
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma4_text": _GEMMA4,

@@ -152,6 +152,8 @@ def test_adapters_are_refused_and_the_log_says_so(zoo: Zoo, caplog: pytest.LogCa
         load_engine(zoo["deepseek-v2"].folder, lora_cache_gpu_memory_fraction=0.1)
 
 
-def test_the_log_says_why_layers_are_not_compiled(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
-    assert load_engine(zoo["deepseek-v3"].folder).kernels == "torch"
-    assert "it does not have what this model needs: " in caplog.text and "latent attention" in caplog.text
+def test_a_cache_in_8_bits_is_computed_by_torchs_operators_and_the_log_says_so(
+    zoo: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load_engine(zoo["deepseek-v3"].folder, kv_cache_dtype="int8").kernels == "torch"
+    assert "it does not round the cache of latent attention" in caplog.text

@@ -345,6 +345,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**DEEPSEEK, "rope_interleave": False, "norm_topk_prob": False, "attention_bias": True},
     ),
+    "glm4-moe-lite": (
+        "Glm4MoeLite",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"},
+            **rope("default"),
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

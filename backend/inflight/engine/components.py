@@ -10,7 +10,6 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
     """Return whether the model needs each of these components."""
     experts = decoder.experts
     return {
-        "latent attention": decoder.latent is not None,
         "recurrent layers": decoder.recurrent is not None,
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),
         "keys that are also values": any(decoder.keys_are_values),

@@ -114,8 +114,8 @@ class KvCache:
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's stored keys and values, [num_blocks + 1, tokens_per_block * kv_size], in unspecified
-        order."""
-        return [(layer[0], layer[1]) for layer in self._layers]
+        order; with latent attention values are the keys."""
+        return [(layer[0], layer[-1]) for layer in self._layers]
 
     @property
     def all_tokens(self) -> Tensor:
@@ -128,7 +128,7 @@ class KvCache:
     def layer_scales(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's scales of keys and of values, [num_blocks + 1, tokens_per_block * kv_heads] float32, in
         unspecified order; [num_blocks + 1, 0] without rounding."""
-        return [(layer[0], layer[1]) for layer in self._layer_scales]
+        return [(layer[0], layer[-1]) for layer in self._layer_scales]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return a layer's stored keys and values: [num_blocks + 1, tokens_per_block, kv_heads, head_dim]."""

@@ -112,7 +112,9 @@ def load_decoder(
     if not unchanged_kinds:
         _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
     has_int8_head = is_int8 or bool(unchanged_kinds)
-    packer = Packer(library, computed, is_int8, torch.get_num_threads(), has_int8_head)
+    packer = Packer(
+        library, computed, is_int8, torch.get_num_threads(), has_int8_head, latent=model.decoder.latent
+    )
 
     def pack(arena: Arena) -> tuple[DecoderWeights[PackedLayer, PackedLinear], KeptLevels | None]:
         packer.arena, levels = arena, KeptLevels() if unchanged_kinds else None
@@ -290,6 +292,8 @@ def check_native(
     if device.type != "cpu":
         raise CannotBuild(f"it is for CPUs, and the device is {device.type}")
     _check_components(decoder, shard)
+    if decoder.latent is not None and find_rounding(config.kv_cache_dtype) is not None:
+        raise CannotBuild("it does not round the cache of latent attention")
     _check_sizes(decoder, config.tokens_per_block, dtype)
 
 
@@ -312,11 +316,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     experts = decoder.experts
     lacking = {
         **only_by_torch(decoder),
-        "a router with groups, biases of the choice, or sigmoids": experts is not None
-        and (experts.num_groups > 1 or experts.has_choice_bias or experts.scoring != "softmax"),
-        "scaled results of experts": experts is not None and experts.result_scale != 1.0,
-        "attention and MLP beside each other": decoder.parallel_residual,
-        "norms of rotated heads": decoder.norms_rotated,
+        "attention and experts beside each other": decoder.parallel_residual and experts is not None,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,
     }
@@ -327,6 +327,12 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
 def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> None:
     """Raise CannotBuild for sizes that the compiled attention does not support; in bfloat16 it multiplies
     pairs."""
+    if decoder.latent is not None:
+        if decoder.latent.rope_head_dim > MAX_HEAD_DIM:
+            raise CannotBuild(
+                f"it takes shared keys of {MAX_HEAD_DIM}, and the model's are of {decoder.latent.rope_head_dim}"
+            )
+        return
     group = decoder.num_heads // decoder.num_kv_heads
     if group > MAX_QUERY_GROUP:
         raise CannotBuild(f"it takes {MAX_QUERY_GROUP} query heads for a key head, and the model has {group}")

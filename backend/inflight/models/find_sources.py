@@ -113,7 +113,8 @@ class _Finder:
         experts = None
         if decoder.experts is not None and decoder.has_experts(index):
             assert names.experts is not None, "a family with experts names their modules"
-            up, down = self._mlp(prefix, names.experts.shared, decoder.experts.shared_intermediate_size)
+            width = decoder.experts.shared_intermediate_size
+            up, down = self._mlp(prefix, names.experts.shared, width, is_summed=True)
             experts = self._experts(prefix, names.experts, decoder.experts)
         else:
             up, down = self._mlp(prefix, names.mlp, decoder.intermediate_size)
@@ -309,16 +310,20 @@ class _Finder:
         )
 
     def _mlp(
-        self, prefix: str, names: MlpNames | None, inner: int
+        self, prefix: str, names: MlpNames | None, inner: int, is_summed: bool = False
     ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
-        """Return both projections of an MLP with this inner width; (None, None) for width 0: no such MLP."""
+        """Return both projections of an MLP with this inner width; (None, None) for width 0: no such MLP.
+
+        With `is_summed`, ranks sum up results that include the last bias, so only the first rank has it.
+        """
         if not inner or names is None:
             return None, None
         decoder, own = self._decoder, (inner, self._part.shard.split(inner))
         rows = (own, own) if decoder.gated_mlp else (own,)
+        has_down_bias = decoder.mlp_bias and (not is_summed or own[1][0] == 0)
         return (
             self._column_parallel(prefix, names.up, rows, decoder.mlp_bias, decoder.gated_mlp),
-            self._row_parallel(prefix + names.down, inner, own[1], decoder.mlp_bias),
+            self._row_parallel(prefix + names.down, inner, own[1], has_down_bias),
         )
 
     def _sinks(self, prefix: str) -> TensorSource:

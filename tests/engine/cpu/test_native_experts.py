@@ -18,7 +18,7 @@ from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.quantize import quantize_int8
 from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm, decoder_weights
-from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement
+from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement, Scoring
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.sharding import Part
 from tests.engine.cpu.targets import on_every_target
@@ -43,6 +43,10 @@ class Case:
     norms: NormPlacement = "before"
     has_biases: bool = False
     swiglu: ClampedSwiglu | None = None
+    scoring: Scoring = "softmax"
+    has_choice_bias: bool = False
+    groups: tuple[int, int, int] = (1, 1, 1)
+    scale: float = 1.0
 
     @property
     def experts(self) -> ExpertsConfig:
@@ -56,6 +60,12 @@ class Case:
             self.has_gate,
             has_router_bias=self.has_biases,
             has_bias=self.has_biases,
+            scoring=self.scoring,
+            has_choice_bias=self.has_choice_bias,
+            num_groups=self.groups[0],
+            num_groups_per_token=self.groups[1],
+            scores_per_group=self.groups[2],
+            result_scale=self.scale,
         )
 
     def activate(self, inner: Tensor) -> Tensor:
@@ -81,6 +91,14 @@ CASES = {
     "biases": Case(33, hidden=37, inner=21, has_biases=True),
     "biases-and-gate": Case(9, shared=56, has_gate=True, has_biases=True),
     "clamped": Case(9, has_biases=True, swiglu=ClampedSwiglu(alpha=1.7, limit=0.5)),
+    "sigmoids": Case(33, scoring="sigmoid", scale=2.5),
+    "sigmoids-and-bias": Case(33, count=21, scoring="sigmoid", has_choice_bias=True, is_normalized=False),
+    "softmax-and-bias": Case(33, has_choice_bias=True, shared=56),
+    "groups": Case(33, count=20, per_token=3, groups=(5, 2, 1), is_normalized=False, scale=1.5),
+    "groups-of-sigmoids": Case(
+        33, count=24, per_token=4, scoring="sigmoid", has_choice_bias=True, groups=(6, 3, 2), scale=2.5
+    ),
+    "all-groups": Case(9, count=8, scoring="sigmoid", groups=(4, 4, 2)),
 }
 
 
@@ -173,6 +191,7 @@ class Layer:
                 ),
                 Linear(self._random(case.count, hidden, case.inner), self._draw_bias(case.count, hidden)),
                 Linear(4 * self._random(1, hidden)) if case.has_gate else None,
+                torch.randn(case.count, generator=self._generator) * 0.3 if case.has_choice_bias else None,
             ),
         )
 
@@ -214,6 +233,7 @@ class Layer:
             Linear(torch.stack([self._as_packed(each) for each in experts.up.weight]), up_bias),
             Linear(torch.stack([self._as_packed(each) for each in experts.down.weight]), down_bias),
             None,
+            experts.choice_bias,
         )
         result = mix_experts(read, wide, self.case.experts, self.case.activate)
         if weights.up is not None and weights.down is not None:
@@ -264,7 +284,9 @@ def test_experts_results_are_added_to_the_residual_stream(norms: NormPlacement, 
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("name", ["few-rows", "many-rows", "shared-by-gate", "odd-sizes"])
+@pytest.mark.parametrize(
+    "name", ["few-rows", "many-rows", "shared-by-gate", "odd-sizes", "groups-of-sigmoids"]
+)
 def test_a_row_gives_the_same_alone_and_with_any_number_of_threads(name: str, dtype: str) -> None:
     layer = Layer(CASES[name], dtype)
     x = layer.rows()[:40]
@@ -290,9 +312,10 @@ def test_the_first_of_equally_scored_experts_are_chosen(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-def test_a_row_with_nan_does_not_affect_other_rows(dtype: str) -> None:
-    layer = Layer(CASES["few-rows"], dtype)
-    x = layer.rows()
+@pytest.mark.parametrize("name", ["few-rows", "groups-of-sigmoids"])
+def test_a_row_with_nan_does_not_affect_other_rows(name: str, dtype: str) -> None:
+    layer = Layer(CASES[name], dtype)
+    x = layer.rows()[:5]
     expected = layer.compiled(x)
     x[2, 7] = torch.nan
     found = layer.compiled(x)

@@ -6,6 +6,7 @@ summed between calls. Keys and values are stored in the cache's blocks in a spec
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 
@@ -24,6 +25,7 @@ from inflight.engine.cpu.row_kernels import NativeRowKernels
 from inflight.engine.cpu.structs import (
     BatchStruct,
     Handle,
+    LatentShapeStruct,
     LayerStruct,
     RoutedStruct,
     ShapeStruct,
@@ -37,7 +39,7 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
-from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig
+from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, LatentAttention
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
@@ -116,7 +118,7 @@ class NativeDecoder:
         self._norm = weights.final_norm
         ropes = config.ropes[slice(*part.layers)]
         self._rope_tables = {
-            rope: rope_tables(rope, config.head_dim, max_sequence_length)
+            rope: rope_tables(rope, config.rotary_head_dim, max_sequence_length)
             for rope in dict.fromkeys(ropes)
             if rope is not None
         }
@@ -127,6 +129,7 @@ class NativeDecoder:
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
         self._rounding = rounding
+        self._latent = _describe_latent(config.latent)
         self._shape = self._describe(part.held_config(config), tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
         if not self._handle.exists:
@@ -277,13 +280,19 @@ class NativeDecoder:
             held.gated_mlp,
             _ACTIVATIONS[held.activation],
             self._num_threads,
-            max((rope.rotary_dim(held.head_dim) for rope in self._rope_tables), default=0),
+            max((rope.rotary_dim(held.rotary_head_dim) for rope in self._rope_tables), default=0),
             held.qk_norm == "projection",
+            held.norms_rotated,
+            held.parallel_residual,
             experts.count,
             experts.num_per_token,
             experts.intermediate_size,
             experts.shared_intermediate_size,
             experts.is_normalized,
+            experts.scoring == "sigmoid",
+            experts.num_groups,
+            experts.num_groups_per_token,
+            experts.scores_per_group,
             _CACHE_KINDS[self._rounding],
             _spin_us(),
             held.norm_eps,
@@ -292,8 +301,10 @@ class NativeDecoder:
             held.residual_scale,
             held.logits_scale,
             held.logits_soft_cap or 0.0,
+            experts.result_scale,
             swiglu.limit,
             swiglu.alpha,
+            None if self._latent is None else ctypes.addressof(self._latent),
         )
 
     def _bind(self, cache: KvCache) -> None:
@@ -316,6 +327,20 @@ class NativeDecoder:
             self._handle, self._lm_head, token_ids.data_ptr(), len(token_ids), x.data_ptr()
         )
         return x
+
+
+def _describe_latent(latent: LatentAttention | None) -> LatentShapeStruct | None:
+    if latent is None:
+        return None
+    return LatentShapeStruct(
+        latent.query_rank or 0,
+        latent.kv_rank,
+        latent.nope_head_dim,
+        latent.rope_head_dim,
+        latent.value_head_dim,
+        latent.interleaved,
+        latent.norm_eps,
+    )
 
 
 def _spans(packed: PackedBatch) -> NDArray[np.int64]:

@@ -48,6 +48,8 @@ _CONSTANTS = {
     "sizeof(Norm)": ctypes.sizeof(structs.NormStruct),
     "sizeof(Layer)": ctypes.sizeof(structs.LayerStruct),
     "sizeof(Shape)": ctypes.sizeof(structs.ShapeStruct),
+    "sizeof(LatentLayer)": ctypes.sizeof(structs.LatentLayerStruct),
+    "sizeof(LatentShape)": ctypes.sizeof(structs.LatentShapeStruct),
     "sizeof(LayerAdapter)": ctypes.sizeof(structs.LayerAdapterStruct),
     "sizeof(Adapter)": ctypes.sizeof(structs.AdapterStruct),
     "sizeof(Batch)": ctypes.sizeof(structs.BatchStruct),

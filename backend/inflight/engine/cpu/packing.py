@@ -18,11 +18,12 @@ from torch import Tensor
 
 from inflight.engine.cpu import layout
 from inflight.engine.cpu.layout import HALF, PANEL
-from inflight.engine.cpu.structs import LayerStruct, LinearStruct, NormStruct
+from inflight.engine.cpu.structs import LatentLayerStruct, LayerStruct, LinearStruct, NormStruct
 from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
 from inflight.models import Layer, Norm
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_config import LatentAttention
+from inflight.models.decoder_weights import ExpertWeights, LatentWeights
 from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.sink import Sink, StoredMatrix
 
@@ -85,6 +86,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         num_threads: Number of threads that pack.
         has_int8_head: Whether to quantize the output projection.
         arena: The memory of packed matrices.
+        latent: Latent attention of the model's layers; None: they have ordinary attention.
     """
 
     library: ctypes.CDLL
@@ -93,6 +95,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     num_threads: int
     has_int8_head: bool = False
     arena: Arena = field(default_factory=Arena)
+    latent: LatentAttention | None = None
     _tensors: list[Tensor] = field(default_factory=list[Tensor])
 
     def layer(self, layer: Layer[PackedLinear]) -> PackedLayer:
@@ -113,6 +116,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         if layer.experts is not None:
             struct.router = self._router(layer.experts)
             struct.expert_up, struct.expert_down = layer.experts.up.struct, layer.experts.down.struct
+            struct.choice_bias = self._keep(layer.experts.choice_bias, torch.float32)
             projections += [layer.experts.up, layer.experts.down]
         for linear in projections:
             self._tensors += linear.tensors
@@ -120,11 +124,14 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             struct.query_norm = self._norm(layer.query_norm).weight
             struct.key_norm = self._norm(layer.key_norm).weight
         struct.learned_sinks = self._keep(layer.sinks, torch.float32)
+        if layer.latent is not None and self.latent is not None:
+            latent = bytearray(self._latent(layer.latent, self.latent))
+            struct.latent = self._keep(torch.frombuffer(latent, dtype=torch.uint8))
         return PackedLayer(
             struct,
             tuple(self._tensors),
             Contribution(layer.output.bias, layer.attention_post_norm),
-            Contribution(layer.down.bias if layer.down else None, layer.mlp_post_norm),
+            Contribution(layer.down.bias if layer.down and not layer.experts else None, layer.mlp_post_norm),
         )
 
     @property
@@ -189,6 +196,23 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             router = torch.cat((router, experts.shared_gate.weight))
             bias = None if bias is None else F.pad(bias, (0, 1))
         return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
+
+    def _latent(self, weights: LatentWeights, sizes: LatentAttention) -> LatentLayerStruct:
+        """Pack the weights of latent attention besides the first projection; never as int8."""
+        by_head = weights.kv_up.weight.unflatten(0, (-1, sizes.nope_head_dim + sizes.value_head_dim))
+        keys, values = by_head.split_with_sizes((sizes.nope_head_dim, sizes.value_head_dim), dim=1)
+        queries = weights.query_up
+        return LatentLayerStruct(
+            self._norm(weights.query_norm),
+            self._norm(weights.kv_norm),
+            LinearStruct()
+            if queries is None
+            else self._pack((queries.weight,), (1, *queries.weight.shape), int8=False),
+            *(
+                self._pack(stack.contiguous(), stack.shape, int8=False, is_stack=True)
+                for stack in (keys.transpose(1, 2), values, by_head)
+            ),
+        )
 
     def _packed(
         self,

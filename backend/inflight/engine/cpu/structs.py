@@ -1,5 +1,5 @@
-"""The interface of the compiled code: the structs of source/layer.h, experts.h, penalties.h and masks.h, with the
-same fields, and the functions' signatures.
+"""The interface of the compiled code: the structs of source/layer.h, latent.h, experts.h, penalties.h and masks.h,
+with the same fields, and the functions' signatures.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class LayerStruct(Structure):
         ("router", LinearStruct),
         ("expert_up", LinearStruct),
         ("expert_down", LinearStruct),
+        ("choice_bias", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("learned_sinks", c_void_p),
@@ -57,6 +58,34 @@ class LayerStruct(Structure):
         ("value_scales", c_void_p),
         ("recent", c_int32),
         ("sinks", c_int32),
+        ("latent", c_void_p),
+    )
+
+
+class LatentLayerStruct(Structure):
+    """A layer's weights of latent attention besides its first and last projections; see source/latent.h."""
+
+    _fields_ = (
+        ("query_norm", NormStruct),
+        ("kv_norm", NormStruct),
+        ("query_up", LinearStruct),
+        ("absorb", LinearStruct),
+        ("value_up", LinearStruct),
+        ("kv_up", LinearStruct),
+    )
+
+
+class LatentShapeStruct(Structure):
+    """Sizes of latent attention."""
+
+    _fields_ = (
+        ("query_rank", c_int32),
+        ("rank", c_int32),
+        ("nope", c_int32),
+        ("rope", c_int32),
+        ("value", c_int32),
+        ("is_interleaved", c_int32),
+        ("eps", c_float),
     )
 
 
@@ -75,11 +104,17 @@ class ShapeStruct(Structure):
         ("num_threads", c_int32),
         ("rotary_dim", c_int32),
         ("norms_heads_together", c_int32),
+        ("norms_rotated", c_int32),
+        ("is_parallel", c_int32),
         ("experts", c_int32),
         ("experts_per_row", c_int32),
         ("expert_inner", c_int32),
         ("shared_inner", c_int32),
         ("normalizes_chances", c_int32),
+        ("scores_by_sigmoid", c_int32),
+        ("groups", c_int32),
+        ("groups_per_row", c_int32),
+        ("scores_per_group", c_int32),
         ("cache_kind", c_int32),
         ("spin_us", c_int32),
         ("eps", c_float),
@@ -88,8 +123,10 @@ class ShapeStruct(Structure):
         ("residual_scale", c_float),
         ("logits_scale", c_float),
         ("logits_soft_cap", c_float),
+        ("chances_scale", c_float),
         ("swiglu_limit", c_float),
         ("swiglu_alpha", c_float),
+        ("latent", c_void_p),
     )
 
 

@@ -30,6 +30,7 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     experts = config.experts
     found = {
         **only_by_torch(config),
+        "latent attention": config.latent is not None,
         "learned sinks": config.learned_sinks,
         "norms of rotated heads": config.norms_rotated,
         "soft caps of attention": config.attention_soft_cap is not None,

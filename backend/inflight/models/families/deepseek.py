@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention, YarnScaling
@@ -41,7 +42,7 @@ ROUTED_EXPERT_NAMES = ExpertNames(
     ),
 )
 _V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=ROUTED_EXPERT_NAMES)
-_V3_NAMES = replace(
+V3_NAMES = replace(
     _V2_NAMES, experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
 )
 # Keys that the model's original code reads and transformers does not.
@@ -53,7 +54,7 @@ _V2_NEUTRAL: NeutralKeys = {
     "n_group": ANY,
     "topk_group": ANY,
 }
-_V3_NEUTRAL: NeutralKeys = {
+V3_NEUTRAL: NeutralKeys = {
     "moe_layer_freq": (None, 1),
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
@@ -84,17 +85,23 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
     return latent
 
 
-def read_routed_experts(config: ConfigFile, alias: str) -> ExpertsConfig:
-    """Read the keys of experts, except those of groups; `alias` is another name of n_routed_experts."""
-    num_layers = config.positive_int("num_hidden_layers")
+def read_routed_experts(
+    config: ConfigFile, alias: str, layers: tuple[bool, ...] | None = None
+) -> ExpertsConfig:
+    """Read the keys of experts, except those of groups; `alias` is another name of n_routed_experts.
+
+    `layers`: whether each layer has experts; None: as `first_k_dense_replace` says.
+    """
     width = config.positive_int("moe_intermediate_size")
-    num_dense = config.count("first_k_dense_replace")
+    if layers is None:
+        num_dense = config.count("first_k_dense_replace")
+        layers = tuple(index >= num_dense for index in range(config.positive_int("num_hidden_layers")))
     return ExpertsConfig(
         count=read_size(config, "n_routed_experts", alias),
         num_per_token=config.positive_int("num_experts_per_tok"),
         intermediate_size=width,
         is_normalized=False,
-        layers=tuple(index >= num_dense for index in range(num_layers)),
+        layers=layers,
         shared_intermediate_size=width * config.positive_int("n_shared_experts"),
         result_scale=config.number("routed_scaling_factor"),
         has_float32_router=True,
@@ -128,6 +135,7 @@ def _read_decoder(
     default_positions: int,
     *,
     mlp_bias: bool,
+    **changes: Any,
 ) -> DecoderConfig:
     has_bias = config.boolean("attention_bias", False)
     if has_bias and latent.query_rank is None:
@@ -142,6 +150,7 @@ def _read_decoder(
         head_dim=latent.cached_dim,
         latent=latent,
         experts=experts,
+        **changes,
     )
     rope = decoder.ropes[0]
     factor = rope.scaling.all_dim_factor if rope and isinstance(rope.scaling, YarnScaling) else 1.0
@@ -160,12 +169,17 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
     return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
 
 
-def _read_v3(config: ConfigFile) -> DecoderConfig:
+def read_v3(
+    config: ConfigFile,
+    layers: tuple[bool, ...] | None = None,
+    default_positions: int = 4096,
+    **changes: Any,
+) -> DecoderConfig:
     """Read the config of V3: normalized sigmoid probabilities, a bias for the choice, and groups of experts.
 
-    As in transformers, null counts as false and an absent key as true.
+    As in transformers, null counts as false and an absent key as true. `layers`: see `read_routed_experts`.
     """
-    experts = read_routed_experts(config, "num_local_experts")
+    experts = read_routed_experts(config, "num_local_experts", layers)
     experts = replace(
         read_expert_groups(config, experts, scores_per_group=2),
         scoring="sigmoid",
@@ -174,7 +188,7 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
     )
     interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
     latent = _read_latent(config, interleaved=interleaved)
-    decoder = _read_decoder(config, latent, experts, 4096, mlp_bias=False)
+    decoder = _read_decoder(config, latent, experts, default_positions, mlp_bias=False, **changes)
     return replace(decoder, num_draft_layers=read_num_draft_layers(config))
 
 
@@ -191,5 +205,5 @@ def read_num_draft_layers(config: ConfigFile) -> int:
 
 DEEPSEEK_FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _V2_NAMES, _V2_NEUTRAL),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _V3_NAMES, _V3_NEUTRAL),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", read_v3, V3_NAMES, V3_NEUTRAL),
 )

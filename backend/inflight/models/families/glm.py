@@ -1,16 +1,20 @@
-"""GLM-4 (of 0414), and GLM-4.5 to 4.7 with experts."""
+"""GLM-4 (of 0414), GLM-4.5 to 4.7 with experts, and GLM-4.7-Flash with latent attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families.deepseek import (
     ROUTED_EXPERT_NAMES,
+    V3_NAMES,
+    V3_NEUTRAL,
     read_expert_groups,
     read_num_draft_layers,
     read_routed_experts,
+    read_v3,
 )
 from inflight.models.families.family import FUSED_GATE_UP, Family, MlpNames, NormNames, read_head_dim
 from inflight.models.families.llama import (
@@ -40,12 +44,8 @@ _GLM4_MOE_NAMES = replace(
     attention=NORMED_ATTENTION,
     experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias"),
 )
-# The router is DeepSeek-V3's; these are keys of its original code.
-_GLM4_MOE_NEUTRAL: NeutralKeys = {
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-    "moe_layer_freq": (None, 1),
-}
+# Instead of this key, transformers reads `mlp_layer_types`, whose default is this value.
+_LITE_NEUTRAL: NeutralKeys = {**V3_NEUTRAL, "first_k_dense_replace": (None, 1)}
 
 
 def _read_glm4(config: ConfigFile) -> DecoderConfig:
@@ -86,7 +86,21 @@ def _read_glm4_moe(config: ConfigFile) -> DecoderConfig:
     )
 
 
+def _read_glm4_moe_lite(config: ConfigFile) -> DecoderConfig:
+    """Read the config of GLM-4.7-Flash: DeepSeek-V3's, but `mlp_layer_types` says which layers have experts."""
+    num_layers = config.positive_int("num_hidden_layers")
+    kinds = config.value("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense", *["sparse"] * (num_layers - 1)]
+    names = ("dense", "sparse")
+    if not is_list(kinds) or len(kinds) != num_layers or any(kind not in names for kind in kinds):
+        raise config.error("mlp_layer_types", f"a list of {num_layers}, each dense or sparse")
+    layers = tuple(kind == "sparse" for kind in kinds)
+    return read_v3(config, layers, 202752, norm_eps=config.number_or_none("rms_norm_eps") or 1e-5)
+
+
 GLM_FAMILIES = (
     Family("glm4", "Glm4ForCausalLM", _read_glm4, _GLM4_NAMES),
-    Family("glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _GLM4_MOE_NAMES, _GLM4_MOE_NEUTRAL),
+    Family("glm4_moe", "Glm4MoeForCausalLM", _read_glm4_moe, _GLM4_MOE_NAMES, V3_NEUTRAL),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _read_glm4_moe_lite, V3_NAMES, _LITE_NEUTRAL),
 )

@@ -42,6 +42,8 @@ constexpr Constant kConstants[] = {
     {"sizeof(Norm)", sizeof(Norm)},
     {"sizeof(Layer)", sizeof(Layer)},
     {"sizeof(Shape)", sizeof(Shape)},
+    {"sizeof(LatentLayer)", sizeof(LatentLayer)},
+    {"sizeof(LatentShape)", sizeof(LatentShape)},
     {"sizeof(LayerAdapter)", sizeof(LayerAdapter)},
     {"sizeof(Adapter)", sizeof(Adapter)},
     {"sizeof(Batch)", sizeof(Batch)},

@@ -18,6 +18,7 @@
 #include "int4.h"
 #include "int8.h"
 #include "lanes.h"
+#include "latent.h"
 #include "layer.h"
 #include "low_rank.h"
 #include "masks.h"
@@ -55,6 +56,9 @@ class Decoder {
     attention_.soft_cap = shape.attention_soft_cap;
     states_.resize(shape.num_threads);
     for (auto& state : states_) state.reset(new (std::align_val_t(64)) TileState<E>);
+    if (shape.latent) latent_ = *shape.latent, latent_tiles_.resize(shape.num_threads);
+    for (auto& tile : latent_tiles_)
+      if (!tile.reserve(latent_)) throw std::bad_alloc();
     penalizers_.resize(shape.num_threads);
     drawers_.resize(shape.num_threads);
   }
@@ -63,6 +67,11 @@ class Decoder {
   bool plan(const Batch& batch) try {
     if (batch.adapters) by_adapter_.sort(batch);
     tiles_.clear();
+    if (shape_.latent) {
+      latent_plan_.make(latent_, batch, shape_.heads, team_.size());
+      latent_plan_.sort(shape_.heads, kByTiles<E>);
+      return true;
+    }
     const int tile_rows = attention_.rows_per_tile();
     for (int64_t index = 0; index < batch.num_spans; ++index) {
       const Span& span = batch.spans[index];
@@ -81,7 +90,12 @@ class Decoder {
     if (!reserve(batch)) return false;
     team_.run([&](int thread) {
       for (int index = first; index < last; ++index) {
-        if (!partial || half == 0) attend(index, batch, x, partial, thread);
+        if (!partial || half == 0) {
+          if (shape_.latent)
+            attend_latent(layers_[index], batch, x, partial, thread);
+          else
+            attend(index, batch, x, partial, thread);
+        }
         if (!partial || half == 1) feed_forward(index, batch, x, partial, thread);
       }
     });
@@ -208,8 +222,17 @@ class Decoder {
     const int64_t rows = batch.num_rows;
     return qkv_.reserve(rows * qkv_width()) && read_.reserve(rows * read_width()) &&
            inner_.reserve(rows * std::max(shape_.inner, shape_.shared_inner)) && reserve_operand(rows) &&
-           (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
-           (!batch.adapters || reserve_low_rank(rows));
+           (!shape_.is_parallel || before_.reserve(rows * shape_.hidden)) && (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
+           (!shape_.latent || reserve_latent(rows)) && (!batch.adapters || reserve_low_rank(rows));
+  }
+  bool reserve_latent(int64_t rows) {
+    const auto keys = static_cast<int64_t>(latent_plan_.keys().size());
+    const int64_t absorbed = shape_.heads * static_cast<int64_t>(latent_plan_.absorbed().size());
+    const int64_t pairs = pairs_of(std::max(latent_.nope, latent_.rank));
+    return queries_.reserve(rows * shape_.heads * latent_.query()) && absorbed_.reserve(absorbed * latent_stride()) &&
+           latents_.reserve(absorbed * latent_.rank) &&
+           unfolded_.reserve(keys * heads_at_once() * latent_.unfolded()) &&
+           operand_.reserve(std::max(absorbed, keys) * pairs * E::kWords);
   }
   bool has_given() const { return layers_->attention_post_norm.weight || shape_.shared_inner; }
   bool reserve_experts(int64_t rows) {
@@ -229,10 +252,14 @@ class Decoder {
   // bfloat16 and float32 take at least as many pairs as int8, and as int4 with its scales.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width()});
-    return (widest + E::kPair - 1) / E::kPair + kLanes;
+    return pairs_of(std::max({widest, latent_.query_rank, latent_.rank, latent_.nope}));
   }
-  int qkv_width() const { return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim; }
-  int read_width() const { return shape_.heads * shape_.head_dim; }
+  static int64_t pairs_of(int width) { return (width + E::kPair - 1) / E::kPair + kLanes; }
+  int qkv_width() const {
+    if (!shape_.latent) return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
+    return (latent_.query_rank ? latent_.query_rank : shape_.heads * latent_.query()) + latent_.cached();
+  }
+  int read_width() const { return shape_.heads * (shape_.latent ? latent_.value : shape_.head_dim); }
 
   // Packs rows for a product, quantized if its weights require that, and multiplies rows with an adapter by its A.
   // read_row(row, scratch) returns the row, `width` elements.
@@ -448,8 +475,11 @@ class Decoder {
     const int64_t rows = batch.num_rows;
     const int width = qkv_width();
     Stored *qkv = qkv_.get(), *read = read_.get();
-    load_normalized(qkv_of_x, layer.attention_norm, rows, thread,
-                    [&](int64_t row) { return x + row * shape_.hidden; });
+    load_normalized(qkv_of_x, layer.attention_norm, rows, thread, [&](int64_t row) {
+      const Stored* own = x + row * shape_.hidden;
+      if (shape_.is_parallel) std::memcpy(before_.get() + row * shape_.hidden, own, shape_.hidden * sizeof *own);
+      return own;
+    });
     multiply_into(qkv_of_x, tasks_of(qkv_of_x, rows), thread, qkv, width);
     team_.barrier();
     const Share share(rows, thread, team_.size());
@@ -479,8 +509,10 @@ class Decoder {
     for (int head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
       Stored* data = qkv + static_cast<int64_t>(head) * head_dim;
       const float* weight = head < shape_.heads ? layer.query_norm : layer.key_norm;
-      if (norms_each) normalize<E>(Norm{weight, nullptr}, shape_.eps, data, data, head_dim);
+      const auto norm = [&] { normalize<E>(Norm{weight, nullptr}, shape_.eps, data, data, head_dim); };
+      if (norms_each && !shape_.norms_rotated) norm();
       if (layer.cos) rotate<E>(data, layer.cos + position * half, layer.sin + position * half, shape_.rotary_dim);
+      if (norms_each && shape_.norms_rotated) norm();
     }
     const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
@@ -553,13 +585,185 @@ class Decoder {
     });
   }
 
+  void attend_latent(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const LatentLayer& latent = *layer.latent;
+    const int64_t rows = batch.num_rows, width = qkv_width();
+    const Product first{layer.qkv};
+    load_normalized(first, layer.attention_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
+    multiply_into(first, tasks_of(first, rows), thread, qkv_.get(), static_cast<int>(width));
+    team_.barrier();
+    const Share share(rows, thread, team_.size());
+    for (int64_t row = share.begin; row < share.end; ++row)
+      place_latent(layer, batch, row, qkv_.get() + row * width);
+    LatentQueries queries{qkv_.get(), width};
+    if (latent.query_up.data) {
+      const Product up{latent.query_up};
+      queries = {queries_.get(), shape_.heads * latent_.query()};
+      load_operand(up, tasks_of(up, rows), rows, latent_.query_rank, thread,
+                   [&](int64_t row, Stored*) { return qkv_.get() + row * width; });
+      multiply_into(up, tasks_of(up, rows), thread, queries_.get(), static_cast<int>(queries.stride));
+      team_.barrier();
+    }
+    const int half = shape_.rotary_dim / 2;
+    for (int64_t row = share.begin; row < share.end; ++row) {
+      const int64_t at = layer.cos ? batch.positions[row] * half : 0;
+      for (int head = 0; head < shape_.heads; ++head)
+        rotate_latent<E>(latent_, queries.of(latent_, row, head) + latent_.nope, layer.cos ? layer.cos + at : nullptr,
+                         layer.sin + at, shape_.rotary_dim);
+    }
+    team_.barrier();
+    AttentionShape attention = attention_;
+    attention.recent = layer.recent;
+    attention.sinks = layer.sinks;
+    if (!latent_plan_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
+    if (!latent_plan_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
+    contribute({layer.output}, read_.get(), read_width(), rows, layer.attention_post_norm, x, partial, thread);
+  }
+
+  // The queries of rows, with both parts of every head.
+  struct LatentQueries {
+    Stored* data;
+    int64_t stride;  // of rows
+    Stored* of(const LatentShape& shape, int64_t row, int head) const {
+      return data + row * stride + static_cast<int64_t>(head) * shape.query();
+    }
+  };
+
+  // Normalizes a row's latent, rotates its shared key, and stores both in the cache.
+  void place_latent(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
+    const LatentLayer& latent = *layer.latent;
+    const int64_t position = batch.positions[row], at = position * (shape_.rotary_dim / 2);
+    Stored* own = qkv + qkv_width() - latent_.cached();
+    if (latent_.query_rank) normalize<E>(latent.query_norm, latent_.eps, qkv, qkv, latent_.query_rank);
+    normalize<E>(latent.kv_norm, latent_.eps, own, own, latent_.rank);
+    rotate_latent<E>(latent_, own + latent_.rank, layer.cos ? layer.cos + at : nullptr, layer.sin + at,
+                     shape_.rotary_dim);
+    std::memcpy(cached(layer, batch, batch.slots[row], position), own, latent_.cached() * sizeof *own);
+  }
+
+  Stored* cached(const Layer& layer, const Batch& batch, int64_t slot, int64_t position) const {
+    const int size = shape_.tokens_per_block;
+    const int64_t block = batch.block_tables[slot * batch.table_width + position / size];
+    return static_cast<Stored*>(layer.keys) + (block * size + position % size) * latent_.cached();
+  }
+
+  // read_ of the rows whose queries attend to the latents.
+  void attend_absorbed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
+                       const LatentQueries& queries, int thread) {
+    const LatentLayer& latent = *layer.latent;
+    const auto& absorbed = latent_plan_.absorbed();
+    const auto rows = static_cast<int64_t>(absorbed.size()), visits = rows * shape_.heads;  // by head
+    const int rank = latent_.rank;
+    const auto tasks_of_heads = [&](const Linear& linear) {
+      return Tasks(latent_plan_.by_head(), linear.columns / kPanel / shape_.heads);
+    };
+    const Product absorb{latent.absorb}, value_up{latent.value_up};
+    load_operand(absorb, tasks_of_heads(latent.absorb), visits, latent_.nope, thread, [&](int64_t visit, Stored*) {
+      return queries.of(latent_, absorbed[visit % rows].row, static_cast<int>(visit / rows));
+    });
+    multiply_by(absorb, tasks_of_heads(latent.absorb), thread, [&](int visit, int panel, Floats low, Floats high) {
+      float* target = absorbed_.get() + visit * latent_stride() + panel * kPanel;
+      store(target, low);
+      store(target + kLanes, high);
+    });
+    team_.barrier();
+    const int at_once = latent_plan_.heads_per_tile(), tiles = (shape_.heads + at_once - 1) / at_once;
+    team_.deal(rows * tiles, thread);
+    team_.barrier();
+    team_.share(thread, [&](int64_t number) {
+      const auto& row = absorbed[number / tiles];
+      const int first = static_cast<int>(number % tiles) * at_once, heads = std::min(at_once, shape_.heads - first);
+      LatentTile<E>& tile = latent_tiles_[thread];
+      const auto visit_of = [&](int m) { return (first + m) * rows + number / tiles; };
+      for (int m = 0; m < heads; ++m) {
+        std::memcpy(tile.own(m), absorbed_.get() + visit_of(m) * latent_stride(), latent_stride() * sizeof(float));
+        tile.set_shared(m, queries.of(latent_, row.row, first + m) + latent_.nope);
+        tile.set_position(m, row.position);
+      }
+      tile.attend(attention, heads, rank, rank, row.position, [&](int64_t from, auto& keys) {
+        for (int i = 0; i < keys.count; ++i) {
+          keys.own[i] = keys.values[i] = cached(layer, batch, row.slot, from + i);
+          keys.shared[i] = keys.own[i] + rank;
+        }
+      });
+      for (int m = 0; m < heads; ++m) tile.finish(m, rank, latents_.get() + visit_of(m) * rank);
+    });
+    team_.barrier();
+    load_operand(value_up, tasks_of_heads(latent.value_up), visits, rank, thread,
+                 [&](int64_t visit, Stored*) { return latents_.get() + visit * rank; });
+    multiply_by(value_up, tasks_of_heads(latent.value_up), thread, [&](int visit, int panel, Floats low, Floats high) {
+      Stored* target = read_.get() + absorbed[visit % rows].row * read_width() + visit / rows * latent_.value;
+      store_panel(target, panel, latent_.value, low, high);
+    });
+    team_.barrier();
+  }
+
+  // read_ of the rows for which latents are projected to keys and values, those of some heads at a time.
+  void attend_decompressed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
+                           const LatentQueries& queries, int thread) {
+    const auto& keys = latent_plan_.keys();
+    const auto count = static_cast<int64_t>(keys.size());
+    const int width = latent_.unfolded(), nope = latent_.nope, panels = (width + kPanel - 1) / kPanel;
+    for (int begin = 0; begin < shape_.heads; begin += heads_at_once()) {
+      const int heads = std::min(heads_at_once(), shape_.heads - begin);
+      Linear own = layer.latent->kv_up;
+      own.data = static_cast<const Stored*>(own.data) + static_cast<int64_t>(begin) * panels * kPanel * own.inner;
+      own.columns = heads * panels * kPanel;
+      const Product up{own};
+      load_operand(up, tasks_of(up, count), count, latent_.rank, thread, [&](int64_t key, Stored*) {
+        return cached(layer, batch, keys[key].slot, keys[key].position);
+      });
+      multiply_by(up, tasks_of(up, count), thread, [&](int key, int panel, Floats low, Floats high) {
+        Stored* target = unfolded_.get() + (panel / panels * count + key) * width;
+        store_panel(target, panel % panels, width, low, high);
+      });
+      team_.barrier();
+      team_.deal(static_cast<int64_t>(latent_plan_.tiles().size()) * heads, thread);
+      team_.barrier();
+      team_.share(thread, [&](int64_t number) {
+        const int head = static_cast<int>(number % heads);
+        const auto& rows = latent_plan_.tiles()[number / heads];
+        LatentTile<E>& tile = latent_tiles_[thread];
+        const int64_t first = rows.span.start + rows.begin - rows.span.begin;  // position
+        const int vectors = static_cast<int>(rows.end - rows.begin);
+        for (int m = 0; m < vectors; ++m) {
+          const Stored* query = queries.of(latent_, rows.begin + m, begin + head);
+          tile.set_own(m, query, nope);
+          tile.set_shared(m, query + nope);
+          tile.set_position(m, first + m);
+        }
+        tile.attend(attention, vectors, nope, latent_.value, first + vectors - 1, [&](int64_t from, auto& found) {
+          for (int i = 0; i < found.count; ++i) {
+            found.own[i] = unfolded_.get() + (head * count + rows.first_key + from + i) * width;
+            found.values[i] = found.own[i] + nope;
+            found.shared[i] = cached(layer, batch, rows.span.slot, from + i) + latent_.rank;
+          }
+        });
+        for (int m = 0; m < vectors; ++m)
+          tile.finish(m, latent_.value,
+                      read_.get() + (rows.begin + m) * read_width() + (begin + head) * latent_.value);
+      });
+      team_.barrier();
+    }
+  }
+
+  // Number of floats of an absorbed query, whose padding to whole panels is zeros.
+  int64_t latent_stride() const { return (latent_.rank + kPanel - 1) / kPanel * kPanel; }
+  // Number of heads whose keys and values are in memory at once.
+  int heads_at_once() const {
+    const int64_t of_head = static_cast<int64_t>(latent_plan_.keys().size()) * latent_.unfolded() * sizeof(Stored);
+    return static_cast<int>(std::clamp<int64_t>(kUnfoldedBytes / std::max<int64_t>(of_head, 1), 1, shape_.heads));
+  }
+  static constexpr int64_t kUnfoldedBytes = 32 << 20;
+
   void feed_forward(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
     if (layer.router.data) return mix_experts(layer, batch.num_rows, x, partial, thread);
     const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
     const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
     const int64_t rows = batch.num_rows;
-    load_normalized(up, layer.mlp_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
+    const Stored* read = shape_.is_parallel ? before_.get() : x;
+    load_normalized(up, layer.mlp_norm, rows, thread, [&](int64_t row) { return read + row * shape_.hidden; });
     multiply_activated(up, tasks_of(up, rows), thread, shape_.inner);
     contribute(down, inner_.get(), shape_.inner, rows, layer.mlp_post_norm, x, partial, thread);
   }
@@ -644,7 +848,7 @@ class Decoder {
     });
     team_.barrier();
     const Share share(rows, thread, team_.size());
-    for (int64_t row = share.begin; row < share.end; ++row) routing_.choose(row);
+    for (int64_t row = share.begin; row < share.end; ++row) routing_.choose(row, layer.choice_bias);
     team_.barrier();
     if (thread == 0) routing_.sort(is_by_tiles(layer.expert_up) && is_by_tiles(layer.expert_down));
     team_.barrier();
@@ -676,6 +880,14 @@ class Decoder {
   std::vector<Penalizer> penalizers_;  // one per thread
   std::vector<Drawer> drawers_;  // one per thread
   Buffer<Stored> qkv_, read_, inner_;
+  LatentShape latent_{};
+  LatentPlan latent_plan_;
+  std::vector<LatentTile<E>> latent_tiles_;  // one per thread
+  Buffer<Stored> queries_;   // [rows, heads, query], of latent attention, as all of these
+  Buffer<float> absorbed_;   // [heads, absorbed rows, rank in whole panels]
+  Buffer<Stored> latents_;   // [heads, absorbed rows, rank], sums of latents
+  Buffer<Stored> unfolded_;  // [some heads, keys, nope + value], keys and values
+  Buffer<Stored> before_;  // [rows, hidden], the input of a layer whose MLP reads the same as attention
   Buffer<Stored> given_;  // [rows, hidden], output of attention or MLP if it has a post-norm or there are experts
   Routed routed_;
   Routing routing_;            // of a layer with experts, like the next two

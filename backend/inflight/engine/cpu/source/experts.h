@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <vector>
 
@@ -27,11 +28,18 @@ class Routing {
     experts_ = shape.experts;
     per_row_ = shape.experts_per_row;
     normalizes_ = shape.normalizes_chances;
+    by_sigmoid_ = shape.scores_by_sigmoid;
+    scale_ = shape.chances_scale;
+    groups_ = shape.groups;
+    groups_per_row_ = shape.groups_per_row;
+    scores_per_group_ = shape.scores_per_group;
     rows_ = rows;
     const int64_t visits = rows * per_row_;
     begins_.resize(experts_ + 1);
     of_expert_.reserve(experts_ + visits / (kMostRowsOfTask - kMostTiledRows));
-    return scores_.reserve(rows * width()) && chosen_.reserve(visits) && chances_.reserve(visits) &&
+    return scores_.reserve(rows * width()) && probabilities_.reserve(rows * width()) &&
+           (!limits_groups() || of_groups_.reserve(rows * groups_)) &&
+           best_.reserve(rows * (groups_per_row_ + scores_per_group_)) && chosen_.reserve(visits) && chances_.reserve(visits) &&
            places_.reserve(visits) && rows_of_.reserve(visits);
   } catch (const std::bad_alloc&) {
     return false;
@@ -44,34 +52,36 @@ class Routing {
   float* scores(int64_t row) { return scores_.get() + row * width(); }
   float gate(int64_t row) { return scores(row)[experts_]; }
 
-  // Finds a row's experts, which have the highest scores (of equal scores, the lower index), and their weights:
-  // probabilities over all experts or over the chosen ones. NaN scores give NaN weights.
-  void choose(int64_t row) {
-    float* scores = this->scores(row);
+  // Finds a row's experts and their weights, by probabilities from its scores. The experts have the highest
+  // probabilities plus `bias` [experts], if there is one, in the best groups; of equal ones the lower index is taken.
+  // NaN scores give NaN weights.
+  void choose(int64_t row, const float* bias) {
+    float* wanted = scores(row);
+    float* probabilities = probabilities_.get() + row * width();
+    find_probabilities(wanted, probabilities);
+    // A softmax alone keeps the order of scores, and very small ones differ more than their probabilities.
+    for (int i = 0; (by_sigmoid_ || bias || limits_groups()) && i < experts_; ++i)
+      wanted[i] = probabilities[i] + (bias ? bias[i] : 0.0f);
     int32_t* chosen = chosen_.get() + row * per_row_;
-    int count = 0;
-    for (int expert = 0; expert < experts_; ++expert) {
-      if (count == per_row_ && !(scores[expert] > scores[chosen[count - 1]])) continue;
-      int at = count < per_row_ ? count++ : count - 1;
-      for (; at > 0 && scores[expert] > scores[chosen[at - 1]]; --at) chosen[at] = chosen[at - 1];
-      chosen[at] = expert;
-    }
-    const Floats highest = floats(scores[chosen[0]]);
-    Floats sums = floats(0.0f);
-    for (int i = 0; i < experts_; i += kLanes) {
-      const Mask mask = first_lanes(experts_ - i);
-      const Floats power = exp_ps(sub(load(scores + i, mask), highest));
-      sums = add_where(mask, sums, power);
-      store(scores + i, power, mask);
+    if (limits_groups()) {
+      const int32_t* groups = choose_groups(row, wanted);
+      const int size = experts_ / groups_;
+      const auto expert_at = [&](int i) { return groups[i / size] * size + i % size; };
+      find_highest(groups_per_row_ * size, per_row_, [&](int i) { return wanted[expert_at(i)]; }, chosen);
+      for (int i = 0; i < per_row_; ++i) chosen[i] = expert_at(chosen[i]);
+    } else {
+      find_highest(experts_, per_row_, [&](int i) { return wanted[i]; }, chosen);
     }
     std::sort(chosen, chosen + per_row_);
     float* chances = chances_.get() + row * per_row_;
     float total = 0.0f;
     for (int i = 0; i < per_row_; ++i) {
-      chances[i] = scores[chosen[i]] / sum_of(sums);
+      chances[i] = probabilities[chosen[i]];
       total += chances[i];
     }
-    for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total;
+    // In this order a NaN stays NaN.
+    for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total < kLeastSum ? kLeastSum : total;
+    for (int i = 0; i < per_row_; ++i) chances[i] *= scale_;
   }
 
   // After all rows have chosen, sorts visits by expert, in blocks for tiles or for other products.
@@ -118,11 +128,69 @@ class Routing {
   }
 
  private:
-  int64_t width() const { return experts_ + 1; }
+  static constexpr float kLeastSum = 1e-20f;  // by which probabilities are divided
 
-  int experts_ = 0, per_row_ = 0, normalizes_ = 0;
+  int64_t width() const { return experts_ + 1; }
+  bool limits_groups() const { return groups_per_row_ < groups_; }
+
+  // probabilities [experts] = the sigmoids or the softmax of `scores`.
+  void find_probabilities(const float* scores, float* probabilities) const {
+    const Floats least = floats(-std::numeric_limits<float>::infinity());
+    Floats highest = least, sums = floats(0.0f);
+    for (int i = 0; !by_sigmoid_ && i < experts_; i += kLanes)
+      highest = max(highest, load_or(least, scores + i, first_lanes(experts_ - i)));
+    const Floats shift = floats(largest_of(highest));
+    for (int i = 0; i < experts_; i += kLanes) {
+      const Mask mask = first_lanes(experts_ - i);
+      const Floats score = load(scores + i, mask);
+      const Floats power = by_sigmoid_ ? sigmoid_ps(score) : exp_ps(sub(score, shift));
+      sums = add_where(mask, sums, power);
+      store(probabilities + i, power, mask);
+    }
+    const Floats total = floats(by_sigmoid_ ? 1.0f : sum_of(sums));
+    for (int i = 0; i < experts_; i += kLanes) {
+      const Mask mask = first_lanes(experts_ - i);
+      store(probabilities + i, div(load(probabilities + i, mask), total), mask);
+    }
+  }
+
+  // Returns a row's groups, ascending: those with the highest sums of their highest wanted experts.
+  const int32_t* choose_groups(int64_t row, const float* wanted) {
+    const int size = experts_ / groups_;
+    float* of_groups = of_groups_.get() + row * groups_;
+    int32_t* best = best_.get() + row * (groups_per_row_ + scores_per_group_);
+    int32_t* of_group = best + groups_per_row_;
+    for (int group = 0; group < groups_; ++group) {
+      const float* own = wanted + group * size;
+      find_highest(size, scores_per_group_, [&](int i) { return own[i]; }, of_group);
+      of_groups[group] = 0.0f;
+      for (int i = 0; i < scores_per_group_; ++i) of_groups[group] += own[of_group[i]];
+    }
+    find_highest(groups_, groups_per_row_, [&](int i) { return of_groups[i]; }, best);
+    std::sort(best, best + groups_per_row_);
+    return best;
+  }
+
+  // found [count] = the indices of the highest of `total` values, descending; of equal values the lower index first.
+  template <class ValueAt>
+  static void find_highest(int total, int count, const ValueAt& value_at, int32_t* found) {
+    int num_found = 0;
+    for (int i = 0; i < total; ++i) {
+      if (num_found == count && !(value_at(i) > value_at(found[count - 1]))) continue;
+      int at = num_found < count ? num_found++ : count - 1;
+      for (; at > 0 && value_at(i) > value_at(found[at - 1]); --at) found[at] = found[at - 1];
+      found[at] = i;
+    }
+  }
+
+  int experts_ = 0, per_row_ = 0, normalizes_ = 0, by_sigmoid_ = 0;
+  int groups_ = 1, groups_per_row_ = 1, scores_per_group_ = 1;
+  float scale_ = 1.0f;
   int64_t rows_ = 0, num_read_ = 0;
-  Buffer<float> scores_;    // [rows, experts and the gate]
+  Buffer<float> scores_;    // [rows, experts and the gate]; then by what experts are chosen
+  Buffer<float> probabilities_;  // [rows, experts and the gate]
+  Buffer<float> of_groups_;      // [rows, groups]: by what groups are chosen
+  Buffer<int32_t> best_;         // [rows, groups of a row, and the experts by which one group is scored]
   Buffer<int32_t> chosen_;  // [rows, experts of a row], ascending
   Buffer<float> chances_;   // [rows, experts of a row]: their weights
   Buffer<int64_t> places_;  // [rows, experts of a row]: places in the order by expert

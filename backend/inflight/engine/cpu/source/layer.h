@@ -56,18 +56,23 @@ struct Adapter {
   int32_t ranks;  // maximum over all products
 };
 
+struct LatentShape;  // in latent.h, as the next one
+struct LatentLayer;
+
 struct Layer {
   Norm attention_norm, mlp_norm;            // on the inputs of attention and MLP; without weight: none
   Norm attention_post_norm, mlp_post_norm;  // on the outputs of attention and MLP; without weight: none
   Linear qkv, output, up, down;   // in a layer with experts, up and down are the shared MLP's, if there is one
   Linear router;                  // a column for each expert, then the shared MLP's gate; without data: no experts
   Linear expert_up, expert_down;  // of all experts, each padded to whole panels
+  const float* choice_bias;       // [experts], added to probabilities when experts are chosen; or null
   const float *query_norm, *key_norm;  // [head_dim], or of all heads; or null
   const float* learned_sinks;          // [heads], or null
   const float *cos, *sin;              // [positions, rotary_dim / 2], or null
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
   int32_t recent, sinks;
+  const LatentLayer* latent;  // null: ordinary attention
 };
 
 struct Shape {
@@ -75,12 +80,18 @@ struct Shape {
   int32_t tokens_per_block, is_gated, activation, num_threads;
   int32_t rotary_dim;           // number of rotated dimensions of a head
   int32_t norms_heads_together;  // whether query_norm spans all query heads, and key_norm all key heads
+  int32_t norms_rotated;         // whether heads are rotated before these norms
+  int32_t is_parallel;           // whether the MLP reads the same rows as attention
   int32_t experts, experts_per_row, expert_inner, shared_inner;  // of layers with experts; 0: there are none
   int32_t normalizes_chances;    // whether the probabilities of a row's experts are divided by their sum
+  int32_t scores_by_sigmoid;     // whether probabilities are sigmoids of scores, not their softmax
+  int32_t groups, groups_per_row, scores_per_group;  // of experts: see `ExpertsConfig`
   int32_t cache_kind;            // format of keys and values in the cache: a CacheKind
   int32_t spin_us;               // microseconds that a thread spins at a barrier before it sleeps
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
+  float chances_scale;               // of experts, after normalization
   float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, which replaces `activation`; limit 0: not clamped
+  const LatentShape* latent;         // null: ordinary attention
 };
 
 struct Batch {
