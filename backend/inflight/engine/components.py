@@ -11,7 +11,6 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
     experts = decoder.experts
     return {
         "latent attention": decoder.latent is not None,
-        "recurrent layers": decoder.recurrent is not None,
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),
         "keys that are also values": any(decoder.keys_are_values),
         "norms of values": decoder.value_norm,
@@ -25,5 +24,4 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "per-layer embeddings": decoder.layer_inputs is not None,
         "experts with norms or factors of their own": experts is not None
         and (experts.has_norms or experts.has_expert_scales),
-        "gates of attention": decoder.attention_gate,
     }

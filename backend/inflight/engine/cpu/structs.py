@@ -31,8 +31,55 @@ class NormStruct(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
+class RecurrentShapeStruct(Structure):
+    """Sizes of the recurrent layers of a model, whose `kind` is in `layout`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("key_heads", c_int32),
+        ("heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("conv_width", c_int32),
+        ("conv_columns", c_int32),
+        ("projected", c_int32),
+        ("output", c_int32),
+        ("eps", c_float),
+        ("beta_scale", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+    )
+
+
+class RecurrentStruct(Structure):
+    """A recurrent layer besides its projections, and its part of the states."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+        ("conv_states", c_void_p),
+        ("states", c_void_p),
+    )
+
+
+class SegmentStruct(Structure):
+    """Consecutive rows of a sequence in a model with recurrent layers."""
+
+    _fields_ = (
+        ("state", c_int64),
+        ("begin", c_int64),
+        ("end", c_int64),
+        ("saved", c_int64),
+        ("kept", c_int64),
+    )
+
+
 class LayerStruct(Structure):
-    """A layer and its part of the KV cache."""
+    """A layer and its part of the KV cache or of the recurrent states."""
 
     _fields_ = (
         ("attention_norm", NormStruct),
@@ -55,6 +102,7 @@ class LayerStruct(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("recurrent", RecurrentStruct),
         ("recent", c_int32),
         ("sinks", c_int32),
     )
@@ -82,6 +130,7 @@ class ShapeStruct(Structure):
         ("normalizes_chances", c_int32),
         ("cache_kind", c_int32),
         ("spin_us", c_int32),
+        ("gates_attention", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),
@@ -90,6 +139,7 @@ class ShapeStruct(Structure):
         ("logits_soft_cap", c_float),
         ("swiglu_limit", c_float),
         ("swiglu_alpha", c_float),
+        ("recurrent", RecurrentShapeStruct),
     )
 
 
@@ -134,6 +184,10 @@ class BatchStruct(Structure):
         ("block_tables", c_void_p),
         ("table_width", c_int64),
         ("adapters", c_void_p),
+        ("num_segments", c_int64),
+        ("segments", c_void_p),
+        ("kept", c_void_p),
+        ("num_kept", c_int64),
     )
 
 
@@ -176,6 +230,7 @@ _SIGNATURES = {
     "destroy": (None, (c_void_p,)),
     "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "accept": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "run_to_logits": (
         c_bool,
         (
