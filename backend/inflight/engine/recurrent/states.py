@@ -76,7 +76,8 @@ class RecurrentStates:
         device: Device of the memory.
 
     Attributes:
-        memory: The states of the convolutions and of linear attention, as in `mixers`, [layers, entries, …] each.
+        memory: The states of the convolutions and of linear attention, as in `mixers`, [layers, entries, …] each;
+            compiled layers order the numbers of an entry in their own way.
         plan: The plan of the batch that is computed; None before the first one.
     """
 

@@ -78,7 +78,7 @@ struct Recurrent {
   const float* skip;       // [heads], or null
   const float* norm;       // gated DeltaNet: [value_dim]; Mamba-2: [output]
   void* conv_states;       // [states, conv_width - 1, conv_columns]: the last inputs of the convolution
-  float* states;           // [states, heads, key_dim, value_dim]
+  float* states;           // [states, heads, key_dim * value_dim], in the order of linear_attention.h
 };
 
 // Consecutive rows of a sequence, by which its state advances.

@@ -2,10 +2,11 @@
 //
 // A head's state S [key_dim, value_dim] maps keys to values. Each token decays it, adds its value at its key, and reads
 // it at its query; `engine/recurrent/linear_attention.py` has the formulas. Columns of S do not depend on each other:
-// 32 at a time are advanced by up to `kTokensAtOnce` tokens, while they are in the first-level cache.
+// 32 at a time are advanced by up to `kTokensAtOnce` tokens, while they are in the first-level cache. They are stored
+// together, [key_dim, 32], the last ones of a head [key_dim, columns left].
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 
 #include "layer.h"
 #include "vector_math.h"
@@ -25,12 +26,13 @@ struct HeadTokens {
   float skip;            // factor of the values that are added to the results
 };
 
-// Advances columns of a state [key_dim, `width`] by some tokens. values [count, columns], rows `stride` apart: the
-// tokens' values, which are replaced by the results. With kDelta a token writes only the difference from what the state
-// has at its key.
+// Advances a state [key_dim, columns] of up to 32 columns by some tokens. values [count, columns], rows `stride` apart:
+// the tokens' values, which are replaced by the results. With kDelta a token writes only the difference from what the
+// state has at its key.
 template <bool kDelta, bool kWhole>
-inline void attend_columns(const HeadTokens& tokens, int key_dim, float* state, int64_t width, int columns,
-                           float* values, int64_t stride) {
+inline void attend_columns(const HeadTokens& tokens, int key_dim, float* state, int columns, float* values,
+                           int64_t stride) {
+  const int width = kWhole ? kValuesAtOnce : columns;
   const Mask lows = first_lanes(columns), highs = first_lanes(columns - kLanes);
   const auto load_low = [&](const float* p) { return kWhole ? load(p) : load(p, lows); };
   const auto load_high = [&](const float* p) { return kWhole ? load(p + kLanes) : load(p + kLanes, highs); };
@@ -82,18 +84,15 @@ inline void attend_columns(const HeadTokens& tokens, int key_dim, float* state, 
   }
 }
 
-// Advances the columns `first` to `last` - 1 of a head's state [key_dim, value_dim] by some tokens. values [count,
+// Advances the columns `first` to `last` - 1 of a head by some tokens; `first` is a multiple of 32. values [count,
 // value_dim], rows `stride` apart: the tokens' values, whose columns are replaced by the results.
 template <bool kDelta>
-__attribute__((noinline)) void attend_head(const HeadTokens& tokens, const RecurrentShape& shape, float* state,
-                                           int first, int last, float* values, int64_t stride) {
+__attribute__((noinline)) void attend_head(const HeadTokens& tokens, int key_dim, float* state, int first, int last,
+                                           float* values, int64_t stride) {
   for (int column = first; column < last; column += kValuesAtOnce) {
-    const int left = last - column;
-    if (left >= kValuesAtOnce)
-      attend_columns<kDelta, true>(tokens, shape.key_dim, state + column, shape.value_dim, left, values + column, stride);
-    else
-      attend_columns<kDelta, false>(tokens, shape.key_dim, state + column, shape.value_dim, left, values + column,
-                                    stride);
+    const int columns = std::min(kValuesAtOnce, last - column);
+    const auto attend = columns == kValuesAtOnce ? attend_columns<kDelta, true> : attend_columns<kDelta, false>;
+    attend(tokens, key_dim, state + static_cast<int64_t>(column) * key_dim, columns, values + column, stride);
   }
 }
 

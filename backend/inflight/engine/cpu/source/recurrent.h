@@ -165,18 +165,17 @@ class RecurrentLayers {
                                                            convolved, scratch);
         float* values = convolved_.get() + row * shape_.conv_columns + head * shape_.value_dim;
         if (has_delta)
-          attend_head<true>(tokens, shape_, state, first, last, values + 2 * key_width(), shape_.conv_columns);
+          attend_head<true>(tokens, shape_.key_dim, state, first, last, values + 2 * key_width(),
+                            shape_.conv_columns);
         else
-          attend_head<false>(tokens, shape_, state, first, last, values, shape_.conv_columns);
+          attend_head<false>(tokens, shape_.key_dim, state, first, last, values, shape_.conv_columns);
       }
       if (segment.saved >= 0) copy_columns(state, state_of(segment.saved), first, last);
     }
   }
 
   void copy_columns(const float* from, float* to, int first, int last) const {
-    for (int64_t row = 0; row < shape_.key_dim; ++row)
-      std::memcpy(to + row * shape_.value_dim + first, from + row * shape_.value_dim + first,
-                  (last - first) * sizeof(float));
+    std::copy(from + first * shape_.key_dim, from + last * shape_.key_dim, to + first * shape_.key_dim);
   }
 
   // Normalized queries and keys, decays, and weights of the delta rule.
