@@ -6,7 +6,6 @@ summed between calls. Keys and values are stored in the cache's blocks in a spec
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 from functools import partial
@@ -30,7 +29,6 @@ from inflight.engine.cpu.structs import (
     LayerStruct,
     RecurrentShapeStruct,
     RoutedStruct,
-    SegmentStruct,
     ShapeStruct,
 )
 from inflight.engine.host_memory import Recycled
@@ -256,7 +254,7 @@ class NativeDecoder:
         """Add the rows of `states.plan` to the batch, with memory for the rows of drafts."""
         plan = states.plan
         assert plan is not None, "begin comes before forward"
-        segments: list[tuple[int, int, int, int, int]] = []
+        segments: list[tuple[int, ...]] = []
         drafts: list[tuple[int, int]] = []  # slot and first kept row
         num_kept = 0
         for each in plan.segments:
@@ -270,27 +268,21 @@ class NativeDecoder:
         for row, slot in enumerate(as_array(plan.generation_slots).tolist(), plan.generation_begin):
             segments.append((slot, row, row + 1, saved.get(slot, -1), -1))
         batch.segments_array = _segments(segments)  # lives as long as the batch
-        batch.num_segments, batch.segments = len(segments), ctypes.addressof(batch.segments_array)
+        batch.num_segments, batch.segments = len(segments), batch.segments_array.ctypes.data
         if drafts:
             kept = torch.empty(len(self._layers), num_kept, self._shape.recurrent.projected, dtype=self.dtype)
-            batch.kept_tensor = kept  # likewise
             batch.kept, batch.num_kept = kept.data_ptr(), num_kept
             for slot, first in drafts:
                 states.keep_drafts(slot, partial(self._accept, kept, slot, first))
 
     def _accept(self, kept: Tensor, slot: int, first: int, num_accepted: int) -> None:
         """Advance a slot's state by accepted drafts, whose rows in `kept` begin at `first`."""
+        num_layers, num_kept, _ = kept.shape
         segments = _segments([(slot, first, first + num_accepted, -1, -1)])
-        _check(
-            self._library.accept(
-                self._handle,
-                ctypes.addressof(segments),
-                len(segments),
-                kept.data_ptr(),
-                kept.shape[1],
-                len(self._layers),
-            )
+        is_done = self._library.accept(
+            self._handle, segments.ctypes.data, len(segments), kept.data_ptr(), num_kept, num_layers
         )
+        _check(is_done)
 
     def _run(
         self,
@@ -383,8 +375,9 @@ def _spans(packed: PackedBatch) -> NDArray[np.int64]:
     return np.array(spans, dtype=np.int64)
 
 
-def _segments(segments: list[tuple[int, int, int, int, int]]) -> ctypes.Array[SegmentStruct]:
-    return (SegmentStruct * len(segments))(*segments)
+def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Return [segments, 5] int64: Segment of source/layer.h."""
+    return np.array(segments, dtype=np.int64).reshape(-1, layout.SEGMENT_FIELDS)
 
 
 def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:

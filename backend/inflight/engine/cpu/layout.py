@@ -29,6 +29,8 @@ MAX_QUERY_GROUP, MAX_HEAD_DIM = 12, 256
 """Maximum number of query heads per key head, and maximum width of a head, that attention supports."""
 MAX_CONV_WIDTH = 8
 """Maximum number of tokens of a recurrent layer's convolution."""
+SEGMENT_FIELDS = 5
+"""Number of int64 in a segment of rows: state, first row, row after the last, saved, kept."""
 NOT_RECURRENT, SHORT_CONV, GATED_DELTA, MAMBA2 = range(4)
 """Kinds of `RecurrentShapeStruct`."""
 
@@ -57,7 +59,7 @@ _CONSTANTS = {
     "kMamba2": MAMBA2,
     "sizeof(Recurrent)": ctypes.sizeof(structs.RecurrentStruct),
     "sizeof(RecurrentShape)": ctypes.sizeof(structs.RecurrentShapeStruct),
-    "sizeof(Segment)": ctypes.sizeof(structs.SegmentStruct),
+    "sizeof(Segment)": 8 * SEGMENT_FIELDS,
     "sizeof(Layer)": ctypes.sizeof(structs.LayerStruct),
     "sizeof(Shape)": ctypes.sizeof(structs.ShapeStruct),
     "sizeof(LayerAdapter)": ctypes.sizeof(structs.LayerAdapterStruct),

@@ -66,18 +66,6 @@ class RecurrentStruct(Structure):
     )
 
 
-class SegmentStruct(Structure):
-    """Consecutive rows of a sequence in a model with recurrent layers."""
-
-    _fields_ = (
-        ("state", c_int64),
-        ("begin", c_int64),
-        ("end", c_int64),
-        ("saved", c_int64),
-        ("kept", c_int64),
-    )
-
-
 class LayerStruct(Structure):
     """A layer and its part of the KV cache or of the recurrent states."""
 

@@ -235,7 +235,8 @@ class Decoder {
            read_.reserve(rows * read_width()) &&
            inner_.reserve(rows * std::max(shape_.inner, shape_.shared_inner)) && reserve_operand(rows) &&
            (!has_given(first, last) || given_.reserve(rows * shape_.hidden)) &&
-           (!shape_.experts || reserve_experts(rows)) && recurrent_.reserve(rows, team_.size()) &&
+           (!shape_.experts || reserve_experts(rows)) &&
+           (!shape_.recurrent.kind || recurrent_.reserve(rows, team_.size())) &&
            (!batch.adapters || reserve_low_rank(rows));
   }
   bool has_given(int first, int last) const {

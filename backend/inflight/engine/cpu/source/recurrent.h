@@ -1,8 +1,8 @@
-// Recurrent layers between their input projection and their output projection: a gated short convolution, gated DeltaNet
-// or Mamba-2, as `engine/recurrent/mixers.py` computes them.
+// Recurrent layers between their input and output projections: a gated short convolution, gated DeltaNet or Mamba-2, as
+// `engine/recurrent/mixers.py` computes them.
 //
-// The convolution is shared out by columns, linear attention by heads, and the rest by rows. A thread takes a sequence's
-// rows one after the other, so that its results do not depend on the chunks in which they are computed.
+// The convolution is shared out by columns, linear attention by heads, and the rest by rows. A thread takes a
+// sequence's rows one after the other, so that results do not depend on the chunks in which they are computed.
 #pragma once
 
 #include <algorithm>
@@ -210,7 +210,8 @@ class RecurrentLayers {
       decays[token] = std::exp(layer.decay[head] * weights[token]);
     }
     const float* keys = convolved + offset;
-    return {count, keys + key_width(), keys, shape_.conv_columns, decays, weights, layer.skip ? layer.skip[head] : 0.0f};
+    const float skip = layer.skip ? layer.skip[head] : 0.0f;
+    return {count, keys + key_width(), keys, shape_.conv_columns, decays, weights, skip};
   }
 
   // out = a query or key divided by its length, times `scale`.

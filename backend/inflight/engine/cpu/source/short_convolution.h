@@ -1,7 +1,6 @@
 // The causal convolution of recurrent layers: each column over the inputs of the last few tokens.
 //
-// A thread computes some columns for all rows of a sequence, so that it needs nothing from other threads. A row's result
-// depends neither on the other sequences of the batch nor on the rows that are computed together with it.
+// A thread computes some columns for all rows of a sequence, so that it needs nothing from other threads.
 #pragma once
 
 #include "layer.h"
