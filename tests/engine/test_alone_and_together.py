@@ -44,8 +44,12 @@ def assert_equal(row: Row, other: Row) -> None:
 @pytest.mark.parametrize(
     "case",
     with_all(
-        ["llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe", "glm4-moe", "deepseek-v3"],
-        ["llama-gqa", "mixtral", "deepseek-v3"],
+        [
+            *("llama-gqa", "llama-head-dim", "qwen3", "gpt2", "mixtral", "qwen2-moe"),
+            *("glm4-moe", "deepseek-v3"),
+            *("qwen3.5", "qwen3.5-moe", "granite-hybrid", "lfm2"),
+        ],
+        ["llama-gqa", "mixtral", "deepseek-v3", "granite-hybrid"],
     ),
 )
 @pytest.mark.parametrize("size", with_all([2, 3, 16], [3]))
@@ -69,7 +73,11 @@ def test_rows_have_the_same_tokens_and_logits_in_a_batch_and_alone(
 
 
 @pytest.mark.parametrize(
-    "case", with_all(["llama-gqa", "mistral-window", "gpt2", "qwen3-moe"], ["mistral-window", "qwen3-moe"])
+    "case",
+    with_all(
+        ["llama-gqa", "mistral-window", "gpt2", "qwen3-moe", "qwen3.5", "granite-hybrid", "lfm2"],
+        ["mistral-window", "qwen3-moe", "lfm2"],
+    ),
 )
 @pytest.mark.parametrize("chunk", with_all([1, 7, 8, 33], [7]))
 def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> None:
@@ -141,10 +149,11 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
     return [to_torch(tensor) for tensor in (result.context_logits, *result.generation_logits)]
 
 
+@pytest.mark.parametrize("case", ["llama-gqa", "qwen3.5"])
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
-def test_requests_through_the_scheduler(zoo: Zoo, dtype: str, way: str) -> None:
+def test_requests_through_the_scheduler(zoo: Zoo, case: str, dtype: str, way: str) -> None:
     """Mixed requests arrive one after the other, with chunks and pauses, and get the same results as alone."""
-    model = zoo["llama-gqa"]
+    model = zoo[case]
     requests = make_requests(model)
     engine = load(model.folder, 36, 8, dtype=dtype, kernels="native")
     together = serve(engine, config_of(way), requests, per_iteration=3)

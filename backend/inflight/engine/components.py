@@ -10,7 +10,6 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
     """Return whether the model needs each of these components."""
     experts = decoder.experts
     return {
-        "recurrent layers": decoder.recurrent is not None,
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),
         "keys that are also values": any(decoder.keys_are_values),
         "norms of values": decoder.value_norm,
@@ -24,5 +23,4 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "per-layer embeddings": decoder.layer_inputs is not None,
         "experts with norms or factors of their own": experts is not None
         and (experts.has_norms or experts.has_expert_scales),
-        "gates of attention": decoder.attention_gate,
     }

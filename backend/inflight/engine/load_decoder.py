@@ -19,7 +19,7 @@ from inflight.engine.collectives import Collectives
 from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
 from inflight.engine.cpu.decoder import NativeDecoder
-from inflight.engine.cpu.layout import MAX_HEAD_DIM, MAX_QUERY_GROUP
+from inflight.engine.cpu.layout import MAX_CONV_WIDTH, MAX_HEAD_DIM, MAX_QUERY_GROUP
 from inflight.engine.cpu.library import CannotBuild, CompiledCode, find_target, load_library
 from inflight.engine.cpu.packed_file import Mapped, PackedFile
 from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
@@ -36,6 +36,7 @@ from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights, PlainWeights, load_weights
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
+from inflight.models.recurrent import Mamba2
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.models.sink import KeptLevels
@@ -313,12 +314,17 @@ def runs_compiled(
 
 def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
     """Raise CannotBuild for components that the compiled layers do not have."""
-    experts = decoder.experts
+    experts, recurrent = decoder.experts, decoder.recurrent
     lacking = {
         **only_by_torch(decoder),
         "attention and experts beside each other": decoder.parallel_residual and experts is not None,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,
+        "norms over a group of heads on several ranks": isinstance(recurrent, Mamba2)
+        and recurrent.num_groups == 1
+        and shard.size > 1,
+        f"convolutions over more than {MAX_CONV_WIDTH} tokens": recurrent is not None
+        and recurrent.conv_width > MAX_CONV_WIDTH,
     }
     if missing := [what for what, is_needed in lacking.items() if is_needed]:
         raise CannotBuild(f"it does not have what this model needs: {', '.join(missing)}")

@@ -25,13 +25,16 @@ CPU = torch.device("cpu")
 NUM_LAYERS = 2
 
 
+def limits_of_states() -> EngineLimits:
+    return EngineLimits(100, 200, 4, 100, tokens_per_block=4, has_state=True, num_state_snapshots=3)
+
+
 class Driver:
     """A slot table and recurrent states; token id i has row i of one table of projected hidden states."""
 
     def __init__(self) -> None:
         _, self.config, self.mixer, self.project, _ = gated_delta()
-        limits = EngineLimits(100, 200, 4, 100, tokens_per_block=4, has_state=True, num_state_snapshots=3)
-        self.table = SlotTable(limits, 100, CPU)
+        self.table = SlotTable(limits_of_states(), 100, CPU)
         self.states = RecurrentStates(self.config, NUM_LAYERS, 4, 3, torch.float32, CPU)
         self.rows = self.project(hidden_states(100))
         self.next_block = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.additional_outputs import HiddenStates
 from inflight.engine.collectives import ALONE, Collectives, join_logits
+from inflight.engine.cpu import layout
 from inflight.engine.cpu.adapters import PackedAdapters
 from inflight.engine.cpu.packing import Contribution, PackedLayer, PackedLinear, Packer
 from inflight.engine.cpu.row_kernels import NativeRowKernels
@@ -27,6 +29,7 @@ from inflight.engine.cpu.structs import (
     Handle,
     LatentShapeStruct,
     LayerStruct,
+    RecurrentShapeStruct,
     RoutedStruct,
     ShapeStruct,
 )
@@ -36,10 +39,12 @@ from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.layers.decoder import embed
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
+from inflight.engine.recurrent.states import RecurrentStates
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, LatentAttention
+from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, ShortConv, total_size
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
@@ -243,10 +248,48 @@ class NativeDecoder:
         if packed.adapters is not None:
             batch.adapters_array = self._adapters.addresses(packed.adapters)  # likewise
             batch.adapters = batch.adapters_array.ctypes.data
+        if cache.states is not None:
+            self._add_segments(batch, cache.states)
         if hidden is not None:
             return batch, hidden.contiguous()
         learned = self._position_embedding
         return batch, embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+
+    def _add_segments(self, batch: BatchStruct, states: RecurrentStates) -> None:
+        """Add the rows of `states.metadata` to the batch, with memory for the rows of drafts."""
+        metadata = states.metadata
+        assert metadata is not None, "begin comes before forward"
+        segments: list[tuple[int, ...]] = []
+        drafts: list[tuple[int, int]] = []  # slot and first kept row
+        num_kept = 0
+        for each in metadata.segments:
+            segments.append(
+                (each.slot, each.begin, each.end, each.snapshot, num_kept if each.is_draft else -1)
+            )
+            if each.is_draft:
+                drafts.append((each.slot, num_kept))
+                num_kept += each.end - each.begin
+        saved = dict(
+            zip(as_array(metadata.saved_slots).tolist(), as_array(metadata.snapshots).tolist(), strict=True)
+        )
+        for row, slot in enumerate(as_array(metadata.generation_slots).tolist(), metadata.generation_begin):
+            segments.append((slot, row, row + 1, saved.get(slot, -1), -1))
+        batch.segments_array = _segments(segments)  # lives as long as the batch
+        batch.num_segments, batch.segments = len(segments), batch.segments_array.ctypes.data
+        if drafts:
+            kept = torch.empty(len(self._layers), num_kept, self._shape.recurrent.projected, dtype=self.dtype)
+            batch.kept, batch.num_kept = kept.data_ptr(), num_kept
+            for slot, first in drafts:
+                states.keep_drafts(slot, partial(self._accept, kept, slot, first))
+
+    def _accept(self, kept: Tensor, slot: int, first: int, num_accepted: int) -> None:
+        """Advance a slot's state by accepted drafts, whose rows in `kept` begin at `first`."""
+        num_layers, num_kept, _ = kept.shape
+        segments = _segments([(slot, first, first + num_accepted, -1, -1)])
+        is_done = self._library.accept(
+            self._handle, segments.ctypes.data, len(segments), kept.data_ptr(), num_kept, num_layers
+        )
+        _check(is_done)
 
     def _run(
         self,
@@ -295,6 +338,7 @@ class NativeDecoder:
             experts.scores_per_group,
             _CACHE_KINDS[self._rounding],
             _spin_us(),
+            held.attention_gate,
             held.norm_eps,
             held.score_scale,
             held.attention_soft_cap or 0.0,
@@ -305,18 +349,24 @@ class NativeDecoder:
             swiglu.limit,
             swiglu.alpha,
             None if self._latent is None else ctypes.addressof(self._latent),
+            RecurrentShapeStruct() if held.recurrent is None else _describe_recurrent(held.recurrent),
         )
 
     def _bind(self, cache: KvCache) -> None:
-        """Set the layers' pointers into the cache, whose memory stays at the same addresses."""
+        """Set the layers' pointers into the cache and the states, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
         assert cache.rounding == self._rounding, "the cache is the one that was described"
         self._cache = cache
-        for layer, (keys, values) in zip(self._layers, cache.layers):
+        with_attention = [layer for layer in self._layers if layer.recurrent.conv is None]
+        for layer, (keys, values) in zip(with_attention, cache.layers):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
-        for layer, (keys, values) in zip(self._layers, cache.layer_scales):
+        for layer, (keys, values) in zip(with_attention, cache.layer_scales):
             layer.key_scales, layer.value_scales = keys.data_ptr(), values.data_ptr()
+        if cache.states is not None:
+            recurrent = [layer.recurrent for layer in self._layers if layer.recurrent.conv is not None]
+            for layer, conv, state in zip(recurrent, *cache.states.memory, strict=True):
+                layer.conv_states, layer.states = conv.data_ptr(), state.data_ptr()
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._embedding is not None:
@@ -352,6 +402,35 @@ def _spans(packed: PackedBatch) -> NDArray[np.int64]:
         (slot, row, row + 1, length - 1) for row, (slot, length) in enumerate(zip(slots, lengths), first)
     ]
     return np.array(spans, dtype=np.int64)
+
+
+def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
+    """Return [segments, 5] int64: Segment of source/layer.h."""
+    return np.array(segments, dtype=np.int64).reshape(-1, layout.SEGMENT_FIELDS)
+
+
+def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:
+    """Describe a rank's part of the recurrent layers."""
+    shape = RecurrentShapeStruct(
+        layout.SHORT_CONV,
+        conv_width=config.conv_width,
+        conv_columns=total_size(config.conv_sections),
+        projected=total_size(config.sections),
+        output=config.output_width,
+    )
+    if isinstance(config, GatedDelta):
+        shape.kind, shape.key_heads, shape.beta_scale = (
+            layout.GATED_DELTA,
+            config.num_key_heads,
+            config.beta_scale,
+        )
+    elif isinstance(config, Mamba2):
+        shape.kind, shape.key_heads = layout.MAMBA2, config.num_groups
+        shape.least_step, shape.most_step = config.step_limit
+    if not isinstance(config, ShortConv):
+        shape.eps = config.norm_eps
+        shape.heads, shape.key_dim, shape.value_dim = config.state_shape
+    return shape
 
 
 def _check(is_done: bool) -> None:

@@ -27,6 +27,12 @@ INT4_WORD, FLOAT4_WORD = 4, 2
 """Size of a group's scale in bytes."""
 MAX_QUERY_GROUP, MAX_HEAD_DIM = 12, 256
 """Maximum number of query heads per key head, and maximum width of a head, that attention supports."""
+MAX_CONV_WIDTH = 8
+"""Maximum number of tokens of a recurrent layer's convolution."""
+SEGMENT_FIELDS = 5
+"""Number of int64 in a segment of rows: state, first row, row after the last, saved, kept."""
+NOT_RECURRENT, SHORT_CONV, GATED_DELTA, MAMBA2 = range(4)
+"""Kinds of `RecurrentShapeStruct`."""
 
 _CONSTANTS = {
     "kPanel": PANEL,
@@ -46,6 +52,14 @@ _CONSTANTS = {
     "kMaxHeadDim": MAX_HEAD_DIM,
     "sizeof(Linear)": ctypes.sizeof(structs.LinearStruct),
     "sizeof(Norm)": ctypes.sizeof(structs.NormStruct),
+    "kMaxConvWidth": MAX_CONV_WIDTH,
+    "kNotRecurrent": NOT_RECURRENT,
+    "kShortConv": SHORT_CONV,
+    "kGatedDelta": GATED_DELTA,
+    "kMamba2": MAMBA2,
+    "sizeof(Recurrent)": ctypes.sizeof(structs.RecurrentStruct),
+    "sizeof(RecurrentShape)": ctypes.sizeof(structs.RecurrentShapeStruct),
+    "sizeof(Segment)": 8 * SEGMENT_FIELDS,
     "sizeof(Layer)": ctypes.sizeof(structs.LayerStruct),
     "sizeof(Shape)": ctypes.sizeof(structs.ShapeStruct),
     "sizeof(LatentLayer)": ctypes.sizeof(structs.LatentLayerStruct),

@@ -18,13 +18,20 @@ from torch import Tensor
 
 from inflight.engine.cpu import layout
 from inflight.engine.cpu.layout import HALF, PANEL
-from inflight.engine.cpu.structs import LatentLayerStruct, LayerStruct, LinearStruct, NormStruct
+from inflight.engine.cpu.structs import (
+    LatentLayerStruct,
+    LayerStruct,
+    LinearStruct,
+    NormStruct,
+    RecurrentStruct,
+)
 from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
 from inflight.models import Layer, Norm
 from inflight.models.decoder_config import LatentAttention
 from inflight.models.decoder_weights import ExpertWeights, LatentWeights
 from inflight.models.levels import GroupedMatrix, MatrixKind
+from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import Sink, StoredMatrix
 
 _NUMBERS_AT_ONCE = 1 << 21  # a matrix is quantized in steps of the fewest whole panels with this many values
@@ -63,7 +70,7 @@ class PackedLayer:
     """A packed layer.
 
     Attributes:
-        struct: The packed layer without its part of the KV cache.
+        struct: The packed layer without its part of the KV cache or of the recurrent states.
         tensors: The tensors that the struct points to.
         attention: Steps after the all-reduce of attention's output.
         mlp: Steps after the all-reduce of the MLP's output.
@@ -127,6 +134,8 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         if layer.latent is not None and self.latent is not None:
             latent = bytearray(self._latent(layer.latent, self.latent))
             struct.latent = self._keep(torch.frombuffer(latent, dtype=torch.uint8))
+        if layer.recurrent is not None:
+            struct.recurrent = self._recurrent(layer.recurrent)
         return PackedLayer(
             struct,
             tuple(self._tensors),
@@ -188,6 +197,17 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         if norm is None:
             return NormStruct()
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
+
+    def _recurrent(self, weights: RecurrentWeights) -> RecurrentStruct:
+        """Pack the weights of a recurrent layer besides its projections; never as int8."""
+        return RecurrentStruct(
+            self._keep(weights.conv.T, torch.float32),
+            self._keep(weights.conv_bias, torch.float32),
+            self._keep(weights.decay, torch.float32),
+            self._keep(weights.step_bias, torch.float32),
+            self._keep(weights.skip, torch.float32),
+            self._keep(weights.norm, torch.float32),
+        )
 
     def _router(self, experts: ExpertWeights[PackedLinear]) -> LinearStruct:
         """Pack the router's columns, followed by the shared gate's column, which has no bias; never as int8."""

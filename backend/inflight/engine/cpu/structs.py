@@ -31,8 +31,43 @@ class NormStruct(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
+class RecurrentShapeStruct(Structure):
+    """Sizes of the recurrent layers of a model, whose `kind` is in `layout`."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("key_heads", c_int32),
+        ("heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("conv_width", c_int32),
+        ("conv_columns", c_int32),
+        ("projected", c_int32),
+        ("output", c_int32),
+        ("eps", c_float),
+        ("beta_scale", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+    )
+
+
+class RecurrentStruct(Structure):
+    """A recurrent layer besides its projections, and its part of the states."""
+
+    _fields_ = (
+        ("conv", c_void_p),
+        ("conv_bias", c_void_p),
+        ("decay", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+        ("conv_states", c_void_p),
+        ("states", c_void_p),
+    )
+
+
 class LayerStruct(Structure):
-    """A layer and its part of the KV cache."""
+    """A layer and its part of the KV cache or of the recurrent states."""
 
     _fields_ = (
         ("attention_norm", NormStruct),
@@ -56,6 +91,7 @@ class LayerStruct(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("recurrent", RecurrentStruct),
         ("recent", c_int32),
         ("sinks", c_int32),
         ("latent", c_void_p),
@@ -117,6 +153,7 @@ class ShapeStruct(Structure):
         ("scores_per_group", c_int32),
         ("cache_kind", c_int32),
         ("spin_us", c_int32),
+        ("gates_attention", c_int32),
         ("eps", c_float),
         ("attention_scale", c_float),
         ("attention_soft_cap", c_float),
@@ -127,6 +164,7 @@ class ShapeStruct(Structure):
         ("swiglu_limit", c_float),
         ("swiglu_alpha", c_float),
         ("latent", c_void_p),
+        ("recurrent", RecurrentShapeStruct),
     )
 
 
@@ -171,6 +209,10 @@ class BatchStruct(Structure):
         ("block_tables", c_void_p),
         ("table_width", c_int64),
         ("adapters", c_void_p),
+        ("num_segments", c_int64),
+        ("segments", c_void_p),
+        ("kept", c_void_p),
+        ("num_kept", c_int64),
     )
 
 
@@ -213,6 +255,7 @@ _SIGNATURES = {
     "destroy": (None, (c_void_p,)),
     "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
+    "accept": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "run_to_logits": (
         c_bool,
         (

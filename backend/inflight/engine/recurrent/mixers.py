@@ -1,6 +1,6 @@
 """Recurrent layers in torch's operators, between a layer's input projection and its output projection.
 
-A sequence's state has two parts: the convolution's inputs of the last tokens, [columns, conv_width - 1] in the
+A sequence's state has two parts: the convolution's inputs of the last tokens, [conv_width - 1, columns] in the
 model's dtype, and the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor in
 layers without linear attention. `scan` computes the next tokens of one sequence, `step` the next token of each of
 many sequences.
@@ -53,29 +53,29 @@ class Mixer(ABC):
             Rows for `finish`, [tokens, output_width], and the state after the last token.
         """
         inputs = self._conv_inputs(projected)
-        known = torch.cat((state[0], inputs.T), dim=1)
+        known = torch.cat((state[0], inputs))
         weights = self._weights
         convolved = F.conv1d(
-            known.unsqueeze(0).float(),
+            known.T.float().contiguous().unsqueeze(0),
             weights.conv.unsqueeze(1),
             weights.conv_bias,
             groups=len(weights.conv),
         )
         rows = convolved.squeeze(0).T.to(projected.dtype)
         output, new_state = self._read(rows, projected, state[1], linear_attention.scan)
-        return output, (known[:, len(inputs) :].clone(), new_state)
+        return output, (known[len(inputs) :].clone(), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
         """Compute the next token of each sequence: rows [sequences, …] and states [sequences, …], as in `scan`."""
         inputs = self._conv_inputs(projected)
-        known = torch.cat((states[0], inputs.unsqueeze(2)), dim=2)
-        convolved = (known.float() * self._weights.conv).sum(2)
+        known = torch.cat((states[0], inputs.unsqueeze(1)), dim=1)
+        convolved = (known.float() * self._weights.conv.T).sum(1)
         if self._weights.conv_bias is not None:
             convolved = convolved + self._weights.conv_bias
         output, new_states = self._read(
             convolved.to(projected.dtype), projected, states[1], linear_attention.step
         )
-        return output, (known[:, :, 1:], new_states)
+        return output, (known[:, 1:], new_states)
 
     def finish(self, rows: Tensor) -> Tensor:
         """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
@@ -231,7 +231,7 @@ def make_mixer(
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
     """Return states before the first token, which are zero, with the additional dimensions `leading` in front."""
     conv = torch.zeros(
-        (*leading, total_size(config.conv_sections), config.conv_width - 1), dtype=dtype, device=device
+        (*leading, config.conv_width - 1, total_size(config.conv_sections)), dtype=dtype, device=device
     )
     shape = config.state_shape or (0,)
     return conv, torch.zeros((*leading, *shape), dtype=torch.float32, device=device)

@@ -2,13 +2,15 @@
 
 The memory has one entry for each slot, then an unused one, then one for each snapshot. A chunk is computed in
 segments that end where a state is saved. Draft tokens do not change the slot's state: their rows are kept, and
-`accept` applies the accepted ones. Only the loop thread calls it.
+`accept` applies the accepted ones. Compiled layers compute the rows of a batch themselves (`cpu/decoder.py`). Only
+the loop thread calls it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,6 +74,11 @@ class RecurrentStates:
         num_snapshots: Number of snapshots.
         dtype: Dtype of activations.
         device: Device of the memory.
+
+    Attributes:
+        memory: The states of the convolutions and of linear attention, as in `mixers`, [layers, entries, …] each;
+            compiled layers order the numbers of an entry in their own way.
+        metadata: Describes the batch that is computed; None before the first one.
     """
 
     def __init__(
@@ -84,11 +91,11 @@ class RecurrentStates:
         device: torch.device,
     ) -> None:
         num_rows = num_slots + 1 + num_snapshots
-        self._parts = empty_state(config, dtype, device, num_layers, num_rows)
+        self.memory = empty_state(config, dtype, device, num_layers, num_rows)
         self._first_snapshot = num_slots + 1
         self._device = device
-        self._metadata: StateMetadata | None = None
-        self._drafts: dict[int, dict[int, tuple[Mixer, Tensor]]] = {}  # rows of drafts, by slot and layer
+        self.metadata: StateMetadata | None = None
+        self._drafts: dict[int, list[Callable[[int], None]]] = {}  # by slot
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Set the states of started slots, and apply the moves of beams."""
@@ -100,14 +107,15 @@ class RecurrentStates:
                 (start.slot, start.snapshot) for start in batch.starts if start.snapshot != _NO_SNAPSHOT
             ]
             if fresh:
-                for part in self._parts:
+                for part in self.memory:
                     part.index_fill_(1, self._upload(fresh), 0)
             self._copy([(slot, self._first_snapshot + snapshot) for slot, snapshot in restored])
         self._copy([(move.slot, move.parent_slot) for move in batch.moves])
 
     def begin(self, batch: ScheduledBatch, packed: PackedBatch) -> None:
         """Prepare to `run` the layers on the rows of a batch, as packed by `pack`."""
-        self._metadata = self._divide(batch, packed)
+        self.metadata = metadata = self._divide(batch, packed)
+        self._drafts.update({segment.slot: [] for segment in metadata.segments if segment.is_draft})
 
     def _divide(self, batch: ScheduledBatch, packed: PackedBatch) -> StateMetadata:
         saves: dict[int, list[StateSave]] = {}
@@ -154,14 +162,14 @@ class RecurrentStates:
         Returns:
             Input of the layer's output projection, [rows, output_width].
         """
-        metadata = self._metadata
+        metadata = self.metadata
         assert metadata is not None, "begin comes before run"
         outputs = [self._scan(layer, mixer, projected, segment) for segment in metadata.segments]
         if len(metadata.generation_slots):
             slots = metadata.generation_slots
             rows = projected[metadata.generation_begin :]
             computed, states = mixer.step(rows, self._states(layer, slots))
-            for part, state in zip(self._parts, states, strict=True):
+            for part, state in zip(self.memory, states, strict=True):
                 part[layer].index_copy_(0, slots, state)
                 if len(metadata.snapshots):
                     saved = part[layer].index_select(0, metadata.saved_slots)
@@ -173,12 +181,17 @@ class RecurrentStates:
         rows = projected[segment.begin : segment.end]
         computed, state = _advance(mixer, rows, self._state(layer, segment.slot))
         if segment.is_draft:
-            self._drafts.setdefault(segment.slot, {})[layer] = mixer, rows
+            self.keep_drafts(segment.slot, partial(self._accept_rows, layer, mixer, segment.slot, rows))
             return computed
         self._store(layer, segment.slot, state)
         if segment.snapshot != _NO_SNAPSHOT:
             self._store(layer, segment.snapshot, state)
         return computed
+
+    def keep_drafts(self, slot: int, advance: Callable[[int], None]) -> None:
+        """Keep drafts of this batch until they are verified: `advance` is called with the number of the accepted
+        ones, if there are any, and applies them to the slot's state."""
+        self._drafts[slot].append(advance)
 
     def accept(self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None) -> None:
         """Apply accepted drafts to the states; with `only`, just those of these slots."""
@@ -188,21 +201,24 @@ class RecurrentStates:
             if only is not None and slot not in only:
                 continue
             num_accepted = len(token_ids) - 1
-            for layer, (mixer, rows) in self._drafts.pop(slot, {}).items():
+            for advance in self._drafts.pop(slot, ()):
                 if num_accepted > 0:
-                    _, state = _advance(mixer, rows[:num_accepted], self._state(layer, slot))
-                    self._store(layer, slot, state)
+                    advance(num_accepted)
+
+    def _accept_rows(self, layer: int, mixer: Mixer, slot: int, rows: Tensor, num_accepted: int) -> None:
+        _, state = _advance(mixer, rows[:num_accepted], self._state(layer, slot))
+        self._store(layer, slot, state)
 
     def _state(self, layer: int, row: int) -> State:
-        conv, state = self._parts
+        conv, state = self.memory
         return conv[layer, row], state[layer, row]
 
     def _states(self, layer: int, rows: Tensor) -> State:
-        conv, state = self._parts
+        conv, state = self.memory
         return conv[layer].index_select(0, rows), state[layer].index_select(0, rows)
 
     def _store(self, layer: int, row: int, state: State) -> None:
-        for part, value in zip(self._parts, state, strict=True):
+        for part, value in zip(self.memory, state, strict=True):
             part[layer, row] = value
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -210,7 +226,7 @@ class RecurrentStates:
         if not pairs:
             return
         targets, sources = self._upload(pairs).unbind(1)
-        for part in self._parts:
+        for part in self.memory:
             part.index_copy_(1, targets, part.index_select(1, sources))
 
     def _upload(self, values: list[int] | list[tuple[int, int]]) -> Tensor:

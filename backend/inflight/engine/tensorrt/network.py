@@ -31,6 +31,8 @@ def lacking(config: DecoderConfig) -> tuple[str, ...]:
     found = {
         **only_by_torch(config),
         "latent attention": config.latent is not None,
+        "recurrent layers": config.recurrent is not None,
+        "gates of attention": config.attention_gate,
         "learned sinks": config.learned_sinks,
         "norms of rotated heads": config.norms_rotated,
         "soft caps of attention": config.attention_soft_cap is not None,

@@ -40,6 +40,14 @@ constexpr Constant kConstants[] = {
     {"kMaxHeadDim", kMaxHeadDim},
     {"sizeof(Linear)", sizeof(Linear)},
     {"sizeof(Norm)", sizeof(Norm)},
+    {"kMaxConvWidth", kMaxConvWidth},
+    {"kNotRecurrent", kNotRecurrent},
+    {"kShortConv", kShortConv},
+    {"kGatedDelta", kGatedDelta},
+    {"kMamba2", kMamba2},
+    {"sizeof(Recurrent)", sizeof(Recurrent)},
+    {"sizeof(RecurrentShape)", sizeof(RecurrentShape)},
+    {"sizeof(Segment)", sizeof(Segment)},
     {"sizeof(Layer)", sizeof(Layer)},
     {"sizeof(Shape)", sizeof(Shape)},
     {"sizeof(LatentLayer)", sizeof(LatentLayer)},
@@ -78,6 +86,10 @@ void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
 bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
+}
+bool accept(void* decoder, const Segment* segments, int64_t count, const Stored* kept, int64_t num_kept,
+            int num_layers) {
+  return static_cast<Decoder<Element>*>(decoder)->accept(segments, count, kept, num_kept, num_layers);
 }
 // Runs a whole batch from the first layer to the logits of the rows at `indices`, and finds their peaks.
 bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,

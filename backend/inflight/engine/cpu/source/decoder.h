@@ -24,6 +24,7 @@
 #include "masks.h"
 #include "peaks.h"
 #include "penalties.h"
+#include "recurrent.h"
 #include "team.h"
 #include "vector_math.h"
 #include "weights.h"
@@ -47,7 +48,10 @@ class Decoder {
   using Stored = typename E::Stored;
 
   Decoder(const Shape& shape, const Layer* layers)
-      : shape_(shape), layers_(layers), team_(shape.num_threads, std::chrono::microseconds(shape.spin_us)) {
+      : shape_(shape),
+        layers_(layers),
+        recurrent_(shape),
+        team_(shape.num_threads, std::chrono::microseconds(shape.spin_us)) {
     attention_.heads = shape.heads;
     attention_.kv_heads = shape.kv_heads;
     attention_.head_dim = shape.head_dim;
@@ -66,6 +70,7 @@ class Decoder {
   // Cuts the spans into tiles and sorts rows by their adapters; called before `run`, for all layers of a batch.
   bool plan(const Batch& batch) try {
     if (batch.adapters) by_adapter_.sort(batch);
+    recurrent_.plan(batch.segments, batch.num_segments);
     tiles_.clear();
     if (shape_.latent) {
       latent_plan_.make(latent_, batch, shape_.heads, team_.size());
@@ -87,11 +92,13 @@ class Decoder {
   // Computes layers first .. last - 1 on x [rows, hidden] in place. With `partial` it computes one half of one layer (0
   // attention, 1 MLP), whose contribution is written there, [rows, hidden], without the output's bias.
   bool run(const Batch& batch, Stored* x, int first, int last, Stored* partial, int half) {
-    if (!reserve(batch)) return false;
+    if (!reserve(batch, first, last)) return false;
     team_.run([&](int thread) {
       for (int index = first; index < last; ++index) {
         if (!partial || half == 0) {
-          if (shape_.latent)
+          if (layers_[index].recurrent.conv)
+            recur(index, batch, x, partial, thread);
+          else if (shape_.latent)
             attend_latent(layers_[index], batch, x, partial, thread);
           else
             attend(index, batch, x, partial, thread);
@@ -100,6 +107,21 @@ class Decoder {
       }
     });
     return true;
+  }
+
+  // Advances the states of all `num_layers` layers by accepted drafts; `segments` are rows of `kept`, as in a Batch.
+  bool accept(const Segment* segments, int64_t count, const Stored* kept, int64_t num_kept, int num_layers) try {
+    recurrent_.plan(segments, count);
+    if (!recurrent_.reserve(num_kept, team_.size())) return false;
+    team_.run([&](int thread) {
+      for (int index = 0; index < num_layers; ++index)
+        if (layers_[index].recurrent.conv)
+          recurrent_.advance(layers_[index].recurrent, kept + index * num_kept * shape_.recurrent.projected, nullptr,
+                             team_, thread);
+    });
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
 
   // out [rows, columns] float32 = norm(x) * head, scaled and capped, for the rows of x at `indices`.
@@ -218,12 +240,16 @@ class Decoder {
     void operator()(TileState<E>* state) const { ::operator delete(state, std::align_val_t(64)); }
   };
 
-  bool reserve(const Batch& batch) {
+  bool reserve(const Batch& batch, int first, int last) {
     const int64_t rows = batch.num_rows;
-    return qkv_.reserve(rows * qkv_width()) && read_.reserve(rows * read_width()) &&
+    return qkv_.reserve(rows * std::max(qkv_width(), shape_.recurrent.projected)) &&
+           read_.reserve(rows * read_width()) &&
            inner_.reserve(rows * std::max(shape_.inner, shape_.shared_inner)) && reserve_operand(rows) &&
-           (!shape_.is_parallel || before_.reserve(rows * shape_.hidden)) && (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
-           (!shape_.latent || reserve_latent(rows)) && (!batch.adapters || reserve_low_rank(rows));
+           (!shape_.is_parallel || before_.reserve(rows * shape_.hidden)) &&
+           (!has_given(first, last) || given_.reserve(rows * shape_.hidden)) &&
+           (!shape_.experts || reserve_experts(rows)) && (!shape_.latent || reserve_latent(rows)) &&
+           (!shape_.recurrent.kind || recurrent_.reserve(rows, team_.size())) &&
+           (!batch.adapters || reserve_low_rank(rows));
   }
   bool reserve_latent(int64_t rows) {
     const auto keys = static_cast<int64_t>(latent_plan_.keys().size());
@@ -234,7 +260,11 @@ class Decoder {
            unfolded_.reserve(keys * heads_at_once() * latent_.unfolded()) &&
            operand_.reserve(std::max(absorbed, keys) * pairs * E::kWords);
   }
-  bool has_given() const { return layers_->attention_post_norm.weight || shape_.shared_inner; }
+  bool has_given(int first, int last) const {
+    return shape_.shared_inner || std::any_of(layers_ + first, layers_ + last, [](const Layer& layer) {
+             return layer.attention_post_norm.weight || layer.mlp_post_norm.weight;
+           });
+  }
   bool reserve_experts(int64_t rows) {
     if (!routing_.reserve(shape_, rows)) return false;
     const int64_t visits = routing_.visits();
@@ -251,12 +281,14 @@ class Decoder {
   static constexpr int kScratchRows = kRowsAtOnce + 2;
   // bfloat16 and float32 take at least as many pairs as int8, and as int4 with its scales.
   int64_t pairs_of_widest() const {
-    const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width()});
+    const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width(),
+                                 shape_.recurrent.output});
     return pairs_of(std::max({widest, latent_.query_rank, latent_.rank, latent_.nope}));
   }
   static int64_t pairs_of(int width) { return (width + E::kPair - 1) / E::kPair + kLanes; }
+  int gate_width() const { return shape_.gates_attention ? read_width() : 0; }
   int qkv_width() const {
-    if (!shape_.latent) return (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
+    if (!shape_.latent) return gate_width() + (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
     return (latent_.query_rank ? latent_.query_rank : shape_.heads * latent_.query()) + latent_.cached();
   }
   int read_width() const { return shape_.heads * (shape_.latent ? latent_.value : shape_.head_dim); }
@@ -429,13 +461,14 @@ class Decoder {
     }, with_bias);
   }
 
-  // The end of a half layer: the product of a's rows, `width` elements each, goes through `post_norm` and is added to
-  // x, or is stored in `partial` to be summed over ranks first.
-  void contribute(const Product& product, const Stored* a, int width, int64_t rows, const Norm& post_norm, Stored* x,
-                  Stored* partial, int thread) {
+  // The end of a half layer: the product of rows from `read_row` (as in `load_operand`), `width` elements each, goes
+  // through `post_norm` and is added to x, or is stored in `partial` to be summed over ranks first.
+  template <class ReadRow>
+  void contribute(const Product& product, int width, int64_t rows, const Norm& post_norm, Stored* x, Stored* partial,
+                  int thread, const ReadRow& read_row) {
     const int hidden = shape_.hidden;
     const Tasks tasks = tasks_of(product, rows);
-    load_operand(product, tasks, rows, width, thread, [&](int64_t row, Stored*) { return a + row * width; });
+    load_operand(product, tasks, rows, width, thread, read_row);
     if (partial) {
       multiply_into(product, tasks, thread, partial, hidden, false);
     } else if (post_norm.weight) {
@@ -474,13 +507,13 @@ class Decoder {
     const Product output{layer.output, batch.adapters, index, &LayerAdapter::output};
     const int64_t rows = batch.num_rows;
     const int width = qkv_width();
-    Stored *qkv = qkv_.get(), *read = read_.get();
+    Stored *qkv = qkv_.get() + gate_width(), *read = read_.get();
     load_normalized(qkv_of_x, layer.attention_norm, rows, thread, [&](int64_t row) {
       const Stored* own = x + row * shape_.hidden;
       if (shape_.is_parallel) std::memcpy(before_.get() + row * shape_.hidden, own, shape_.hidden * sizeof *own);
       return own;
     });
-    multiply_into(qkv_of_x, tasks_of(qkv_of_x, rows), thread, qkv, width);
+    multiply_into(qkv_of_x, tasks_of(qkv_of_x, rows), thread, qkv_.get(), width);
     team_.barrier();
     const Share share(rows, thread, team_.size());
     for (int64_t row = share.begin; row < share.end; ++row) place(layer, batch, row, qkv + row * width);
@@ -492,7 +525,38 @@ class Decoder {
     attention.learned_sinks = layer.learned_sinks;
     read_cache(layer, batch, attention, qkv, read, thread);
     team_.barrier();
-    contribute(output, read, read_width(), rows, layer.attention_post_norm, x, partial, thread);
+    contribute(output, read_width(), rows, layer.attention_post_norm, x, partial, thread,
+               [&](int64_t row, Stored* scratch) -> const Stored* {
+      const Stored* own = read + row * read_width();
+      if (!shape_.gates_attention) return own;
+      const Stored* gates = qkv_.get() + row * width;
+      for (int i = 0; i < read_width(); i += kLanes) {
+        const Mask mask = first_lanes(read_width() - i);
+        E::store(scratch + i, mul(E::load(own + i, mask), sigmoid_ps(E::load(gates + i, mask))), mask);
+      }
+      return scratch;
+    });
+  }
+
+  // A recurrent layer in place of attention.
+  void recur(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const Layer& layer = layers_[index];
+    const RecurrentShape& shape = shape_.recurrent;
+    const Product projection{layer.qkv}, output{layer.output};
+    const int64_t rows = batch.num_rows;
+    Stored* projected = qkv_.get();
+    load_normalized(projection, layer.attention_norm, rows, thread,
+                    [&](int64_t row) { return x + row * shape_.hidden; });
+    multiply_into(projection, tasks_of(projection, rows), thread, projected, shape.projected);
+    team_.barrier();
+    auto* const kept = static_cast<Stored*>(batch.kept);  // null without drafts
+    recurrent_.advance(layer.recurrent, projected, kept ? kept + index * batch.num_kept * shape.projected : nullptr,
+                       team_, thread);
+    contribute(output, shape.output, rows, layer.attention_post_norm, x, partial, thread,
+               [&](int64_t row, Stored* scratch) {
+      recurrent_.finish(layer.recurrent, projected, row, scratch);
+      return const_cast<const Stored*>(scratch);
+    });
   }
 
   // Normalizes and rotates a row's queries and keys, and stores its keys and values in the cache.
@@ -617,7 +681,8 @@ class Decoder {
     attention.sinks = layer.sinks;
     if (!latent_plan_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
     if (!latent_plan_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
-    contribute({layer.output}, read_.get(), read_width(), rows, layer.attention_post_norm, x, partial, thread);
+    contribute({layer.output}, read_width(), rows, layer.attention_post_norm, x, partial, thread,
+               [&](int64_t row, Stored*) -> const Stored* { return read_.get() + row * read_width(); });
   }
 
   // The queries of rows, with both parts of every head.
@@ -765,7 +830,8 @@ class Decoder {
     const Stored* read = shape_.is_parallel ? before_.get() : x;
     load_normalized(up, layer.mlp_norm, rows, thread, [&](int64_t row) { return read + row * shape_.hidden; });
     multiply_activated(up, tasks_of(up, rows), thread, shape_.inner);
-    contribute(down, inner_.get(), shape_.inner, rows, layer.mlp_post_norm, x, partial, thread);
+    contribute(down, shape_.inner, rows, layer.mlp_post_norm, x, partial, thread,
+               [&](int64_t row, Stored*) -> const Stored* { return inner_.get() + row * shape_.inner; });
   }
 
   // inner_ [rows, inner] = the input of an MLP's second product, for the packed rows.
@@ -874,6 +940,7 @@ class Decoder {
   Shape shape_;
   const Layer* layers_;
   AttentionShape attention_{};
+  RecurrentLayers<E> recurrent_;
   Team team_;
   std::vector<Tile> tiles_;
   std::vector<std::unique_ptr<TileState<E>, FreeState>> states_;  // one per thread

@@ -58,11 +58,44 @@ struct Adapter {
 
 struct LatentShape;  // in latent.h, as the next one
 struct LatentLayer;
+enum RecurrentKind : int32_t { kNotRecurrent = 0, kShortConv = 1, kGatedDelta = 2, kMamba2 = 3 };
+
+// Sizes of a model's recurrent layers. A short convolution has no heads.
+struct RecurrentShape {
+  int32_t kind;
+  int32_t key_heads, heads;    // of queries and keys; of values and states
+  int32_t key_dim, value_dim;  // widths of a key and of a value
+  int32_t conv_width, conv_columns;  // numbers of tokens and of columns of the convolution
+  int32_t projected, output;    // number of columns of the input projection, and of inputs of the output projection
+  float eps;                    // of the norm before the output projection
+  float beta_scale;             // gated DeltaNet
+  float least_step, most_step;  // Mamba-2
+};
+
+// A recurrent layer besides its projections, which are the layer's `qkv` and `output`, and its part of the states.
+struct Recurrent {
+  const float* conv;       // [conv_width, conv_columns], for the present token last; null in a layer with attention
+  const float* conv_bias;  // [conv_columns], or null
+  const float *decay, *step_bias;  // [heads]
+  const float* skip;       // [heads], or null
+  const float* norm;       // gated DeltaNet: [value_dim]; Mamba-2: [output]
+  void* conv_states;       // [states, conv_width - 1, conv_columns]: the last inputs of the convolution
+  float* states;           // [states, heads, key_dim * value_dim], in the order of linear_attention.h
+};
+
+// Consecutive rows of a sequence, by which its state advances.
+struct Segment {
+  int64_t state;       // index of the sequence's state
+  int64_t begin, end;  // rows; those of the next segment may continue the same sequence
+  int64_t saved;       // index of the state that receives a copy after the last row; -1: none
+  int64_t kept;        // of drafts, which leave the state as it is: place of their first row among kept rows; else -1
+};
 
 struct Layer {
   Norm attention_norm, mlp_norm;            // on the inputs of attention and MLP; without weight: none
   Norm attention_post_norm, mlp_post_norm;  // on the outputs of attention and MLP; without weight: none
-  Linear qkv, output, up, down;   // in a layer with experts, up and down are the shared MLP's, if there is one
+  Linear qkv, output;             // with `gates_attention` gates precede queries, keys and values
+  Linear up, down;                // in a layer with experts those of the shared MLP, if there is one
   Linear router;                  // a column for each expert, then the shared MLP's gate; without data: no experts
   Linear expert_up, expert_down;  // of all experts, each padded to whole panels
   const float* choice_bias;       // [experts], added to probabilities when experts are chosen; or null
@@ -71,6 +104,7 @@ struct Layer {
   const float *cos, *sin;              // [positions, rotary_dim / 2], or null
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
+  Recurrent recurrent;
   int32_t recent, sinks;
   const LatentLayer* latent;  // null: ordinary attention
 };
@@ -88,10 +122,12 @@ struct Shape {
   int32_t groups, groups_per_row, scores_per_group;  // of experts: see `ExpertsConfig`
   int32_t cache_kind;            // format of keys and values in the cache: a CacheKind
   int32_t spin_us;               // microseconds that a thread spins at a barrier before it sleeps
+  int32_t gates_attention;       // whether qkv's columns begin with gates of the heads' results
   float eps, attention_scale, attention_soft_cap, residual_scale, logits_scale, logits_soft_cap;  // cap 0: none
   float chances_scale;               // of experts, after normalization
   float swiglu_limit, swiglu_alpha;  // of a clamped SwiGLU, which replaces `activation`; limit 0: not clamped
   const LatentShape* latent;         // null: ordinary attention
+  RecurrentShape recurrent;
 };
 
 struct Batch {
@@ -103,6 +139,10 @@ struct Batch {
   const int64_t* block_tables;  // [slots, table_width]
   int64_t table_width;
   const Adapter* const* adapters;  // [num_rows], null for a row without adapter; null if no row has one
+  int64_t num_segments;            // 0 without recurrent layers
+  const Segment* segments;
+  void* kept;                      // [layers, num_kept, projected]: receives the drafts' rows in recurrent layers
+  int64_t num_kept;
 };
 
 template <class T>
