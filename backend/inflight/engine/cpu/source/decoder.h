@@ -222,7 +222,8 @@ class Decoder {
     const int64_t rows = batch.num_rows;
     return qkv_.reserve(rows * qkv_width()) && read_.reserve(rows * read_width()) &&
            inner_.reserve(rows * std::max(shape_.inner, shape_.shared_inner)) && reserve_operand(rows) &&
-           (!shape_.is_parallel || before_.reserve(rows * shape_.hidden)) && (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
+           (!shape_.is_parallel || before_.reserve(rows * shape_.hidden)) &&
+           (!has_given() || given_.reserve(rows * shape_.hidden)) && (!shape_.experts || reserve_experts(rows)) &&
            (!shape_.latent || reserve_latent(rows)) && (!batch.adapters || reserve_low_rank(rows));
   }
   bool reserve_latent(int64_t rows) {
