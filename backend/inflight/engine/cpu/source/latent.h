@@ -279,7 +279,7 @@ class LatentTile {
     }
   }
 
-  // sums[m][d] += weights[m][k] * values[k][d] for kParts registers of d from `first` on, the last of `left` lanes.
+  // sums[m][d] += weights[m][k] * values[k][d], kParts registers of d from `first` on, the last of `left` lanes.
   template <int kParts>
   void add_values(int count, int first, const Keys& keys, int left) {
     const Mask mask = first_lanes(left);
