@@ -217,7 +217,8 @@ class LatentTile {
     };
     const int last = width / kLanes * kLanes;
     for (int d = 0; d < last; d += kLanes) add_at(d, [](const Stored* key) { return E::load(key); });
-    if (const Mask rest = first_lanes(width - last)) add_at(last, [&](const Stored* key) { return E::load(key, rest); });
+    const Mask rest = first_lanes(width - last);
+    if (last < width) add_at(last, [&](const Stored* key) { return E::load(key, rest); });
   }
 
   template <int kRows, int kCount>
