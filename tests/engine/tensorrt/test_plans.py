@@ -49,6 +49,7 @@ WITH_KERNELS = {
 REFUSED = {
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
+    "glm4_moe_lite": "latent attention",
     "glm4_moe": "experts chosen otherwise than by softmax",
     "ernie4_5_moe": "experts chosen otherwise than by softmax",
     "hunyuan_v1_dense": "norms of rotated heads",
