@@ -17,7 +17,7 @@ from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
-from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.decoder import RECURRENT_KINDS, NativeDecoder
 from inflight.engine.cpu.layout import MAX_CONV_WIDTH, MAX_HEAD_DIM, MAX_QUERY_GROUP
 from inflight.engine.cpu.library import CannotBuild, load_library
 from inflight.engine.cpu.packing import Packer
@@ -274,6 +274,8 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
         "norms of rotated heads": decoder.norms_rotated,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,
+        f"recurrent layers of type {type(recurrent).__name__}": recurrent is not None
+        and type(recurrent) not in RECURRENT_KINDS,
         "norms over a group of heads on several ranks": isinstance(recurrent, Mamba2)
         and recurrent.num_groups == 1
         and shard.size > 1,
