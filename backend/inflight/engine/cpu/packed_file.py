@@ -1,7 +1,7 @@
 """Packed weights in a file of the user's cache, which the first load writes and later loads map.
 
-The first load packs straight into the mapped file, so that it takes no more memory than one matrix. Mapped pages
-belong to the page cache: servers on one machine share them, and under pressure the kernel drops them and reads
+The first load packs straight into the mapped file, so that it takes no more memory than the embedding and one
+matrix. Mapped pages belong to the page cache: servers on one machine share them, and under pressure the kernel drops them and reads
 them again. A file is valid for one state of the checkpoint's files, of this package's sources and of torch, and
 for one rank's part, dtype and target; a load with others replaces it or has a file of its own.
 
