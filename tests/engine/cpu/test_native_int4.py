@@ -47,8 +47,7 @@ def make_packer() -> Packer:
 
 def multiply(packer: Packer, packed: PackedLinear, x: Tensor) -> Tensor:
     """Multiply x [rows, inputs] bfloat16 by a packed matrix: [rows, columns] float32."""
-    values = dict.fromkeys((name for name, _ in ShapeStruct._fields_), 0)
-    values |= {"hidden": x.shape[1], "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
+    values = {"hidden": x.shape[1], "heads": 1, "kv_heads": 1, "head_dim": 2, "tokens_per_block": 2}
     values |= {"num_threads": packer.num_threads, "logits_scale": 1.0}
     layers = (LayerStruct * 1)()
     handle = Handle(packer.library, ShapeStruct(**values), layers)
