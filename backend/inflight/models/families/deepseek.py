@@ -1,8 +1,9 @@
-"""DeepSeek-V2 and V3: latent attention, and mixtures of experts whose router chooses among groups of experts."""
+"""DeepSeek-V2 and V3, and GLM-4.7-Flash: latent attention, and experts that are chosen among groups."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention, YarnScaling
@@ -40,7 +41,7 @@ ROUTED_EXPERT_NAMES = ExpertNames(
     ),
 )
 _V2_NAMES = replace(LLAMA_NAMES, attention=_ATTENTION, experts=ROUTED_EXPERT_NAMES)
-_V3_NAMES = replace(
+V3_NAMES = replace(
     _V2_NAMES, experts=replace(ROUTED_EXPERT_NAMES, choice_bias="mlp.gate.e_score_correction_bias")
 )
 # Keys that the model's original code reads and transformers does not.
@@ -159,7 +160,7 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
     return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
 
 
-def _read_v3(config: ConfigFile) -> DecoderConfig:
+def read_v3(config: ConfigFile) -> DecoderConfig:
     """Read the config of V3: normalized sigmoid probabilities, a bias for the choice, and groups of experts.
 
     As in transformers, null counts as false and an absent key as true.
@@ -177,6 +178,44 @@ def _read_v3(config: ConfigFile) -> DecoderConfig:
     return replace(decoder, num_draft_layers=read_num_draft_layers(config))
 
 
+# transformers' values of absent keys of GLM-4.7-Flash.
+_GLM4_LITE: dict[str, Any] = {
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "n_shared_experts": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _read_glm4_lite(config: ConfigFile) -> DecoderConfig:
+    """Read the config of GLM-4.7-Flash: DeepSeek-V3 with a list of the layers that have experts."""
+    num_layers = config.positive_int("num_hidden_layers")
+    kinds = config.texts("mlp_layer_types") or ("dense", *("sparse",) * (num_layers - 1))
+    if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+        raise config.error("mlp_layer_types", f"dense or sparse for each of num_hidden_layers, {num_layers}")
+    if config.value("first_k_dense_replace") not in (None, 1):
+        raise config.error("first_k_dense_replace", "1, or mlp_layer_types instead")
+    absent = {
+        key: value
+        for key, value in {**_GLM4_LITE, "first_k_dense_replace": 1}.items()
+        if key not in config.values
+    }
+    decoder = read_v3(config.with_values(absent))
+    assert decoder.experts is not None, "the family has experts"
+    sparse = tuple(kind == "sparse" for kind in kinds)
+    return replace(decoder, experts=replace(decoder.experts, layers=sparse) if any(sparse) else None)
+
+
 def read_num_draft_layers(config: ConfigFile) -> int:
     """Return the number of draft layers; 1 if neither name of the key is present."""
     found = 1
@@ -190,5 +229,6 @@ def read_num_draft_layers(config: ConfigFile) -> int:
 
 DEEPSEEK_FAMILIES = (
     Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _V2_NAMES, _V2_NEUTRAL),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _V3_NAMES, _V3_NEUTRAL),
+    Family("deepseek_v3", "DeepseekV3ForCausalLM", read_v3, V3_NAMES, _V3_NEUTRAL),
+    Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _read_glm4_lite, V3_NAMES, _V3_NEUTRAL),
 )
