@@ -51,3 +51,15 @@ def test_a_process_may_open_as_much_as_the_system_allows():
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["1000", "1000"]
+
+
+def test_objects_of_a_loaded_process_are_exempt_from_collection():
+    program = """
+import gc
+from inflight.processes import exempt_from_collection
+kept = [[] for _ in range(10_000)]
+exempt_from_collection()
+print(gc.get_freeze_count() >= 10_000, len(gc.get_objects()) < 1_000)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["True", "True"]

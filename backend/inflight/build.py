@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from inflight.errors import ConfigError, Unavailable
 from inflight.file_names import native
 from inflight.load_model import load_model
-from inflight.processes import exempt_from_collection
 
 if TYPE_CHECKING:
     from inflight.adapters.commands import AdapterCommands
@@ -47,7 +46,6 @@ __all__ = [
     "RunningEngine",
     "build_engine",
     "check_parameters",
-    "follow",
     "make_adapters",
     "start_engine",
     "start_following",
@@ -194,7 +192,6 @@ def build_engine(
         engine.close(0.0)
         raise
     running = replace(engine, _endpoint=endpoint)
-    exempt_from_collection()
     return running
 
 
@@ -212,8 +209,8 @@ def start_engine(
         parameters: The parameters from config.pbtxt.
         version_dir: The Triton model's version folder, which contains the demo model.
         return_metrics: Receives statistics and metrics, at most once in `stats_check_period_ms`.
-        rank_context: Rank 0's context if there are several ranks; the other ranks call `follow` meanwhile. Closing
-            the engine in order leaves it; if this function raises, the caller has to leave it.
+        rank_context: Rank 0's context if there are several ranks; the others call `start_following` meanwhile.
+            Closing the engine in order leaves it; if this function raises, the caller has to leave it.
         load: Makes the engine; each rank passes its own. `functools.partial(load_model, …)` passes logits
             post-processors or a vocabulary as values.
         on_hang: Called once, on its own thread, if an iteration takes longer than `hang_timeout_ms`. It has to end
@@ -469,17 +466,3 @@ def start_following(
         ranks=rank_context.ranks,
     )
     return FollowingRank(manager, _release_once(model, rank_context), deaths)
-
-
-def follow(
-    parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
-) -> bool:
-    """Run a rank other than 0, from loading its part until rank 0 ends.
-
-    Returns whether rank 0 ended in order; all ranks have left then.
-
-    Raises ConfigError, on all ranks, if the model cannot be loaded.
-    """
-    rank = start_following(parameters, version_dir, rank_context, load)
-    exempt_from_collection()
-    return rank.wait()

@@ -19,10 +19,11 @@ import signal
 import sys
 from collections.abc import Callable
 
-from inflight.build import RunningEngine, build_engine, follow
+from inflight.build import RunningEngine, build_engine, start_following
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
 from inflight.load_model import LoadModel, load_model
+from inflight.processes import exempt_from_collection
 from inflight.ranks.job import Orders, Report, decode_orders, encode_line
 from inflight.ranks.launch import SHARED_MEMORY
 from inflight.ranks.mpi import MpiWorld
@@ -130,6 +131,7 @@ def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     except ConfigError as error:
         os.write(report, encode_line(Report(str(error))))
         return 1
+    exempt_from_collection()
     os.write(report, encode_line(Report()))
     os.close(report)
     notice_s = supervision.wait_for_end()
@@ -187,12 +189,13 @@ def _follow(world: MpiWorld, load: LoadModel) -> int:
         _log.error("%s", error)
         return 0
     try:
-        in_order = follow(job.parameters, job.version_dir, rank_context, load)
+        rank = start_following(job.parameters, job.version_dir, rank_context, load)
     except ConfigError as error:
         _log.error("%s", error)
         rank_context.leave()
         return 0
-    if not in_order:
+    exempt_from_collection()
+    if not rank.wait():
         _end_at_once()
     return 0
 

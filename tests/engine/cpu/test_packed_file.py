@@ -100,8 +100,16 @@ def assert_equal_loads(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes:
             ("gpt2", "bfloat16"),
             ("mixtral", "bfloat16"),
             ("mixtral", "int8"),
+            ("deepseek-v3", "float32"),
+            ("qwen3.5-moe", "float32"),
         ],
-        [("llama-gqa", "float32"), ("llama-gqa-tied", "int8"), ("mixtral", "bfloat16")],
+        [
+            ("llama-gqa", "float32"),
+            ("llama-gqa-tied", "int8"),
+            ("mixtral", "bfloat16"),
+            ("deepseek-v3", "float32"),
+            ("qwen3.5-moe", "float32"),
+        ],
     ),
 )
 def test_mapped_weights_give_equal_logits(

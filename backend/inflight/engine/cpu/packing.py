@@ -132,8 +132,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             struct.key_norm = self._norm(layer.key_norm).weight
         struct.learned_sinks = self._keep(layer.sinks, torch.float32)
         if layer.latent is not None and self.latent is not None:
-            latent = bytearray(self._latent(layer.latent, self.latent))
-            struct.latent = self._keep(torch.frombuffer(latent, dtype=torch.uint8))
+            struct.latent = self._latent(layer.latent, self.latent)
         if layer.recurrent is not None:
             struct.recurrent = self._recurrent(layer.recurrent)
         return PackedLayer(

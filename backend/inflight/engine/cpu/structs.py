@@ -66,6 +66,19 @@ class RecurrentStruct(Structure):
     )
 
 
+class LatentLayerStruct(Structure):
+    """A layer's weights of latent attention besides its first and last projections; see source/layer.h."""
+
+    _fields_ = (
+        ("query_norm", NormStruct),
+        ("kv_norm", NormStruct),
+        ("query_up", LinearStruct),
+        ("absorb", LinearStruct),
+        ("value_up", LinearStruct),
+        ("kv_up", LinearStruct),
+    )
+
+
 class LayerStruct(Structure):
     """A layer and its part of the KV cache or of the recurrent states."""
 
@@ -94,20 +107,7 @@ class LayerStruct(Structure):
         ("recurrent", RecurrentStruct),
         ("recent", c_int32),
         ("sinks", c_int32),
-        ("latent", c_void_p),
-    )
-
-
-class LatentLayerStruct(Structure):
-    """A layer's weights of latent attention besides its first and last projections; see source/latent.h."""
-
-    _fields_ = (
-        ("query_norm", NormStruct),
-        ("kv_norm", NormStruct),
-        ("query_up", LinearStruct),
-        ("absorb", LinearStruct),
-        ("value_up", LinearStruct),
-        ("kv_up", LinearStruct),
+        ("latent", LatentLayerStruct),
     )
 
 

@@ -19,7 +19,7 @@ from inflight.config import CapacityPolicy, Parameters, Role
 from inflight.endpoint.client import retire_predecessor
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
-from inflight.processes import this_parent
+from inflight.processes import exempt_from_collection, this_parent
 from inflight.ranks.job import Job
 from inflight.ranks.launch import LaunchMode, find_launch_mode, waits_for_leader
 from inflight.ranks.orchestrator import ModelControl, Orchestrator, Surroundings
@@ -81,6 +81,7 @@ class TritonPythonModel:
             if self._guard is not None:
                 has_ranks = self._mode is not LaunchMode.IN_PROCESS
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000 if has_ranks else SILENCE_S)
+            exempt_from_collection()
             note_initialized(model.name)
         except BaseException:  # Triton does not call finalize if initialize raises
             if self._engine is not None:

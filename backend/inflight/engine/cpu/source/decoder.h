@@ -650,7 +650,7 @@ class Decoder {
   }
 
   void attend_latent(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
-    const LatentLayer& latent = *layer.latent;
+    const LatentLayer& latent = layer.latent;
     const int64_t rows = batch.num_rows, width = qkv_width();
     const Product first{layer.qkv};
     load_normalized(first, layer.attention_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
@@ -696,7 +696,7 @@ class Decoder {
 
   // Normalizes a row's latent, rotates its shared key, and stores both in the cache.
   void place_latent(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
-    const LatentLayer& latent = *layer.latent;
+    const LatentLayer& latent = layer.latent;
     const int64_t position = batch.positions[row], at = position * (shape_.rotary_dim / 2);
     Stored* own = qkv + qkv_width() - latent_.cached();
     if (latent_.query_rank) normalize<E>(latent.query_norm, latent_.eps, qkv, qkv, latent_.query_rank);
@@ -715,7 +715,7 @@ class Decoder {
   // read_ of the rows whose queries attend to the latents.
   void attend_absorbed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
                        const LatentQueries& queries, int thread) {
-    const LatentLayer& latent = *layer.latent;
+    const LatentLayer& latent = layer.latent;
     const auto& absorbed = latent_plan_.absorbed();
     const auto rows = static_cast<int64_t>(absorbed.size()), visits = rows * shape_.heads;  // by head
     const int rank = latent_.rank;

@@ -35,15 +35,6 @@ struct LatentShape {
   int unfolded() const { return nope + value; }
 };
 
-struct LatentLayer {
-  Norm query_norm, kv_norm;  // on the vector that queries are projected from, and on the latent
-  Linear query_up;           // without data: queries are projected from hidden states
-  // Stacks with a matrix for each head, each padded to whole panels.
-  Linear absorb;    // [rank, nope]: the projection of keys, transposed
-  Linear value_up;  // [value, rank]
-  Linear kv_up;     // [nope + value, rank]
-};
-
 // Whether a span takes fewer multiplications if the latents that it attends to are projected to keys and values.
 inline bool takes_fewer_decompressed(const LatentShape& shape, const Span& span) {
   const int64_t rows = span.end - span.begin, keys = span.start + rows;

@@ -56,8 +56,18 @@ struct Adapter {
   int32_t ranks;  // maximum over all products
 };
 
-struct LatentShape;  // in latent.h, as the next one
-struct LatentLayer;
+struct LatentShape;  // in latent.h
+
+// A layer's weights of latent attention (latent.h), besides its first and last projections.
+struct LatentLayer {
+  Norm query_norm, kv_norm;  // on the vector that queries are projected from, and on the latent
+  Linear query_up;           // without data: queries are projected from hidden states
+  // Stacks with a matrix for each head, each padded to whole panels.
+  Linear absorb;    // [rank, nope]: the projection of keys, transposed
+  Linear value_up;  // [value, rank]
+  Linear kv_up;     // [nope + value, rank]
+};
+
 enum RecurrentKind : int32_t { kNotRecurrent = 0, kShortConv = 1, kGatedDelta = 2, kMamba2 = 3 };
 
 // Sizes of a model's recurrent layers. A short convolution has no heads.
@@ -106,7 +116,7 @@ struct Layer {
   float *key_scales, *value_scales;  // of a cache of levels
   Recurrent recurrent;
   int32_t recent, sinks;
-  const LatentLayer* latent;  // null: ordinary attention
+  LatentLayer latent;
 };
 
 struct Shape {
