@@ -47,9 +47,9 @@ def code_of(model: dict[str, str]) -> str:
     architecture, text = model["architecture"], text_family(model)
     if "lacking" in model:
         return f"not served: {model['lacking']}"
-    if architecture in BY_TRANSFORMERS:
+    family = text or OF_FAMILIES.get(architecture)
+    if family is None:
         return "transformers' code"
-    family = text or OF_FAMILIES[architecture]
     row = re.search(rf"^\| `{family}` \| `\w+` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
     assert row is not None
     return WORDS[row[1]] + (", of its text part" if text else "")

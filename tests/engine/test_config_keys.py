@@ -23,6 +23,7 @@ from transformers import AutoConfig
 from inflight.errors import ConfigError
 from inflight.models import FAMILIES, ModelDescription, read_model_description
 from tests.engine.driver import Row, alone, load_engine
+from tests.models.zoo import KIMI_MLP, rename
 from tests.tiers import with_all
 
 TOLERANCE = 1e-4
@@ -391,6 +392,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "lfm2": {**_SHORT_CONV, "block_multiple_of": 16, "block_auto_adjust_ff_dim": True},
+    "kimi_linear": {
+        **{key: value for key, value in _LLAMA_LIKE.items() if key not in ("head_dim", "rope_theta")},
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_head_dim": 6,
+        "linear_num_heads": 4,
+        "linear_conv_kernel_dim": 3,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_experts": 8,
+        "num_experts_per_token": 3,
+        "num_shared_experts": 1,
+        "moe_intermediate_size": 24,
+        "moe_renormalize": True,
+        "num_expert_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": False,
+        "pad_token_id": 0,
+    },
     "lfm3": {
         **_SHORT_CONV,
         **_WINDOWS,
@@ -598,6 +623,8 @@ class _Oracle:
     def save(self) -> None:
         saved = self._folder / "saved"
         self._model.save_pretrained(saved)  # with the names of checkpoints
+        if self._model.config.model_type == "kimi_linear":
+            rename(saved, *KIMI_MLP)
         (saved / "model.safetensors").replace(self._folder / "model.safetensors")
 
     @torch.inference_mode()

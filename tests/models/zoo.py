@@ -29,6 +29,9 @@ _RECURRENT_NORMS = {
 }
 """Names in OLMo Hybrid's recurrent layers, and those of published checkpoints."""
 
+KIMI_MLP = r"\.block_sparse_moe\.(\w+_proj)", r".mlp.\1"
+"""Arguments of `rename` for MLPs of Kimi Linear's layers without experts."""
+
 _DRAWN = ("bias", "scale", "layer_scalar", "alpha_p", "alpha_n")
 """Ends of names of further parameters that `_draw` changes."""
 
@@ -147,7 +150,7 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     else:
         oracle.save_pretrained(folder, **save_options)
     if family == "KimiLinear":
-        _rename(folder, r"\.block_sparse_moe\.(\w+_proj)", r".mlp.\1")
+        rename(folder, *KIMI_MLP)
     return ZooModel(folder, oracle)
 
 
@@ -160,11 +163,11 @@ def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
     oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
     if family == "Kimi_K25":
-        _rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
+        rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
     return ZooModel(folder, oracle)
 
 
-def _rename(folder: Path, pattern: str, name: str) -> None:
+def rename(folder: Path, pattern: str, name: str) -> None:
     """Undo a renaming with which transformers 5 saves tensors of other modules too than those that it is for."""
     path = folder / "model.safetensors"
     tensors = {re.sub(pattern, name, each): tensor for each, tensor in load_file(path).items()}

@@ -562,11 +562,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {
             **_NEMOTRON_H,
-            "layers_block_type": ["mlp", "linear_attention", "linear_attention", "mlp", "full_attention"],
+            "layers_block_type": ["full_attention", "linear_attention", "mlp", "mlp", "linear_attention"],
             "n_groups": 1,
             "use_bias": True,
             "mlp_bias": True,
-            "mlp_hidden_act": "silu",
         },
     ),
     "nemotron-h-wide-experts": (

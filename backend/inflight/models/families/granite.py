@@ -31,7 +31,7 @@ _EXPERTS = 8
 GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
 
 
-def read_granite_scales(config: ConfigFile) -> dict[str, float]:
+def read_granite_scales(config: ConfigFile) -> dict[str, Any]:
     """Return the scales of embeddings, attention scores, residuals and logits, as fields of a DecoderConfig."""
     return {
         "embedding_scale": config.number_or_none("embedding_multiplier") or 1.0,

@@ -252,7 +252,7 @@ def _read_apertus(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     if config.value("hidden_act") not in (None, "xielu"):
         raise config.error("hidden_act", "xielu")
-    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+    if not config.has("rope_parameters") and not config.value("rope_scaling"):
         config = config.with_values({"rope_parameters": _APERTUS_ROPE})
     return read_llama_like(
         config.with_values({"hidden_act": None}),
