@@ -18,7 +18,7 @@ from inflight.engine.attention.find import find_attention
 from inflight.engine.collectives import Collectives
 from inflight.engine.components import only_by_torch
 from inflight.engine.cpu import packing
-from inflight.engine.cpu.decoder import NativeDecoder
+from inflight.engine.cpu.decoder import RECURRENT_KINDS, NativeDecoder
 from inflight.engine.cpu.layout import MAX_CONV_WIDTH, MAX_HEAD_DIM, MAX_QUERY_GROUP
 from inflight.engine.cpu.library import CannotBuild, CompiledCode, find_target, load_library
 from inflight.engine.cpu.packed_file import Mapped, PackedFile
@@ -320,6 +320,8 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
         "attention and experts beside each other": decoder.parallel_residual and experts is not None,
         "norms over all heads together on several ranks": decoder.qk_norm == "projection" and shard.size > 1,
         "expert parallelism": shard.moe_ep_size > 1,
+        f"recurrent layers of type {type(recurrent).__name__}": recurrent is not None
+        and type(recurrent) not in RECURRENT_KINDS,
         "norms over a group of heads on several ranks": isinstance(recurrent, Mamba2)
         and recurrent.num_groups == 1
         and shard.size > 1,

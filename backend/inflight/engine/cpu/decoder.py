@@ -53,6 +53,12 @@ from inflight.sampling.transfer import as_array
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
+RECURRENT_KINDS: dict[type, int] = {
+    ShortConv: layout.SHORT_CONV,
+    GatedDelta: layout.GATED_DELTA,
+    Mamba2: layout.MAMBA2,
+}
+"""Recurrent layers that are computed, by the types of their configurations."""
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
 _SPIN_US, _MOST_SPIN_US = 50, 1_000_000
 
@@ -412,24 +418,21 @@ def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
 def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:
     """Describe a rank's part of the recurrent layers."""
     shape = RecurrentShapeStruct(
-        layout.SHORT_CONV,
+        RECURRENT_KINDS[type(config)],
         conv_width=config.conv_width,
         conv_columns=total_size(config.conv_sections),
         projected=total_size(config.sections),
         output=config.output_width,
     )
+    if isinstance(config, ShortConv):
+        return shape
+    shape.eps = config.norm_eps
+    shape.heads, shape.key_dim, shape.value_dim = config.state_shape
     if isinstance(config, GatedDelta):
-        shape.kind, shape.key_heads, shape.beta_scale = (
-            layout.GATED_DELTA,
-            config.num_key_heads,
-            config.beta_scale,
-        )
-    elif isinstance(config, Mamba2):
-        shape.kind, shape.key_heads = layout.MAMBA2, config.num_groups
+        shape.key_heads, shape.beta_scale = config.num_key_heads, config.beta_scale
+    else:
+        shape.key_heads = config.num_groups
         shape.least_step, shape.most_step = config.step_limit
-    if not isinstance(config, ShortConv):
-        shape.eps = config.norm_eps
-        shape.heads, shape.key_dim, shape.value_dim = config.state_shape
     return shape
 
 
