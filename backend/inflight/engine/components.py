@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from inflight.models import DecoderConfig
 from inflight.models.decoder_config import ProportionalScaling
-from inflight.models.recurrent import KimiDelta
 
 
 def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
@@ -33,7 +32,6 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "layers without attention or without an MLP": not all(map(decoder.has_mlp, layers))
         or not all(decoder.has_attention(layer) or decoder.has_state(layer) for layer in layers),
         "fixed factors of activations": decoder.multipliers is not None,
-        "Kimi Delta Attention": isinstance(decoder.recurrent, KimiDelta),
         "another activation in recurrent layers": decoder.recurrent_activation
         not in (None, decoder.activation),
         "experts without gates": experts is not None and not decoder.gated_mlp,
