@@ -116,14 +116,12 @@ FAST = [
             "qwen3.5",
             "granite-hybrid-moe",
             "nemotron-h",
-            "falcon-h1",
         )
     ),
     ("mixtral", "torch"),
 ]
 """Experts, latent attention, windows in some layers, experts beside MLPs, keys as values, shared keys and values,
-per-layer embeddings, learned sinks, chunks, two kinds of recurrent layers, layers of one part, attention beside a
-recurrent layer."""
+per-layer embeddings, learned sinks, chunks, two kinds of recurrent layers, layers of one part."""
 ON_ONE_STAGE = ["gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
     "arcee",

@@ -72,7 +72,7 @@ def _read_nemotron_h(config: ConfigFile) -> DecoderConfig:
 
 def _read_kinds(config: ConfigFile) -> tuple[str, ...]:
     """Return the kind of each layer, by `layers_block_type` or the letters of `hybrid_override_pattern`."""
-    key = "layer_types" if config.has("layer_types") else "layers_block_type"
+    key = next(filter(config.has, ("layers_block_type", "layer_types")), "layers_block_type")
     pattern = config.text_or_none("hybrid_override_pattern")
     if config.has(key):
         kinds = tuple(_OLD_KINDS.get(kind, kind) for kind in config.texts(key))
