@@ -102,6 +102,8 @@ NEW = [
 """The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
+AMPLIFYING = ["qwen3.5"]
+"""Models whose random layers amplify rounding errors."""
 FAST = [
     *(
         (case, None)
@@ -196,8 +198,9 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
         return ((logits - exact).square().mean().sqrt() / exact.std()).item()
 
     bound = BOUND[dtype]
-    if hasattr(model.oracle.config, "num_experts_per_tok"):
-        # A token near the border between two experts may go to the other one: transformers' tokens do so too.
+    if case in AMPLIFYING or hasattr(model.oracle.config, "num_experts_per_tok"):
+        # A token near the border between two experts may go to the other one. transformers' tokens do so too,
+        # and rounding errors grow in its layers as well.
         theirs = _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted]
         bound = 2 * max(bound, error_of(theirs.float()))
     assert error_of(torch.stack(row.logits)) < bound

@@ -48,7 +48,7 @@ KINDS: dict[str, RecurrentConfig] = {
     "mamba-odd": Mamba2(3, 33, 21, 1, 4, 1e-5, step_limit=(0.4, 0.9), has_conv_bias=True, has_bias=True),
     "mamba-wide": Mamba2(2, 64, 128, 1, 4, 1e-5),
 }
-ERROR = {"float32": 3e-6, "bfloat16": 0.015}
+ERROR = {"float32": 1e-5, "bfloat16": 0.03}
 """Root mean square error over standard deviation."""
 
 
@@ -164,7 +164,7 @@ class Layer:
         """Return the layer's contribution to the rows of a batch, [rows, hidden], by the compiled code."""
         packed = self._begin(self.native, batch)
         x = self.rows[packed.token_ids]
-        return self.decoder.forward(packed, self.cache, x.float().to(self.dtype)).float() - x.float()
+        return self.decoder.forward(packed, self.cache, x.clone()).float() - x.float()
 
     def plain(self, batch: ScheduledBatch) -> Tensor:
         """Return the same by torch's operators."""

@@ -53,7 +53,7 @@ from inflight.sampling.transfer import as_array
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 _CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
-RECURRENT_KINDS: dict[type, int] = {
+RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
     ShortConv: layout.SHORT_CONV,
     GatedDelta: layout.GATED_DELTA,
     Mamba2: layout.MAMBA2,
