@@ -218,8 +218,9 @@ class Packer(Sink[PackedLayer, PackedLinear]):
 
     def _latent(self, weights: LatentWeights, sizes: LatentAttention) -> LatentLayerStruct:
         """Pack the weights of latent attention besides the first projection; never as int8."""
-        by_head = weights.kv_up.weight.unflatten(0, (-1, sizes.nope_head_dim + sizes.value_head_dim))
-        keys, values = by_head.split_with_sizes((sizes.nope_head_dim, sizes.value_head_dim), dim=1)
+        widths = sizes.nope_head_dim, sizes.value_head_dim
+        by_head = torch.unflatten(weights.kv_up.weight, 0, (-1, sum(widths)))
+        keys, values = by_head.split_with_sizes(widths, dim=1)
         queries = weights.query_up
         return LatentLayerStruct(
             self._norm(weights.query_norm),
@@ -228,7 +229,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             if queries is None
             else self._pack((queries.weight,), (1, *queries.weight.shape), int8=False),
             *(
-                self._pack(stack.contiguous(), stack.shape, int8=False, is_stack=True)
+                self._pack(stack.unbind(), tuple(stack.shape), int8=False, is_stack=True)
                 for stack in (keys.transpose(1, 2), values, by_head)
             ),
         )

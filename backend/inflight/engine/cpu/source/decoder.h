@@ -449,6 +449,11 @@ class Decoder {
   static void store_panel(Stored* row, int panel, int width, Floats low, Floats high) {
     Stored* target = row + panel * kPanel;
     const int left = width - panel * kPanel;
+    if (left >= kPanel) {  // faster than masks that let everything through
+      E::store(target, low);
+      E::store(target + kLanes, high);
+      return;
+    }
     E::store(target, low, first_lanes(left));
     E::store(target + kLanes, high, first_lanes(left - kLanes));
   }
@@ -481,6 +486,11 @@ class Decoder {
       multiply_by(product, tasks, thread, [&](int row, int panel, Floats low, Floats high) {
         Stored* target = x + static_cast<int64_t>(row) * hidden + panel * kPanel;
         const int left = hidden - panel * kPanel;
+        if (left >= kPanel) {
+          add_to(target, low);
+          add_to(target + kLanes, high);
+          return;
+        }
         add_to(target, low, first_lanes(left));
         add_to(target + kLanes, high, first_lanes(left - kLanes));
       });
@@ -497,6 +507,9 @@ class Decoder {
   }
 
   // Adds attention's or the MLP's output to the residual stream.
+  void add_to(Stored* x, Floats given) const {
+    E::store(x, fmadd(given, floats(shape_.residual_scale), E::load(x)));
+  }
   void add_to(Stored* x, Floats given, Mask mask) const {
     E::store(x, fmadd(given, floats(shape_.residual_scale), E::load(x, mask)), mask);
   }
@@ -771,7 +784,7 @@ class Decoder {
     const int width = latent_.unfolded(), nope = latent_.nope, panels = (width + kPanel - 1) / kPanel;
     for (int begin = 0; begin < shape_.heads; begin += heads_at_once()) {
       const int heads = std::min(heads_at_once(), shape_.heads - begin);
-      Linear own = layer.latent->kv_up;
+      Linear own = layer.latent.kv_up;
       own.data = static_cast<const Stored*>(own.data) + static_cast<int64_t>(begin) * panels * kPanel * own.inner;
       own.columns = heads * panels * kPanel;
       const Product up{own};
@@ -843,8 +856,12 @@ class Decoder {
         const Floats given = shape_.swiglu_limit > 0.0f
                                  ? clamped_swiglu<E>(gate, gated, shape_.swiglu_limit, shape_.swiglu_alpha)
                                  : mul(activate<E>(kind, gate), gated);
-        E::store(activated + static_cast<int64_t>(row) * inner + panel * kLanes, given,
-                 first_lanes(inner - panel * kLanes));
+        Stored* target = activated + static_cast<int64_t>(row) * inner + panel * kLanes;
+        const int left = inner - panel * kLanes;
+        if (left >= kLanes)
+          E::store(target, given);
+        else
+          E::store(target, given, first_lanes(left));
       });
     } else {
       multiply_by(up, tasks, thread, [&](int row, int panel, Floats low, Floats high) {

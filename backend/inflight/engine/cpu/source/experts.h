@@ -39,8 +39,8 @@ class Routing {
     of_expert_.reserve(experts_ + visits / (kMostRowsOfTask - kMostTiledRows));
     return scores_.reserve(rows * width()) && probabilities_.reserve(rows * width()) &&
            (!limits_groups() || of_groups_.reserve(rows * groups_)) &&
-           best_.reserve(rows * (groups_per_row_ + scores_per_group_)) && chosen_.reserve(visits) && chances_.reserve(visits) &&
-           places_.reserve(visits) && rows_of_.reserve(visits);
+           best_.reserve(rows * (groups_per_row_ + scores_per_group_)) && chosen_.reserve(visits) &&
+           chances_.reserve(visits) && places_.reserve(visits) && rows_of_.reserve(visits);
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -154,7 +154,7 @@ class Routing {
     }
   }
 
-  // Returns a row's groups, ascending: those with the highest sums of their highest wanted experts.
+  // Returns a row's groups, ascending: those with the highest sums of what their best experts are chosen by.
   const int32_t* choose_groups(int64_t row, const float* wanted) {
     const int size = experts_ / groups_;
     float* of_groups = of_groups_.get() + row * groups_;
@@ -187,10 +187,10 @@ class Routing {
   int groups_ = 1, groups_per_row_ = 1, scores_per_group_ = 1;
   float scale_ = 1.0f;
   int64_t rows_ = 0, num_read_ = 0;
-  Buffer<float> scores_;    // [rows, experts and the gate]; then by what experts are chosen
+  Buffer<float> scores_;    // [rows, experts and the gate]; then what experts are chosen by
   Buffer<float> probabilities_;  // [rows, experts and the gate]
-  Buffer<float> of_groups_;      // [rows, groups]: by what groups are chosen
-  Buffer<int32_t> best_;         // [rows, groups of a row, and the experts by which one group is scored]
+  Buffer<float> of_groups_;      // [rows, groups]: what groups are chosen by
+  Buffer<int32_t> best_;         // [rows, groups of a row, and the highest experts of one group]
   Buffer<int32_t> chosen_;  // [rows, experts of a row], ascending
   Buffer<float> chances_;   // [rows, experts of a row]: their weights
   Buffer<int64_t> places_;  // [rows, experts of a row]: places in the order by expert

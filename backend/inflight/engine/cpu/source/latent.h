@@ -208,7 +208,8 @@ class LatentTile {
     };
     const int last = width / kLanes * kLanes;
     for (int d = 0; d < last; d += kLanes) add_at(d, [](const Stored* key) { return E::load(key); });
-    if (const Mask rest = first_lanes(width - last)) add_at(last, [&](const Stored* key) { return E::load(key, rest); });
+    const Mask rest = first_lanes(width - last);
+    if (last < width) add_at(last, [&](const Stored* key) { return E::load(key, rest); });
   }
 
   template <int kRows, int kCount>
@@ -270,7 +271,7 @@ class LatentTile {
     }
   }
 
-  // sums[m][d] += weights[m][k] * values[k][d] for kParts registers of d from `first` on, the last of `left` lanes.
+  // sums[m][d] += weights[m][k] * values[k][d], kParts registers of d from `first` on, the last of `left` lanes.
   template <int kParts>
   void add_values(int count, int first, const Keys& keys, int left) {
     const Mask mask = first_lanes(left);
