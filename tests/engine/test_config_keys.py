@@ -417,7 +417,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "lfm3": {
-        **_SHORT_CONV,
+        **{key: value for key, value in _SHORT_CONV.items() if key != "rope_theta"},
         **_WINDOWS,
         "head_dim": 8,
         "num_hidden_layers": 3,

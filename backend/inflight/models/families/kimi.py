@@ -49,7 +49,7 @@ def _read_kimi_linear(config: ConfigFile) -> DecoderConfig:
     """Read the config of Kimi Linear; its attention and experts have DeepSeek-V3's keys or other names of them."""
     num_layers = config.positive_int("num_hidden_layers")
     recurrent_layers = _read_layers(config, num_layers)
-    renamed = {theirs: config.value(own) for own, theirs in _SAME.items() if config.has(own)}
+    renamed = _renamed(config)
     absent = {key: value for key, value in _DEFAULTS.items() if key not in {*config.values, *renamed}}
     kinds = config.texts("mlp_layer_types")
     if kinds and (len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}):
@@ -64,6 +64,20 @@ def _read_kimi_linear(config: ConfigFile) -> DecoderConfig:
         recurrent=_read_mixer(config, decoder.norm_eps),
         recurrent_layers=recurrent_layers,
     )
+
+
+def _renamed(config: ConfigFile) -> dict[str, Any]:
+    """Return the values of keys that have other names here, by DeepSeek-V3's names."""
+    found: dict[str, Any] = {}
+    for own, theirs in _SAME.items():
+        value, others = config.value(own), (found.get(theirs), config.value(theirs))
+        if value is None:
+            continue
+        if any(other not in (None, value) for other in others):
+            same = ", ".join(key for key in (*_SAME, theirs) if _SAME.get(key, key) == theirs and key != own)
+            raise config.error(own, f"the same as {same}")
+        found[theirs] = value
+    return found
 
 
 def _read_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:

@@ -262,7 +262,8 @@ def read_mamba2(config: ConfigFile, width: int | None = None) -> Mamba2:
     stated = config.value("mamba_d_head")
     head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
     if head_dim * num_heads != width:
-        raise config.error("mamba_d_head", f"the width of all heads over mamba_n_heads, {width // num_heads}")
+        expected = f"mamba_d_ssm, else mamba_expand * hidden_size, over mamba_n_heads: {width // num_heads}"
+        raise config.error("mamba_d_head", expected)
     num_groups = config.int_or_none("mamba_n_groups") or 1
     if num_heads % num_groups:
         raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
