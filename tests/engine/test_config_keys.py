@@ -27,6 +27,8 @@ from tests.models.zoo import KIMI_MLP, rename
 from tests.tiers import with_all
 
 TOLERANCE = 1e-4
+TOLERANCES = {"kimi_linear": 5e-4}
+"""For Kimi Delta Attention, in which rounding errors grow as in gated DeltaNet (test_families.py)."""
 NUM_LAYERS = 2
 PROMPT = tuple(7 * i % 53 + 3 for i in range(30))
 
@@ -406,12 +408,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
         "mlp_layer_types": ["dense", "sparse"],
         "num_experts": 8,
-        "num_experts_per_token": 3,
+        "num_experts_per_token": 2,
         "num_shared_experts": 1,
         "moe_intermediate_size": 24,
         "moe_renormalize": True,
-        "num_expert_group": 4,
-        "topk_group": 2,
+        "num_expert_group": 2,
+        "topk_group": 1,
         "routed_scaling_factor": 1.5,
         "attention_bias": False,
         "pad_token_id": 0,
@@ -424,6 +426,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "sliding_attention"],
         "use_sandwich_norm": True,
         "use_attention_gate": True,
+        "pad_token_id": 0,
     },
     "lfm2_moe": {**_SHORT_CONV, **_SMALL_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
     "opt": {
@@ -673,7 +676,8 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
         runs.append(_Run(description, oracle.weights, row))
         expected = oracle.logits(row.tokens)
     difference = (torch.stack(row.logits) - expected[len(prompt) - 1 : -1]).abs().max().item()
-    return "" if difference < TOLERANCE else f"logits differ by {difference}"
+    tolerance = TOLERANCES.get(config.get("model_type", ""), TOLERANCE)
+    return "" if difference < tolerance else f"logits differ by {difference}"
 
 
 @pytest.mark.parametrize("family", with_all(CONFIGS, ["gpt_oss"]))

@@ -58,9 +58,11 @@ def _read_kimi_linear(config: ConfigFile) -> DecoderConfig:
     if decoder.experts is not None and kinds:
         sparse = tuple(kind == "sparse" for kind in kinds)
         decoder = replace(decoder, experts=replace(decoder.experts, layers=sparse) if any(sparse) else None)
+    assert decoder.latent is not None, "the family has latent attention"
     return replace(
         decoder,
         ropes=(None,) * num_layers,
+        attention_scale=decoder.latent.query_head_dim**-0.5,
         recurrent=_read_mixer(config, decoder.norm_eps),
         recurrent_layers=recurrent_layers,
     )

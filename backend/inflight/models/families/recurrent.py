@@ -398,6 +398,11 @@ def _read_lfm3(config: ConfigFile) -> DecoderConfig:
         )
     if not config.boolean("use_sandwich_norm", True):
         raise config.error("use_sandwich_norm", "true")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
+    norm_eps = config.number_or_none("norm_eps") or 1e-5
+    if config.number_or_none("rms_norm_eps") not in (None, norm_eps):
+        raise config.error("rms_norm_eps", f"norm_eps, {norm_eps:g}")
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _LFM3_WINDOW
     if window is None and "sliding_attention" in types:
         raise config.error("sliding_window", "an integer >= 1, since layer_types has sliding_attention")
@@ -415,7 +420,7 @@ def _read_lfm3(config: ConfigFile) -> DecoderConfig:
         output_bias=attention_bias,
         qk_norm="heads",
         head_dim=read_head_dim(config, _LFM3_HEAD_DIM),
-        norm_eps=config.number_or_none("norm_eps") or 1e-5,
+        norm_eps=norm_eps,
         norm_placement="around",
         sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
         tied_embeddings=config.boolean("tie_word_embeddings", True),
