@@ -146,8 +146,8 @@ def test_quantized_checkpoints_may_be_quantized_again(zoo: Zoo, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ct-mxfp4", "keep the checkpoint's format (8 in 4-bit floats)"),
-        ("ct-nvfp4", "(14 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
+        ("ct-mxfp4", "keep the checkpoint's format (12 in 4-bit floats)"),
+        ("ct-nvfp4", "(21 in 8 bits with zero points, or in groups of inputs) are unpacked to bfloat16"),
     ],
 )
 def test_4_bit_floats_stay_in_compiled_layers_if_their_scales_are_powers_of_2(

@@ -99,7 +99,6 @@ def write(
 def compressed(format: str, compressor: Any, **weights: Any) -> Format:
     """Return a format of compressed-tensors, written by its own library."""
     args = QuantizationArgs(**weights)
-    multiple = args.group_size if args.type == "float" and args.group_size else 1
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
 
     def quantize(weight: Tensor, generator: torch.Generator) -> tuple[Parts, Tensor]:
@@ -119,7 +118,7 @@ def compressed(format: str, compressor: Any, **weights: Any) -> Format:
         parts = compressor.compress(state, scheme)
         return parts, compressor.decompress(dict(parts), scheme)["weight"]
 
-    return Format(_config_of(format, args), quantize, multiple=multiple)
+    return Format(_config_of(format, args), quantize)
 
 
 def nvfp4() -> Format:
@@ -162,7 +161,12 @@ def modelopt_nvfp4() -> Format:
         factor = 1 / parts["weight_global_scale"][0]
         packed, scales = parts["weight_packed"], parts["weight_scale"]
         floats = unpack_fp4_from_uint8(packed, *weight.shape, torch.float32)
-        own = {"weight": packed, "weight_scale": scales, "weight_scale_2": factor, "input_scale": factor}
+        own = {
+            "weight": packed,
+            "weight_scale": scales,
+            "weight_scale_2": factor,
+            "input_scale": torch.tensor(0.5),
+        }
         return own, floats * (scales.float() * factor).repeat_interleave(16, 1)
 
     config = MODELOPT | {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}

@@ -119,7 +119,9 @@ def load_decoder(
 
     def pack(arena: Arena) -> tuple[DecoderWeights[PackedLayer, PackedLinear], KeptLevels | None]:
         packer.arena, levels = arena, KeptLevels() if unchanged_kinds else None
-        return load_weights_into(packer, model, computed, device, part, levels), levels
+        weights = load_weights_into(packer, model, computed, device, part, levels)
+        packer.arena = Arena()  # the other may be in a file, which is complete now
+        return weights, levels
 
     layout = (library.description, computed, is_int8, has_int8_head, part)
     packed = _map_or_pack(config, model, layout, pack)

@@ -1,9 +1,9 @@
 """Packed weights in a file of the user's cache, which the first load writes and later loads map.
 
-The first load packs straight into the mapped file, so that it takes no more memory than one matrix. Mapped pages
-belong to the page cache: servers on one machine share them, and under pressure the kernel drops them and reads
-them again. A file is valid for one state of the checkpoint's files, of this package's sources and of torch, and
-for one rank's part, dtype and target; a load with others replaces it or has a file of its own.
+The first load packs straight into the mapped file, so that it takes no more memory than the embedding and one
+matrix. Mapped pages belong to the page cache: servers on one machine share them, and under pressure the kernel
+drops them and reads them again. A file is valid for one state of the checkpoint's files, of this package's sources
+and of torch, and for one rank's part, dtype and target; a load with others replaces it or has a file of its own.
 
 The file has the tensors, a pickle of the objects that refer to them, and a trailer with sizes and digests. In the
 pickle a tensor is its place in the file. The addresses in structs are those of the process that wrote them, and
@@ -103,12 +103,10 @@ class PackedFile:
                 if (found := self._map()) is None:
                     self._write(pack)
                     found = self._map()
+            _log.info("the packed weights were written in %.1f s", time.monotonic() - begun)
         except OSError as error:
             _log.warning("the packed weights are in memory, as %s cannot be written: %s", self.path, error)
-            return Mapped(pack(Arena()))
-        assert found is not None, "the file was just written"
-        _log.info("the packed weights were written in %.1f s", time.monotonic() - begun)
-        return found
+        return found or Mapped(pack(Arena()))
 
     def _map(self) -> Mapped[Any] | None:
         """Map the file read-only; return None unless it is there, whole, and of this identity."""
