@@ -89,11 +89,14 @@ MULTIMODAL = (
     Multimodal("internvl", "InternVLForConditionalGeneration", "qwen2", tied=True, inputs=_VIDEO),
     Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
     Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
+    Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
     Multimodal(
-        "llama4",
-        "Llama4ForConditionalGeneration",
-        "llama4_text",
-        lacking="attention in chunks, and queries scaled by position in layers without rotary positions",
+        "gemma3n",
+        "Gemma3nForConditionalGeneration",
+        "gemma3n_text",
+        tied=True,
+        inputs=_ALL,
+        lacking="several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     ),
 )
 
@@ -143,6 +146,13 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 262144,
         "sliding_window": 1024,
         "hidden_size_per_layer_input": 0,  # the class has no such inputs, nor experts
+    },
+    "llama4_text": {
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
     },
     "llama": {
         "vocab_size": 32000,

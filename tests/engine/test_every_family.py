@@ -42,7 +42,10 @@ CASE_OF = {
     "phi3": "phi3-partial-window",
     "olmo2": "olmo2",
     "granite": "granite",
+    "granite_swa": "granite-swa",
+    "granitemoe_swa": "granite-moe-swa",
     "smollm3": "smollm3",
+    "llama4_text": "llama4",
     "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe",
     "qwen3_moe": "qwen3-moe",
@@ -50,6 +53,7 @@ CASE_OF = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "arcee": "arcee",
+    "apertus": "apertus",
     "seed_oss": "seed-oss",
     "olmo3": "olmo3",
     "exaone4": "exaone4",
@@ -76,8 +80,12 @@ CASE_OF = {
     "qwen3_next": "qwen3-next",
     "olmo_hybrid": "olmo-hybrid",
     "granitemoehybrid": "granite-hybrid-moe",
+    "nemotron_h": "nemotron-h",
+    "falcon_h1": "falcon-h1",
+    "kimi_linear": "kimi-linear",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2-moe",
+    "lfm3": "lfm3",
 }
 """A model of the zoo for each family."""
 NEW = [
@@ -87,6 +95,7 @@ NEW = [
         if family not in ("llama", "mistral", "qwen2", "qwen3", "gpt2")
     ),
     "granite-hybrid",  # several groups of heads
+    "nemotron-h-dense",  # one group of heads, biases
     "gemma4-moe",
     "gemma4-shared",
 ]
@@ -105,14 +114,16 @@ FAST = [
             "gemma4-moe",
             "gemma4-shared",
             "gpt-oss",
+            "llama4",
             "qwen3.5",
             "granite-hybrid-moe",
+            "nemotron-h",
         )
     ),
     ("mixtral", "torch"),
 ]
 """Experts, latent attention, windows in some layers, experts beside MLPs, keys as values, shared keys and values,
-per-layer embeddings, learned sinks, two kinds of recurrent layers."""
+per-layer embeddings, learned sinks, chunks, two kinds of recurrent layers, layers of one part."""
 ON_ONE_STAGE = ["gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
     "arcee",
@@ -123,6 +134,8 @@ OF_KNOWN_COMPONENTS = [
     "glm4-moe-lite",
     "ernie4.5",
     "ernie4.5-moe",
+    "granite-swa",
+    "granite-moe-swa",
     "hunyuan-moe",
     "minimax-m2",
     "cohere2",

@@ -50,7 +50,8 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str,
 @pytest.mark.parametrize(
     "case",
     with_all(
-        ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "gpt2"], ["mistral-window", "gpt2"]
+        ["llama-rope-yarn", "mistral-window", "qwen2-window", "qwen3", "llama4", "gpt2"],
+        ["mistral-window", "gpt2"],
     ),
 )
 def test_logits_after_every_prompt_token(zoo: Zoo, case: str, kernels: str | None) -> None:

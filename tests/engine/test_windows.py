@@ -290,6 +290,17 @@ def test_windows_of_layers() -> None:
     assert layer_windows((None, 20), (30,), 4, 100) == (AttentionWindow(26, 4), AttentionWindow(16, 4))
 
 
+def test_chunks_of_layers() -> None:
+    chunk = AttentionWindow(20, is_chunk=True)
+    assert layer_windows((None,) * 3, (), 4, 100, (20, None, 100)) == (chunk, None, None)
+    assert layer_windows((None,) * 2, (100,), 0, 100, (20, None)) == (chunk, None)
+    with pytest.raises(ConfigError) as error:
+        layer_windows((None,) * 2, (50,), 0, 100, (None, 20))
+    assert "max_attention_window_size is [50], expected at least the longest sequence, 100" in str(
+        error.value
+    )
+
+
 def test_more_window_entries_than_layers_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert layer_windows((None,), (8, 9), 0, 100) == (AttentionWindow(8),)
     assert "max_attention_window_size has 2 entries, but the model has 1 layers" in caplog.text

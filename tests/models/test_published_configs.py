@@ -71,7 +71,8 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
-    for key in ("intermediate_size", "ffn_dim"):
+    dense_key = "intermediate_size_mlp" if hasattr(config, "intermediate_size_mlp") else "intermediate_size"
+    for key in (dense_key, "ffn_dim"):
         assert ours.intermediate_size == getattr(config, key, ours.intermediate_size)
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         assert ours.norm_eps == getattr(config, key, ours.norm_eps)

@@ -6,6 +6,7 @@ Weights have ten times the usual deviation of 0.02, with which a random model re
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,12 @@ _RECURRENT_NORMS = {
     "post_attention_layernorm": "feedforward_layer_norm",
 }
 """Names in OLMo Hybrid's recurrent layers, and those of published checkpoints."""
+
+KIMI_MLP = r"\.block_sparse_moe\.(\w+_proj)", r".mlp.\1"
+"""Arguments of `rename` for MLPs of Kimi Linear's layers without experts."""
+
+_DRAWN = ("bias", "scale", "layer_scalar", "alpha_p", "alpha_n")
+"""Ends of names of further parameters that `_draw` changes."""
 
 
 @contextmanager
@@ -133,7 +140,7 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
     for name in foreign.get(family, ()):
         del values[name]
-    has_text_config = family in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")
+    has_text_config = family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     config = getattr(transformers, config_name)(**{**values, **changes})
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
@@ -142,6 +149,8 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
         _save_as_published(oracle, folder)
     else:
         oracle.save_pretrained(folder, **save_options)
+    if family == "KimiLinear":
+        rename(folder, *KIMI_MLP)
     return ZooModel(folder, oracle)
 
 
@@ -153,14 +162,16 @@ def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
     config.text_config._experts_implementation = "eager"
     oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
-    if family == "Kimi_K25":  # transformers 5 renames the text part's layers too when it saves the model
-        path = folder / "model.safetensors"
-        tensors = {
-            name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
-            for name, tensor in load_file(path).items()
-        }
-        save_file(tensors, path, {"format": "pt"})
+    if family == "Kimi_K25":
+        rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
     return ZooModel(folder, oracle)
+
+
+def rename(folder: Path, pattern: str, name: str) -> None:
+    """Undo a renaming with which transformers 5 saves tensors of other modules too than those that it is for."""
+    path = folder / "model.safetensors"
+    tensors = {re.sub(pattern, name, each): tensor for each, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _draw(class_name: str, config: Any, seed: int) -> Any:
@@ -176,7 +187,7 @@ def _draw(class_name: str, config: Any, seed: int) -> Any:
         ]
         for name, parameter in (*oracle.named_parameters(), *biases):
             # initialized as 0 and 1, so that errors would not be noticed
-            if name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name or "sinks" in name:
+            if name.endswith(_DRAWN) or "norm" in name or "sinks" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return oracle
 

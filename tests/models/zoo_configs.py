@@ -83,6 +83,19 @@ DEEPSEEK = {
     "routed_scaling_factor": 1.5,
 }
 
+_KIMI_KEYS = (
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
+
 _DELTA = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 2,
@@ -94,18 +107,58 @@ _DELTA = {
     "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }
-_MAMBA2 = {
-    "num_hidden_layers": 4,
+_GRANITE = {
     "num_key_value_heads": 2,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+}
+_MAMBA2 = {
+    **_GRANITE,
+    "num_hidden_layers": 4,
     "layer_types": ["mamba", "attention", "mamba", "attention"],
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
     "mamba_chunk_size": 16,
     "shared_intermediate_size": 72,
+}
+
+_NEMOTRON_H = {
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 0.0001,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "initializer_range": 0.25,
+}
+_FALCON_H1 = {
+    "num_key_value_heads": 2,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
     "embedding_multiplier": 1.5,
-    "logits_scaling": 4.0,
-    "residual_multiplier": 0.7,
-    "attention_multiplier": 0.2,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [0.7, 0.9],
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -186,6 +239,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("Arcee", {"num_key_value_heads": 2, "mlp_bias": True, "initializer_range": 0.25}),
+    "apertus": ("Apertus", {"num_key_value_heads": 2, "initializer_range": 0.2, **_LLAMA3}),
     "seed-oss": (
         "SeedOss",
         {
@@ -235,20 +289,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanDenseV1",
         {"num_key_value_heads": 2, "head_dim": 12, **rope("dynamic", alpha=50.0, factor=1.0)},
     ),
-    "granite": (
-        "Granite",
+    "granite": ("Granite", _GRANITE),
+    "granite-swa": (
+        "GraniteSWA",
         {
-            "num_key_value_heads": 2,
-            "embedding_multiplier": 1.5,
-            "logits_scaling": 4.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
+            **_GRANITE,
+            "num_hidden_layers": 4,
+            "sliding_window": 19,
+            "layer_rope_theta": [0, 10000.0, 500.0, 10000.0],
+            "tie_word_embeddings": False,
+        },
+    ),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        {
+            **_GRANITE,
+            "sliding_window": 19,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 40,
         },
     ),
     "smollm3": ("SmolLM3", {"num_key_value_heads": 2, "no_rope_layers": [1, 0, 1]}),
     "smollm3-window": (
         "SmolLM3",
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 19},
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 72,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [1, 2],
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 19,
+            "floor_scale": 6,
+            "attn_scale": 0.4,
+            **_LLAMA3,
+        },
+    ),
+    "llama4-no-norms": (
+        "Llama4",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 72,
+            "num_local_experts": 6,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 32,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "no_rope_layer_interval": 2,
+        },
     ),
     "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-even": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2}),
@@ -446,6 +543,60 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-hybrid": ("GraniteMoeHybrid", {**_MAMBA2, "mamba_n_groups": 2, "num_local_experts": 0}),
     "granite-hybrid-moe": ("GraniteMoeHybrid", {**_MAMBA2, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": [
+                "linear_attention",
+                "moe",
+                "full_attention",
+                "mlp",
+                "linear_attention",
+                "moe",
+            ],
+            "moe_latent_size": 24,
+        },
+    ),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {
+            **_NEMOTRON_H,
+            "layers_block_type": ["full_attention", "linear_attention", "mlp", "mlp", "linear_attention"],
+            "n_groups": 1,
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h-wide-experts": (
+        "NemotronH",
+        {**_NEMOTRON_H, "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"]},
+    ),
+    "falcon-h1": ("FalconH1", _FALCON_H1),
+    "falcon-h1-norm": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_d_ssm": None,
+            "mamba_d_head": "auto",
+        },
+    ),
+    "kimi-linear": (
+        "KimiLinear",
+        {
+            **{key: value for key, value in DEEPSEEK.items() if key in _KIMI_KEYS},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "num_local_experts": 8,
+            "q_lora_rank": None,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "initializer_range": 0.2,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -467,6 +618,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 40,
             "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+            "sliding_window": 19,
+            "conv_L_cache": 5,
             "tie_word_embeddings": False,
         },
     ),

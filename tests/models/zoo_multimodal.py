@@ -34,6 +34,16 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "audio_config": {"audio_embed_dim": 16},
     },
     "Mistral3": {"vision_config": {"model_type": "pixtral", "head_dim": 8, **_CLIP}},
+    "Llama4": {
+        "vision_config": {
+            **_CLIP,
+            "num_channels": 3,
+            "intermediate_size": 64,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        }
+    },
     "Qwen2VL": {
         "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
     },
@@ -95,6 +105,7 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
+    "llama4-vision": ("Llama4", "llama4_text", CASES["llama4"][1]),
     "qwen2-vl": (
         "Qwen2VL",
         "qwen2_vl_text",

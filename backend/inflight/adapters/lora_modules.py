@@ -72,10 +72,10 @@ class ModuleSize:
 def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Module, ModuleSize]:
     """Return the modules of a decoder, or of one of its layers, that adapters may change, with their sizes.
 
-    With experts, these are the modules of its attention. Recurrent layers have only those of their MLP, and with
-    latent attention there are none: the projections of such layers have no ids. Where attention has gates, the
-    query projection has them too: a head's gates follow its query. If layers differ in their sizes, those of a
-    decoder are the largest.
+    With experts, these are the modules of its attention. Layers without attention have only those of their MLP.
+    With latent attention there are none. The projections of recurrent layers and of latent attention have no ids.
+    Where attention has gates, the query projection has them too: a head's gates follow its query. If layers differ
+    in their sizes, those of a decoder are the largest.
     """
     if decoder.latent is not None:
         return {}
@@ -84,14 +84,14 @@ def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Modul
     hidden, inner = decoder.hidden_size, decoder.intermediate_size
     query, kv = decoder.query_size, decoder.kv_size
     sizes: dict[Module, ModuleSize] = {}
-    if layer is None or not decoder.is_recurrent(layer):
+    if layer is None or decoder.has_attention(layer):
         sizes[Module.ATTN_Q] = ModuleSize(hidden, 2 * query if decoder.attention_gate else query)
         if layer is None or decoder.has_own_kv(layer):
             sizes[Module.ATTN_K] = ModuleSize(hidden, kv)
             if layer is None or decoder.has_values(layer):
                 sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
         sizes[Module.ATTN_DENSE] = ModuleSize(query, hidden)
-    if decoder.experts is None:
+    if decoder.experts is None and (layer is None or decoder.has_mlp(layer)):
         sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)
         sizes[Module.MLP_4H_TO_H] = ModuleSize(inner, hidden)
         if decoder.gated_mlp:

@@ -115,7 +115,11 @@ def _check_row(
     if module is None or module not in sizes:
         name = f"{module_id}" if module is None else module.text
         enabled = ", ".join(f"{each.text} ({each:d})" for each in sizes) or "those of other layers"
-        whose = f"layer {layer}, which is recurrent" if decoder.is_recurrent(layer) else "this model"
+        whose = "this model"
+        if decoder.is_recurrent(layer):
+            whose = f"layer {layer}, which is recurrent"
+        elif not (decoder.has_attention(layer) and decoder.has_mlp(layer)):
+            whose = f"layer {layer}, which has no {'MLP' if decoder.has_attention(layer) else 'attention'}"
         raise InvalidArgument(
             f"lora module {name} not enabled for {whose}: {where} has module id {module_id}, expected one of "
             f"{enabled}"

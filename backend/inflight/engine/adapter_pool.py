@@ -132,8 +132,8 @@ class ActiveAdapters:
         pages = self.layers[index]
         return replace(
             layer,
-            qkv=self._adapt(layer.qkv, pages.qkv),
-            output=self._adapt(layer.output, pages.output),
+            qkv_or_none=layer.qkv_or_none and self._adapt(layer.qkv, pages.qkv),
+            output_or_none=layer.output_or_none and self._adapt(layer.output, pages.output),
             up=layer.up and self._adapt(layer.up, pages.up),
             down=layer.down and self._adapt(layer.down, pages.down),
         )

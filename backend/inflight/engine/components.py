@@ -8,7 +8,7 @@ from inflight.models.decoder_config import ProportionalScaling
 
 def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
     """Return whether the model needs each of these components."""
-    experts = decoder.experts
+    experts, layers = decoder.experts, range(decoder.num_layers)
     return {
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),
         "keys that are also values": any(decoder.keys_are_values),
@@ -23,4 +23,19 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "per-layer embeddings": decoder.layer_inputs is not None,
         "experts with norms or factors of their own": experts is not None
         and (experts.has_norms or experts.has_expert_scales),
+        "experts with weighted inputs": experts is not None and experts.weighs_inputs,
+        "attention in chunks": any(decoder.attention_chunks),
+        "attention whose temperature depends on the position": decoder.attention_temperature is not None,
+        "norms without weights": decoder.qk_norm == "unweighted",
+        "attention beside recurrent layers": any(map(decoder.has_state, layers))
+        and not all(map(decoder.is_recurrent, filter(decoder.has_state, layers))),
+        "layers without attention or without an MLP": not all(map(decoder.has_mlp, layers))
+        or not all(decoder.has_attention(layer) or decoder.has_state(layer) for layer in layers),
+        "fixed factors of activations": decoder.multipliers is not None,
+        "another activation in recurrent layers": decoder.recurrent_activation
+        not in (None, decoder.activation),
+        "experts without gates": experts is not None and not decoder.gated_mlp,
+        "experts of projected hidden states": experts is not None and experts.latent_size > 0,
+        "xIELU": decoder.activation == "xielu",
+        "gates of heads": decoder.head_gates,
     }

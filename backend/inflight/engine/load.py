@@ -218,7 +218,11 @@ class _Loader:
         """Read the rank's weights into the decoder that suits the machine."""
         config, decoder, longest = self._config, self._model.decoder, self._max_sequence_length
         windows = layer_windows(
-            decoder.sliding_windows, config.max_attention_window_size, config.sink_token_length, longest
+            decoder.sliding_windows,
+            config.max_attention_window_size,
+            config.sink_token_length,
+            longest,
+            decoder.attention_chunks,
         )
         num_bytes = partial(_weight_bytes, config, self._model, self._mapping)
         with allocating("the weights", num_bytes, self._device, LESS_WEIGHTS):

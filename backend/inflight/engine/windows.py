@@ -1,4 +1,4 @@
-"""Attention windows of layers: the checkpoint's sliding windows, and configured ones.
+"""Attention windows of layers: the checkpoint's sliding windows and chunks, and configured windows.
 
 A window changes what is read, not what is stored: KV blocks outside of the window still belong to their sequence,
 so no memory is saved.
@@ -19,13 +19,17 @@ _logger = logging.getLogger(__name__)
 class AttentionWindow:
     """A window: a token at position p sees positions above p - `recent`, itself included, and those below `sinks`.
 
+    With `is_chunk`, sequences are divided into chunks of `recent` tokens, and it sees only those of its own chunk.
+
     Attributes:
         recent: Number of recent tokens, at least 1.
         sinks: Number of first tokens that are always seen; 0 for a plain sliding window.
+        is_chunk: Whether the window begins at a multiple of `recent`.
     """
 
     recent: int
     sinks: int = 0
+    is_chunk: bool = False
 
     @property
     def size(self) -> int:
@@ -38,6 +42,7 @@ def layer_windows(
     configured: Sequence[int],
     num_sinks: int,
     max_sequence_length: int,
+    checkpoint_chunks: Sequence[int | None] = (),
 ) -> tuple[AttentionWindow | None, ...]:
     """Return each layer's window; None: a token sees all tokens before it, as with a window of the longest
     sequence.
@@ -53,9 +58,10 @@ def layer_windows(
         configured: `max_attention_window_size`; layer i uses entry i % n. Empty: none.
         num_sinks: `sink_token_length`.
         max_sequence_length: Longest sequence in tokens.
+        checkpoint_chunks: By layer, the length of the checkpoint's chunks; None, or empty, for none.
 
     Raises:
-        ConfigError: A window consists of sinks only.
+        ConfigError: A window consists of sinks only, or is configured for a layer with chunks.
     """
     if len(configured) > len(checkpoint_windows):
         _logger.warning(
@@ -63,12 +69,21 @@ def layer_windows(
             len(configured),
             len(checkpoint_windows),
         )
-    return tuple(
+    windows = [
         _window(
             own, configured[layer % len(configured)] if configured else None, num_sinks, max_sequence_length
         )
         for layer, own in enumerate(checkpoint_windows)
-    )
+    ]
+    for layer, length in enumerate(checkpoint_chunks):
+        if length is not None and length < max_sequence_length:
+            if windows[layer] is not None:
+                raise ConfigError(
+                    f"max_attention_window_size is {list(configured)}, expected at least the longest sequence, "
+                    f"{max_sequence_length}: layer {layer} attends to chunks of {length} tokens"
+                )
+            windows[layer] = AttentionWindow(length, is_chunk=True)
+    return tuple(windows)
 
 
 def _window(

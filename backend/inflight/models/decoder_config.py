@@ -13,8 +13,8 @@ from inflight.models.recurrent import RecurrentConfig
 
 NormKind = Literal["rms", "layer"]
 NormPlacement = Literal["before", "after", "around"]
-QkNorm = Literal["heads", "projection"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+QkNorm = Literal["heads", "projection", "unweighted"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 Scoring = Literal["softmax", "sigmoid"]
 
 
@@ -192,6 +192,9 @@ class ExpertsConfig:
         has_norms: Whether router and experts each read the residual stream through a norm of their own, and the
             results of the experts and of the shared MLP have norms before they are added.
         has_expert_scales: Whether each expert has a learned factor of its weight.
+        weighs_inputs: Whether the weights of the chosen experts multiply their inputs instead of their results.
+        latent_size: Width of the vectors that experts read and write, which are projections of hidden states, and
+            are projected to hidden states; 0: they are hidden states.
         held: First expert of this rank and the index after the last; None: all. Every rank has the whole router;
             other ranks compute the experts that are not held.
     """
@@ -214,6 +217,8 @@ class ExpertsConfig:
     has_bias: bool = False
     has_norms: bool = False
     has_expert_scales: bool = False
+    weighs_inputs: bool = False
+    latent_size: int = 0
     held: tuple[int, int] | None = None
 
 
@@ -261,6 +266,44 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionTemperature:
+    """A temperature of attention that depends on the position, in layers without rotary positions.
+
+    Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / interval)).
+
+    Attributes:
+        growth: Factor of the logarithm.
+        interval: Number of positions with the same factor.
+    """
+
+    growth: float
+    interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Fixed factors of activations in every layer (maximal update parametrization); 1 changes nothing.
+
+    Attributes:
+        attention_input: Factor of attention's input.
+        attention_output: Factor of the result of attention.
+        recurrent_input: Factor of a recurrent layer's input.
+        recurrent_sections: Factors of the sections of its input projection's output; empty: 1.
+        recurrent_output: Factor of its result.
+        mlp_gate: Factor of the MLP's gates, before the activation.
+        mlp_output: Factor of the MLP's result.
+    """
+
+    attention_input: float = 1.0
+    attention_output: float = 1.0
+    recurrent_input: float = 1.0
+    recurrent_sections: tuple[float, ...] = ()
+    recurrent_output: float = 1.0
+    mlp_gate: float = 1.0
+    mlp_output: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSizes:
     """The sizes of one layer in a model whose layers differ; the meaning is that of `DecoderConfig`'s fields."""
 
@@ -304,18 +347,22 @@ class DecoderConfig:
         norm: RMSNorm (weight) or LayerNorm (weight and bias).
         norm_bias: Whether the checkpoint has the biases of LayerNorms; they are 0 otherwise.
         norm_eps: Added to the variance.
-        activation: Activation in the MLP; gelu_tanh is the tanh approximation, relu2 the square of relu.
+        activation: Activation in the MLP; gelu_tanh is the tanh approximation, relu2 the square of relu, and xielu
+            has learned parameters of each layer.
         gated_mlp: Whether the MLP is down(act(gate(x)) * up(x)) instead of down(act(up(x))).
         clamped_swiglu: Replaces act(gate) * up in gated MLPs and experts; None: it is not replaced.
         ropes: Rotary positions of each layer; None: the layer has none.
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
-        qk_norm: RMSNorm over queries and keys before the rotation: over each head, or over all heads together.
-            None: there is none.
+        qk_norm: RMSNorm over queries and keys before the rotation: over each head, or over all heads together; or
+            over each head, in layers that rotate, with 1 as all weights. None: there is none.
         norms_rotated: Whether that norm, over each head, comes after the rotation.
         sliding_windows: For each layer, the number of keys that a token attends to, itself included; None: all up
             to itself.
+        attention_chunks: For each layer, the length of chunks of a sequence: a token attends to those of its chunk
+            up to itself; None: there are no chunks. Empty: no layer has chunks.
+        attention_temperature: Temperature of attention; None: queries are the same at every position.
         tied_embeddings: Whether the output projection is the embedding, unless the checkpoint has another.
         learned_positions: Whether an embedding of each position is added to the input.
         position_offset: Number of rows of that embedding before the row of position 0.
@@ -334,8 +381,14 @@ class DecoderConfig:
         logits_scale: Factor of the logits.
         attention_gate: Whether the result of attention is multiplied by the sigmoid of gates, one for each column,
             from a linear layer of the attention's input.
-        recurrent: Recurrent layer that replaces attention in some layers; None: no layer is recurrent.
-        recurrent_layers: Whether each layer is recurrent; empty if no layer is.
+        head_gates: Whether the result of each head is multiplied by the sigmoid of one gate, likewise.
+        recurrent: Recurrent layer that replaces attention in some layers, or is beside it; None: there is none.
+        recurrent_layers: Whether each layer has it; empty if no layer has.
+        recurrent_activation: Activation after its convolution; None: that of the MLP.
+        attention_layers: Whether each layer has attention; empty: those without recurrent layer. Where a layer has
+            both, they read the same input, and both results are added.
+        mlp_layers: Whether each layer has an MLP or experts; empty: every layer.
+        multipliers: Fixed factors of activations; None: all are 1.
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
         num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; not read.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
@@ -370,6 +423,8 @@ class DecoderConfig:
     mlp_bias: bool
     sliding_windows: tuple[int | None, ...]
     tied_embeddings: bool
+    attention_chunks: tuple[int | None, ...] = ()
+    attention_temperature: AttentionTemperature | None = None
     qk_norm: QkNorm | None = None
     norms_rotated: bool = False
     learned_positions: bool = False
@@ -386,8 +441,13 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     attention_gate: bool = False
+    head_gates: bool = False
     recurrent: RecurrentConfig | None = None
     recurrent_layers: tuple[bool, ...] = ()
+    recurrent_activation: Activation | None = None
+    attention_layers: tuple[bool, ...] = ()
+    mlp_layers: tuple[bool, ...] = ()
+    multipliers: Multipliers | None = None
     clamped_swiglu: ClampedSwiglu | None = None
     experts: ExpertsConfig | None = None
     num_draft_layers: int = 0
@@ -403,16 +463,30 @@ class DecoderConfig:
 
     @property
     def dense_width(self) -> int:
-        """Inner width of the MLP of layers without experts; 0 if every layer has experts."""
-        return 0 if self.experts is not None and all(self.experts.layers) else self.intermediate_size
+        """Inner width of the MLP of layers without experts; 0 if there is no such MLP."""
+        layers = range(self.num_layers)
+        has_any = any(self.has_mlp(layer) and not self.has_experts(layer) for layer in layers)
+        return self.intermediate_size if has_any else 0
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts instead of the MLP."""
         return self.experts is not None and self.experts.layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
-        """Return whether a layer is recurrent, that is, has no attention."""
+        """Return whether a layer is recurrent instead of having attention."""
+        return self.has_state(layer) and not self.has_attention(layer)
+
+    def has_state(self, layer: int) -> bool:
+        """Return whether a layer has a recurrent state, in place of attention or beside it."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer has attention."""
+        return self.attention_layers[layer] if self.attention_layers else not self.has_state(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether a layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
 
     def has_values(self, layer: int) -> bool:
         """Return whether a layer has a value projection, or another layer's values."""
@@ -437,13 +511,20 @@ class DecoderConfig:
 
     def only(self, layer: int) -> DecoderConfig:
         """Return the configuration of a model of one layer with attention, which has the sizes of `layer`."""
-        return replace(self.at(layer), num_layers=1, recurrent_layers=(), kv_layers=())
+        return replace(
+            self.at(layer),
+            num_layers=1,
+            recurrent_layers=(),
+            attention_layers=(),
+            mlp_layers=(),
+            kv_layers=(),
+        )
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
         """The layers whose keys and values are cached."""
         layers = range(self.num_layers)
-        return tuple(each for each in layers if not self.is_recurrent(each) and self.has_own_kv(each))
+        return tuple(each for each in layers if self.has_attention(each) and self.has_own_kv(each))
 
     @property
     def score_scale(self) -> float:

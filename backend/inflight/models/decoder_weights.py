@@ -66,18 +66,23 @@ LinearT = TypeVar("LinearT")
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights(Generic[LinearT]):
-    """A layer's experts, which have gated MLPs: all of them, or those that a rank holds (`ExpertsConfig.held`).
+    """A layer's experts, whose MLPs are gated if the model's are: all, or those that a rank holds.
+
+    `ExpertsConfig.held` says which those are.
 
     Attributes:
         router: Router of all experts, [count, hidden_size].
         up: Gate above up of each expert that is held: weights [held, 2 * intermediate_size, hidden_size], and
-            biases [held, 2 * intermediate_size] if there are any.
+            biases [held, 2 * intermediate_size] if there are any; without gates up alone. With `latent` the width
+            of its vectors takes the place of hidden_size.
         down: Likewise [held, hidden_size, intermediate_size] and [held, hidden_size]. If ranks have slices of the
             same experts, whose results are summed, only the first of them has the biases.
         shared_gate: [1, hidden_size]; None if there is none.
         choice_bias: [count] float32, added to probabilities when experts are chosen; None if there is none.
         norms: Norms of router, experts and shared MLP; None if there are none.
         scales: [count], factors of the weights of experts; None if there are none.
+        latent: Projections of hidden states to the vectors that experts read, and of the sum of those that they
+            write to hidden states; None if these are hidden states.
     """
 
     router: Linear
@@ -87,6 +92,7 @@ class ExpertWeights(Generic[LinearT]):
     choice_bias: Tensor | None = None
     norms: ExpertNorms | None = None
     scales: Tensor | None = None
+    latent: tuple[Linear, Linear] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +151,16 @@ class Layer(Generic[LinearT]):
     Attributes:
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
-        qkv: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size]; without
-            value heads if keys are values, and without key heads too if the layer reads another layer's; with
-            `attention_gate` after the gates of all query heads, [query_size, hidden_size]. With latent attention:
-            queries, or the vector that they are projected from, the compressed latent and the shared key. In a
-            recurrent layer: its input projection, the rows of `RecurrentConfig.sections`.
+        qkv_or_none: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size];
+            without value heads if keys are values, and without key heads too if the layer reads another layer's;
+            with `attention_gate` after the gates of all query heads, [query_size, hidden_size]. With latent
+            attention: queries, or the vector that they are projected from, the compressed latent and the shared
+            key. In a recurrent layer: its input projection, the rows of `RecurrentConfig.sections`. None in a
+            layer with neither attention nor a recurrent layer.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm, or without keys.
-        output: [hidden_size, num_heads * output_head_dim].
+        output_or_none: [hidden_size, num_heads * output_head_dim], or the output projection of a recurrent layer.
+            None in a layer with neither.
         mlp_norm: Norm before the MLP; None if there is none.
         mlp_post_norm: Norm on the MLP's output; None if there is none.
         experts: The layer's experts; None in a layer without experts.
@@ -161,16 +169,21 @@ class Layer(Generic[LinearT]):
         down: [hidden_size, intermediate_size]; None if there is no MLP.
         latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
-        recurrent: Weights of a recurrent layer besides its projections; None in a layer with attention.
+        head_gates: Projection of attention's input to the gates of heads, [num_heads, hidden_size]; None if there
+            are none.
+        recurrent: Weights of a recurrent layer besides its projections; None in a layer without a state.
+        beside: Input and output projections of a recurrent layer beside attention; None in other layers.
         inputs: Weights for the layer's own inputs of tokens; None if there are none.
+        activation: [4], the parameters of xIELU (`xielu` in `engine/layers/layer_operations.py`); None if the
+            activation has none.
         scale: [1], by which the residual stream is multiplied after the layer; None if it is not.
     """
 
     attention_norm: Norm | None
-    qkv: LinearT
+    qkv_or_none: LinearT | None
     query_norm: Norm | None
     key_norm: Norm | None
-    output: LinearT
+    output_or_none: LinearT | None
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     up: LinearT | None
@@ -179,9 +192,34 @@ class Layer(Generic[LinearT]):
     experts: ExpertWeights[LinearT] | None = None
     latent: LatentWeights | None = None
     sinks: Tensor | None = None
+    head_gates: Linear | None = None
     recurrent: RecurrentWeights | None = None
+    beside: tuple[LinearT, LinearT] | None = None
     inputs: LayerInputWeights | None = None
+    activation: Tensor | None = None
     scale: Tensor | None = None
+
+    @property
+    def qkv(self) -> LinearT:
+        """`qkv_or_none` of a layer with attention or a recurrent layer."""
+        assert self.qkv_or_none is not None, "the layer has neither attention nor a recurrent layer"
+        return self.qkv_or_none
+
+    @property
+    def output(self) -> LinearT:
+        """`output_or_none` of a layer with attention or a recurrent layer."""
+        assert self.output_or_none is not None, "the layer has neither attention nor a recurrent layer"
+        return self.output_or_none
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return self.up is not None or self.experts is not None
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """The norm on the layer's input."""
+        return self.mlp_norm if self.qkv_or_none is None else self.attention_norm
 
 
 LayerWeights = Layer[Linear]

@@ -14,8 +14,8 @@ from inflight.models.decoder_config import (
     LayerInputsConfig,
     RopeConfig,
 )
-from inflight.models.families.family import ExpertNames, LatentNames, MlpNames, RecurrentNames
-from inflight.models.recurrent import GatedDelta, RecurrentConfig, Section, total_size
+from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
+from inflight.models.recurrent import GatedDelta, KimiDelta, Section, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
 from inflight.models.weight_sources import (
@@ -33,6 +33,7 @@ from inflight.models.weight_sources import (
     StoredRows,
     TensorSource,
     TokenInputSources,
+    XieluSources,
 )
 
 
@@ -109,14 +110,20 @@ class _Finder:
             (decoder.query_size, shard.query_rows(decoder)),
             (decoder.kv_size, shard.kv_rows(decoder)),
         )
-        qkv, latent = self._attention_input(decoder, index, prefix)
-        experts = None
+        has_attention, has_state = decoder.has_attention(index), decoder.has_state(index)
+        qkv, latent, output = None, None, None
+        if has_attention or has_state:
+            qkv, latent = self._attention_input(decoder, index, prefix)
+            output = (
+                self._recurrent_output(prefix) if is_recurrent else self._attention_output(decoder, prefix)
+            )
+        experts, up, down = None, None, None
         if decoder.experts is not None and decoder.has_experts(index):
             assert names.experts is not None, "a family with experts names their modules"
             width = decoder.experts.shared_intermediate_size
             up, down = self._mlp(prefix, names.experts.shared, width, is_summed=True)
             experts = self._experts(prefix, names.experts, decoder.experts)
-        else:
+        elif decoder.has_mlp(index):
             up, down = self._mlp(prefix, names.mlp, decoder.intermediate_size)
         return LayerSources(
             qkv=qkv,
@@ -124,22 +131,25 @@ class _Finder:
             up=up,
             down=down,
             experts=experts,
-            attention_norm=norm(norms.attention),
-            query_norm=None
-            if is_recurrent
-            else self._head_norm(decoder, prefix + attention.query_norm, queries),
-            key_norm=None
-            if is_recurrent or not decoder.has_own_kv(index)
-            else self._head_norm(decoder, prefix + attention.key_norm, keys),
-            output=self._recurrent_output(prefix)
-            if is_recurrent
-            else self._attention_output(decoder, prefix),
-            attention_post_norm=norm(norms.attention_post),
-            mlp_norm=norm(norms.mlp),
-            mlp_post_norm=norm(norms.mlp_post),
-            sinks=self._sinks(prefix) if decoder.learned_sinks and not is_recurrent else None,
-            recurrent=self._recurrent(prefix) if is_recurrent else None,
+            attention_norm=None if qkv is None else norm(norms.attention),
+            query_norm=self._head_norm(decoder, prefix + attention.query_norm, queries)
+            if has_attention
+            else None,
+            key_norm=self._head_norm(decoder, prefix + attention.key_norm, keys)
+            if has_attention and decoder.has_own_kv(index)
+            else None,
+            output=output,
+            attention_post_norm=None if qkv is None else norm(norms.attention_post),
+            mlp_norm=norm(norms.mlp) if decoder.has_mlp(index) else None,
+            mlp_post_norm=norm(norms.mlp_post) if decoder.has_mlp(index) else None,
+            sinks=self._sinks(prefix) if decoder.learned_sinks and has_attention else None,
+            head_gates=self._head_gates(prefix) if decoder.head_gates and has_attention else None,
+            recurrent=self._recurrent(prefix) if has_state else None,
+            beside=(self._recurrent_product(prefix), self._recurrent_output(prefix))
+            if has_state and has_attention
+            else None,
             inputs=None if decoder.layer_inputs is None else self._layer_inputs(prefix, decoder.layer_inputs),
+            activation=self._xielu(prefix) if decoder.activation == "xielu" else None,
             scale=_vector(prefix + names.layer_scale, 1) if decoder.layer_scales else None,
         )
 
@@ -153,10 +163,7 @@ class _Finder:
         names, shard = self._names, self._part.shard
         modules = names.attention.qkv
         if decoder.is_recurrent(index):
-            assert decoder.recurrent is not None and names.recurrent is not None, (
-                "the family names its modules"
-            )
-            return self._recurrent_product(prefix, names.recurrent, decoder.recurrent), None
+            return self._recurrent_product(prefix), None
         if decoder.latent is not None:
             assert names.attention.latent is not None, "a family with latent attention names its modules"
             return self._latent(prefix, names.attention.latent, decoder.latent)
@@ -178,7 +185,8 @@ class _Finder:
 
     def _in_halves(self, qkv: LinearSource, rope: RopeConfig) -> LinearSource:
         """Return queries, keys and values with rows of queries and keys in the order of the rotation."""
-        assert self._decoder.qk_norm is None, "its weights would have to be put into that order too"
+        has_weights = self._decoder.qk_norm not in (None, "unweighted")
+        assert not has_weights, "the norms' weights would have to be put into that order too"
         size, of_head = self._decoder.head_dim, rope.rows_in_halves(self._decoder.head_dim)
 
         def reordered(source: TensorSource) -> TensorSource:
@@ -214,8 +222,10 @@ class _Finder:
 
     # ------------------------------------------------------------------ recurrent layers
 
-    def _recurrent_product(self, prefix: str, names: RecurrentNames, config: RecurrentConfig) -> LinearSource:
+    def _recurrent_product(self, prefix: str) -> LinearSource:
         """Return this shard's rows of a recurrent layer's input projection."""
+        names, config = self._names.recurrent, self._decoder.recurrent
+        assert names is not None and config is not None, "the layer is recurrent"
         sections, parts = list(config.sections), list[StoredRows]()
         for module, count in names.product:
             ranges = self._by_key_head if names.by_key_head else self._in_sections
@@ -262,9 +272,21 @@ class _Finder:
             for module, own in zip(names.conv, of_modules, strict=True)
         )
 
-        def of_heads(name: str) -> TensorSource | None:
-            own = StoredRows(prefix + name, config.num_heads, (self._part.shard.split(config.num_heads),))
-            return TensorSource((own,), dtype=torch.float32) if name else None
+        is_kimi, heads = isinstance(config, KimiDelta), self._part.shard.split(config.num_heads)
+
+        def of_heads(name: str, width: int = 1) -> TensorSource | None:
+            own = StoredRows(prefix + name, config.num_heads * width, (_scaled(heads, width),))
+            is_spread = is_kimi and width == 1
+            stored_as = (1, 1, config.num_heads, 1) if is_spread else None
+            return TensorSource((own,), dtype=torch.float32, stored_as=stored_as) if name else None
+
+        def from_head(name: str) -> TensorSource | None:
+            if not isinstance(config, KimiDelta):
+                return None
+            rows = StoredRows(
+                f"{prefix}{name}.weight", config.output_width, (_scaled(heads, config.head_dim),)
+            )
+            return TensorSource((rows,), config.head_dim, (0, config.head_dim))
 
         normed = config.norm_sections
         norm = StoredRows(f"{prefix}{names.norm}.weight", total_size(normed), self._in_sections(normed))
@@ -280,9 +302,11 @@ class _Finder:
             if config.has_conv_bias
             else None,
             decay=of_heads(names.decay),
-            step_bias=of_heads(names.step_bias),
+            step_bias=of_heads(names.step_bias, config.head_dim if isinstance(config, KimiDelta) else 1),
             skip=of_heads(names.skip),
-            norm=TensorSource((norm,)) if names.norm else None,
+            norm=TensorSource((norm,)) if names.norm and normed else None,
+            step_up=from_head(names.step_up),
+            gate_up=from_head(names.gate_up),
         )
 
     def _latent(
@@ -326,6 +350,20 @@ class _Finder:
             self._row_parallel(prefix + names.down, inner, own[1], has_down_bias),
         )
 
+    def _xielu(self, prefix: str) -> XieluSources:
+        """Return the parameters of a layer's activation, which every rank has."""
+        learned, constants = (
+            tuple(_whole(prefix + self._names.activation + name, 1) for name in names)
+            for names in (("alpha_p", "alpha_n"), ("beta", "eps"))
+        )
+        return XieluSources(TensorSource(learned), TensorSource(constants, stored_as=()))
+
+    def _head_gates(self, prefix: str) -> LinearSource:
+        """Return the projection to the gates of this shard's query heads."""
+        hidden, count = self._decoder.hidden_size, self._decoder.num_heads
+        rows = StoredRows(prefix + self._names.attention.head_gates, count, (self._part.shard.split(count),))
+        return self._linear((rows,), hidden, (0, hidden), False)
+
     def _sinks(self, prefix: str) -> TensorSource:
         """Return the learned scores of this shard's query heads."""
         count = self._decoder.num_heads
@@ -335,11 +373,12 @@ class _Finder:
     def _experts(self, prefix: str, names: ExpertNames, config: ExpertsConfig) -> ExpertSources:
         """Return a layer's router, and this shard's part of its experts."""
         hidden, inner = self._decoder.hidden_size, config.intermediate_size
+        outer = config.latent_size or hidden
         own = self._part.shard.slice_of_experts(inner)
         held = range(*self._part.shard.experts(config.count))
         modules = [prefix + names.prefix.format(index) for index in held]
         up = [tuple(StoredRows(each + name, inner, (own,)) for name in names.each.up) for each in modules]
-        down = [(_whole(each + names.each.down, hidden),) for each in modules]
+        down = [(_whole(each + names.each.down, outer),) for each in modules]
 
         def replicated(name: str, rows: int, bias: bool = False) -> LinearSource:
             module = (_whole(prefix + name, rows),)
@@ -366,12 +405,25 @@ class _Finder:
         )
         return ExpertSources(
             router=replicated(names.router, config.count, config.has_router_bias),
-            up=stack(up, hidden, (0, hidden), config.has_bias, is_gated=True),
+            up=stack(up, outer, (0, outer), config.has_bias, is_gated=self._decoder.gated_mlp),
             down=stack(down, inner, own, has_down_bias, is_gated=False),
             shared_gate=replicated(names.shared_gate, 1) if config.has_shared_gate else None,
             choice_bias=choice_bias if config.has_choice_bias else None,
             norms=self._expert_norms(prefix, names) if config.has_norms else None,
             scales=_vector(prefix + names.scales, config.count) if config.has_expert_scales else None,
+            latent=self._expert_latent(prefix, names, outer) if config.latent_size else None,
+        )
+
+    def _expert_latent(self, prefix: str, names: ExpertNames, size: int) -> tuple[LinearSource, LinearSource]:
+        """Return the projections to the vectors that experts read and from those that they write, whole.
+
+        Ranks sum up results that include the second's bias, so only the first rank has it.
+        """
+        hidden, bias = self._decoder.hidden_size, self._decoder.mlp_bias
+        down, up = (prefix + name for name in names.latent)
+        return (
+            self._linear((_whole(down, size),), hidden, (0, hidden), bias),
+            self._linear((_whole(up, hidden),), size, (0, size), bias and self._part.shard.rank == 0),
         )
 
     def _expert_norms(self, prefix: str, names: ExpertNames) -> ExpertNormSources:
@@ -389,7 +441,7 @@ class _Finder:
     ) -> NormSource | None:
         """Return this shard's part of the norm over each head, or over all heads together, of a layer whose sizes
         are the decoder's."""
-        if decoder.qk_norm is None:
+        if decoder.qk_norm in (None, "unweighted"):
             return None
         size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads
         return self._norm(module, size, own)
@@ -447,6 +499,11 @@ class _Finder:
 def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]:
     """Return the weights or biases of modules."""
     return tuple(replace(each, name=f"{each.name}.{kind}") for each in modules)
+
+
+def _scaled(part: Range, width: int) -> Range:
+    """Return the rows of a range of heads."""
+    return part[0] * width, part[1] * width
 
 
 def _whole(name: str, rows: int) -> StoredRows:

@@ -99,6 +99,65 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDelta:
+    """Kimi Delta Attention (Kimi Linear): gated DeltaNet in which each dimension of a key has its own decay.
+
+    Decays and gates of the output are projected twice: by columns of the input projection, as many as a head has,
+    and from these to all heads.
+
+    Attributes:
+        num_heads: Number of heads.
+        head_dim: Width of a query, key or value.
+        conv_width: Number of tokens of the convolution, the present one included.
+        norm_eps: Added to the variance in the norm over each head's output.
+        has_conv_bias: Whether the convolution has biases.
+        has_bias: Whether the input and output projections have biases.
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_width: int
+    norm_eps: float
+    has_conv_bias: bool = False
+    has_bias: bool = False
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """Columns of the input projection: queries, keys, values, those of decays, beta, and those of gates."""
+        heads, shared = Section(self.num_heads, self.head_dim), Section(1, self.head_dim)
+        return heads, heads, heads, shared, Section(self.num_heads, 1), shared
+
+    @property
+    def conv_sections(self) -> tuple[Section, ...]:
+        """Sections that are inputs of the convolution: queries, keys and values."""
+        return self.sections[:3]
+
+    @property
+    def output_width(self) -> int:
+        """Number of columns of the output projection's input."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def norm_sections(self) -> tuple[Section, ...]:
+        """Weights of the norm, shared by all heads."""
+        return (Section(1, self.head_dim),)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state of linear attention: heads, and twice head_dim."""
+        return (self.num_heads, self.head_dim, self.head_dim)
+
+    @property
+    def num_parts(self) -> int:
+        """Number of heads; the number of tensor-parallel ranks must divide it."""
+        return self.num_heads
+
+    def divided(self, size: int) -> KimiDelta:
+        """Return the part of one of `size` ranks, which divides `num_parts`."""
+        return replace(self, num_heads=self.num_heads // size)
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba2:
     """Mamba-2 (Granite 4-H, Nemotron-H, Falcon-H1): linear attention with a decay that depends on the step size.
 
@@ -112,6 +171,7 @@ class Mamba2:
         step_limit: Minimum and maximum step size.
         has_conv_bias: Whether the convolution has biases.
         has_bias: Whether the input and output projections have biases.
+        has_norm: Whether the gated output has a norm.
         num_group_ranks: Number of tensor-parallel ranks that have some of the heads of each group; all of them
             have the group's query and key.
     """
@@ -125,6 +185,7 @@ class Mamba2:
     step_limit: tuple[float, float] = (0.0, float("inf"))
     has_conv_bias: bool = False
     has_bias: bool = False
+    has_norm: bool = True
     num_group_ranks: int = 1
 
     @property
@@ -146,7 +207,7 @@ class Mamba2:
     @property
     def norm_sections(self) -> tuple[Section, ...]:
         """Sections of the weight vector of the norm before the output projection."""
-        return (Section(self.num_heads, self.head_dim),)
+        return (Section(self.num_heads, self.head_dim),) if self.has_norm else ()
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -223,7 +284,7 @@ class ShortConv:
         return replace(self, width=self.width // size)
 
 
-RecurrentConfig = GatedDelta | Mamba2 | ShortConv
+RecurrentConfig = GatedDelta | KimiDelta | Mamba2 | ShortConv
 
 
 def total_size(sections: tuple[Section, ...]) -> int:
@@ -240,9 +301,12 @@ class RecurrentWeights:
         conv_bias: Biases of the convolution, [columns] float32; None: there are none.
         decay: [heads] float32, at most 0; times the step size it is the logarithm of the decay. None in
             `ShortConv`.
-        step_bias: [heads] float32, added before the softplus that gives the step size; None in `ShortConv`.
+        step_bias: [heads] float32, in `KimiDelta` [heads * head_dim], added before the softplus that gives the
+            step size; None in `ShortConv`.
         skip: [heads] float32, factor of the values that are added to the output; None: there is none.
         norm: Weights of the norm on the output, [columns of `norm_sections`]; None: there is none.
+        step_up: Projection to steps of all heads, [heads * head_dim, head_dim]; None except in `KimiDelta`.
+        gate_up: Projection to gates of all heads, likewise.
     """
 
     conv: Tensor
@@ -251,3 +315,5 @@ class RecurrentWeights:
     step_bias: Tensor | None = None
     skip: Tensor | None = None
     norm: Tensor | None = None
+    step_up: Tensor | None = None
+    gate_up: Tensor | None = None

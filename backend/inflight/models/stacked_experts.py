@@ -105,15 +105,16 @@ def _stacks(
     """Yield every stack, and the prefix of its layer's experts, in which `{}` stands for an expert's index."""
     decoder = model.decoder
     assert decoder.experts is not None, "stacks are of experts"
-    hidden, inner = decoder.hidden_size, decoder.experts.intermediate_size
-    halves = (
-        (slice(0, None, 2), slice(1, None, 2)) if stacks.interleaved else (slice(inner), slice(inner, None))
-    )
+    hidden = decoder.experts.latent_size or decoder.hidden_size
+    inner, num_up = decoder.experts.intermediate_size, len(names.each.up)
+    parts = [slice(inner), slice(inner, None)]
+    if stacks.interleaved:
+        parts = [slice(0, None, 2), slice(1, None, 2)]
     for layer in range(decoder.num_layers):
         if decoder.has_experts(layer):
             prefix = model.names.base + model.names.layers.format(layer)
             up = _Stack(
-                prefix + stacks.up, 2 * inner, hidden, (*zip(names.each.up, halves),), stacks.transposed
+                prefix + stacks.up, num_up * inner, hidden, (*zip(names.each.up, parts),), stacks.transposed
             )
             all_rows = ((names.each.down, slice(hidden)),)
             down = _Stack(prefix + stacks.down, hidden, inner, all_rows, stacks.transposed)

@@ -42,6 +42,7 @@ from inflight.models.weight_sources import (
     StackSource,
     TensorSource,
     TokenInputSources,
+    XieluSources,
 )
 
 
@@ -101,7 +102,7 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
         return Layer(
-            qkv=self._projection(sources.qkv),
+            qkv_or_none=None if sources.qkv is None else self._projection(sources.qkv),
             latent=None if sources.latent is None else self._latent(sources.latent),
             up=None if sources.up is None else self._projection(sources.up),
             down=None if sources.down is None else self._projection(sources.down),
@@ -109,15 +110,23 @@ class WeightReader(Generic[LayerT, LinearT]):
             attention_norm=self._norm_or_none(sources.attention_norm),
             query_norm=self._norm_or_none(sources.query_norm),
             key_norm=self._norm_or_none(sources.key_norm),
-            output=self._projection(sources.output),
+            output_or_none=None if sources.output is None else self._projection(sources.output),
             attention_post_norm=self._norm_or_none(sources.attention_post_norm),
             mlp_norm=self._norm_or_none(sources.mlp_norm),
             mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
             sinks=self._vector(sources.sinks),
+            head_gates=None if sources.head_gates is None else self._linear(sources.head_gates),
             recurrent=None if sources.recurrent is None else self._recurrent(sources.recurrent),
+            beside=None
+            if sources.beside is None
+            else (self._projection(sources.beside[0]), self._projection(sources.beside[1])),
             inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
+            activation=None if sources.activation is None else self._xielu(sources.activation),
             scale=self._vector(sources.scale),
         )
+
+    def _xielu(self, sources: XieluSources) -> Tensor:
+        return torch.cat((self._tensor(sources.learned), self._tensor(sources.constants)))
 
     def _layer_inputs(self, sources: LayerInputSources) -> LayerInputWeights:
         return LayerInputWeights(
@@ -136,6 +145,8 @@ class WeightReader(Generic[LayerT, LinearT]):
             step_bias=self._vector(sources.step_bias),
             skip=self._vector(sources.skip),
             norm=self._vector(sources.norm),
+            step_up=self._vector(sources.step_up),
+            gate_up=self._vector(sources.gate_up),
         )
 
     def _latent(self, sources: LatentSources) -> LatentWeights:
@@ -155,6 +166,9 @@ class WeightReader(Generic[LayerT, LinearT]):
             choice_bias=self._vector(sources.choice_bias),
             norms=None if sources.norms is None else self._expert_norms(sources.norms),
             scales=self._vector(sources.scales),
+            latent=None
+            if sources.latent is None
+            else (self._linear(sources.latent[0]), self._linear(sources.latent[1])),
         )
 
     def _expert_norms(self, sources: ExpertNormSources) -> ExpertNorms:

@@ -37,6 +37,7 @@ class TensorSource:
         kept: Range of the columns to read.
         transposed: Whether the checkpoint stores the transposed matrix.
         is_conv: Whether the checkpoint stores the shape [rows, 1, columns] of a depthwise convolution.
+        stored_as: Shape of a vector in the checkpoint, if it has other dimensions than one; None: it has one.
         dtype: Dtype of the loaded tensor; None: the model's.
     """
 
@@ -45,6 +46,7 @@ class TensorSource:
     kept: Range = (0, 0)
     transposed: bool = False
     is_conv: bool = False
+    stored_as: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
 
     @property
@@ -59,6 +61,8 @@ class TensorSource:
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape that a part with this number of rows has in the file."""
+        if self.stored_as is not None:
+            return self.stored_as
         if self.columns is None:
             return (rows,)
         if self.is_conv:
@@ -68,7 +72,7 @@ class TensorSource:
     def wanted(self, stored: Tensor, rows: Rows) -> Tensor:
         """Return the given rows and the selected columns of a stored tensor."""
         if self.columns is None:
-            return stored[slice(*rows)]
+            return stored.flatten()[slice(*rows)]
         if self.is_conv:
             return stored[slice(*rows), 0, slice(*self.kept)]
         return (stored.T if self.transposed else stored)[slice(*rows), slice(*self.kept)]
@@ -136,6 +140,7 @@ class ExpertSources:
     choice_bias: TensorSource | None
     norms: ExpertNormSources | None
     scales: TensorSource | None
+    latent: tuple[LinearSource, LinearSource] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,14 @@ class TokenInputSources:
 
 
 @dataclass(frozen=True, slots=True)
+class XieluSources:
+    """Stored parameters of the activation xIELU."""
+
+    learned: TensorSource
+    constants: TensorSource
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentSources:
     """Stored weights of a recurrent layer besides its projections; `decay` is stored as log(-decay)."""
 
@@ -176,13 +189,15 @@ class RecurrentSources:
     step_bias: TensorSource | None
     skip: TensorSource | None
     norm: TensorSource | None
+    step_up: TensorSource | None
+    gate_up: TensorSource | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSources:
     """Stored tensors of a decoder layer, in the order in which they are read."""
 
-    qkv: LinearSource
+    qkv: LinearSource | None
     latent: LatentSources | None
     up: LinearSource | None
     down: LinearSource | None
@@ -190,13 +205,16 @@ class LayerSources:
     attention_norm: NormSource | None
     query_norm: NormSource | None
     key_norm: NormSource | None
-    output: LinearSource
+    output: LinearSource | None
     attention_post_norm: NormSource | None
     mlp_norm: NormSource | None
     mlp_post_norm: NormSource | None
     sinks: TensorSource | None
+    head_gates: LinearSource | None
     recurrent: RecurrentSources | None
+    beside: tuple[LinearSource, LinearSource] | None
     inputs: LayerInputSources | None
+    activation: XieluSources | None
     scale: TensorSource | None
 
 

@@ -26,7 +26,14 @@ from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
 CPU = torch.device("cpu")
-WINDOWS = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
+WINDOWS = (
+    None,
+    AttentionWindow(1),
+    AttentionWindow(5),
+    AttentionWindow(40, 8),
+    AttentionWindow(300),
+    AttentionWindow(40, is_chunk=True),
+)
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: i
         ({"dtypes": (torch.bfloat16,)}, 16, None, "^FlashAttention only support fp16 and bf16 data type$"),
         ({"block_multiple": 256}, 32, None, "^Paged KV cache block size must be divisible by 256$"),
         ({}, 16, AttentionWindow(5, 2), "no windows with sinks"),
+        ({}, 16, AttentionWindow(5, is_chunk=True), "no attention in chunks"),
     ],
 )
 def test_the_refusal_of_a_kernel_is_reported(

@@ -174,10 +174,10 @@ class Layer:
         shared = case.shared
         return decoder_weights.Layer(
             attention_norm=None,
-            qkv=Linear(self._random(6, hidden)),
+            qkv_or_none=Linear(self._random(6, hidden)),
             query_norm=None,
             key_norm=None,
-            output=Linear(torch.zeros(hidden, 2, dtype=self.dtype)),
+            output_or_none=Linear(torch.zeros(hidden, 2, dtype=self.dtype)),
             attention_post_norm=None,
             mlp_norm=None if case.norms == "after" else self._draw_norm(),
             up=Linear(self._random(2 * shared, hidden)) if shared else None,

@@ -32,8 +32,11 @@ TARGETS = {
     "qwen3-next": [*ATTENTION, "o_proj"],
     "granite-hybrid": [*ATTENTION, "o_proj", "input_linear", "output_linear"],
     "granite-hybrid-moe": [*ATTENTION, "o_proj"],
+    "nemotron-h-dense": [*ATTENTION, "o_proj", "up_proj", "down_proj"],
+    "falcon-h1": [*ATTENTION, "o_proj", "gate_proj", "up_proj", "down_proj"],
     "lfm2": [*ATTENTION, "self_attn.out_proj", "w1", "w2", "w3"],
     "lfm2-moe": [*ATTENTION, "self_attn.out_proj"],
+    "lfm3": [*ATTENTION, "o_proj", "w1", "w2", "w3"],
 }
 """By case, the projections of attention, and of the MLP in models without experts."""
 OPTIONS = {

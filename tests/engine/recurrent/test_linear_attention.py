@@ -1,18 +1,19 @@
-"""Linear attention, compared with transformers' code of gated DeltaNet and Mamba-2."""
+"""Linear attention, compared with transformers' code of gated DeltaNet, Kimi Delta Attention and Mamba-2."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from inflight.engine.recurrent.linear_attention import PIECE, scan, step
+from inflight.engine.recurrent.linear_attention import DIMENSION_PIECE, PIECE, scan, step
 
 HEADS, KEY_DIM, VALUE_DIM = 3, 16, 24
 
 
-def draw(num_tokens: int, has_beta: bool, seed: int = 0):
+def draw(num_tokens: int, has_beta: bool, seed: int = 0, by_dimension: bool = False):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -20,7 +21,8 @@ def draw(num_tokens: int, has_beta: bool, seed: int = 0):
 
     queries, keys = normal(num_tokens, HEADS, KEY_DIM), normal(num_tokens, HEADS, KEY_DIM)
     keys = torch.nn.functional.normalize(keys, dim=-1)
-    log_decay = -torch.rand((num_tokens, HEADS), generator=generator) * 2
+    shape = (num_tokens, HEADS, KEY_DIM) if by_dimension else (num_tokens, HEADS)
+    log_decay = -torch.rand(shape, generator=generator) * 2
     beta = torch.rand((num_tokens, HEADS), generator=generator) if has_beta else None
     return queries, keys, normal(num_tokens, HEADS, VALUE_DIM), log_decay, beta
 
@@ -45,10 +47,38 @@ def test_a_scan_equals_the_gated_delta_rule_of_transformers(num_tokens: int) -> 
     torch.testing.assert_close(new_state, expected_state[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, DIMENSION_PIECE, 3 * DIMENSION_PIECE - 7])
+def test_a_scan_with_decays_of_dimensions_equals_kimi_delta_attention(num_tokens: int) -> None:
+    queries, keys, values, log_decay, beta = draw(num_tokens, has_beta=True, by_dimension=True)
+    state = draw_state()
+    expected, expected_state = modeling_kimi_linear.recurrent_kimi_delta_attention(
+        *(each[None] for each in (queries, keys, values, log_decay, beta)),
+        initial_state=state[None],
+        output_final_state=True,
+    )
+    outputs, new_state = scan(queries * KEY_DIM**-0.5, keys, values, log_decay, beta, state)
+    torch.testing.assert_close(outputs, expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(new_state, expected_state[0], rtol=1e-4, atol=1e-4)
+
+
+def test_equal_decays_of_all_dimensions_are_a_decay_of_the_head() -> None:
+    queries, keys, values, log_decay, beta = draw(50, has_beta=False)
+    whole = scan(queries, keys, values, log_decay, beta, draw_state())
+    of_dimensions = log_decay[..., None].expand(-1, -1, KEY_DIM)
+    torch.testing.assert_close(scan(queries, keys, values, of_dimensions, beta, draw_state()), whole)
+
+
+def test_strong_decays_of_dimensions_do_not_overflow() -> None:
+    queries, keys, values, log_decay, beta = draw(50, has_beta=True, by_dimension=True)
+    outputs, state = scan(queries, keys, values, 200 * log_decay, beta, draw_state())
+    assert outputs.isfinite().all() and state.isfinite().all()
+
+
+@pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("has_beta", [False, True])
 @pytest.mark.parametrize("cut", [1, 30, PIECE, PIECE + 9])
-def test_a_scan_in_two_parts_equals_one_scan(has_beta: bool, cut: int) -> None:
-    tokens = draw(PIECE + 40, has_beta)
+def test_a_scan_in_two_parts_equals_one_scan(has_beta: bool, cut: int, by_dimension: bool) -> None:
+    tokens = draw(PIECE + 40, has_beta, by_dimension=by_dimension)
     whole, last = scan(*tokens, draw_state())
     first, state = scan(*(None if each is None else each[:cut] for each in tokens), draw_state())
     second, state = scan(*(None if each is None else each[cut:] for each in tokens), state)
@@ -56,9 +86,10 @@ def test_a_scan_in_two_parts_equals_one_scan(has_beta: bool, cut: int) -> None:
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("has_beta", [False, True])
-def test_steps_of_many_sequences_equal_a_scan_of_each(has_beta: bool) -> None:
-    sequences = [draw(20, has_beta, seed) for seed in range(4)]
+def test_steps_of_many_sequences_equal_a_scan_of_each(has_beta: bool, by_dimension: bool) -> None:
+    sequences = [draw(20, has_beta, seed, by_dimension) for seed in range(4)]
     states = torch.stack([draw_state(seed) for seed in range(4)])
     expected = [scan(*tokens, state) for tokens, state in zip(sequences, states, strict=True)]
     outputs = []

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.granitemoehybrid.configuration_granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDeltaAttention
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -18,6 +20,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from inflight.engine.recurrent.mixers import Mixer, empty_state, make_mixer
 from inflight.models.recurrent import (
     GatedDelta,
+    KimiDelta,
     Mamba2,
     RecurrentConfig,
     RecurrentWeights,
@@ -56,6 +59,42 @@ def gated_delta() -> Layer:
         make_mixer(config, weights, F.silu),
         lambda x: torch.cat([each(x) for each in projections], 1),
         module.out_proj,
+    )
+
+
+def kimi_delta() -> Layer:
+    settings = KimiLinearConfig(
+        hidden_size=HIDDEN,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        linear_conv_kernel_dim=4,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+    )
+    module = randomized(KimiLinearDeltaAttention(settings, 0))
+    config = KimiDelta(4, 8, 4, settings.rms_norm_eps)
+    projections = (
+        module.q_proj,
+        module.k_proj,
+        module.v_proj,
+        module.forget_gate.f_a_proj,
+        module.b_proj,
+        module.g_a_proj,
+    )
+    weights = RecurrentWeights(
+        module.conv1d.weight.squeeze(1),
+        decay=-module.forget_gate.A_log.flatten().exp(),
+        step_bias=module.forget_gate.dt_bias,
+        norm=module.o_norm.weight,
+        step_up=module.forget_gate.f_b_proj.weight,
+        gate_up=module.g_b_proj.weight,
+    )
+    return (
+        module,
+        config,
+        make_mixer(config, weights, F.silu),
+        lambda x: torch.cat([each(x) for each in projections], 1),
+        module.o_proj,
     )
 
 
@@ -100,7 +139,7 @@ def randomized(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-@pytest.fixture(params=[gated_delta, mamba2, short_conv], ids=lambda each: each.__name__)
+@pytest.fixture(params=[gated_delta, kimi_delta, mamba2, short_conv], ids=lambda each: each.__name__)
 def layer(request: pytest.FixtureRequest) -> Layer:
     return request.param()
 

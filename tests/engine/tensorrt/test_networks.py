@@ -53,6 +53,7 @@ REFUSED = {
     "deepseek-v2-lite",
     "deepseek-v3",
     "deepseek-v3-half-rotation",
+    "glm4-moe-lite",
     "gpt-oss",
     "gemma2",
     "gemma4",
@@ -71,6 +72,18 @@ REFUSED = {
     "granite-hybrid-moe",
     "lfm2",
     "lfm2-moe",
+    "lfm3",
+    "kimi-linear",
+    "llama4",
+    "llama4-no-norms",
+    "apertus",
+    "granite-swa",
+    "granite-moe-swa",
+    "nemotron-h",
+    "nemotron-h-dense",
+    "nemotron-h-wide-experts",
+    "falcon-h1",
+    "falcon-h1-norm",
 }
 
 

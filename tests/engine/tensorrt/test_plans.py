@@ -47,6 +47,10 @@ WITH_KERNELS = {
 }
 """Replace models with heads of 12 dimensions, for which TensorRT has no kernel, and one of many layers."""
 REFUSED = {
+    "apertus": "xIELU",
+    "llama4_text": "experts with weighted inputs, attention in chunks",
+    "granite_swa": "learned sinks",
+    "granitemoe_swa": "learned sinks",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "glm4_moe_lite": "latent attention",
@@ -65,6 +69,10 @@ REFUSED = {
     "granitemoehybrid": "recurrent layers",
     "lfm2": "recurrent layers",
     "lfm2_moe": "recurrent layers",
+    "lfm3": "proportional rotary positions, gates of heads, recurrent layers",
+    "nemotron_h": "layers without attention or without an MLP",
+    "falcon_h1": "attention beside recurrent layers, fixed factors of activations",
+    "kimi_linear": "latent attention, recurrent layers",
 }
 FAMILY_NAMES = [family.model_type for family in FAMILIES]
 

@@ -68,6 +68,9 @@ class KernelAttention:
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, KernelMetadata]:
+        """Raises ValueError for chunks, which the kernels do not support."""
+        if any(window is not None and window.is_chunk for window in windows):
+            raise ValueError("it has no attention in chunks")
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
         begin = packed.generation_begin

@@ -171,7 +171,10 @@ def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> 
     rows, [rows, 1]."""
     hidden = keys > positions
     if window is not None:
-        outside = keys <= positions - window.recent
+        first = positions - window.recent + 1
+        if window.is_chunk:
+            first = positions - positions % window.recent
+        outside = keys < first
         if window.sinks:
             outside &= keys >= window.sinks
         hidden |= outside

@@ -75,7 +75,7 @@ class PagedAttention:
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedMetadata]:
-        """Raises ValueError for windows with sinks, which the kernel does not support."""
+        """Raises ValueError for windows with sinks and for chunks, which the kernel does not support."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -131,6 +131,8 @@ def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, in
     if window is not None:
         if window.sinks:
             raise ValueError("it has no windows with sinks")
+        if window.is_chunk:
+            raise ValueError("it has no attention in chunks")
         return window.recent - 1, 0
     # A sequence's last token has no token after it. If told so, FlashAttention 2 would read a key head once per
     # query head.

@@ -430,7 +430,7 @@ def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:
     shape.heads, shape.key_dim, shape.value_dim = config.state_shape
     if isinstance(config, GatedDelta):
         shape.key_heads, shape.beta_scale = config.num_key_heads, config.beta_scale
-    else:
+    elif isinstance(config, Mamba2):
         shape.key_heads = config.num_groups
         shape.least_step, shape.most_step = config.step_limit
     return shape

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.experts import mix_experts
-from inflight.engine.layers.layer_operations import LayerOperations, apply_norm, rotate
+from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.windows import AttentionWindow
@@ -97,11 +98,12 @@ class Decoder:
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives
         self._first_layer = part.layers[0]
-        self._places = _places(self._held)
+        self._places, self._state_places = _places(self._held), _state_places(self._held)
+        convolved = self._operations.activation
+        if config.recurrent_activation is not None:
+            convolved = ACTIVATIONS[config.recurrent_activation]
         self._mixers = [
-            make_mixer(
-                self._held.recurrent, layer.recurrent, self._operations.activation, collectives.all_reduce
-            )
+            make_mixer(self._held.recurrent, layer.recurrent, convolved, collectives.all_reduce)
             if self._held.recurrent is not None and layer.recurrent is not None
             else None
             for layer in weights.layers
@@ -109,8 +111,13 @@ class Decoder:
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
-        any_linear = weights.layers[0].qkv
+        first = weights.layers[0]
+        any_linear = first.qkv_or_none or first.up or (first.experts and first.experts.router)
+        assert any_linear is not None, "every layer has a linear layer"
         self.dtype, self._device = any_linear.dtype, any_linear.weight.device
+        self._section_factors = self._find_section_factors()
+        ones = torch.ones(config.head_dim, dtype=self.dtype, device=self._device)
+        self._plain_norm = Norm(ones) if config.qk_norm == "unweighted" else None
         self._sizes = [self._held.at(layer) for layer in range(self._held.num_layers)]
         self._layer_ropes = [
             rope and (rope, sizes.rotary_head_dim)
@@ -121,6 +128,15 @@ class Decoder:
             for rope in dict.fromkeys(self._layer_ropes)
             if rope is not None
         }
+
+    def _find_section_factors(self) -> Tensor | None:
+        """Return the factors of the outputs of recurrent layers' input projections, [columns]; None: all are 1."""
+        factors, recurrent = self.config.multipliers, self._held.recurrent
+        if factors is None or recurrent is None or not factors.recurrent_sections:
+            return None
+        sections = zip(recurrent.sections, factors.recurrent_sections, strict=True)
+        columns = [torch.full((section.size,), factor) for section, factor in sections]
+        return torch.cat(columns).to(self._device, self.dtype)
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits:
         """Return the limits of `RecordedDecoder.tile_limits`; this decoder takes batches of any size."""
@@ -151,7 +167,8 @@ class Decoder:
             rope: self._operations.rotation(cos, sin, packed.positions)
             for rope, (cos, sin) in self._rope_tables.items()
         }
-        read = self._norm(x, weights.layers[0].attention_norm) if weights.layers else x
+        temperature = self._temperature(packed.positions)
+        read = self._norm(x, weights.layers[0].first_norm) if weights.layers else x
         own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of rows, by the place of their layer
         for index, layer in enumerate(weights.layers):
             if between is not None:
@@ -159,21 +176,22 @@ class Decoder:
             of_window = metadata[self._layer_windows[index]]
             if active is not None:
                 layer = active.adapt(index, layer)
-            mixer = self._mixers[index]
-            if mixer is not None:
-                assert cache.states is not None, "a model with recurrent layers has states"
-                mixed = cache.states.run(self._places[index], mixer, layer.qkv(read))
-                attended = self._row_parallel(layer.output, mixed)
-            else:
-                rotation = rotations.get(self._layer_ropes[index])
-                attended = self._attend(read, rotation, index, layer, places, of_window, cache, own)
-            following = weights.layers[index + 1].attention_norm if index + 1 < len(weights.layers) else None
-            if self.config.parallel_residual:
-                computed = self._mlp(self._norm(x, layer.mlp_norm), layer, x)
-                x, _ = self._add(x, attended, layer.attention_post_norm, None)
-            else:
-                x, read = self._add(x, attended, layer.attention_post_norm, layer.mlp_norm)
-                computed = self._mlp(read, layer, x)
+            following = weights.layers[index + 1].first_norm if index + 1 < len(weights.layers) else None
+            beside = self._norm(x, layer.mlp_norm) if self.config.parallel_residual else None
+            if layer.qkv_or_none is not None:
+                mixed = self._recur(read, index, layer, cache)
+                if self._held.has_attention(index):
+                    rotation = rotations.get(self._layer_ropes[index])
+                    attended = self._attend(
+                        read, rotation, index, layer, places, of_window, cache, own, temperature
+                    )
+                    mixed = attended if mixed is None else attended + mixed
+                assert mixed is not None, "the layer has attention or a recurrent layer"
+                after = layer.mlp_norm if layer.has_mlp else following
+                x, read = self._add(x, mixed, layer.attention_post_norm, after if beside is None else None)
+            if not layer.has_mlp:
+                continue
+            computed = self._mlp(read if beside is None else beside, layer, x)
             if layer.inputs is None and layer.scale is None:
                 x, read = self._add(x, computed, layer.mlp_post_norm, following)
                 continue
@@ -241,6 +259,27 @@ class Decoder:
         )
         return (self._norm(projected, weights.norm) + of_tokens) * 2**-0.5
 
+    def _temperature(self, positions: Tensor) -> Tensor | None:
+        """Return the factors of queries at these positions, [rows, 1, 1] float32; None if they are 1."""
+        config = self.config.attention_temperature
+        if config is None:
+            return None
+        steps = torch.floor((positions.float() + 1) / config.interval)
+        return (1 + config.growth * torch.log1p(steps))[:, None, None]
+
+    def _recur(self, x: Tensor, index: int, layer: LayerWeights, cache: KvCache) -> Tensor | None:
+        """Return the result of a layer's recurrent layer; None if it has none."""
+        mixer, factors = self._mixers[index], self.config.multipliers
+        if mixer is None:
+            return None
+        assert cache.states is not None, "a model with recurrent layers has states"
+        into, out = layer.beside or (layer.qkv, layer.output)
+        projected = into(_times(x, factors and factors.recurrent_input))
+        if self._section_factors is not None:
+            projected = projected * self._section_factors
+        mixed = self._row_parallel(out, cache.states.run(self._state_places[index], mixer, projected))
+        return _times(mixed, factors and factors.recurrent_output)
+
     def _take_input(self, x: Tensor, weights: LayerInputWeights, given: Tensor) -> Tensor:
         """Return what a layer adds to the residual stream x because of its own inputs `given` [rows, size]."""
         gated = self._operations.activation(weights.gate(x)) * given
@@ -263,15 +302,23 @@ class Decoder:
         metadata: Any,
         cache: KvCache,
         own: dict[int, tuple[Tensor, Tensor]],
+        temperature: Tensor | None,
     ) -> Tensor:
-        """Return the attention of a layer; `own` has the rows' keys and values of earlier layers, by place."""
-        place, gates = self._places[index], None
+        """Return the result of a layer's attention.
+
+        `own` has the rows' keys and values of earlier layers, by place, and `temperature` the factors of queries
+        in layers without rotary positions.
+        """
+        place, gates, factors = self._places[index], None, self.config.multipliers
+        x = _times(x, factors and factors.attention_input)
         if self.config.latent is not None and layer.latent is not None:
             queries, keys = self._compress(x, rotation, layer.qkv, layer.latent, self.config.latent)
             values = keys
             cache.write(place, places, keys, values)
         elif self._held.has_own_kv(index):
             queries, keys, values, gates = self._queries_keys_values(x, rotation, index, layer, places, cache)
+            if temperature is not None and rotation is None:
+                queries = (queries * temperature).to(queries.dtype)
             if self._held.kv_layers:
                 own[place] = keys, values
         else:
@@ -281,7 +328,10 @@ class Decoder:
             read = self._decompress(read, layer.latent, self.config.latent)
         if gates is not None:
             read = read * torch.sigmoid(gates)
-        return self._row_parallel(layer.output, read)
+        if layer.head_gates is not None:
+            by_head = torch.unflatten(read, 1, (self._held.num_heads, -1))
+            read = (by_head * torch.sigmoid(layer.head_gates(x))[..., None]).flatten(1)
+        return _times(self._row_parallel(layer.output, read), factors and factors.attention_output)
 
     def _queries_keys_values(
         self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
@@ -301,7 +351,9 @@ class Decoder:
         if not self._held.has_values(index):
             qkv = torch.cat((qkv, qkv[:, heads:]), dim=1)
         norms = None
-        if layer.query_norm is not None and layer.key_norm is not None:
+        if self._plain_norm is not None and rotation is not None:
+            norms = self._plain_norm, self._plain_norm
+        elif layer.query_norm is not None and layer.key_norm is not None:
             norms = layer.query_norm, layer.key_norm
             if self.config.qk_norm != "heads":
                 queries, keys, values = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
@@ -375,13 +427,21 @@ class Decoder:
                 return self._mix_beside(x, layer, layer.experts, layer.experts.norms, stream)
             return self._mix(x, layer, layer.experts)
         assert layer.up is not None and layer.down is not None, "a layer has experts or an MLP"
-        return self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
+        inner, factors = layer.up(x), self.config.multipliers
+        if factors is not None and factors.mlp_gate != 1:
+            inner.chunk(2, dim=-1)[0].mul_(factors.mlp_gate)
+        computed = self._row_parallel(layer.down, self._operations.activate(inner, layer.activation))
+        return _times(computed, factors and factors.mlp_output)
 
     def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
         """Compute a layer's experts and the MLP beside them, summed over the ranks, each of which has a part."""
         config = self._held.experts
         assert config is not None, "the layer has experts"
-        given = mix_experts(x, experts, config, self._operations.activate)
+        if experts.latent is None:
+            given = mix_experts(x, experts, config, self._operations.activate)
+        else:
+            read, write = experts.latent
+            given = write(mix_experts(read(x), experts, config, self._operations.activate, x))
         if layer.up is not None and layer.down is not None:
             shared = layer.down(self._operations.activate(layer.up(x)))
             if experts.shared_gate is not None:
@@ -433,18 +493,27 @@ class Decoder:
 
 
 def _places(held: DecoderConfig) -> list[int]:
-    """Return each layer's index among the layers of its kind: with attention, or recurrent; of a layer that reads
-    another layer's keys and values the index of that one."""
-    counts = {True: 0, False: 0}
+    """Return each layer's index among the layers with attention; of a layer that reads another layer's keys and
+    values the index of that one."""
     places: list[int] = []
+    count = 0
     for layer in range(held.num_layers):
-        is_recurrent = held.is_recurrent(layer)
-        if not is_recurrent and not held.has_own_kv(layer):
+        if held.has_attention(layer) and not held.has_own_kv(layer):
             places.append(places[held.kv_layers[layer]])
             continue
-        places.append(counts[is_recurrent])
-        counts[is_recurrent] += 1
+        places.append(count)
+        count += held.has_attention(layer)
     return places
+
+
+def _state_places(held: DecoderConfig) -> list[int]:
+    """Return each layer's index among the layers with a recurrent state."""
+    return list(accumulate(map(held.has_state, range(held.num_layers)), initial=0))[:-1]
+
+
+def _times(x: Tensor, factor: float | None) -> Tensor:
+    """Return x times a fixed factor; None is 1."""
+    return x if factor in (None, 1.0) else x * factor
 
 
 def finish_logits(logits: Tensor, config: DecoderConfig) -> Tensor:

@@ -24,7 +24,8 @@ def mix_experts(
     routed: Tensor | None = None,
 ) -> Tensor:
     """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
-    them. `routed` is the router's input, if it is not x.
+    them; with `weighs_inputs` the sum of their outputs of weighted rows. `routed` is the router's input, if it is
+    not x.
 
     Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
     up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
@@ -40,14 +41,19 @@ def mix_experts(
         counts = counts[first:last]
         if not len(order):
             return given.to(x.dtype)
-    rows = order // config.num_per_token
-    parts = x.index_select(0, rows).split_with_sizes(counts)
+    rows, weights = order // config.num_per_token, chances.flatten()[order, None]
+    read = x.index_select(0, rows)
+    if config.weighs_inputs:
+        read = (read * weights).to(x.dtype)
+    parts = read.split_with_sizes(counts)
     results = [
         experts.down.at(index)(activate(experts.up.at(index)(part)))
         for index, part in enumerate(parts)
         if len(part)
     ]
-    weighed = torch.cat(results).float() * chances.flatten()[order, None]
+    weighed = torch.cat(results).float()
+    if not config.weighs_inputs:
+        weighed = weighed * weights
     return given.index_add_(0, rows, weighed).to(x.dtype)
 
 

@@ -77,7 +77,7 @@ class KernelLayerOperations(LayerOperations):
         )
         return queries, keys, qkv[:, heads + kv_heads :]
 
-    def activate(self, inner: Tensor) -> Tensor:
+    def activate(self, inner: Tensor, parameters: Tensor | None = None) -> Tensor:
         if ACTIVATION not in self.parts:
-            return super().activate(inner)
+            return super().activate(inner, parameters)
         return gated_activation(inner, self.decoder.activation)

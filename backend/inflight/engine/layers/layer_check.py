@@ -109,7 +109,8 @@ def _results(
     if decoder.latent is None:
         yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, rounding)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
-    yield "an activation", operations.activate(inner)
+    parameters = random(4) if decoder.activation == "xielu" else None
+    yield "an activation", operations.activate(inner, parameters)
 
 
 def _heads(

@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight.engine.kv_cache import KvCache
 from inflight.models import DecoderConfig, Norm
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -36,12 +36,12 @@ class LayerOperations:
 
     Attributes:
         decoder: The argument of the same name.
-        activation: The model's activation function.
+        activation: The model's activation function; raises ValueError for xIELU, of which each layer has its own.
     """
 
     def __init__(self, decoder: DecoderConfig) -> None:
         self.decoder = decoder
-        self.activation = _ACTIVATIONS[decoder.activation]
+        self.activation = ACTIVATIONS.get(decoder.activation, _is_by_layer)
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Add the output of attention or MLP to the residual stream x; return the sum and the sum after `norm`,
@@ -98,8 +98,13 @@ class LayerOperations:
         parts = zip((queries_keys[:, :heads], queries_keys[:, heads:]), norms, strict=True)
         return torch.cat([apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts], dim=1)
 
-    def activate(self, inner: Tensor) -> Tensor:
-        """Return the input of an MLP's second projection, from the output of its first."""
+    def activate(self, inner: Tensor, parameters: Tensor | None = None) -> Tensor:
+        """Return the input of an MLP's second projection, from the output of its first.
+
+        `parameters` [4] are those of the layer's xIELU; None for other activations.
+        """
+        if parameters is not None:
+            return xielu(inner, parameters)
         if not self.decoder.gated_mlp:
             return self.activation(inner)
         gate, up = inner.chunk(2, dim=-1)
@@ -107,6 +112,21 @@ class LayerOperations:
             gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
             return gate.mul(torch.sigmoid(gate * swiglu.alpha)).mul_(up + 1)
         return self.activation(gate).mul_(up)
+
+
+def xielu(x: Tensor, parameters: Tensor) -> Tensor:
+    """Return xIELU (Huang and Schlag, 2024) of x, with parameters [4] alpha_p, alpha_n, beta and eps.
+
+    Softplus makes both alphas positive; inputs above eps, a negative number near 0, count as eps in the exponent.
+    """
+    alpha_p, alpha_n, beta, eps = parameters.unbind()
+    positive = F.softplus(alpha_p) * x * x
+    negative = (torch.expm1(torch.minimum(x, eps)) - x) * (beta + F.softplus(alpha_n))
+    return torch.where(x > 0, positive, negative) + beta * x
+
+
+def _is_by_layer(x: Tensor) -> Tensor:
+    raise ValueError("every layer has an activation of its own")
 
 
 def rotation_of(all_cos: Tensor, all_sin: Tensor, positions: Tensor) -> Rotation:

@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.recurrent import linear_attention
-from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, RecurrentWeights, total_size
+from inflight.models.recurrent import (
+    GatedDelta,
+    KimiDelta,
+    Mamba2,
+    RecurrentConfig,
+    RecurrentWeights,
+    total_size,
+)
 
 State = tuple[Tensor, Tensor]
 """The state of the convolution, and the state of linear attention."""
@@ -131,9 +138,50 @@ class GatedDeltaMixer(Mixer):
     def _normalize(self, x: Tensor) -> Tensor:
         """Return queries or keys normalized to length 1, repeated for each value head."""
         config = self._config
-        heads = torch.unflatten(x, 1, (config.num_key_heads, config.key_dim))
-        heads = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
+        heads = to_unit_length(torch.unflatten(x, 1, (config.num_key_heads, config.key_dim)))
         return heads.repeat_interleave(config.num_value_heads // config.num_key_heads, dim=1)
+
+
+class KimiDeltaMixer(Mixer):
+    """A layer of Kimi Delta Attention, without its projections."""
+
+    def __init__(
+        self, config: KimiDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(weights, activation)
+        self._config = config
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        return projected[:, : total_size(self._config.conv_sections)]
+
+    def _read(
+        self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        config, weights = self._config, self._weights
+        assert weights.decay is not None and weights.step_bias is not None and weights.norm is not None
+        assert weights.step_up is not None and weights.gate_up is not None
+        dim = config.head_dim
+        rows = self._activation(convolved).float()
+        queries, keys, values = (self._by_head(each) for each in rows.chunk(3, dim=1))
+        rest = projected[:, total_size(config.conv_sections) :]
+        steps, beta, gates = rest.split_with_sizes((dim, config.num_heads, dim), dim=1)
+        steps = F.linear(steps, weights.step_up).float() + weights.step_bias
+        read, new_state = attend(
+            to_unit_length(queries) * dim**-0.5,
+            to_unit_length(keys),
+            values,
+            weights.decay[:, None] * F.softplus(self._by_head(steps)),
+            beta.sigmoid().float(),
+            state,
+        )
+        read = (
+            F.rms_norm(read.to(projected.dtype).float(), (dim,), eps=config.norm_eps) * weights.norm.float()
+        )
+        gated = read * self._by_head(F.linear(gates, weights.gate_up).float()).sigmoid()
+        return gated.flatten(1).to(projected.dtype), new_state
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return torch.unflatten(x, 1, (self._config.num_heads, self._config.head_dim))
 
 
 class Mamba2Mixer(Mixer):
@@ -175,11 +223,13 @@ class Mamba2Mixer(Mixer):
         )
         if weights.skip is not None:
             read = read + values * weights.skip.unsqueeze(-1)
-        return read.flatten(1) * F.silu(projected[:, : config.output_width].float()), new_state
+        gated = read.flatten(1) * F.silu(projected[:, : config.output_width].float())
+        return (gated if config.has_norm else gated.to(projected.dtype)), new_state
 
     def finish(self, rows: Tensor) -> Tensor:
         config, norm = self._config, self._weights.norm
-        assert norm is not None, "Mamba-2 has a norm"
+        if norm is None:
+            return rows
         groups = torch.unflatten(rows, 1, (config.num_groups, -1))
         variance = groups.square().mean(-1, keepdim=True)
         if config.num_group_ranks > 1:
@@ -207,6 +257,11 @@ class ShortConvMixer(Mixer):
         return projected.chunk(3, dim=1)[1] * convolved, state
 
 
+def to_unit_length(x: Tensor) -> Tensor:
+    """Return vectors [..., width] divided by their lengths."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS)
+
+
 def make_mixer(
     config: RecurrentConfig,
     weights: RecurrentWeights,
@@ -223,6 +278,8 @@ def make_mixer(
     """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation)
+    if isinstance(config, KimiDelta):
+        return KimiDeltaMixer(config, weights, activation)
     if isinstance(config, Mamba2):
         return Mamba2Mixer(config, weights, activation, all_reduce)
     return ShortConvMixer(weights, activation)

@@ -24,13 +24,19 @@ from inflight.models.families.gemma import GEMMA_FAMILIES
 from inflight.models.families.glm import GLM_FAMILIES
 from inflight.models.families.gpt import GPT_FAMILIES
 from inflight.models.families.gpt_oss import GPT_OSS
+from inflight.models.families.granite import GRANITE_FAMILIES
 from inflight.models.families.hunyuan import HUNYUAN_FAMILIES
+from inflight.models.families.kimi import KIMI_LINEAR
 from inflight.models.families.llama import LLAMA_FAMILIES
+from inflight.models.families.llama4 import LLAMA4
+from inflight.models.families.mamba import MAMBA_FAMILIES
 from inflight.models.families.mixtures import MIXTURE_FAMILIES
 from inflight.models.families.recurrent import RECURRENT_FAMILIES
 
 FAMILIES: tuple[Family, ...] = (
     *LLAMA_FAMILIES,
+    LLAMA4,
+    *GRANITE_FAMILIES,
     *MIXTURE_FAMILIES,
     *DEEPSEEK_FAMILIES,
     *GLM_FAMILIES,
@@ -40,6 +46,8 @@ FAMILIES: tuple[Family, ...] = (
     *GEMMA_FAMILIES,
     *COHERE_FAMILIES,
     *RECURRENT_FAMILIES,
+    *MAMBA_FAMILIES,
+    KIMI_LINEAR,
     *GPT_FAMILIES,
 )
 

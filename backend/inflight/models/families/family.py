@@ -124,6 +124,7 @@ class AttentionNames:
         query_norm: Norm over query heads; "" if there is none.
         key_norm: Norm over key heads; "" if there is none.
         sinks: Whole name of the tensor with the heads' learned scores; "" if there are none.
+        head_gates: Projection to the gates of heads; "" if there are none.
         latent: Names of latent attention's modules; None for other attention.
     """
 
@@ -133,6 +134,7 @@ class AttentionNames:
     query_norm: str = ""
     key_norm: str = ""
     sinks: str = ""
+    head_gates: str = ""
     latent: LatentNames | None = None
 
 
@@ -203,6 +205,8 @@ class ExpertNames:
         has_choice_bias_row: Whether these biases are stored as a row, [1, experts], instead of a vector.
         norms: Names of norms of their own; None if there are none.
         scales: Whole name of the factors of the experts' weights; "" if there are none.
+        latent: The projections to the vectors that experts read, and from those that they write; empty if there
+            are none.
     """
 
     router: str
@@ -215,6 +219,7 @@ class ExpertNames:
     has_choice_bias_row: bool = False
     norms: ExpertNormNames | None = None
     scales: str = ""
+    latent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,8 @@ class RecurrentNames:
         step_bias: Whole name of the bias of step sizes; "" if there is none.
         skip: Whole name of the factor of values that are added to the output; "" if there is none.
         norm: Norm on the output; "" if there is none.
+        step_up: Second projection of step sizes; "" if there is none.
+        gate_up: Second projection of the output's gates; "" if there is none.
         by_key_head: Whether a module of the input projection has all sections of one key head, then those of the
             next head.
     """
@@ -240,6 +247,8 @@ class RecurrentNames:
     step_bias: str = ""
     skip: str = ""
     norm: str = ""
+    step_up: str = ""
+    gate_up: str = ""
     by_key_head: bool = False
 
 
@@ -262,6 +271,7 @@ class WeightNames:
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
         layer_inputs: Modules of per-layer embeddings; None if there are none.
+        activation: Prefix, below the layer, of the learned parameters of xIELU; "" if the activation has none.
         layer_scale: Whole name of the number, below the layer, by which its output is multiplied; "" if there is
             none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
@@ -282,6 +292,7 @@ class WeightNames:
     position_embedding: str = ""
     transposed: bool = False
     layer_inputs: LayerInputNames | None = None
+    activation: str = ""
     layer_scale: str = ""
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -333,9 +344,18 @@ def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:
     """Return the prefixes that replace `names.base` in layouts of multimodal models, the most specific first.
 
     The first two are those of transformers' modules and of most published files, the third that of models without
-    an output projection. The last ones are those of text models, which files of Qwen2-VL have too.
+    an output projection. The last ones are those of text models, which files of Qwen2-VL have too: of files, of
+    modules, and of models without an output projection.
     """
-    return "model.language_model.", f"language_model.{names.base}", "language_model.", names.base, ""
+    bases = (
+        "model.language_model.",
+        f"language_model.{names.base}",
+        "language_model.",
+        names.base,
+        "model.",
+        "",
+    )
+    return tuple(dict.fromkeys(bases))
 
 
 def heads_in_multimodal(names: WeightNames) -> tuple[str, ...]:

@@ -218,7 +218,7 @@ def _read_qwen3(config: ConfigFile) -> DecoderConfig:
     return replace(decoder, head_dim=config.int_or_none("head_dim") or _QWEN3_HEAD_DIM)
 
 
-# ---------------------------------------------------------------------- Arcee and Seed-OSS
+# ---------------------------------------------------------------------- Arcee, Apertus and Seed-OSS
 
 
 def _read_arcee(config: ConfigFile) -> DecoderConfig:
@@ -232,6 +232,37 @@ def _read_arcee(config: ConfigFile) -> DecoderConfig:
         mlp_bias=config.boolean("mlp_bias", False),
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
         activation=read_activation(config, "hidden_act", "relu2"),
+        gated_mlp=False,
+    )
+
+
+# transformers' `rope_parameters` of an Apertus that has none.
+_APERTUS_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 12e6,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def _read_apertus(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Apertus: Arcee with xIELU, whose parameters are learned, and norms over heads."""
+    attention_bias = config.boolean("attention_bias", False)
+    if config.value("hidden_act") not in (None, "xielu"):
+        raise config.error("hidden_act", "xielu")
+    if not config.has("rope_parameters") and not config.value("rope_scaling"):
+        config = config.with_values({"rope_parameters": _APERTUS_ROPE})
+    return read_llama_like(
+        config.with_values({"hidden_act": None}),
+        default_positions=65536,
+        default_theta=12e6,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="heads",
+        norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
+        activation="xielu",
         gated_mlp=False,
     )
 
@@ -357,25 +388,6 @@ def _read_exaone4(config: ConfigFile) -> DecoderConfig:
     )
 
 
-# ---------------------------------------------------------------------- Granite
-
-
-def _read_granite(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Granite: Llama with scales for embeddings, attention scores, residuals and logits."""
-    attention_bias = config.boolean("attention_bias", False)
-    return read_llama_like(
-        config,
-        default_positions=2048,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=config.boolean("mlp_bias", False),
-        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
-        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
-        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
-        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
-    )
-
-
 # ---------------------------------------------------------------------- SmolLM 3
 
 
@@ -456,10 +468,22 @@ LLAMA_FAMILIES = (
         _read_arcee,
         replace(LLAMA_NAMES, mlp=MlpNames(up=("mlp.up_proj",), down="mlp.down_proj")),
     ),
+    Family(
+        "apertus",
+        "ApertusForCausalLM",
+        _read_apertus,
+        replace(
+            LLAMA_NAMES,
+            norms=NormNames(attention="attention_layernorm", mlp="feedforward_layernorm"),
+            attention=NORMED_ATTENTION,
+            mlp=MlpNames(up=("mlp.up_proj",), down="mlp.down_proj"),
+            activation="mlp.act_fn.",
+        ),
+        {"qk_norm": (None, True)},
+    ),
     Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, LLAMA_NAMES),
     Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _OLMO2_NAMES),
     Family("olmo3", "Olmo3ForCausalLM", _read_olmo3, _OLMO2_NAMES),
     Family("exaone4", "Exaone4ForCausalLM", _read_exaone4, _OLMO2_NAMES, {"sliding_window_pattern": ANY}),
-    Family("granite", "GraniteForCausalLM", _read_granite, LLAMA_NAMES),
     Family("smollm3", "SmolLM3ForCausalLM", _read_smollm3, LLAMA_NAMES, _NO_WINDOW_LAYERS),
 )

@@ -1,4 +1,4 @@
-"""Families with recurrent layers: Qwen3-Next, Qwen3.5, OLMo Hybrid, Granite 4 hybrids, LFM2 and LFM2-MoE."""
+"""Families with recurrent layers: Qwen3-Next, Qwen3.5, OLMo Hybrid, Granite 4 hybrids, LFM2, LFM2-MoE and LFM3."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
-    GRANITE_GATE_UP,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -17,11 +16,14 @@ from inflight.models.families.family import (
     NormNames,
     RecurrentNames,
     read_activation,
+    read_head_dim,
 )
+from inflight.models.families.granite import GRANITE_MLP, read_granite_scales
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.families.mixtures import QWEN_EXPERT_NAMES, read_qwen_experts
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.recurrent import GatedDelta, Mamba2, ShortConv
+from inflight.models.rope import read_layer_type_ropes
 
 # Values of Qwen's keys `full_attention_interval`, `partial_rotary_factor` and `head_dim` if they are absent.
 _FULL_ATTENTION_INTERVAL = 4
@@ -29,7 +31,7 @@ _QWEN_PART = 0.25
 _QWEN_HEAD_DIM = 256
 _GRANITE_EXPERTS = 8  # Granite's num_local_experts if the key is absent
 _OLMO_GATED_NORM_EPS = 1e-5  # not in the config
-_INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
+INFINITE = {"__float__": "Infinity"}  # as transformers writes an infinite number
 _ATTENTION = ("full_attention", "attention")
 
 
@@ -221,12 +223,9 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
         default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        embedding_scale=config.number_or_none("embedding_multiplier") or 1.0,
-        attention_scale=config.number_or_none("attention_multiplier") or 1.0,
-        residual_scale=config.number_or_none("residual_multiplier") or 1.0,
-        logits_scale=1 / (config.number_or_none("logits_scaling") or 1.0),
+        **read_granite_scales(config),
         experts=_read_granite_experts(config, shared),
-        recurrent=_read_mamba2(config),
+        recurrent=read_mamba2(config),
         recurrent_layers=_read_recurrent_layers(config, "mamba", "linear_attention", key=types),
     )
     rotates = config.text_or_none("position_embedding_type") == "rope"
@@ -252,16 +251,19 @@ def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | No
     )
 
 
-def _read_mamba2(config: ConfigFile) -> Mamba2:
-    """Read the sizes of a layer of Mamba-2."""
+def read_mamba2(config: ConfigFile, width: int | None = None) -> Mamba2:
+    """Read the sizes of a layer of Mamba-2.
+
+    `width` is that of all heads together; None: as `mamba_expand` says.
+    """
     num_heads = config.int_or_none("mamba_n_heads") or 128
-    width = config.positive_int("hidden_size") * (config.int_or_none("mamba_expand") or 2)
+    expanded = config.positive_int("hidden_size") * (config.int_or_none("mamba_expand") or 2)
+    width = width or expanded
     stated = config.value("mamba_d_head")
     head_dim = width // num_heads if stated in (None, "auto") else config.positive_int("mamba_d_head")
     if head_dim * num_heads != width:
-        raise config.error(
-            "mamba_d_head", f"mamba_expand * hidden_size / mamba_n_heads, {width // num_heads}"
-        )
+        expected = f"mamba_d_ssm, else mamba_expand * hidden_size, over mamba_n_heads: {width // num_heads}"
+        raise config.error("mamba_d_head", expected)
     num_groups = config.int_or_none("mamba_n_groups") or 1
     if num_heads % num_groups:
         raise config.error("mamba_n_groups", f"a divisor of mamba_n_heads, {num_heads}")
@@ -272,27 +274,39 @@ def _read_mamba2(config: ConfigFile) -> Mamba2:
         num_groups=num_groups,
         conv_width=config.int_or_none("mamba_d_conv") or 4,
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
-        step_limit=_read_step_limit(config),
+        step_limit=read_step_limit(config),
         has_conv_bias=config.boolean("mamba_conv_bias", "mamba_conv_bias" not in config.values),
         has_bias=config.boolean("mamba_proj_bias", False),
     )
 
 
-def _read_step_limit(config: ConfigFile) -> tuple[float, float]:
+def read_step_limit(config: ConfigFile) -> tuple[float, float]:
     """Return the minimum and maximum step size."""
     limit: Any = config.value("time_step_limit")
     if limit is None:
         return 0.0, float("inf")
-    numbers = [float("inf") if each == _INFINITE else each for each in limit] if is_list(limit) else []
+    numbers = [float("inf") if each == INFINITE else each for each in limit] if is_list(limit) else []
     if len(numbers) != 2 or any(type(each) not in (int, float) for each in numbers):
         raise config.error("time_step_limit", "the least and the largest step size")
     return float(numbers[0]), float(numbers[1])
 
 
-_GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
+def mamba2_names(prefix: str) -> RecurrentNames:
+    """Return the names of the modules of Mamba-2 below `prefix`."""
+    return RecurrentNames(
+        product=((f"{prefix}in_proj", 5),),
+        conv=(f"{prefix}conv1d",),
+        output=f"{prefix}out_proj",
+        decay=f"{prefix}A_log",
+        step_bias=f"{prefix}dt_bias",
+        skip=f"{prefix}D",
+        norm=f"{prefix}norm",
+    )
+
+
 _GRANITE_HYBRID_NAMES = replace(
     LLAMA_NAMES,
-    mlp=_GRANITE_MLP,
+    mlp=GRANITE_MLP,
     experts=ExpertNames(
         router="block_sparse_moe.router.layer",
         prefix="block_sparse_moe.experts.{}.",
@@ -300,17 +314,9 @@ _GRANITE_HYBRID_NAMES = replace(
         stacks=ExpertStacks(
             up="block_sparse_moe.input_linear.weight", down="block_sparse_moe.output_linear.weight"
         ),
-        shared=_GRANITE_MLP,
+        shared=GRANITE_MLP,
     ),
-    recurrent=RecurrentNames(
-        product=(("mamba.in_proj", 5),),
-        conv=("mamba.conv1d",),
-        output="mamba.out_proj",
-        decay="mamba.A_log",
-        step_bias="mamba.dt_bias",
-        skip="mamba.D",
-        norm="mamba.norm",
-    ),
+    recurrent=mamba2_names("mamba."),
 )
 
 
@@ -372,6 +378,64 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
     )
 
 
+_LFM3_HEAD_DIM, _LFM3_KV_HEADS, _LFM3_WINDOW, _LFM3_CONV = 128, 4, 256, 7  # if the keys are absent
+_LFM3_INTERVAL = 4
+_LFM3_THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}
+_LFM3_ROPE: dict[str, Any] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+
+
+def _read_lfm3(config: ConfigFile) -> DecoderConfig:
+    """Read the config of LFM3: LFM2 with windows, gates of heads, and norms of layers' results too."""
+    num_layers, hidden = config.positive_int("num_hidden_layers"), config.positive_int("hidden_size")
+    types = config.texts("layer_types") or tuple(map(_lfm3_type, range(num_layers)))
+    known = ("full_attention", "sliding_attention", "conv")
+    if len(types) != num_layers or set(types) - {*known}:
+        raise config.error(
+            "layer_types", f"one of {', '.join(known)} for each of num_hidden_layers, {num_layers}"
+        )
+    if not config.boolean("use_sandwich_norm", True):
+        raise config.error("use_sandwich_norm", "true")
+    if read_activation(config, "hidden_act", "silu") != "silu":
+        raise config.error("hidden_act", "silu, which this family always has")
+    norm_eps = config.number_or_none("norm_eps") or 1e-5
+    if config.number_or_none("rms_norm_eps") not in (None, norm_eps):
+        raise config.error("rms_norm_eps", f"norm_eps, {norm_eps:g}")
+    window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _LFM3_WINDOW
+    if window is None and "sliding_attention" in types:
+        raise config.error("sliding_window", "an integer >= 1, since layer_types has sliding_attention")
+    if not config.has("rope_parameters"):
+        config = config.with_values({"rope_parameters": _LFM3_ROPE})
+    max_positions = config.int_or_none("max_position_embeddings") or 128000
+    ropes = read_layer_type_ropes(config, max_positions, _LFM3_THETAS)
+    attention_bias, has_bias = config.boolean("attention_bias", False), config.boolean("conv_bias", False)
+    return read_llama_like(
+        config,
+        default_positions=max_positions,
+        default_kv_heads=_LFM3_KV_HEADS,
+        ropes=tuple(ropes["full_attention" if kind == "conv" else kind] for kind in types),
+        qkv_bias=attention_bias,
+        output_bias=attention_bias,
+        qk_norm="heads",
+        head_dim=read_head_dim(config, _LFM3_HEAD_DIM),
+        norm_eps=norm_eps,
+        norm_placement="around",
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+        head_gates=config.boolean("use_attention_gate", True),
+        recurrent=ShortConv(hidden, config.int_or_none("conv_L_cache") or _LFM3_CONV, has_bias, has_bias),
+        recurrent_layers=tuple(kind == "conv" for kind in types),
+    )
+
+
+def _lfm3_type(layer: int) -> str:
+    """Return the type of a layer in a model without `layer_types`."""
+    place = layer % _LFM3_INTERVAL
+    return {0: "sliding_attention" if layer else "conv", 2: "full_attention"}.get(place, "conv")
+
+
 _LFM2_NAMES = replace(
     LLAMA_NAMES,
     final_norm="embedding_norm",
@@ -384,6 +448,16 @@ _LFM2_NAMES = replace(
     ),
     mlp=MlpNames(up=("feed_forward.w1", "feed_forward.w3"), down="feed_forward.w2"),
     recurrent=RecurrentNames(product=(("conv.in_proj", 3),), conv=("conv.conv",), output="conv.out_proj"),
+)
+_LFM3_NAMES = replace(
+    _LFM2_NAMES,
+    norms=NormNames(
+        attention="operator_norm",
+        attention_post="post_operator_norm",
+        mlp="ffn_norm",
+        mlp_post="post_ffn_norm",
+    ),
+    attention=replace(NORMED_ATTENTION, head_gates="self_attn.gate_proj"),
 )
 _LFM2_MOE_NAMES = replace(
     _LFM2_NAMES,
@@ -439,4 +513,5 @@ RECURRENT_FAMILIES = (
     ),
     Family("lfm2", "Lfm2ForCausalLM", _read_lfm2, _LFM2_NAMES, _LFM2_NEUTRAL),
     Family("lfm2_moe", "Lfm2MoeForCausalLM", _read_lfm2_moe, _LFM2_MOE_NAMES, _LFM2_MOE_NEUTRAL),
+    Family("lfm3", "Lfm3ForCausalLM", _read_lfm3, _LFM3_NAMES),
 )

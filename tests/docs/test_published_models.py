@@ -1,0 +1,77 @@
+"""The table of docs/models.md that says by which code published models run, by the names that people know.
+
+It is made from `published_models.json`: names, the class in `architectures`, the family of a multimodal model's
+text part if there are several, and for models that are not served what they need. `UPDATE_TABLES=1` rewrites it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from inflight.models import FAMILIES
+from inflight.multimodal import MULTIMODAL
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PUBLISHED: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("published_models.json").read_text(encoding="utf-8")
+)
+TYPES = json.loads(
+    (Path(__file__).parents[1] / "engine" / "layers" / "causal_types.json").read_text(encoding="utf-8")
+)
+BY_TRANSFORMERS = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in TYPES["by transformers' code"]}
+OF_FAMILIES = {family.architecture: family.model_type for family in FAMILIES}
+OF_TEXT_PARTS = {each.architecture: each.text_type for each in MULTIMODAL if not each.lacking}
+BEGIN, END = "<!-- published models -->\n", "\n<!-- end of published models -->"
+WORDS = {"compiled": "compiled layers", "torch": "torch's operators"}
+
+
+def text_family(model: dict[str, str]) -> str | None:
+    """Return the family of the text part of a multimodal model; None for other models."""
+    if model["architecture"] not in OF_TEXT_PARTS:
+        return None
+    section = PAGE.read_text().split("## Multimodal models")[1]
+    row = re.search(rf"^\| `\w+` \| `{model['architecture']}` \| (.+) \|$", section, re.MULTILINE)
+    assert row is not None
+    families = re.findall(r"`(\w+)`", row[1])
+    assert len(families) == 1 or model.get("family") in families
+    return model.get("family") or families[0]
+
+
+def code_of(model: dict[str, str]) -> str:
+    """Return what runs a model on a CPU, by the table of families."""
+    architecture, text = model["architecture"], text_family(model)
+    if "lacking" in model:
+        return f"not served: {model['lacking']}"
+    family = text or OF_FAMILIES.get(architecture)
+    if family is None:
+        return "transformers' code"
+    row = re.search(rf"^\| `{family}` \| `\w+` \| (\w+) \|", PAGE.read_text(), re.MULTILINE)
+    assert row is not None
+    return WORDS[row[1]] + (", of its text part" if text else "")
+
+
+def table() -> str:
+    lines = ["| models | `architectures` | on a CPU by |", "|---|---|---|"]
+    lines += [f"| {name} | `{each['architecture']}` | {code_of(each)} |" for name, each in PUBLISHED.items()]
+    return "\n".join(lines)
+
+
+def test_a_model_is_said_to_be_served_if_its_architecture_is() -> None:
+    served = {*OF_FAMILIES, *OF_TEXT_PARTS, *BY_TRANSFORMERS}
+    assert {name for name, each in PUBLISHED.items() if "lacking" not in each} == {
+        name for name, each in PUBLISHED.items() if each["architecture"] in served
+    }
+
+
+def test_the_page_says_what_runs_published_models() -> None:
+    head, rest = PAGE.read_text().split(BEGIN)
+    shown, tail = rest.split(END)
+    if os.environ.get("UPDATE_TABLES"):
+        PAGE.write_text(head + BEGIN + table() + END + tail)
+        shown = table()
+    assert shown == table()
