@@ -154,8 +154,8 @@ class Layer:
         packed_down = packer.stack(iter(down.weight), down.weight.shape, down.bias)
         packed = replace(
             self.weights,
-            qkv=pack(self.weights.qkv),
-            output=pack(self.weights.output),
+            qkv_or_none=pack(self.weights.qkv),
+            output_or_none=pack(self.weights.output),
             up=self.weights.up and pack(self.weights.up, is_gated=True),
             down=self.weights.down and pack(self.weights.down),
             experts=replace(experts, up=packed_up, down=packed_down),
