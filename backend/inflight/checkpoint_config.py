@@ -264,7 +264,9 @@ class CheckpointFacts:
     @property
     def mlp_size(self) -> int | None:
         """Inner width of an MLP, or of a shared one beside experts; four times the hidden size if not stated."""
-        stated = self._size("intermediate_size", "n_inner", "shared_expert_intermediate_size")
+        stated = self._size(
+            "intermediate_size_mlp", "intermediate_size", "n_inner", "shared_expert_intermediate_size"
+        )
         return stated or (self.hidden_size and 4 * self.hidden_size)
 
     @property

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from inflight.build import build_engine, follow
+from inflight.build import build_engine, start_following
 from inflight.config import Role
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -77,7 +77,7 @@ def main() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         job, rank_context = attend(world, on_loss)
-        follow(job.parameters, job.version_dir, rank_context, load_fake)
+        start_following(job.parameters, job.version_dir, rank_context, load_fake).wait()
         threading.Event().wait(PATIENCE_S)  # `on_loss` ends it
 
 

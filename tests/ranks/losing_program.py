@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from inflight.build import build_engine, follow
+from inflight.build import build_engine, start_following
 from inflight.config import Role
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
@@ -119,7 +119,7 @@ def main() -> None:
                 threading.Timer(3.0, os.kill, (os.getpid(), number)).start()
 
             rank_context.has_loaded = end_later
-        follow(job.parameters, job.version_dir, rank_context)
+        start_following(job.parameters, job.version_dir, rank_context).wait()
     os.kill(os.getpid(), signal.SIGKILL)  # its loop is inside MPI
 
 

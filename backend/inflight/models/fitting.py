@@ -83,9 +83,13 @@ def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
         return model
     if _is_same(checkpoint, embedding, head):
         return model
+    return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
+
+
+def log_untied(model: ModelDescription) -> None:
+    """Warn that `untied` uses the embeddings as stored, whatever config.json says."""
     base = model.names.base
     _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
-    return replace(model, decoder=replace(model.decoder, tied_embeddings=False))
 
 
 def _with_stored_prefixes(names: WeightNames, checkpoint: Checkpoint) -> WeightNames:

@@ -15,7 +15,7 @@ from inflight.checkpoint_config import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
 from inflight.models.find_sources import find_sources
-from inflight.models.fitting import fitted, log_left_out, untied
+from inflight.models.fitting import fitted, log_left_out, log_untied, untied
 from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
@@ -136,7 +136,10 @@ def load_weights_into(
     passed as levels if the sink keeps them.
     """
     with Checkpoint(model.folder) as checkpoint:
-        model = untied(fitted(model, checkpoint), checkpoint)
+        fitting = fitted(model, checkpoint)
+        model = untied(fitting, checkpoint)
+        if model is not fitting:
+            log_untied(model)
         log_left_out(model, checkpoint)
         target = dtype or _stored_dtype(model, checkpoint)
         sources = find_sources(model, part)

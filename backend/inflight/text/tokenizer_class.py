@@ -24,9 +24,9 @@ CLASS_OF_MODEL = {
     model_type: name
     for name, model_types in {
         AS_IN_ITS_FILE: (
-            "ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe gpt_bigcode granite granitemoe granitemoehybrid "
-            "internlm2 internlm3 jamba kimi_k25 llava llava_next minicpm3 minimax_m2 ministral ministral3 "
-            "mistral mistral3 mixtral nemotron olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
+            "ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite granitemoe "
+            "granitemoehybrid internlm2 internlm3 jamba kimi_k25 kimi_linear llava llava_next minicpm3 minimax_m2 "
+            "ministral ministral3 mistral mistral3 mixtral nemotron olmo2 olmo3 olmo_hybrid phi3 phimoe stablelm"
         ),
         "CodeLlamaTokenizer": "code_llama",
         "CohereTokenizer": "cohere2",
