@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from inflight import progress
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models.loader import num_weight_bytes
 from inflight.models.sharding import Part, Shard
+from inflight.ranks.topology import Mapping
 from tests.models.zoo import Zoo, make_model
 from tests.models.zoo_configs import CASES
 
@@ -55,6 +57,20 @@ def edited(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return edit
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-gqa-tied", "gpt2", "mixtral-even", "deepseek-v3"])
+@pytest.mark.parametrize("mapping", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_the_size_of_each_ranks_weights_is_known_before_they_are_read(
+    zoo: Zoo, case: str, mapping: tuple[int, int]
+) -> None:
+    tp_size, pp_size = mapping
+    model = read_model_description(zoo[case].folder)
+    for rank in range(tp_size * pp_size):
+        part = Part.from_mapping(Mapping(tp_size, pp_size, rank), model.decoder)
+        loaded = load_weights(model, torch.float32, CPU, part)
+        num_bytes = sum(tensor.nbytes for tensor in {id(each): each for each in _tensors(loaded)}.values())
+        assert num_weight_bytes(model, torch.float32, torch.float32, part=part) == num_bytes
 
 
 @pytest.mark.parametrize("case", ["llama-gqa-tied", "qwen3", "gpt2"])

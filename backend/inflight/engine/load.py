@@ -200,7 +200,7 @@ class _Loader:
         self._options.agree(free_bytes)  # all ranks have looked before any of them takes memory
         if isinstance(model, TransformersModel):  # already loaded
             return
-        num_bytes = _weight_bytes(config, model, self._mapping)
+        num_bytes = _weight_bytes(config, model, self._part)
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self._part.shard)
         dtype, rounding = computed_dtype(config, model), find_rounding(config.kv_cache_dtype)
         size = block_bytes(self._held, config.tokens_per_block, dtype, rounding)
@@ -224,7 +224,7 @@ class _Loader:
             longest,
             decoder.attention_chunks,
         )
-        num_bytes = partial(_weight_bytes, config, self._model, self._mapping)
+        num_bytes = partial(_weight_bytes, config, self._model, self._part)
         with allocating("the weights", num_bytes, self._device, LESS_WEIGHTS):
             return load_decoder(
                 config, self._model, self._device, self._part, windows, longest, self._options.collectives
@@ -311,12 +311,12 @@ def _stored_bytes(config: EngineConfig) -> int:
     return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 
-def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, mapping: Mapping) -> int:
-    """Return an estimate of the memory of a rank's weights."""
+def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersModel, part: Part) -> int:
+    """Return the memory that a rank's weights take, in bytes."""
     if isinstance(model, TransformersModel):  # already loaded
         return 0
     dtype, device = computed_dtype(config, model), find_device(config.device)
     unchanged_kinds = kept_kinds(config, model, device)
     has_int8_head = bool(unchanged_kinds) and runs_compiled(config, model, device)
     of_linear = torch.int8 if config.dtype in QUANTIZED or has_int8_head else dtype
-    return num_weight_bytes(model, dtype, of_linear, unchanged_kinds) // mapping.world_size
+    return num_weight_bytes(model, dtype, of_linear, unchanged_kinds, part)

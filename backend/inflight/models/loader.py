@@ -62,8 +62,9 @@ def num_weight_bytes(
     dtype: torch.dtype,
     linear_dtype: torch.dtype,
     kept: Set[MatrixKind] = frozenset(),
+    part: Part | None = None,
 ) -> int:
-    """Return the size of all the model's weights in bytes; raise ConfigError if the checkpoint lacks any.
+    """Return the size of a part of the model's weights in bytes; raise ConfigError if the checkpoint lacks any.
 
     Args:
         model: The model that the checkpoint should hold.
@@ -71,22 +72,25 @@ def num_weight_bytes(
         linear_dtype: Dtype of linear layers' matrices. If it differs from `dtype`, an embedding that is also the
             output projection's matrix is stored twice.
         kept: Formats of quantized matrices that are kept as they are in the checkpoint.
+        part: The part that one rank holds; None: the whole model.
     """
+    part = part or Part.whole(model.decoder)
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
         levels, stored = checkpoint.levels, checkpoint.tensors
         of_levels = {name: stored[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
-    sources = find_sources(model)
+    sources = find_sources(model, part)
     of_layers = sources.token_inputs
     looked_up = (sources.embedding, sources.position_embedding, of_layers and of_layers.embedding)
     total = 0
     for tensor in tensors(sources):
-        if all(part.name in of_levels for part in tensor.parts):
-            total += sum(of_levels[part.name] for part in tensor.parts)
+        if all(stored_rows.name in of_levels for stored_rows in tensor.parts):
+            total += sum(int(of_levels[each.name] * tensor.share_read(each)) for each in tensor.parts)
         else:
             is_multiplied = tensor.columns is not None and tensor not in looked_up
             total += tensor.num_bytes(linear_dtype if is_multiplied else dtype)
-    if sources.embedding is not None and model.decoder.tied_embeddings and linear_dtype != dtype:
+    is_tied = model.decoder.tied_embeddings and part.is_last_stage
+    if sources.embedding is not None and is_tied and linear_dtype != dtype:
         total += sources.embedding.num_bytes(linear_dtype)
     return total
 

@@ -59,6 +59,12 @@ class TensorSource:
         """Return the size of the loaded tensor in bytes, in a model of this dtype."""
         return torch.Size(self.shape).numel() * (self.dtype or dtype).itemsize
 
+    def share_read(self, part: StoredRows) -> float:
+        """Return the fraction of a stored matrix that is read."""
+        assert self.columns is not None
+        rows = sum(len(range(*each)) for each in part.ranges)
+        return rows * (self.kept[1] - self.kept[0]) / (part.rows * self.columns)
+
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape that a part with this number of rows has in the file."""
         if self.stored_as is not None:

@@ -26,6 +26,7 @@ from inflight.models.loader import load_weights_into, num_weight_bytes, quantize
 from inflight.models.registry import read_model_description
 from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels
+from inflight.ranks.topology import Mapping
 from inflight.testing.make_model import make_model
 from inflight.testing.quantize import FORMATS as WRITTEN
 from tests.engine.driver import Driver, alone, load_engine
@@ -357,3 +358,8 @@ def test_the_size_of_kept_weights(tmp_path: Path) -> None:
     unpacked = num_weight_bytes(model, torch.bfloat16, torch.bfloat16)
     kept = num_weight_bytes(model, torch.bfloat16, torch.bfloat16, frozenset(quantized_kinds(model)))
     assert matrices / 2 < kept - (unpacked - 2 * matrices) < 0.8 * matrices
+    parts = [Part.from_mapping(Mapping(2, 2, rank), model.decoder) for rank in range(4)]
+    both, kinds = (torch.bfloat16, torch.bfloat16), frozenset(quantized_kinds(model))
+    norms = 2 * (4 * 64 + 64)  # every rank of a stage has its norms
+    tied = 2 * 512 * 64  # both stages have the embedding
+    assert sum(num_weight_bytes(model, *both, kinds, part) for part in parts) == kept + norms + tied
