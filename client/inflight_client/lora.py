@@ -18,49 +18,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight_client.lora_modules import MLP_GATE_UP, MODULE_IDS
+
 LoraType = Literal["float16", "float32", "bfloat16"]
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILE = "model.lora_config.npy"
-MODULE_IDS = {
-    "self_attn.qkv_proj": 0,
-    "self_attn.q_proj": 1,
-    "self_attn.k_proj": 2,
-    "self_attn.v_proj": 3,
-    "self_attn.o_proj": 4,
-    "mlp.gate_proj": 5,
-    "mlp.down_proj": 6,
-    "mlp.up_proj": 7,
-    "mlp.gate_up_proj": 18,
-    "shared_mlp.input_linear": 18,
-    "shared_mlp.output_linear": 6,
-    "feed_forward.gate_proj": 5,
-    "feed_forward.up_proj": 7,
-    "feed_forward.down_proj": 6,
-    "mixer.q_proj": 1,
-    "mixer.k_proj": 2,
-    "mixer.v_proj": 3,
-    "mixer.o_proj": 4,
-    "mixer.up_proj": 5,
-    "mixer.down_proj": 6,
-    "feed_forward.w1": 5,
-    "feed_forward.w2": 6,
-    "feed_forward.w3": 7,
-    "attn.c_attn": 0,
-    "attn.c_proj": 4,
-    "mlp.c_fc": 5,
-    "mlp.c_proj": 6,
-    "attention.dense": 4,
-    "mlp.dense_h_to_4h": 5,
-    "mlp.dense_4h_to_h": 6,
-    "self_attn.out_proj": 4,
-    "fc1": 5,
-    "fc2": 6,
-}
-"""TensorRT-LLM's ids of linear layers, by their names in checkpoints: first of Llama, hybrids and
-similar models, then of GPTs."""
-_GATE_UP = "mlp.gate_up_proj", "shared_mlp.input_linear"
-
 _HONOURED = """
     peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern target_modules exclude_modules
     layers_to_transform layers_pattern init_lora_weights bias
@@ -138,8 +101,8 @@ def _convert(folder: Path, dtype: LoraType) -> tuple[NDArray[Any], NDArray[np.in
             shapes = {role: list(part.shape) for role, part in parts.items()}
             raise ValueError(f"{name} has {shapes}, expected lora_A [rank, in] and lora_B [out, rank]")
         b = b * np.float32(_scale(fields, name, len(a)))
-        if name.endswith(_GATE_UP):
-            b = np.concatenate((b[len(b) // 2 :], b[: len(b) // 2]))  # rows have the gated half first
+        if module == MLP_GATE_UP:  # the checkpoint has gate first, and rows have up first
+            b = np.concatenate((b[len(b) // 2 :], b[: len(b) // 2]))
         rows.append(_cast(np.concatenate((a.ravel(), b.ravel())), dtype, name))
         config.append((module, layer, len(a), 0))
     weights = np.zeros((1, len(rows), max(map(len, rows))), rows[0].dtype)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inflight.adapters.client_modules import client_modules
 from inflight.adapters.convert_lora import main
 from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, read_lora_files
-from inflight.adapters.peft_folder import modules_by_name, read_peft_folder
-from inflight.models.families import FAMILIES
+from inflight.adapters.peft_folder import read_peft_folder
 from inflight.models.registry import read_model_description
 from inflight_client import lora as client
+from inflight_client import lora_modules
 from inflight_client.__main__ import main as client_main
 from tests.adapters.factories import linear_layers, make_peft_model, save_adapter
 from tests.models.zoo import Zoo
@@ -78,12 +79,11 @@ def test_both_swap_the_halves_of_a_fused_gate_and_up(tmp_path: Path) -> None:
     assert ours.config == ((18, 0, 1, 0),)
 
 
-def test_both_know_the_same_layers() -> None:
-    ours = {
-        name: int(module) for family in FAMILIES for name, module in modules_by_name(family.names).items()
-    }
-    assert ours == client.MODULE_IDS
-    assert (ours["self_attn.qkv_proj"], ours["mlp.gate_up_proj"]) == (0, 18)
+def test_the_clients_table_is_the_generated_one() -> None:
+    path = Path(lora_modules.__file__)
+    assert path.read_text(encoding="utf-8") == client_modules(), f"{path}: run scripts/write_configs"
+    ids = lora_modules.MODULE_IDS
+    assert (ids["self_attn.qkv_proj"], ids["mlp.gate_up_proj"], ids["shared_mlp.input_linear"]) == (0, 18, 18)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -116,6 +116,13 @@ def test_positions_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         assert factor == pytest.approx(expected_factor)
 
 
+@pytest.mark.parametrize("name", READ)
+def test_a_gated_mlp_of_one_module_is_declared_as_fused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]), encoding="utf-8")
+    model = read_model_description(tmp_path)
+    assert model.names.mlp.fused == (model.decoder.gated_mlp and len(model.names.mlp.up) == 1)
+
+
 @pytest.mark.parametrize("name", OF_NO_FAMILY)
 def test_a_family_without_a_map_is_left_to_transformers(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnknownFamily):

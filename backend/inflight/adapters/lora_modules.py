@@ -56,7 +56,7 @@ SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
 FUSED_MODULES = {
     Module.ATTN_QKV: PROJECTIONS["qkv"],
     # TensorRT-LLM's converter stores the factor first, then the activation's input.
-    Module.MLP_GATE_UP: (Module.MLP_GATE, Module.MLP_H_TO_4H),
+    Module.MLP_GATE_UP: tuple(reversed(PROJECTIONS["up"])),
 }
 """The parts of fused modules, in the order of the rows of B."""
 

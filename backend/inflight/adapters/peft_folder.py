@@ -20,30 +20,19 @@ from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
-from inflight.adapters.lora_modules import PROJECTIONS, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, PROJECTIONS, Module, ModuleSize, module_sizes
 from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.families import (
-    FAMILIES,
-    FUSED_GATE_UP,
-    FUSED_QKV,
-    GRANITE_GATE_UP,
-    WeightNames,
-    bases_in_multimodal,
-)
+from inflight.models.families import FAMILIES, FUSED_LLAMA_NAMES, WeightNames, bases_in_multimodal
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
 _ROLE = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(\.weight)?$")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_FUSED = {FUSED_QKV: Module.ATTN_QKV, FUSED_GATE_UP: Module.MLP_GATE_UP}
-"""Fused names, in some versions of a model, of layers that its family has as separate ones."""
-_GATE_UP = {FUSED_GATE_UP, GRANITE_GATE_UP}
-"""Names of layers that fuse the gate and up projections of an MLP."""
 _ROWS_AT_ONCE = 2048
 
 
@@ -138,12 +127,17 @@ def modules_by_name(names: WeightNames) -> dict[str, Module]:
         return {}
     qkv = PROJECTIONS["qkv"] if len(attention.qkv) > 1 else (Module.ATTN_QKV,)
     # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
-    up = PROJECTIONS["up"][: len(mlp.up)]
+    up = (Module.MLP_GATE_UP,) if mlp.fused else PROJECTIONS["up"][: len(mlp.up)]
     found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
-    found |= {name: Module.MLP_GATE_UP for name in found if name in _GATE_UP}
     if attention.qkv_by_head:
         found = {name: module for name, module in found.items() if name not in attention.qkv}
     return {**found, attention.output: Module.ATTN_DENSE, mlp.down: Module.MLP_4H_TO_H}
+
+
+_FUSED = {
+    name: module for name, module in modules_by_name(FUSED_LLAMA_NAMES).items() if module in FUSED_MODULES
+}
+"""Names of modules that some versions of a model fuse and its family has apart."""
 
 
 def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
@@ -242,7 +236,7 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
                 f"expected {expected.inner} and {expected.outer}: the adapter is for another model"
             )
     present = {(row.place.layer, row.place.module) for row in rows}
-    fused = {layer for layer, module in present if module in _FUSED.values()}
+    fused = {layer for layer, module in present if module in FUSED_MODULES}
     base = rows[0].place.base
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
         sizes = module_sizes(model.decoder, layer)

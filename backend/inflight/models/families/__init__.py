@@ -10,9 +10,6 @@ from inflight.models.families.cohere import COHERE_FAMILIES
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
 from inflight.models.families.ernie import ERNIE_FAMILIES
 from inflight.models.families.family import (
-    FUSED_GATE_UP,
-    FUSED_QKV,
-    GRANITE_GATE_UP,
     Family,
     NoMap,
     WeightNames,
@@ -27,7 +24,7 @@ from inflight.models.families.gpt_oss import GPT_OSS
 from inflight.models.families.granite import GRANITE_FAMILIES
 from inflight.models.families.hunyuan import HUNYUAN_FAMILIES
 from inflight.models.families.kimi import KIMI_LINEAR
-from inflight.models.families.llama import LLAMA_FAMILIES
+from inflight.models.families.llama import FUSED_LLAMA_NAMES, LLAMA_FAMILIES
 from inflight.models.families.llama4 import LLAMA4
 from inflight.models.families.mamba import MAMBA_FAMILIES
 from inflight.models.families.mixtures import MIXTURE_FAMILIES
@@ -53,9 +50,7 @@ FAMILIES: tuple[Family, ...] = (
 
 __all__ = [
     "FAMILIES",
-    "FUSED_GATE_UP",
-    "FUSED_QKV",
-    "GRANITE_GATE_UP",
+    "FUSED_LLAMA_NAMES",
     "Family",
     "NoMap",
     "WeightNames",

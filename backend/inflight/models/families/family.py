@@ -44,12 +44,6 @@ _OTHER_PARTS = (
     "mtp.",
 )
 
-FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-"""Llama's modules in checkpoints, or adapters, that fuse these projections."""
-
-GRANITE_GATE_UP = "shared_mlp.input_linear"
-"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
@@ -145,10 +139,12 @@ class MlpNames:
     Attributes:
         up: Gate and up if the MLP is gated, else up; or one module for both.
         down: Down projection.
+        fused: Whether `up` is one module that fuses gate and up, in this order.
     """
 
     up: tuple[str, ...]
     down: str
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,9 @@ from inflight.models.families.deepseek import (
     read_routed_experts,
     read_v3,
 )
-from inflight.models.families.family import FUSED_GATE_UP, Family, MlpNames, NormNames, read_head_dim
+from inflight.models.families.family import Family, NormNames, read_head_dim
 from inflight.models.families.llama import (
+    FUSED_LLAMA_NAMES,
     LLAMA_NAMES,
     NORMED_ATTENTION,
     in_interleaved_pairs,
@@ -37,7 +38,7 @@ _GLM4_NAMES = replace(
         mlp="post_attention_layernorm",
         mlp_post="post_mlp_layernorm",
     ),
-    mlp=MlpNames(up=(FUSED_GATE_UP,), down="mlp.down_proj"),
+    mlp=FUSED_LLAMA_NAMES.mlp,
 )
 _GLM4_MOE_NAMES = replace(
     LLAMA_NAMES,

@@ -12,7 +12,6 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, RopeConfig
 from inflight.models.families.family import (
-    GRANITE_GATE_UP,
     ExpertNames,
     ExpertStacks,
     Family,
@@ -28,7 +27,7 @@ _WINDOW = 128
 _FULL_INTERVAL = 4  # the first of so many layers has no window
 _EXPERTS = 8
 
-GRANITE_MLP = MlpNames(up=(GRANITE_GATE_UP,), down="shared_mlp.output_linear")
+GRANITE_MLP = MlpNames(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", fused=True)
 
 
 def read_granite_scales(config: ConfigFile) -> dict[str, Any]:

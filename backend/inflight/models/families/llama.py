@@ -9,8 +9,6 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
 from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
 from inflight.models.families.family import (
-    FUSED_GATE_UP,
-    FUSED_QKV,
     WINDOWS_UNUSED,
     AttentionNames,
     Family,
@@ -111,6 +109,12 @@ LLAMA_NAMES = WeightNames(
     mlp=MlpNames(up=("mlp.gate_proj", "mlp.up_proj"), down="mlp.down_proj"),
     ignored=("rotary_emb.inv_freq",),
 )
+FUSED_LLAMA_NAMES = replace(
+    LLAMA_NAMES,
+    attention=replace(LLAMA_ATTENTION, qkv=("self_attn.qkv_proj",)),
+    mlp=MlpNames(up=("mlp.gate_up_proj",), down="mlp.down_proj", fused=True),
+)
+"""Llama's names where one module is query, key and value, and one is gate and up."""
 NORMED_ATTENTION = replace(LLAMA_ATTENTION, query_norm="self_attn.q_norm", key_norm="self_attn.k_norm")
 """Llama's attention with norms over queries and keys."""
 
@@ -455,11 +459,7 @@ LLAMA_FAMILIES = (
         "phi3",
         "Phi3ForCausalLM",
         _read_phi3,
-        replace(
-            LLAMA_NAMES,
-            attention=replace(LLAMA_ATTENTION, qkv=(FUSED_QKV,)),
-            mlp=MlpNames(up=(FUSED_GATE_UP,), down="mlp.down_proj"),
-        ),
+        FUSED_LLAMA_NAMES,
         {"full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
     ),
     Family(
