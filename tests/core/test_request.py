@@ -71,7 +71,7 @@ def test_the_error_for_a_prompt_too_long_for_an_iteration_names_the_remedy(lengt
         (make_request(end_ids=(100,)), ["end_id", "[0, 99]", "got 100"]),
         (make_request(end_ids=(3, -1)), ["end_id must be in [0, 99], got -1;", "empty end_ids"]),
         (make_request(prompt=(1,) * 21), ["input_ids", "21 tokens", "at most 20"]),
-        (make_request(prompt=(1,) * 20, new=13), ["request_output_len", "13", "at most 12"]),
+        (make_request(prompt=(1,) * 20, new=13), ["request_output_len 13", "holds 24", "at most 5"]),
         (make_request(prompt=(1,) * 20, new=6), ["request_output_len", "24", "at most 5"]),
         (make_sampled(temperature=-1), ["temperature", "-1"]),
         (make_sampled(temperature=float("nan")), ["temperature", "nan"]),
@@ -176,15 +176,20 @@ def test_the_length_that_a_refusal_recommends_is_accepted(prompt):
         make_request(prompt=prompt, new=most + 1, sampling=sampling).validate(LIMITS)
 
 
+def test_a_refusal_for_the_sequence_length_names_what_fits_it():
+    with pytest.raises(InvalidArgument, match="at most 12 fit in the model's sequence length of 32"):
+        make_request(prompt=(1,) * 20, new=13).validate(replace(LIMITS, num_blocks=8))
+
+
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_the_room_of_the_kv_cache_is_the_capacity_of_its_blocks(width):
-    """`kv_room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
+    """`room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
     sampling = SamplingConfig(beam_width=width)
     for num_blocks in range(1, 7):
         for size in (1, 2, 4):
             limits = ModelLimits(1000, 10**6, 10**6, num_blocks, size, max_beam_width=4)
             for length in range(1, 30):
-                room = limits.kv_room(length, width)
+                room = limits.room(length, width)
                 for count in range(1, 30):
                     request = Request(0, (1,) * length, count, sampling=sampling)
                     assert (request.max_kv_blocks(size) <= num_blocks) == (count <= room)

@@ -112,8 +112,8 @@ def test_longest_prompt_matches_the_engines_limit(width: int, length: int, num_b
             return False
         return True
 
-    assert not is_taken(max(room, 0) + 1)
-    if room > 0:
+    assert not is_taken(room + 1)
+    if room:
         assert is_taken(room)
         assert request_of(body, limits, length, max_tokens=None).max_new_tokens == room
     else:

@@ -279,12 +279,12 @@ class _Drafted:
         count = min(
             self._request.num_draft_tokens,
             self._num_to_come - 1,
-            target.max_context_tokens - length,
+            target.draft_room(length),
             draft.room(length),
         )
         is_last = count + 1 >= self._num_to_come
         # The next round's prompt also has this round's tokens.
-        fits = length <= draft.max_input_length and (is_last or length + count + 1 <= target.max_input_length)
+        fits = is_last or length + count + 1 <= target.max_input_length
         return max(0, count) if fits and max(self._known) < draft.vocab_size else 0
 
     def _common(self) -> dict[str, Any]:

@@ -167,8 +167,8 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
 def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
     """Return how many prompt tokens leave room for the answer; 1 if none do, which is refused later."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
-    longest = min(prompt_length, limits.max_input_length, limits.max_context_tokens, limits.room(0) - wanted)
-    fitting = (length for length in range(longest, 0, -1) if limits.room(length, width) >= wanted)
+    longest = min(prompt_length, limits.max_input_length, limits.room(0) - wanted)
+    fitting = (length for length in range(longest, 0, -1) if limits.fits(length, wanted, width))
     return next(fitting, 1)
 
 
@@ -186,14 +186,14 @@ def _max_new_tokens(asked: BodySettings, prompt_length: int, limits: ModelLimits
         raise invalid("max_tokens", "max_tokens must be at least 1, got 0")
     if wanted == 0 and not asked.echo:
         raise invalid("max_tokens", "max_tokens is 0, which is only allowed with echo")
-    if room < max(wanted or 1, 1) or prompt_length > limits.max_input_length:
+    if room < max(wanted or 1, 1):
         completion = f", and max_tokens is {wanted}" if wanted else ""
         raise ApiError(
             f"this model takes at most {limits.max_sequence_length} tokens together, and prompts of at most "
             f"{limits.max_input_length}; the KV cache has room for {limits.num_blocks * limits.tokens_per_block}. "
-            f"The request has {prompt_length} in the prompt{completion}: at most {max(room, 0)} can be generated",
+            f"The request has {prompt_length} in the prompt{completion}: at most {room} can be generated",
             400,
-            "max_tokens" if wanted and room > 0 else asked.fields["input_ids"],
+            "max_tokens" if wanted and room else asked.fields["input_ids"],
             CONTEXT_LENGTH_EXCEEDED,
         )
     most = min(room, asked.default_max_tokens or room) if wanted is None else max(wanted, 1)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from inflight.additional_outputs import OfferedOutput
 from inflight.core.request.sampling_config import MAX_RETURN_SEQUENCES
 from inflight.errors import InvalidArgument, Name
+
+
+def kv_blocks(prompt_length: int, num_new: int, beam_width: int, tokens_per_block: int) -> int:
+    """Return the KV blocks of a sequence, or of a beam search, once `num_new` tokens are generated.
+
+    Beams are certain to share only the prompt's full blocks. The last generated token is never fed back.
+    """
+    shared = prompt_length // tokens_per_block if beam_width > 1 else 0
+    of_each = -(-(prompt_length + num_new - 1) // tokens_per_block)
+    return shared + beam_width * (of_each - shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +56,22 @@ class ModelLimits:
     max_adapter_rank: int = 0
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 
-    def kv_room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Return how many tokens the KV cache has room to generate after a prompt; negative if the prompt does not
-        fit.
-
-        Beams share the prompt's full blocks. The last generated token needs no room, as it is never fed back.
-        """
-        size = self.tokens_per_block
-        shared = min(prompt_length // size, self.num_blocks) if beam_width > 1 else 0
-        return (shared + (self.num_blocks - shared) // beam_width) * size + 1 - prompt_length
+    def fits(self, prompt_length: int, num_new: int, beam_width: int = 1) -> bool:
+        """Return whether so many tokens can be generated after a prompt."""
+        return (
+            prompt_length <= self.max_input_length
+            and prompt_length + num_new <= self.max_sequence_length
+            and kv_blocks(prompt_length, num_new, beam_width, self.tokens_per_block) <= self.num_blocks
+        )
 
     def room(self, prompt_length: int, beam_width: int = 1) -> int:
-        """Return how many tokens can be generated after a prompt, limited by sequence length and KV cache."""
-        return min(self.max_sequence_length - prompt_length, self.kv_room(prompt_length, beam_width))
+        """Return the largest number of tokens that can be generated after a prompt; 0 if it does not fit."""
+        counts = range(1, max(self.max_sequence_length - prompt_length, 0) + 1)
+        return bisect_left(counts, True, key=lambda count: not self.fits(prompt_length, count, beam_width))
+
+    def draft_room(self, prompt_length: int) -> int:
+        """Return the largest number of draft tokens that can be verified with a prompt; not positive if none."""
+        return min(self.max_draft_length, self.max_context_tokens - prompt_length)
 
     def check_sequences(self, num_prompts: int, num_sequences: int, name: str) -> None:
         """Raise InvalidArgument if the prompts of one request ask for too many sequences in total.

@@ -9,7 +9,7 @@ from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
-from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.engine_description import ModelLimits, kv_blocks
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.sampling_config import (
     CONTROLS,
@@ -293,12 +293,8 @@ class Request:
         return replace(self, lora=replace(self.lora, weights=None))
 
     def max_kv_blocks(self, tokens_per_block: int) -> int:
-        """Return the KV blocks needed at the length limit.
-
-        Beams are certain to share only the prompt's full blocks.
-        """
-        shared = self.prompt_length // tokens_per_block if self.sampling.uses_beams else 0
-        return shared + self.sampling.beam_width * (-(-self.max_kv_tokens // tokens_per_block) - shared)
+        """Return the KV blocks needed at the length limit."""
+        return kv_blocks(self.prompt_length, self.max_new_tokens, self.sampling.beam_width, tokens_per_block)
 
     def validate(self, limits: ModelLimits) -> None:
         """Raise InvalidArgument, naming a value that would fit, if this request can never run on such a model."""
@@ -397,16 +393,16 @@ class Request:
                 f" has {self.prompt_length} tokens; this server takes prompts of at most "
                 f"{limits.max_input_length} tokens{self._remedy(limits)}",
             )
-        room = limits.max_sequence_length - self.prompt_length
-        if self.max_new_tokens > room:
-            raise TooLong(
-                Name("request_output_len"),
-                f" is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at most {max(room, 0)} "
-                f"fit in the model's sequence length of {limits.max_sequence_length}",
-            )
-        needed = self.max_kv_blocks(limits.tokens_per_block)
-        if needed > limits.num_blocks:
-            self._refuse_blocks(needed, limits)
+        if limits.fits(self.prompt_length, self.max_new_tokens, self.sampling.beam_width):
+            return
+        room = limits.room(self.prompt_length, self.sampling.beam_width)
+        if self.prompt_length + room < limits.max_sequence_length:
+            raise self._too_many_blocks(room, limits)
+        raise TooLong(
+            Name("request_output_len"),
+            f" is {self.max_new_tokens}, but after {self.prompt_length} prompt tokens at most {room} "
+            f"fit in the model's sequence length of {limits.max_sequence_length}",
+        )
 
     def _remedy(self, limits: ModelLimits) -> str:
         """Return the end of the error for a prompt that fits the model but not one iteration."""
@@ -417,18 +413,19 @@ class Request:
             "with the parameter enable_chunked_context it would be split over several"
         )
 
-    def _refuse_blocks(self, needed: int, limits: ModelLimits) -> None:
+    def _too_many_blocks(self, room: int, limits: ModelLimits) -> TooLong:
+        """Return the error for a request that the KV cache has no room for."""
         size, beams = limits.tokens_per_block, self.sampling.beam_width
-        fits = limits.kv_room(self.prompt_length, beams)
+        needed = self.max_kv_blocks(size)
         beam_clause = (" and ", Name("beam_width"), f" {beams}") if beams > 1 else ()
-        raise TooLong(
+        return TooLong(
             f"{self.prompt_length} prompt tokens, ",
             Name("request_output_len"),
             f" {self.max_new_tokens}",
             *beam_clause,
             f" need {needed * size} tokens of KV cache; it holds {limits.num_blocks * size}, so ",
             Name("request_output_len"),
-            f" can be at most {max(fits, 0)}",
+            f" can be at most {room}",
         )
 
     def _validate_beams(self, limits: ModelLimits) -> None:
@@ -474,7 +471,7 @@ class Request:
                 Name("draft_input_ids"), " is empty: leave it out, or send at least one token"
             )
         check_token_ids("draft_input_ids", draft.token_ids, limits.vocab_size)
-        most = min(limits.max_draft_length, limits.max_context_tokens - self.prompt_length)
+        most = limits.draft_room(self.prompt_length)
         if length > most:
             raise InvalidArgument(
                 f"Draft tokens length ({length}) exceeds maximum draft tokens length ({max(most, 0)}): ",
