@@ -84,7 +84,7 @@ def executor_fields() -> str:
 
 
 def client_options() -> str:
-    """Return the source of the client's options: by name, the tensors' names, type, dimensions and help."""
+    """Return the source of the client's options: the tensors' names, type, dimensions and help; further names."""
     lines = [
         *_docstring("Options that are sampling controls."),
         "",
@@ -104,7 +104,19 @@ def client_options() -> str:
                 "    ),",
             ]
     doc = "By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."
-    return _text([*lines, "}", f'"""{doc}"""'])
+    ending = [control.client for control in CONTROLS.values() if control.ends_answer]
+    aliases = {other: control.client for control in CONTROLS.values() for other in control.client_aliases}
+    lines += [
+        "}",
+        f'"""{doc}"""',
+        "",
+        f"ENDING_CONTROLS = {json.dumps(ending)}",
+        '"""Those that end the answer."""',
+        "",
+        f"ALIASES = {json.dumps(aliases)}",
+        '"""Further names of options."""',
+    ]
+    return _text(lines)
 
 
 def playground_settings() -> str:

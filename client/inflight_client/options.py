@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight_client.controls import CONTROLS
+from inflight_client.controls import ALIASES, CONTROLS, ENDING_CONTROLS
 from inflight_client.guide import Guide
 
 Tensors = dict[str, np.ndarray]
@@ -67,9 +67,8 @@ _CONTROLS = {
     for name, (text_name, ids_name, dtype, ndim, help) in CONTROLS.items()
 }
 """The server's sampling controls."""
-_ENDING_CONTROLS = ("min_length",)
 CHOOSING = {
-    **{name: option for name, option in _CONTROLS.items() if name not in _ENDING_CONTROLS},
+    **{name: option for name, option in _CONTROLS.items() if name not in ENDING_CONTROLS},
     "prompt_lookup_num_tokens": _number("prompt_lookup_num_tokens", _INT),
     "draft_input_ids": Option("", "draft_input_ids", _INT, ndim=1),
     "draft_logits": Option("", "draft_logits", _FLOAT, ndim=2),
@@ -85,7 +84,7 @@ CHOOSING = {
 ENDING = {
     "end_id": _number("end_id", _INT, help="token id that ends the answer; -1 for none"),
     "pad_id": _number("pad_id", _INT),
-    **{name: _CONTROLS[name] for name in _ENDING_CONTROLS},
+    **{name: _CONTROLS[name] for name in ENDING_CONTROLS},
 }
 """Options that end the answer."""
 QUEUEING = {
@@ -115,7 +114,6 @@ _OPTIONS = {
     **_WANTED,
 }
 _WORDS = ("stop_words", "bad_words")
-_OTHER_NAMES = {"len_penalty": "length_penalty", "min_tokens": "min_length"}
 _ADDITIONAL = "additional_outputs"
 CONTEXT_OUTPUT, GENERATION_OUTPUT = "context_", "generation_"
 """The prefixes of the names of additional outputs."""
@@ -185,7 +183,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
     additional: tuple[str, ...] = ()
     only_ids: list[str] = []
     for keyword, value in given.items():
-        name = _OTHER_NAMES.get(keyword, keyword)
+        name = ALIASES.get(keyword, keyword)
         if name not in NAMES:
             raise TypeError(f"unknown option {keyword!r}; there are {', '.join(NAMES)}")
         if value is None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from inflight.core.request.sampling_config import CONTROLS
 from inflight.executor.control_fields import SamplingControls
 from inflight.executor.errors import InvalidValue
 from inflight.executor.typed import NOT_NEGATIVE, Typed, also_called, within
 
+_ALIASES = {
+    other: control.executor.name
+    for control in CONTROLS.values()
+    if control.executor
+    for other in control.executor.aliases
+}
 
-@also_called(random_seed="seed", min_length="min_tokens")
+
+@also_called(**_ALIASES)
 @dataclass
 class SamplingConfig(SamplingControls):
     """Sampling controls of a request; None: the default. `SamplingControls` has the controls that work.

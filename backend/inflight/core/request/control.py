@@ -53,11 +53,13 @@ class ExecutorField:
         range: The allowed values of the field.
         note: The field's description in docs/executor-fields.md.
         name: The field of its SamplingConfig; "": the control's name.
+        aliases: Further names of the field, from older versions of the API.
     """
 
     range: Range
     note: str
     name: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,8 @@ class Control:
         body: Its field in the OpenAI body; None: it has none.
         executor: Its field in the Executor API; None: it has none.
         client: The Python client's option; "": the control's name; None: it has none.
+        client_aliases: Further names of that option.
+        ends_answer: Whether the client lists the option among those that end the answer.
         on_command_line: Whether the client's command line has the option too.
         setting: How the playground shows it; None: it does not.
     """
@@ -114,6 +118,8 @@ class Control:
     body: BodyField | None = None
     executor: ExecutorField | None = None
     client: str | None = ""
+    client_aliases: tuple[str, ...] = ()
+    ends_answer: bool = False
     on_command_line: bool = False
     setting: Setting | None = None
 

@@ -217,7 +217,10 @@ class SamplingConfig:
         aliases=("seed",),
         body=BodyField(of_openai=True, is_number=False, name="seed"),
         executor=ExecutorField(
-            _SEED, "0 by default, a seed like any other: equal requests give equal tokens", name="seed"
+            _SEED,
+            "0 by default, a seed like any other: equal requests give equal tokens",
+            name="seed",
+            aliases=("random_seed",),
         ),
         client="seed",
         on_command_line=True,
@@ -314,7 +317,9 @@ class SamplingConfig:
             "by then does not end the output; this applies to every beam",
             name="min_tokens",
         ),
-        executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens"),
+        executor=ExecutorField(_at_least(0), "1 by default", name="min_tokens", aliases=("min_length",)),
+        client_aliases=("min_tokens",),
+        ends_answer=True,
         on_command_line=True,
     )
     no_repeat_ngram_size: int = _declare(
@@ -340,6 +345,7 @@ class SamplingConfig:
         text_names=("length_penalty",),
         body=BodyField(1.0, {"ge": 0}, meaning="exponent of a beam's length"),
         executor=ExecutorField(_at_least(0), "0 by default"),
+        client_aliases=("len_penalty",),
         on_command_line=True,
     )
     early_stopping: int = _declare(
