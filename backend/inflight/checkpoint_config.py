@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 from inflight.errors import ConfigError
 from inflight.file_names import native
-from inflight.json_values import is_list, is_object
+from inflight.json_values import is_list, is_object, positive_int
 from inflight.multimodal import Multimodal, find_text_part
+from inflight.positions import longest_sequence
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Possible dtypes of unquantized weights."""
@@ -276,19 +277,8 @@ class CheckpointFacts:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Longest sequence in tokens that the positions allow, scaled ones too (see `models.rope`)."""
-        positions = self._size("max_position_embeddings", "n_positions", "n_ctx")
-        if positions is None:
-            return None
-        if self._config.value("model_type") in ("gemma3_text", "gemma4_text"):  # it is the scaled one
-            return positions
-        section = self._config.value("rope_scaling") or self._config.value("rope_parameters")
-        # Some models have a section for each kind of layer.
-        sections = [section, *section.values()] if is_object(section) else []
-        if is_object(section) and section.get("llama_4_scaling_beta"):  # see Ministral 3's family
-            key = "original_max_position_embeddings"
-            return self._size(key) or _positive(section.get(key)) or positions
-        return max([positions, *(_stretched(each, positions) for each in sections if is_object(each))])
+        """Longest sequence in tokens that the positions allow, scaled ones too."""
+        return longest_sequence(self._config.values)
 
     @property
     def dtype(self) -> str | None:
@@ -307,7 +297,7 @@ class CheckpointFacts:
         return self._config.child(key) if self._config.has(key) else None
 
     def _size(self, *keys: str) -> int | None:
-        return next(filter(None, (_positive(self._config.value(key)) for key in keys)), None)
+        return next(filter(None, (positive_int(self._config.value(key)) for key in keys)), None)
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:
@@ -339,21 +329,6 @@ def stated_dtype(config: ConfigFile) -> str | None:
     if name is not None and name not in DTYPES:
         raise config.error(key, f"one of {', '.join(DTYPES)}, or auto")
     return name
-
-
-def _stretched(section: Mapping[str, Any], positions: int) -> int:
-    """Return the number of positions after linear or YaRN scaling; 0 for a section without either."""
-    factor, original = section.get("factor"), section.get("original_max_position_embeddings")
-    if (section.get("rope_type") or section.get("type")) not in ("linear", "yarn"):
-        return 0
-    if not isinstance(factor, int | float) or not 0 < factor < float("inf"):
-        return 0
-    return int(factor * (original if type(original) is int else positions))
-
-
-def _positive(value: Any) -> int | None:
-    """Return an integer of at least 1 as it is, and None for any other value."""
-    return value if type(value) is int and value > 0 else None
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

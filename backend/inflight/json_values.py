@@ -17,3 +17,8 @@ def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
 def is_list(value: Any) -> TypeGuard[list[Any]]:
     """Return whether a value is an array."""
     return isinstance(value, list)
+
+
+def positive_int(value: Any) -> int | None:
+    """Return an integer of at least 1 as it is, and None for any other value."""
+    return value if type(value) is int and value > 0 else None

@@ -138,7 +138,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
     },
     "gemma4_text": _GEMMA4_DEFAULTS,
     "gemma4_unified_text": {

@@ -13,8 +13,11 @@ from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, read_model_description
 from inflight.multimodal import DEFAULTS
-from tests.models.test_published_configs import MULTIMODAL, PUBLISHED, READ
+from inflight.positions import position_keys, stated_positions
+from tests.models.test_published_configs import PUBLISHED, READ
 from tests.models.test_registry import GPT2, LLAMA
+from tests.models.zoo import make_config
+from tests.models.zoo_configs import CASES, MAX_POSITIONS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {
@@ -77,13 +80,33 @@ def test_facts_equal_those_of_a_load(
 
 @pytest.mark.parametrize("name", READ)
 def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, name: str) -> None:
-    facts, config = _facts(tmp_path, PUBLISHED[name]), PUBLISHED[name]
+    facts = _facts(tmp_path, PUBLISHED[name])
     decoder = read_model_description(tmp_path).decoder
     assert decoder.latent is not None or facts.num_kv_heads == decoder.num_kv_heads
-    is_stated = name in MULTIMODAL or "max_position_embeddings" in config or "n_positions" in config
-    assert facts.longest_sequence == (decoder.max_positions if is_stated else None)
+    assert facts.longest_sequence == decoder.max_positions
     assert facts.eos_token_ids == decoder.eos_token_ids
     _check_sizes(facts, decoder)
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_longest_sequence_is_that_of_a_load(tmp_path: Path, case: str, stated: bool) -> None:
+    """Also without the keys: then the number is that of transformers."""
+    values, defaults = make_config(case).to_dict(), type(make_config(case))().to_dict()
+    keys = [key for key in position_keys(values) if key in values]
+    assert keys, "transformers' configuration has the key"
+    if not stated:
+        values = {key: value for key, value in values.items() if key not in keys}
+    facts = _facts(tmp_path, values)
+    assert facts.longest_sequence == read_model_description(tmp_path).decoder.max_positions
+    assert stated_positions(values) == (MAX_POSITIONS if stated else defaults[keys[0]])
+
+
+def test_without_scaling_the_length_is_that_of_the_familys_own(tmp_path: Path) -> None:
+    facts = _facts(tmp_path, {"model_type": "gpt_oss", "max_position_embeddings": 65536})
+    assert facts.longest_sequence == 131072
+    assert _facts(tmp_path, {"model_type": "ministral3"}).longest_sequence == 16384
+    assert _facts(tmp_path, {"model_type": "kimi_linear", "model_max_length": 99}).longest_sequence == 99
 
 
 def test_name_and_tokenizer_are_those_of_the_whole_model(tmp_path: Path) -> None:

@@ -135,16 +135,9 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     """Draw the weights of `case` and save the model in `folder`."""
     if case in MULTIMODAL:
         return _make_multimodal(folder, case, seed)
-    family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
-    values = GPT2 if family == "GPT2" else dict(COMMON)
-    foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
-    for name in foreign.get(family, ()):
-        del values[name]
-    has_text_config = family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-    config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
-    config = getattr(transformers, config_name)(**{**values, **changes})
-    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    oracle = _draw(class_name, config, seed)
+    family, _ = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
+    config = make_config(case)
+    oracle = _draw(config.architectures[0], config, seed)
     if family == "OlmoHybrid":
         _save_as_published(oracle, folder)
     else:
@@ -152,6 +145,19 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     if family == "KimiLinear":
         rename(folder, *KIMI_MLP)
     return ZooModel(folder, oracle)
+
+
+def make_config(case: str) -> Any:
+    """Return transformers' configuration of a model of text."""
+    family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
+    values = GPT2 if family == "GPT2" else dict(COMMON)
+    foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
+    for name in foreign.get(family, ()):
+        del values[name]
+    has_text_config = family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
+    class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    return getattr(transformers, config_name)(**{**values, **changes}, architectures=[class_name])
 
 
 def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:

@@ -69,7 +69,7 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
     try:
-        decoder = family.read_config(config)
+        decoder = family.read_config(config.with_values({"model_type": family.model_type}))
     except NoMap as error:
         raise UnknownFamily(error, f"{family.architecture} with {error.key}") from error
     decoder = replace(decoder, eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config))

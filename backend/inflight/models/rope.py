@@ -7,7 +7,7 @@ have `rope_theta` at the top and `rope_scaling` with `rope_type` (or `type`) whe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -171,22 +171,6 @@ def read_rope_section(
         part = part if given is None else given
     refuse_unread(section, _YARN_NEUTRAL if isinstance(scaling, YarnScaling) else _NEUTRAL)
     return RopeConfig(theta, scaling, part)
-
-
-def longest_sequence(ropes: Sequence[RopeConfig], max_positions: int) -> int:
-    """Return the longest sequence, in tokens, for which the positions are usable.
-
-    Linear and YaRN scaling multiply the length of the first training by their factor, and many checkpoints
-    keep the original `max_position_embeddings` beside them. With Llama 3's scaling that key is always the
-    scaled length. Dynamic NTK ends where scaling would begin, because cached keys would then belong to
-    another base.
-    """
-    reached = (
-        int(rope.scaling.factor * rope.scaling.original_max_positions)
-        for rope in ropes
-        if isinstance(rope.scaling, LinearScaling | YarnScaling)
-    )
-    return max(max_positions, *reached, 0)
 
 
 def _section(config: ConfigFile) -> ConfigFile:

@@ -42,7 +42,6 @@ from inflight.errors import ConfigError
 from inflight.models import ModelDescription, read_model_description
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds, stored_dtype
-from inflight.models.rope import longest_sequence
 from inflight.models.sharding import Part, Shard
 
 WEIGHT_DTYPES = (INT8, FP8, INT4)
@@ -169,7 +168,7 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
         raise ConfigError(f"dtype is {dtype}, expected one of {', '.join(DTYPES + WEIGHT_DTYPES)}")
     _check_choice("attention", options.attention, ("split", "packed"))
     _check_choice("weights", options.weights, ("constants", "inputs"))
-    longest = longest_sequence([rope for rope in config.ropes if rope is not None], config.max_positions)
+    longest = config.max_positions
     _check_range("max_batch_size", options.max_batch_size, 1)
     # TensorRT has no attention for chunks of at most one token.
     _check_range("max_num_tokens", options.max_num_tokens, 2)

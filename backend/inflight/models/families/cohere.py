@@ -48,7 +48,6 @@ def _read_cohere2(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
-        default_positions=8192,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         norm="layer",

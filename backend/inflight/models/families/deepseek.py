@@ -132,7 +132,6 @@ def _read_decoder(
     config: ConfigFile,
     latent: LatentAttention,
     experts: ExpertsConfig,
-    default_positions: int,
     *,
     mlp_bias: bool,
     **changes: Any,
@@ -142,7 +141,6 @@ def _read_decoder(
         raise config.error("attention_bias", "false where q_lora_rank is null")
     decoder = read_llama_like(
         config,
-        default_positions=default_positions,
         qkv_bias=has_bias,
         output_bias=has_bias,
         mlp_bias=mlp_bias,
@@ -166,13 +164,12 @@ def _read_v2(config: ConfigFile) -> DecoderConfig:
     if method != "greedy":
         experts = read_expert_groups(config, experts, scores_per_group=1)
     latent = _read_latent(config, interleaved=True)
-    return _read_decoder(config, latent, experts, 2048, mlp_bias=config.boolean("mlp_bias", False))
+    return _read_decoder(config, latent, experts, mlp_bias=config.boolean("mlp_bias", False))
 
 
 def read_v3(
     config: ConfigFile,
     layers: tuple[bool, ...] | None = None,
-    default_positions: int = 4096,
     **changes: Any,
 ) -> DecoderConfig:
     """Read the config of V3: normalized sigmoid probabilities, a bias for the choice, and groups of experts.
@@ -188,7 +185,7 @@ def read_v3(
     )
     interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
     latent = _read_latent(config, interleaved=interleaved)
-    decoder = _read_decoder(config, latent, experts, default_positions, mlp_bias=False, **changes)
+    decoder = _read_decoder(config, latent, experts, mlp_bias=False, **changes)
     return replace(decoder, num_draft_layers=read_num_draft_layers(config))
 
 

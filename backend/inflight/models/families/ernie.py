@@ -40,7 +40,6 @@ def _read_ernie(config: ConfigFile, **changes: Any) -> DecoderConfig:
     bias = config.boolean("use_bias", False)
     decoder = read_llama_like(
         config,
-        default_positions=131072,
         default_theta=_THETA,
         qkv_bias=bias,
         output_bias=bias,

@@ -13,6 +13,7 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import Activation, DecoderConfig
 from inflight.models.neutral_keys import ANY, NeutralKeys
+from inflight.positions import position_keys, stated_positions
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -373,6 +374,17 @@ def read_size(config: ConfigFile, key: str, alias: str, default: int | None = No
     if own is not None and other is not None and own != other:
         raise config.error(alias, f"{own}, as {key} says, or no such key")
     return own or other or default or config.positive_int(key)
+
+
+def read_positions(config: ConfigFile) -> int:
+    """Return the number of positions before scaling, or the family's value if the key is absent."""
+    key, *others = position_keys(config.values)
+    config.int_or_none(key)
+    for other in others:
+        read_size(config, key, other, 1)
+    positions = stated_positions(config.values)
+    assert positions is not None, "inflight.positions has every family"
+    return positions
 
 
 def read_head_dim(config: ConfigFile, default: int) -> int:

@@ -24,6 +24,7 @@ from inflight.models.families.family import (
     NormNames,
     read_activation,
     read_layer_types,
+    read_positions,
 )
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.neutral_keys import ANY, NeutralKeys
@@ -50,7 +51,6 @@ _NAMES = replace(
 
 def _read_gemma(
     config: ConfigFile,
-    default_positions: int,
     types: tuple[str, ...],
     ropes: tuple[RopeConfig, ...] | None = None,
 ) -> DecoderConfig:
@@ -63,7 +63,6 @@ def _read_gemma(
     activation = read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
     return read_llama_like(
         config,
-        default_positions=default_positions,
         default_kv_heads=_KV_HEADS,
         ropes=ropes,
         qkv_bias=attention_bias,
@@ -85,7 +84,7 @@ def _read_gemma2(config: ConfigFile) -> DecoderConfig:
     """Read the config of Gemma 2: windows in every other layer; capped scores and logits."""
     num_layers = config.positive_int("num_hidden_layers")
     alternating = tuple("full_attention" if index % 2 else "sliding_attention" for index in range(num_layers))
-    decoder = _read_gemma(config, 8192, read_layer_types(config, num_layers) or alternating)
+    decoder = _read_gemma(config, read_layer_types(config, num_layers) or alternating)
     caps = {"attention_soft_cap": "attn_logit_softcapping", "logits_soft_cap": "final_logit_softcapping"}
     absent = {
         field: default
@@ -96,10 +95,7 @@ def _read_gemma2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_gemma3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms.
-
-    Its `max_position_embeddings`, also the default, is the length after linear scaling.
-    """
+    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms."""
     if config.boolean("use_bidirectional_attention", False):
         raise config.error("use_bidirectional_attention", "false: attention here is causal")
     num_layers = config.positive_int("num_hidden_layers")
@@ -109,10 +105,9 @@ def _read_gemma3(config: ConfigFile) -> DecoderConfig:
         "sliding_attention" if (index + 1) % every else "full_attention" for index in range(num_layers)
     )
     types = read_layer_types(config, num_layers) or by_pattern
-    max_positions = config.int_or_none("max_position_embeddings") or 131072
-    ropes = read_layer_type_ropes(config, max_positions, _THETAS)
-    decoder = _read_gemma(config, 131072, types, tuple(ropes[kind] for kind in types))
-    return replace(decoder, qk_norm="heads", max_positions=max_positions)
+    ropes = read_layer_type_ropes(config, read_positions(config), _THETAS)
+    decoder = _read_gemma(config, types, tuple(ropes[kind] for kind in types))
+    return replace(decoder, qk_norm="heads")
 
 
 # ---------------------------------------------------------------------- Gemma 4
@@ -162,17 +157,15 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
         raise config.error("use_bidirectional_attention", "null or vision: attention here is causal")
     num_layers = config.positive_int("num_hidden_layers")
     types = _read_types4(config, num_layers)
-    max_positions = config.int_or_none("max_position_embeddings") or 131072
     if not config.has("rope_parameters"):
         config = config.with_values({"rope_parameters": _ROPES4})
-    ropes = read_layer_type_ropes(config, max_positions, _THETAS)
+    ropes = read_layer_type_ropes(config, read_positions(config), _THETAS)
     window = config.int_or_none("sliding_window") if config.has("sliding_window") else _WINDOW4
     bias = config.boolean("attention_bias", False)
     kv_layers = _read_kv_layers4(config, types)
     sizes = _read_sizes4(config, types, kv_layers)
     decoder = read_llama_like(
         config,
-        default_positions=131072,
         default_kv_heads=_KV_HEADS,
         ropes=tuple(ropes[kind] for kind in types),
         qkv_bias=bias,
@@ -195,7 +188,6 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
     are_same = config.boolean("attention_k_eq_v", False)
     return replace(
         decoder,
-        max_positions=max_positions,
         intermediate_size=max(each.intermediate_size for each in sizes),
         layer_sizes=sizes,
         keys_are_values=tuple(kind == "full_attention" for kind in types) if are_same else (),

@@ -54,7 +54,6 @@ def _read_glm4(config: ConfigFile) -> DecoderConfig:
     pairs."""
     decoder = read_llama_like(
         config,
-        default_positions=131072,
         default_kv_heads=2,
         default_part=_ROTARY_PART,
         qkv_bias=config.boolean("attention_bias", True),
@@ -76,7 +75,6 @@ def _read_glm4_moe(config: ConfigFile) -> DecoderConfig:
     )
     return read_llama_like(
         config,
-        default_positions=131072,
         default_kv_heads=8,
         default_part=_ROTARY_PART,
         qkv_bias=config.boolean("attention_bias", False),
@@ -97,7 +95,7 @@ def _read_glm4_moe_lite(config: ConfigFile) -> DecoderConfig:
     if not is_list(kinds) or len(kinds) != num_layers or any(kind not in names for kind in kinds):
         raise config.error("mlp_layer_types", f"a list of {num_layers}, each dense or sparse")
     layers = tuple(kind == "sparse" for kind in kinds)
-    return read_v3(config, layers, 202752, norm_eps=config.number_or_none("rms_norm_eps") or 1e-5)
+    return read_v3(config, layers, norm_eps=config.number_or_none("rms_norm_eps") or 1e-5)
 
 
 GLM_FAMILIES = (

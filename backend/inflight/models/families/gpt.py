@@ -15,13 +15,13 @@ from inflight.models.families.family import (
     WeightNames,
     check_derived_head_dim,
     read_activation,
+    read_positions,
     read_size,
 )
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
 from inflight.models.neutral_keys import NeutralKeys
-from inflight.models.rope import longest_sequence, read_rope
-
-_GPT2_POSITIONS = 1024  # if the key is absent
+from inflight.models.rope import read_rope
+from inflight.positions import longest_sequence
 
 # ---------------------------------------------------------------------- GPT-2
 
@@ -60,7 +60,7 @@ def _read_gpt2(config: ConfigFile) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.int_or_none("n_inner") or 4 * hidden_size,
-        max_positions=read_size(config, "n_positions", "max_position_embeddings", _GPT2_POSITIONS),
+        max_positions=read_positions(config),
         norm="layer",
         norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         activation=read_activation(config, "activation_function", "gelu_new"),
@@ -100,7 +100,7 @@ def _read_neox(config: ConfigFile) -> DecoderConfig:
         config.positive_int("num_hidden_layers"),
     )
     hidden_size = config.positive_int("hidden_size")
-    max_positions = config.int_or_none("max_position_embeddings") or 2048
+    max_positions = read_positions(config)
     rope = read_rope(
         config,
         max_positions,
@@ -117,7 +117,7 @@ def _read_neox(config: ConfigFile) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.positive_int("intermediate_size"),
-        max_positions=longest_sequence([rope], max_positions),
+        max_positions=longest_sequence(config.values) or max_positions,
         norm="layer",
         norm_eps=config.number_or_none("layer_norm_eps") or 1e-5,
         activation=read_activation(config, "hidden_act", "gelu"),
@@ -174,7 +174,7 @@ def _read_opt(config: ConfigFile) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.positive_int("ffn_dim"),
-        max_positions=config.int_or_none("max_position_embeddings") or 2048,
+        max_positions=read_positions(config),
         norm="layer",
         norm_eps=1e-5,
         activation=read_activation(config, "activation_function", "relu"),
@@ -204,7 +204,6 @@ def _read_stablelm(config: ConfigFile) -> DecoderConfig:
     check_derived_head_dim(config)
     return read_llama_like(
         config,
-        default_positions=4096,
         default_kv_heads=32,
         default_part=_STABLELM_ROTARY_PART,
         qkv_bias=config.boolean("use_qkv_bias", False),
@@ -231,7 +230,6 @@ def _read_starcoder2(config: ConfigFile) -> DecoderConfig:
     window = config.int_or_none("sliding_window")
     return read_llama_like(
         config,
-        default_positions=4096,
         default_kv_heads=2,
         qkv_bias=bias,
         output_bias=bias,

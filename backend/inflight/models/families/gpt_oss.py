@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import ClampedSwiglu, DecoderConfig, ExpertsConfig, RopeConfig
@@ -14,21 +13,14 @@ from inflight.models.families.family import (
     MlpNames,
     no_window,
     read_layer_types,
+    read_positions,
     read_size,
 )
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
 from inflight.models.rope import read_rope, read_rope_section
+from inflight.positions import GPT_OSS_SCALING
 
-_HEAD_DIM, _WINDOW, _POSITIONS, _THETA = 64, 128, 131072, 150000.0  # if the keys are absent
-_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
-"""The scaling if none is given."""
+_HEAD_DIM, _WINDOW, _THETA = 64, 128, 150000.0  # if the keys are absent
 
 
 def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
@@ -51,7 +43,6 @@ def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
     )
     decoder = read_llama_like(
         config,
-        default_positions=_POSITIONS,
         default_kv_heads=8,
         ropes=(_read_rope(config),) * num_layers,
         qkv_bias=attention_bias,
@@ -78,11 +69,13 @@ def _read_rope(config: ConfigFile) -> RopeConfig:
 
     As in transformers, an empty `rope_scaling` counts as absent, and an empty `rope_parameters` means no scaling.
     """
-    positions = config.int_or_none("max_position_embeddings") or _POSITIONS
+    positions = read_positions(config)
     if config.has("rope_parameters") or config.value("rope_scaling"):
         return read_rope(config, positions, _THETA)
     theta = config.number_or_none("rope_theta") or _THETA
-    return read_rope_section(config, ConfigFile(config.path, _YARN, "rope_parameters"), positions, theta)
+    return read_rope_section(
+        config, ConfigFile(config.path, GPT_OSS_SCALING, "rope_parameters"), positions, theta
+    )
 
 
 def _read_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:

@@ -22,7 +22,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
 
-_SWA_POSITIONS, _SWA_KV_HEADS, _SWA_EPS = 8192, 4, 1e-5  # if the keys are absent, like the values below
+_SWA_KV_HEADS, _SWA_EPS = 4, 1e-5  # if the keys are absent, like the values below
 _WINDOW = 128
 _FULL_INTERVAL = 4  # the first of so many layers has no window
 _EXPERTS = 8
@@ -45,7 +45,6 @@ def _read_granite(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
-        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.boolean("mlp_bias", False),
@@ -57,7 +56,6 @@ def _read_granite_swa(config: ConfigFile) -> DecoderConfig:
     """Read the config of Granite SWA: Granite with learned sinks, windows, and a base of positions by layer."""
     return _read_with_windows(
         config,
-        default_positions=_SWA_POSITIONS,
         default_kv_heads=_SWA_KV_HEADS,
         mlp_bias=config.boolean("mlp_bias", False),
         norm_eps=config.number_or_none("rms_norm_eps") or _SWA_EPS,
@@ -76,7 +74,7 @@ def _read_granitemoe_swa(config: ConfigFile) -> DecoderConfig:
         layers=(True,) * config.positive_int("num_hidden_layers"),
         shared_intermediate_size=shared,
     )
-    return _read_with_windows(config, default_positions=2048, experts=experts)
+    return _read_with_windows(config, experts=experts)
 
 
 def _read_with_windows(config: ConfigFile, **settings: Any) -> DecoderConfig:

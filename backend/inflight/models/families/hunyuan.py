@@ -62,7 +62,6 @@ def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         _with_stretched_base(config),
-        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="heads",

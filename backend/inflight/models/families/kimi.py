@@ -39,7 +39,6 @@ _DEFAULTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "max_position_embeddings": 1048576,
     "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 0,
 }

@@ -20,11 +20,13 @@ from inflight.models.families.family import (
     read_head_dim,
     read_layer_types,
     read_no_windows,
+    read_positions,
     read_windows_if_used,
     read_windows_of_all,
 )
 from inflight.models.neutral_keys import ANY, NeutralKeys
-from inflight.models.rope import longest_sequence, read_layer_type_ropes, read_rope
+from inflight.models.rope import read_layer_type_ropes, read_rope
+from inflight.positions import MINISTRAL3_SCALING, longest_sequence
 
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
@@ -42,7 +44,6 @@ _NO_WINDOW_LAYERS: NeutralKeys = {"max_window_layers": ANY}  # a key of Qwen
 def read_llama_like(
     config: ConfigFile,
     *,
-    default_positions: int,
     default_kv_heads: int | None = None,
     default_theta: float = 10000.0,
     default_part: float | None = None,
@@ -58,7 +59,6 @@ def read_llama_like(
 
     Args:
         config: The whole file.
-        default_positions: transformers' default of `max_position_embeddings`.
         default_kv_heads: transformers' default of `num_key_value_heads`; None: the number of query heads, which is
             also the meaning of null in every family.
         default_theta: transformers' default of `rope_theta`.
@@ -70,7 +70,7 @@ def read_llama_like(
     num_heads = config.positive_int("num_attention_heads")
     hidden_size = config.positive_int("hidden_size")
     kv_heads_if_absent = num_heads if "num_key_value_heads" in config.values else default_kv_heads
-    max_positions = config.int_or_none("max_position_embeddings") or default_positions
+    max_positions = read_positions(config)
     ropes = ropes or (read_rope(config, max_positions, default_theta, default_part),) * num_layers
     decoder = DecoderConfig(
         vocab_size=config.positive_int("vocab_size"),
@@ -80,7 +80,7 @@ def read_llama_like(
         num_kv_heads=config.int_or_none("num_key_value_heads") or kv_heads_if_absent or num_heads,
         head_dim=config.int_or_none("head_dim") or hidden_size // num_heads,
         intermediate_size=config.positive_int("intermediate_size"),
-        max_positions=longest_sequence(ropes, max_positions),
+        max_positions=longest_sequence(config.values) or max_positions,
         norm="rms",
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
         activation=read_activation(config, "hidden_act", "silu"),
@@ -128,7 +128,6 @@ def _read_llama(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
-        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.boolean("mlp_bias", False),
@@ -145,21 +144,7 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
     transformers loads a Mistral with `layer_types` as a Ministral; without them the two are the same.
     """
     windows = read_windows_of_all(config)
-    return read_llama_like(config, default_positions=131072, default_kv_heads=8, sliding_windows=windows)
-
-
-# transformers' `rope_parameters` of a Ministral 3 that has none.
-_MINISTRAL3_ROPE: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    return read_llama_like(config, default_kv_heads=8, sliding_windows=windows)
 
 
 def _read_ministral3(config: ConfigFile) -> DecoderConfig:
@@ -170,27 +155,25 @@ def _read_ministral3(config: ConfigFile) -> DecoderConfig:
     """
     key = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
     if not config.has(key):
-        config = config.with_values({key: _MINISTRAL3_ROPE})
+        config = config.with_values({key: MINISTRAL3_SCALING})
     scaling = config.child(key)
     if scaling.value("llama_4_scaling_beta") is None:
         raise scaling.error("llama_4_scaling_beta", "a number, the growth of queries with their position")
-    # A key beside the section replaces the one inside, as in transformers.
     original = "original_max_position_embeddings"
-    longest = config.int_or_none(original) or scaling.positive_int(original)
+    if not config.has(original):
+        scaling.positive_int(original)
+    longest = longest_sequence(config.values)
     outside = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter has no effect there
     config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
-    decoder = read_llama_like(
+    return read_llama_like(
         config,
-        default_positions=262144,
         default_kv_heads=8,
         default_theta=1e6,
+        max_positions=longest,
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
         head_dim=config.int_or_none("head_dim") or _MINISTRAL3_HEAD_DIM,
         sliding_windows=(config.int_or_none("sliding_window"),) * config.positive_int("num_hidden_layers"),
     )
-    if scaling.values["llama_4_scaling_beta"] == 0:
-        return decoder
-    return replace(decoder, max_positions=min(decoder.max_positions, longest))
 
 
 # ---------------------------------------------------------------------- Qwen
@@ -200,7 +183,6 @@ def _read_qwen2(config: ConfigFile) -> DecoderConfig:
     """Read the config of Qwen2 or 2.5: Llama with biases on query, key, value, and windows in some layers."""
     return read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=32,
         qkv_bias=True,
         sliding_windows=read_windows_if_used(config),
@@ -212,7 +194,6 @@ def _read_qwen3(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=32,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -230,7 +211,6 @@ def _read_arcee(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
-        default_positions=4096,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         mlp_bias=config.boolean("mlp_bias", False),
@@ -260,7 +240,6 @@ def _read_apertus(config: ConfigFile) -> DecoderConfig:
         config = config.with_values({"rope_parameters": _APERTUS_ROPE})
     return read_llama_like(
         config.with_values({"hidden_act": None}),
-        default_positions=65536,
         default_theta=12e6,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -278,7 +257,6 @@ def _read_seed_oss(config: ConfigFile) -> DecoderConfig:
     """Read the config of Seed-OSS: Llama with biases of query, key and value, and another of the output."""
     return read_llama_like(
         config,
-        default_positions=524288,
         default_kv_heads=8,
         qkv_bias=config.boolean("attention_bias", True),
         output_bias=config.boolean("attention_out_bias", False),
@@ -296,7 +274,6 @@ def _read_phi3(config: ConfigFile) -> DecoderConfig:
     num_layers = config.positive_int("num_hidden_layers")
     return read_llama_like(
         config,
-        default_positions=4096,
         default_part=1.0,
         sliding_windows=(window,) * num_layers,
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
@@ -318,7 +295,6 @@ def _read_olmo2(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
-        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="projection",
@@ -340,14 +316,12 @@ def _read_olmo3(config: ConfigFile) -> DecoderConfig:
     )
     if config.has("rope_local_base_freq"):
         raise config.error("rope_local_base_freq", "no such key in this family")
-    max_positions = config.int_or_none("max_position_embeddings") or 2048
-    ropes = read_layer_type_ropes(config, max_positions, _OLMO3_THETAS)
+    ropes = read_layer_type_ropes(config, read_positions(config), _OLMO3_THETAS)
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
     if window is None and "sliding_attention" in types:
         raise no_window(config)
     return read_llama_like(
         config,
-        default_positions=2048,
         ropes=tuple(ropes[kind] for kind in types),
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -376,7 +350,6 @@ def _read_exaone4(config: ConfigFile) -> DecoderConfig:
         types = _by_pattern(config, config.positive_int("sliding_window_pattern") if is_given else _PATTERN)
     decoder = read_llama_like(
         config,
-        default_positions=2048,
         default_kv_heads=32,
         qk_norm="heads",
         norm_placement="after",
@@ -405,7 +378,6 @@ def _read_smollm3(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=4,
         default_theta=2e6,
         qkv_bias=attention_bias,

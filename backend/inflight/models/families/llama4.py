@@ -19,7 +19,6 @@ from inflight.models.families.family import (
 from inflight.models.families.llama import LLAMA_NAMES, in_interleaved_pairs, read_llama_like
 
 # Values of keys that are absent.
-_POSITIONS = 131072
 _KV_HEADS = 8
 _THETA = 5e5
 _HEAD_DIM = 128
@@ -40,7 +39,6 @@ def _read_llama4(config: ConfigFile) -> DecoderConfig:
     dense_inner = config.int_or_none("intermediate_size_mlp") or _DENSE_INNER
     decoder = read_llama_like(
         config.with_values({"intermediate_size": dense_inner}),
-        default_positions=_POSITIONS,
         default_kv_heads=_KV_HEADS,
         default_theta=_THETA,
         head_dim=read_head_dim(config, _HEAD_DIM),

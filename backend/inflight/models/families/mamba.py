@@ -28,7 +28,6 @@ from inflight.models.recurrent import Mamba2
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 # Values of keys that are absent.
-_POSITIONS = 4096
 _HEAD_DIM = 128
 _KV_HEADS = 8
 _INNER = 21504
@@ -53,7 +52,6 @@ def _read_nemotron_h(config: ConfigFile) -> DecoderConfig:
     inner = config.int_or_none("intermediate_size") or _INNER
     decoder = read_llama_like(
         config.with_values({"intermediate_size": inner, "num_hidden_layers": len(kinds)}),
-        default_positions=_POSITIONS,
         default_kv_heads=_KV_HEADS,
         head_dim=head_dim,
         norm_eps=eps,
@@ -215,7 +213,6 @@ def _read_falcon_h1(config: ConfigFile) -> DecoderConfig:
     gate, down = _read_factors(config, "mlp_multipliers", 2)
     decoder = read_llama_like(
         config,
-        default_positions=8192,
         default_kv_heads=8,
         qkv_bias=attention_bias,
         output_bias=attention_bias,

@@ -67,7 +67,6 @@ def _read_mixtral(config: ConfigFile) -> DecoderConfig:
     )
     return read_llama_like(
         config,
-        default_positions=131072,
         default_kv_heads=8,
         default_theta=1e6,
         sliding_windows=(config.int_or_none("sliding_window"),) * num_layers,
@@ -100,7 +99,6 @@ def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
     shared = config.int_or_none("shared_expert_intermediate_size") or 5632
     return read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=16,
         qkv_bias=config.boolean("qkv_bias", True),
         sliding_windows=_read_qwen2_moe_windows(config),
@@ -130,7 +128,6 @@ def _read_qwen3_moe(config: ConfigFile) -> DecoderConfig:
     window = config.int_or_none("sliding_window") if config.boolean("use_sliding_window", False) else None
     return read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=4,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
@@ -156,7 +153,6 @@ def _read_olmoe(config: ConfigFile) -> DecoderConfig:
     )
     return read_llama_like(
         config,
-        default_positions=4096,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="projection",
@@ -207,7 +203,6 @@ def _read_minimax_m2(config: ConfigFile) -> DecoderConfig:
     )
     return read_llama_like(
         config,
-        default_positions=196608,
         default_kv_heads=8,
         default_theta=_MINIMAX_M2_THETA,
         default_part=rotary_dim / head_dim,

@@ -17,6 +17,7 @@ from inflight.models.families.family import (
     RecurrentNames,
     read_activation,
     read_head_dim,
+    read_positions,
 )
 from inflight.models.families.granite import GRANITE_MLP, read_granite_scales
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
@@ -59,7 +60,6 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
         config,
-        default_positions=32768,
         default_kv_heads=default_kv_heads,
         default_part=_QWEN_PART,
         qkv_bias=attention_bias,
@@ -179,7 +179,6 @@ def _read_olmo_hybrid(config: ConfigFile) -> DecoderConfig:
     attention_bias = config.boolean("attention_bias", False)
     decoder = read_llama_like(
         config,
-        default_positions=65536,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         qk_norm="projection",
@@ -220,7 +219,6 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
     shared = config.int_or_none("shared_intermediate_size") or 1024
     decoder = read_llama_like(
         config,
-        default_positions=2048,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
         **read_granite_scales(config),
@@ -366,7 +364,6 @@ def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -
     has_bias = config.boolean("conv_bias", False)
     return read_llama_like(
         config,
-        default_positions=128000,
         default_kv_heads=8,
         default_theta=1e6,
         qk_norm="heads",
@@ -408,12 +405,10 @@ def _read_lfm3(config: ConfigFile) -> DecoderConfig:
         raise config.error("sliding_window", "an integer >= 1, since layer_types has sliding_attention")
     if not config.has("rope_parameters"):
         config = config.with_values({"rope_parameters": _LFM3_ROPE})
-    max_positions = config.int_or_none("max_position_embeddings") or 128000
-    ropes = read_layer_type_ropes(config, max_positions, _LFM3_THETAS)
+    ropes = read_layer_type_ropes(config, read_positions(config), _LFM3_THETAS)
     attention_bias, has_bias = config.boolean("attention_bias", False), config.boolean("conv_bias", False)
     return read_llama_like(
         config,
-        default_positions=max_positions,
         default_kv_heads=_LFM3_KV_HEADS,
         ropes=tuple(ropes["full_attention" if kind == "conv" else kind] for kind in types),
         qkv_bias=attention_bias,
