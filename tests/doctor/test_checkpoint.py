@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -187,6 +188,13 @@ def test_a_file_that_cannot_be_mapped_is_reported(copy: Path, monkeypatch: pytes
 def test_settings_that_a_start_refuses_are_reported(settings: dict[str, str], says: str):
     found = check(DEMO, **settings)["checkpoint"]
     assert found.level is RED and says in found.says and "--help" in found.mend
+
+
+def test_a_folder_whose_name_is_not_utf8_is_reported(tmp_path: Path):
+    folder = tmp_path / os.fsdecode("Modèle".encode("latin-1"))
+    shutil.copytree(DEMO, folder)
+    found = check(folder)["checkpoint"]
+    assert found.level is RED and "name is not UTF-8" in found.says and found.mend == "rename the folder"
 
 
 def test_a_missing_folder_is_reported(tmp_path: Path):

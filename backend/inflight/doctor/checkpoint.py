@@ -40,10 +40,14 @@ def check_checkpoint(
     """
     from inflight.errors import ConfigError
     from inflight.hub import find_checkpoint
+    from inflight.server.checkpoint import check_spelling
     from inflight.server.errors import OptionError
 
     try:
-        folder = find_checkpoint(model, revision, may_fetch=False)
+        folder = check_spelling(model, find_checkpoint(model, revision, may_fetch=False))
+    except OptionError as error:
+        yield red("checkpoint", str(error), "rename the folder")
+        return
     except ConfigError as error:
         mend = (
             "name its folder, or fetch it: scripts/serve --model does so with a name of the Hugging Face hub"
@@ -55,23 +59,14 @@ def check_checkpoint(
         parameters.engine.validate()
         parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
     except (OptionError, ConfigError) as error:
-        yield red("checkpoint", str(error), _mend_settings(str(error)))
+        mend = "scripts/serve --help; model_repository/tensorrt_llm/config.pbtxt lists the parameters"
+        yield red("checkpoint", str(error), mend)
         return
     if is_engine_folder(folder):
         yield from _check_plans(folder, parameters.engine)
     else:
         yield from _check_model(folder, parameters.engine)
     yield from _check_text(parameters.tokenizer_dir or str(folder), folder)
-
-
-def _mend_settings(reason: str) -> str:
-    if "no config.json" in reason:
-        return (
-            "name the folder that has config.json, *.safetensors and tokenizer.json in it, or download them"
-        )
-    if "not UTF-8" in reason:
-        return "rename the folder"
-    return "scripts/serve --help; model_repository/tensorrt_llm/config.pbtxt lists the parameters"
 
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:

@@ -19,7 +19,7 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
         folder = hub.find_checkpoint(model, revision)
     except ConfigError as error:
         raise OptionError(f"--model {error}") from None
-    return _check_spelling(model, folder.resolve())
+    return check_spelling(model, folder.resolve())
 
 
 def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
@@ -62,7 +62,7 @@ def _check_experts(name: str, count: int | None, tp: int, ep: int) -> None:
         )
 
 
-def _check_spelling(model: str, folder: Path) -> Path:
+def check_spelling(model: str, folder: Path) -> Path:
     """Return the folder; raises OptionError if its path is not UTF-8, as config.pbtxt must be."""
     try:
         str(folder).encode()
