@@ -62,11 +62,11 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             max_num_sequences=num_sequences,
             max_num_tokens=num_tokens,
             **_cache_fields(config.kv_cache_config),
-            **_said(peft, base.engine, _PEFT_FIELDS_OF_ENGINE),
+            **_non_default_fields(peft, _PEFT_FIELDS_OF_ENGINE),
             **_model_outputs(config),
             **_debug_fields(config.debug_config),
         ),
-        **_said(peft, base, _PEFT_FIELDS),
+        **_non_default_fields(peft, _PEFT_FIELDS),
         guided_decoding_backend=(
             base.guided_decoding_backend if guides is None else guides.backend.name.lower()
         ),
@@ -127,8 +127,8 @@ _PEFT_FIELDS_OF_ENGINE = {
 _PEFT_FIELDS = {"host_cache_size": "lora_cache_host_memory_bytes", "lora_prefetch_dir": "lora_prefetch_dir"}
 
 
-def _said(peft: PeftCacheConfig, base: Any, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `base` whose values in the configuration are not the defaults."""
+def _non_default_fields(peft: PeftCacheConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that are not the defaults, by their names in `names`."""
     defaults = PeftCacheConfig()
     values = {name: getattr(peft, name) for name in names if getattr(peft, name) != getattr(defaults, name)}
     return {names[name]: value for name, value in values.items()}
