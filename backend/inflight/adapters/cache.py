@@ -86,7 +86,7 @@ class _HeldAdapter:
 
 
 @dataclass(eq=False, slots=True)
-class _Load:
+class _PendingAdapter:
     """An adapter to read, with the requests that wait for it, some of which have brought its weights."""
 
     waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
@@ -126,7 +126,7 @@ class HostAdapterCache:
         self._idle: OrderedDict[LoraRequest, _HeldAdapter] = OrderedDict()  # least recently used first
         self._unloading: list[_HeldAdapter] = []
         self._used: dict[int, _HeldAdapter] = {}  # by ids of requests that have not ended
-        self._loads: dict[LoraRequest, _Load] = {}
+        self._loads: dict[LoraRequest, _PendingAdapter] = {}
         self._waiting: dict[int, LoraRequest] = {}  # by request id
         self._num_bytes = 0
         self._idle_bytes = 0
@@ -328,15 +328,19 @@ class HostAdapterCache:
 
     # ---------------------------------------------------------------- under the lock
 
-    def _load_for(self, key: LoraRequest) -> _Load:
+    def _load_for(self, key: LoraRequest) -> _PendingAdapter:
         """Return the load of an adapter that is not stored; start one if there is none."""
         if key not in self._loads:
-            self._loads[key] = _Load()
+            self._loads[key] = _PendingAdapter()
             self._jobs.put(key)
         return self._loads[key]
 
     def _settle(
-        self, key: LoraRequest, load: _Load, request_id: int | None, found: CheckedAdapter | RequestError
+        self,
+        key: LoraRequest,
+        load: _PendingAdapter,
+        request_id: int | None,
+        found: CheckedAdapter | RequestError,
     ) -> bool:
         """Settle the requests that a try decided; return whether the load has ended."""
         if isinstance(found, CheckedAdapter):

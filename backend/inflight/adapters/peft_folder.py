@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _AdaptedLayer:
     """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`.
 
     `base` is the part before the layers, which differs in models of text and multimodal ones.
@@ -53,7 +53,7 @@ class _Place:
 class _PeftRow:
     """The matrices of one linear layer in a folder: A [rank, in], B [out, rank], magnitudes [out]."""
 
-    place: _Place
+    place: _AdaptedLayer
     a: Tensor
     b: Tensor
     magnitude: Tensor | None
@@ -140,7 +140,7 @@ _FUSED = {
 """Names of modules that some versions of a model fuse and its family has apart."""
 
 
-def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
+def _place(name: str, families: Iterable[WeightNames]) -> _AdaptedLayer | None:
     """Return the linear layer with this name; None if rows cannot change it."""
     for names in families:
         modules = modules_by_name(names)
@@ -150,12 +150,12 @@ def _place(name: str, families: Iterable[WeightNames]) -> _Place | None:
         bases = "|".join(map(re.escape, bases_in_multimodal(names)))
         match = re.fullmatch(f"({bases}){layers}(.+)", name)
         if match is not None and match.group(3) in modules:
-            return _Place(name, match.group(1), modules[match.group(3)], int(match.group(2)))
+            return _AdaptedLayer(name, match.group(1), modules[match.group(3)], int(match.group(2)))
     return None
 
 
 def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_PeftRow]:
-    found: dict[_Place, dict[str, Tensor]] = {}
+    found: dict[_AdaptedLayer, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         role = _ROLE.search(key)
         name = key[: role.start()].removeprefix(_PREFIX) if role else ""
@@ -305,7 +305,7 @@ class _Norms:
     checkpoint: Checkpoint
     names: WeightNames
 
-    def of(self, place: _Place, a: Tensor, b: Tensor) -> Tensor:
+    def of(self, place: _AdaptedLayer, a: Tensor, b: Tensor) -> Tensor:
         """Return the float32 norms [out] for a linear layer, A [rank, in] and the scaled B [out, rank]."""
         stored = self.checkpoint.read(self._stored_name(place))
         weight = stored.T if self.names.transposed else stored
@@ -317,7 +317,7 @@ class _Norms:
         self.checkpoint.release_pages(stored)
         return norms
 
-    def _stored_name(self, place: _Place) -> str:
+    def _stored_name(self, place: _AdaptedLayer) -> str:
         """Return the stored name, which may have another prefix than in the adapter, or none."""
         below = f"{place.name.removeprefix(place.base)}.weight"
         for base in bases_in_multimodal(self.names):

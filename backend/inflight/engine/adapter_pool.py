@@ -283,7 +283,7 @@ class AdapterPool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _LinearShape:
     """The modules of a `Linear` and their widths."""
 
     modules: tuple[Module, ...]
@@ -302,7 +302,7 @@ class _LayerShapes:
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
         self._shapes = [
             {
-                name: _Shape(
+                name: _LinearShape(
                     modules, sizes[modules[0]].inner, tuple(sizes[module].outer for module in modules)
                 )
                 for name, modules in projections(held, layer).items()

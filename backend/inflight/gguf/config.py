@@ -28,7 +28,7 @@ def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
     """
     architecture = find_architecture(header)
     _refuse_other_files(keys)
-    section = _Section(header, keys)
+    section = _ArchitectureKeys(header, keys)
     config = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -45,7 +45,7 @@ def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
     return config
 
 
-class _Section:
+class _ArchitectureKeys:
     """Typed access to the architecture's keys, named without the prefix "<architecture>."."""
 
     def __init__(self, header: GgufHeader, keys: ConfigFile) -> None:
@@ -72,7 +72,7 @@ class _Section:
         return self.keys.number_or_none(self.name(key)) if self.keys.value(self.name(key)) else None
 
 
-def _common(header: GgufHeader, section: _Section) -> Json:
+def _common(header: GgufHeader, section: _ArchitectureKeys) -> Json:
     """Return the keys that all architectures have."""
     hidden_size, num_heads = section.size("embedding_length"), section.size("attention.head_count")
     embedding = header.tensors.get(_EMBEDDING)
@@ -107,7 +107,7 @@ def _common(header: GgufHeader, section: _Section) -> Json:
     return config
 
 
-def _scaling(header: GgufHeader, section: _Section, max_positions: int) -> Json | None:
+def _scaling(header: GgufHeader, section: _ArchitectureKeys, max_positions: int) -> Json | None:
     """Return the scaling of rotary positions; None without any.
 
     Llama 3's scaling is stored as a factor for each frequency, which equals LongRoPE with the same factors at all
@@ -141,11 +141,11 @@ def _scaling(header: GgufHeader, section: _Section, max_positions: int) -> Json 
     return {"rope_type": kind, "factor": section.number("rope.scaling.factor"), **of_yarn}
 
 
-def _read_llama(header: GgufHeader, section: _Section) -> Json:
+def _read_llama(header: GgufHeader, section: _ArchitectureKeys) -> Json:
     return {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
 
 
-def _read_phi3(header: GgufHeader, section: _Section) -> Json:
+def _read_phi3(header: GgufHeader, section: _ArchitectureKeys) -> Json:
     original = section.size_or_none("rope.scaling.original_context_length")
     window = section.size_or_none("attention.sliding_window")
     return {
@@ -154,7 +154,7 @@ def _read_phi3(header: GgufHeader, section: _Section) -> Json:
     }
 
 
-def _read_gemma(header: GgufHeader, section: _Section) -> Json:
+def _read_gemma(header: GgufHeader, section: _ArchitectureKeys) -> Json:
     """Return the keys of Gemma 2 and 3; the file does not state the scale of attention."""
     head_dim, num_heads = section.size("attention.key_length"), section.size("attention.head_count")
     is_biggest = section.size("block_count") == _BIGGEST_GEMMA[header.architecture]
@@ -171,11 +171,11 @@ def _read_gemma(header: GgufHeader, section: _Section) -> Json:
     return config
 
 
-def _nothing(header: GgufHeader, section: _Section) -> Json:
+def _nothing(header: GgufHeader, section: _ArchitectureKeys) -> Json:
     return {}
 
 
-_READERS: Mapping[str, Callable[[GgufHeader, _Section], Json]] = {
+_READERS: Mapping[str, Callable[[GgufHeader, _ArchitectureKeys], Json]] = {
     "llama": _read_llama,
     "phi3": _read_phi3,
     "gemma2": _read_gemma,

@@ -42,7 +42,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = "%llguidance {}"
 
 
-class _Tokenizer:
+class _VocabularyTokenizer:
     """A vocabulary in the form that `llguidance.TokenizerWrapper` expects."""
 
     bos_token_id = None
@@ -108,7 +108,9 @@ class LLGuidanceBackend:
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
         self._vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Tokenizer(vocabulary)))
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_VocabularyTokenizer(vocabulary))
+        )
         self._limits = llguidance.LLParserLimits(
             step_lexer_fuel=_MOST_LEXER_FUEL,
             step_max_items=_most_items(len(vocabulary.tokens)),

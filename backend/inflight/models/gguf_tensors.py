@@ -39,7 +39,7 @@ def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
     """
     header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
     architecture = find_architecture(header)
-    file = _Mapped(header)
+    file = _MappedGguf(header)
     for name, stored in stored_names(header).items():
         tensor = header.tensors[stored]
         rows = None
@@ -68,7 +68,7 @@ def log_unpacked(checkpoint: Checkpoint) -> None:
         )
 
 
-class _Mapped:
+class _MappedGguf:
     """A memory-mapped GGUF file. It stays mapped while any of its tensors exists."""
 
     def __init__(self, header: GgufHeader) -> None:
@@ -98,7 +98,12 @@ class _Mapped:
 
 
 def _add(
-    checkpoint: Checkpoint, name: str, file: _Mapped, tensor: GgufTensor, rows: Tensor | None, offset: float
+    checkpoint: Checkpoint,
+    name: str,
+    file: _MappedGguf,
+    tensor: GgufTensor,
+    rows: Tensor | None,
+    offset: float,
 ) -> None:
     dtype = str(_FLOATS.get(tensor.type, torch.float32)).removeprefix("torch.")
     assert dtype in DTYPES, "every float type of GGUF has a dtype"
@@ -120,7 +125,7 @@ def _add(
 
 
 def _levels(
-    file: _Mapped, tensor: GgufTensor, decode: Callable[[Tensor], Levels], rows: Tensor | None
+    file: _MappedGguf, tensor: GgufTensor, decode: Callable[[Tensor], Levels], rows: Tensor | None
 ) -> Levels:
     levels = decode(file.stored(tensor))
     if rows is None:
@@ -128,7 +133,7 @@ def _levels(
     return Levels(levels.values[rows], levels.scales[rows], levels.zeros, None, levels.bits)
 
 
-def _release(checkpoint: Checkpoint, file: _Mapped, tensor: GgufTensor) -> None:
+def _release(checkpoint: Checkpoint, file: _MappedGguf, tensor: GgufTensor) -> None:
     checkpoint.release_pages(file.stored(tensor))
 
 

@@ -99,7 +99,7 @@ class KServeEngineClient:
         self._describe = describe(tokenizer_dir)
         self._ids = itertools.count(1)
         self._name = uuid.uuid4().hex[:12]  # makes request ids unique among clients
-        self._requests: dict[int, _Running] = {}
+        self._requests: dict[int, _RunningRequest] = {}
         self._closed = False
         self._describing = threading.Lock()
         self._description: EngineDescription | None = None
@@ -133,7 +133,9 @@ class KServeEngineClient:
             Unsupported: No tensor can carry a part of the request.
         """
         request_id = next(self._ids)
-        running = _Running(replace(request, request_id=request_id), input_tensors(request), on_response)
+        running = _RunningRequest(
+            replace(request, request_id=request_id), input_tensors(request), on_response
+        )
         self._post(self._start, running)
         return RequestHandle(request_id, self.stop)
 
@@ -238,11 +240,11 @@ class KServeEngineClient:
                 text = told.ravel()[0].decode()
         return text
 
-    def _start(self, running: _Running) -> None:
+    def _start(self, running: _RunningRequest) -> None:
         self._requests[running.request.request_id] = running
         running.task = self._loop.create_task(self._run(running))
 
-    async def _run(self, running: _Running) -> None:
+    async def _run(self, running: _RunningRequest) -> None:
         request = running.request
         try:
             responses = self._responses(running.inputs, output_names(request), request_parameters(request))
@@ -324,7 +326,7 @@ class KServeEngineClient:
         await asyncio.gather(*left, return_exceptions=True)
 
 
-class _Running:
+class _RunningRequest:
     """One request in flight, with the sequences that have not ended, so that each ends exactly once."""
 
     def __init__(

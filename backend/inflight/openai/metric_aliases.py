@@ -39,7 +39,7 @@ Read = Callable[[_EngineMetrics], Mapping[Labels, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Alias:
+class _VllmMetric:
     """One metric of vLLM.
 
     Attributes:
@@ -54,13 +54,13 @@ class _Alias:
     read: Read
 
 
-def _gauge(name: str, help: str, family: str, **labels: str) -> _Alias:
-    return _Alias(name, "gauge", help, lambda engine: {(): engine.number(family, **labels)})
+def _gauge(name: str, help: str, family: str, **labels: str) -> _VllmMetric:
+    return _VllmMetric(name, "gauge", help, lambda engine: {(): engine.number(family, **labels)})
 
 
-def _counter(name: str, help: str, *families: str) -> _Alias:
+def _counter(name: str, help: str, *families: str) -> _VllmMetric:
     """Return an alias for the sum of some of this server's counters."""
-    return _Alias(
+    return _VllmMetric(
         name, "counter", help, lambda engine: {(): sum(engine.number(family) for family in families)}
     )
 
@@ -107,7 +107,7 @@ _FINISHED_REASONS = {
 _REQUESTS, _BLOCKS = "nv_trt_llm_request_metrics", "nv_trt_llm_kv_cache_block_metrics"
 _HITS, _MISSES = "inflight_kv_cache_hit_tokens_total", "inflight_kv_cache_missed_tokens_total"
 
-_ALIASES: tuple[_Alias, ...] = (
+_ALIASES: tuple[_VllmMetric, ...] = (
     _gauge("num_requests_running", "Sequences in the last iteration", _REQUESTS, request_type="scheduled"),
     _gauge("num_requests_waiting", "Sequences that do not run", _REQUESTS, request_type="waiting"),
     _gauge("kv_cache_usage_perc", "Used KV blocks, 0 to 1", _BLOCKS, kv_cache_block_type="fraction"),
@@ -125,9 +125,9 @@ _ALIASES: tuple[_Alias, ...] = (
         "Draft tokens accepted",
         "inflight_accepted_draft_tokens_total",
     ),
-    _Alias("request_success_total", "counter", "Sequences that have ended, by why", _finished),
-    _Alias("lora_requests_info", "gauge", "Adapters of running and waiting requests", _lora_requests),
-    _Alias("cache_config_info", "gauge", "The KV cache", _cache_config),
+    _VllmMetric("request_success_total", "counter", "Sequences that have ended, by why", _finished),
+    _VllmMetric("lora_requests_info", "gauge", "Adapters of running and waiting requests", _lora_requests),
+    _VllmMetric("cache_config_info", "gauge", "The KV cache", _cache_config),
 )
 _HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "time_to_first_token_seconds": (

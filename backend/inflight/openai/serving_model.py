@@ -51,7 +51,7 @@ class ServingModel:
         self._client = client
         self.options = options
         self._lock = threading.Lock()
-        self._loaded: _Checkpoint | None = None
+        self._loaded: _CheckpointFiles | None = None
         self._reaching = threading.Lock()
         self._failure: Unavailable | None = None
         self._failed_s = 0.0
@@ -171,18 +171,18 @@ class ServingModel:
         """Return the bytes that each token adds to a text, by token id."""
         return self._checkpoint().token_bytes()
 
-    def _checkpoint(self) -> _Checkpoint:
+    def _checkpoint(self) -> _CheckpointFiles:
         """Return the present engine's checkpoint, with its files loaded."""
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:
-                self._loaded = _Checkpoint(description, self.options)
+                self._loaded = _CheckpointFiles(description, self.options)
             loaded = self._loaded
         loaded.load()
         return loaded
 
 
-class _Checkpoint:
+class _CheckpointFiles:
     """The files of one checkpoint; any thread.
 
     Every connection to an engine has its own description object. A different object therefore means that the

@@ -68,7 +68,7 @@ class Heartbeat:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.iteration = 0
-        self._connections = {peer.rank: _Connection(peer) for peer in peers}
+        self._connections = {peer.rank: _PeerConnection(peer) for peer in peers}
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._period_s = timeout_s / _BEATS_PER_TIMEOUT
@@ -184,7 +184,9 @@ class Heartbeat:
         for connection in self._connections.values():
             connection.send(_Kind.BEAT, self.iteration)
 
-    def _read(self, selector: selectors.BaseSelector, connection: _Connection, now_s: float) -> Loss | None:
+    def _read(
+        self, selector: selectors.BaseSelector, connection: _PeerConnection, now_s: float
+    ) -> Loss | None:
         """Handle received messages; if the connection has ended, return the Loss of the peer."""
         messages, end = connection.receive()
         rank = connection.peer.rank
@@ -236,7 +238,7 @@ class Heartbeat:
             _log.exception("the handler of a lost rank failed")
 
 
-class _Connection:
+class _PeerConnection:
     """One peer's socket. Any thread sends, the heartbeat's thread receives."""
 
     def __init__(self, peer: Peer) -> None:

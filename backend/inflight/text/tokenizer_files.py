@@ -80,7 +80,7 @@ def _with_added_tokens(
 ) -> TokenizerFiles:
     try:
         settings, by_id = _added_tokens(folder, settings, in_pipeline)
-        special = _SpecialTokens(settings, by_id, tokenizer_class)
+        special = _NamedSpecialTokens(settings, by_id, tokenizer_class)
         tokens = [by_id[token_id] for token_id in sorted(by_id)]
         tokens += special.missing({token.content for token in tokens} | _contents(backend))
         names = set(special.named.values())
@@ -136,7 +136,7 @@ def _added_tokens(
     return settings, by_id
 
 
-class _SpecialTokens:
+class _NamedSpecialTokens:
     """The special tokens that tokenizer_config.json names, and the default ones of its tokenizer class."""
 
     def __init__(

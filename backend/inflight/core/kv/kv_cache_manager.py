@@ -103,7 +103,7 @@ class _Table:
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _PromptKeys:
     """Digests of a waiting sequence's full blocks, computed only once."""
 
     num_tokens: int
@@ -141,7 +141,7 @@ class KvCacheManager:
         self.num_reused_blocks = 0
         self.num_missed_blocks = 0
         self._tables: dict[int, _Table] = {}
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, _PromptKeys] = {}
         self._promises: dict[bytes, int] = {}  # number of running sequences computing a block; without zeros
 
     @property
@@ -229,7 +229,7 @@ class KvCacheManager:
         anyway."""
         known = self._prompts.get(key)
         if known is None or known.num_tokens != len(token_ids):
-            known = self._prompts[key] = _Prompt(len(token_ids), [])
+            known = self._prompts[key] = _PromptKeys(len(token_ids), [])
             parent, size = scope, self.tokens_per_block
             for end in range(size, len(token_ids) + 1, size):
                 parent = rules.digest(parent, token_ids, end - size, end)

@@ -83,12 +83,12 @@ _NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
 """The hypothesis of every beam before the first step."""
 
 
-class _Node:
+class _BeamToken:
     """A token of a beam, linked to the token before it."""
 
     __slots__ = ("log_prob", "logits", "parent", "token_id", "top_log_probs")
 
-    def __init__(self, parent: _Node | None, candidates: BeamCandidates, rank: int) -> None:
+    def __init__(self, parent: _BeamToken | None, candidates: BeamCandidates, rank: int) -> None:
         row = candidates.rows[rank]
         self.parent = parent
         self.token_id = candidates.token_ids[rank]
@@ -97,9 +97,9 @@ class _Node:
         self.logits = candidates.logits[row] if candidates.logits else None
 
 
-def _path(node: _Node | None, most: int = -1) -> list[_Node]:
+def _path(node: _BeamToken | None, most: int = -1) -> list[_BeamToken]:
     """The nodes of a beam in order up to `node`: all of them, or the last `most`."""
-    nodes: list[_Node] = []
+    nodes: list[_BeamToken] = []
     while node is not None and len(nodes) != most:
         nodes.append(node)
         node = node.parent
@@ -113,7 +113,7 @@ class _Ranked:
 
     cumulative: float
     score: float
-    node: _Node
+    node: _BeamToken
     reason: FinishReason
 
 
@@ -137,7 +137,7 @@ class BeamSearch:
         self._end_ids = frozenset(request.end_ids)
         self._stop_words = StopWords(request.stop_words, request.stop_words_after)
         self._num_generated = 0
-        self._beams: list[_Node | None] = [None]
+        self._beams: list[_BeamToken | None] = [None]
         self._ended: list[_Ranked] = []  # the best so far, at most K, best first
         self.done = False
         self.scores: tuple[float, ...] = (0.0,)
@@ -163,9 +163,9 @@ class BeamSearch:
         """Decide which of the best continuations run on and which are finished."""
         assert not self.done, "the search has ended"
         self._num_generated += 1
-        running: list[tuple[int, _Node]] = []  # (rank, its last token)
+        running: list[tuple[int, _BeamToken]] = []  # (rank, its last token)
         for rank, row in enumerate(candidates.rows):
-            node = _Node(self._beams[row], candidates, rank)
+            node = _BeamToken(self._beams[row], candidates, rank)
             reason = self._finish_reason(node)
             if reason is FinishReason.NOT_FINISHED:
                 running.append((rank, node))
@@ -177,7 +177,7 @@ class BeamSearch:
         self._continue_beams(running, candidates)
         self.done = self._has_ended()
 
-    def _finish_reason(self, node: _Node) -> FinishReason:
+    def _finish_reason(self, node: _BeamToken) -> FinishReason:
         if node.token_id in self._end_ids or node.token_id == GUIDE_END:
             return FinishReason.END_ID
         if self._stop_words.may_end_with(node.token_id, self._num_generated):
@@ -188,7 +188,7 @@ class BeamSearch:
             return FinishReason.LENGTH
         return FinishReason.NOT_FINISHED
 
-    def _ranked(self, cumulative: float, node: _Node, reason: FinishReason) -> _Ranked:
+    def _ranked(self, cumulative: float, node: _BeamToken, reason: FinishReason) -> _Ranked:
         return _Ranked(cumulative, cumulative / self._divisor(self._num_generated), node, reason)
 
     def _divisor(self, length: int) -> float:
@@ -198,7 +198,7 @@ class BeamSearch:
         except OverflowError:
             return sys.float_info.max
 
-    def _continue_beams(self, running: list[tuple[int, _Node]], candidates: BeamCandidates) -> None:
+    def _continue_beams(self, running: list[tuple[int, _BeamToken]], candidates: BeamCandidates) -> None:
         """Make the chosen candidates the running beams; if there are too few, repeat the last one."""
         missing = self._width - len(running) if running else 0
         self.scores = tuple(candidates.scores[rank] for rank, _ in running) + (_NO_SCORE,) * missing

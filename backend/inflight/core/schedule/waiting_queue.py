@@ -31,7 +31,7 @@ _MOST_FOLLOWED = 8
 """Maximum number of levels whose turns are updated at every charge; there may be as many levels as requests."""
 
 
-class _Level:
+class _PriorityQueue:
     """The waiting sequences of one priority."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class WaitingQueue:
     """The waiting queue. A sequence is in it at most once."""
 
     def __init__(self) -> None:
-        self._levels: dict[float, _Level] = {}
+        self._levels: dict[float, _PriorityQueue] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        self._followed: dict[float, _Level] = {}  # recently first levels, the latest last
+        self._followed: dict[float, _PriorityQueue] = {}  # recently first levels, the latest last
         self._size = 0
         self._num_new = 0
         self._clients: dict[int, _Client] = {}
@@ -278,29 +278,29 @@ class WaitingQueue:
             if client in level.clients:
                 self._push_turn(level, client)
 
-    def _follow(self, priority: float, level: _Level) -> None:
+    def _follow(self, priority: float, level: _PriorityQueue) -> None:
         if len(self._followed) == _MOST_FOLLOWED:
             del self._followed[next(iter(self._followed))]
         self._followed[priority] = level
         self._order_turns(level)
 
-    def _push_turn(self, level: _Level, client: int) -> None:
+    def _push_turn(self, level: _PriorityQueue, client: int) -> None:
         heappush(level.turns, (self._clients[client].served, next(iter(level.clients[client])), client))
         if len(level.turns) > 4 * len(level.clients) + 64:
             self._order_turns(level)
 
-    def _order_turns(self, level: _Level) -> None:
+    def _order_turns(self, level: _PriorityQueue) -> None:
         level.turns = [(self._clients[c].served, next(iter(q)), c) for c, q in level.clients.items()]
         heapify(level.turns)
 
-    def _count_new(self, level: _Level, count: int) -> None:
+    def _count_new(self, level: _PriorityQueue, count: int) -> None:
         level.num_new += count
         self._num_new += count
 
-    def _level(self, priority: float) -> _Level:
+    def _level(self, priority: float) -> _PriorityQueue:
         level = self._levels.get(priority)
         if level is None:
-            level = self._levels[priority] = _Level()
+            level = self._levels[priority] = _PriorityQueue()
             self._priorities.insert(bisect_left(self._priorities, -priority), -priority)
         return level
 

@@ -52,7 +52,7 @@ class _Product:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class _LoraRankRange:
     """A module's part of the LoRA ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
@@ -89,7 +89,7 @@ class _ColumnLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ProductAdapter:
     """An adapter's low-rank matrices for a product of one layer, before they are packed.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Part:
     product: _Product
     modules: dict[Module, LowRank]
     layout: _ColumnLayout
-    ranks: dict[Module, _Ranks]
+    ranks: dict[Module, _LoraRankRange]
     num_ranks: int
 
     def num_registers_of_a(self, per_register: int) -> int:
@@ -174,11 +174,11 @@ class PackedAdapters:
         except KeyError as error:
             raise ValueError(f"a row's adapter is in page {error}, where none has been loaded") from None
 
-    def _find_parts(self, layers: dict[int, dict[Module, LowRank]]) -> list[_Part]:
+    def _find_parts(self, layers: dict[int, dict[Module, LowRank]]) -> list[_ProductAdapter]:
         layouts: dict[
-            tuple[str, tuple[tuple[Module, _Ranks], ...]], _ColumnLayout
+            tuple[str, tuple[tuple[Module, _LoraRankRange], ...]], _ColumnLayout
         ] = {}  # most layers have the same layouts
-        parts: list[_Part] = []
+        parts: list[_ProductAdapter] = []
         for layer, of_layer in layers.items():
             for product in self._products:
                 modules = {module: of_layer[module] for module, _ in product.modules if module in of_layer}
@@ -190,23 +190,23 @@ class PackedAdapters:
                     layouts[key] = _lay_out(product, ranks)
                 num_ranks = self._pair * max(place.first + place.count for place in ranks.values())
                 num_ranks = -(-num_ranks // RANKS_AT_ONCE) * RANKS_AT_ONCE
-                parts.append(_Part(layer, product, modules, layouts[key], ranks, num_ranks))
+                parts.append(_ProductAdapter(layer, product, modules, layouts[key], ranks, num_ranks))
         return parts
 
-    def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _Ranks]:
+    def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _LoraRankRange]:
         """Return each module's ranks; fused modules have the same A and so share ranks."""
-        places: dict[Module, _Ranks] = {}
-        places_of_a: dict[int, _Ranks] = {}
+        places: dict[Module, _LoraRankRange] = {}
+        places_of_a: dict[int, _LoraRankRange] = {}
         num_pairs = 0
         for module, low_rank in modules.items():
             key = id(low_rank.a)
             if key not in places_of_a:
-                places_of_a[key] = _Ranks(num_pairs, -(-low_rank.rank // self._pair))
+                places_of_a[key] = _LoraRankRange(num_pairs, -(-low_rank.rank // self._pair))
                 num_pairs += places_of_a[key].count
             places[module] = places_of_a[key]
         return places
 
-    def _pack(self, pages: frozenset[int], parts: list[_Part]) -> PackedAdapter:
+    def _pack(self, pages: frozenset[int], parts: list[_ProductAdapter]) -> PackedAdapter:
         begin, end = self._part.layers
         layers = (LayerAdapterStruct * (end - begin))()
         sizes = [
@@ -231,14 +231,14 @@ class PackedAdapters:
         most = max((part.num_ranks for part in parts), default=0)
         return PackedAdapter(pages, AdapterStruct(ctypes.addressof(layers), most), tuple(kept))
 
-    def _pack_a(self, part: _Part, target: Tensor) -> None:
+    def _pack_a(self, part: _ProductAdapter, target: Tensor) -> None:
         """Pack A into [ranks / 4, registers of inner, 4] registers."""
         for module, low_rank in part.modules.items():
             a = low_rank.a.to(self._dtype)
             first = part.ranks[module].first * self._pair
             self._library.pack_a(a.data_ptr(), a.stride(0), *a.shape, first, target.data_ptr())
 
-    def _pack_b(self, part: _Part, target: Tensor) -> None:
+    def _pack_b(self, part: _ProductAdapter, target: Tensor) -> None:
         """Pack B into registers of 16 pairs."""
         for module, low_rank in part.modules.items():
             b, columns = low_rank.b.to(self._dtype).contiguous(), part.layout.columns[module]
@@ -257,7 +257,7 @@ def _products(held: DecoderConfig) -> tuple[_Product, ...]:
     return tuple(products)
 
 
-def _pack_magnitude(part: _Part) -> Tensor | None:
+def _pack_magnitude(part: _ProductAdapter) -> Tensor | None:
     """Return DoRA's magnitudes [columns in whole panels]; None if all are 1."""
     if all(low_rank.magnitude is None for low_rank in part.modules.values()):
         return None
@@ -268,7 +268,7 @@ def _pack_magnitude(part: _Part) -> Tensor | None:
     return in_order(torch.cat(parts), part.product.order, part.product.width)
 
 
-def _lay_out(product: _Product, ranks: dict[Module, _Ranks]) -> _ColumnLayout:
+def _lay_out(product: _Product, ranks: dict[Module, _LoraRankRange]) -> _ColumnLayout:
     """Return the layout of a product's packed B for the modules that the adapter changes."""
     order = np.full(product.width, -1, dtype=np.int64)
     order[: len(product.order)] = as_array(product.order)

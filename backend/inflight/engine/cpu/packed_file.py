@@ -133,7 +133,7 @@ class PackedFile:
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             with open(handle, "w+b") as file:
-                writer = _Writer(file)
+                writer = _PackedFileWriter(file)
                 writer.finish(pack(Arena(writer.map_region)), self.identity)
                 os.fsync(handle)
             os.replace(part, self.path)
@@ -160,7 +160,7 @@ class PackedFile:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _PackedFileWriter:
     """Fills a new file: first the memory that matrices are packed into, then the rest.
 
     Attributes:

@@ -85,7 +85,7 @@ def make_mask(**options: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _PagedAttention(AttentionCalls):
+class _BatchAttention(AttentionCalls):
     """Attention over the KV blocks of one batch's rows."""
 
     attention: Attention
@@ -172,7 +172,7 @@ class TransformersDecoder:
         `between` collects hidden states between layers. `hidden` is None, as there is only one stage.
         """
         wanted: Set[int] = between.wanted if between is not None else frozenset()
-        calls = _PagedAttention(
+        calls = _BatchAttention(
             self._attention,
             self._layer_windows,
             self._attention.prepare(packed, cache, self._windows),

@@ -229,7 +229,7 @@ def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Re
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _LayerAttention:
     """The arguments of a layer's attention."""
 
     num_heads: int
@@ -251,7 +251,7 @@ class _Notes(AttentionCalls):
     """
 
     refuse: Callable[[str], ConfigError]
-    layers: dict[int, _Layer] = field(default_factory=dict[int, _Layer])
+    layers: dict[int, _LayerAttention] = field(default_factory=dict[int, _LayerAttention])
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list[tuple[Tensor, "int | None"]])
 
     def attend(
@@ -290,7 +290,7 @@ class _Notes(AttentionCalls):
                 f"{value.shape[-1]}, expected heads of one size"
             )
         scale, head_dim = options.get("scaling"), query.shape[-1]
-        self.layers[layer] = _Layer(
+        self.layers[layer] = _LayerAttention(
             query.shape[1],
             key.shape[1],
             head_dim,
@@ -319,7 +319,7 @@ class _Notes(AttentionCalls):
         self.masks.append((mask, size))
         return mask
 
-    def finish(self, num_layers: int) -> Sequence[_Layer]:
+    def finish(self, num_layers: int) -> Sequence[_LayerAttention]:
         """Return the layers in order; all must have the same heads, scale and cap."""
         if self.layers.keys() != set(range(num_layers)):
             raise self.refuse(
@@ -382,7 +382,7 @@ def _logits(model: Any, token_ids: Tensor) -> Tensor:
 
 
 def _describe(
-    model: Any, layers: Sequence[_Layer], hidden_size: int, vocab_size: int, refuse: _Refusal
+    model: Any, layers: Sequence[_LayerAttention], hidden_size: int, vocab_size: int, refuse: _Refusal
 ) -> DecoderConfig:
     """Return the model's configuration for the KV cache, attention and the scheduler."""
     config, any_layer = model.config, layers[0]

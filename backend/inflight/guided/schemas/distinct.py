@@ -143,7 +143,7 @@ class _Open(NamedTuple):
         return items
 
 
-class _State(NamedTuple):
+class _ReaderState(NamedTuple):
     """The state after reading a part of a text: the innermost array or object, and the meaning of the next byte.
 
     Attributes:
@@ -178,7 +178,7 @@ class ItemWatch:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._text = bytearray()
-        self._states = [_State()]  # after each token
+        self._states = [_ReaderState()]  # after each token
 
     def read(self, token: bytes) -> None:
         """Read a token. Raises EqualItems, without having read it, if it completes an equal item."""
@@ -226,7 +226,7 @@ class ItemWatch:
             open_ = open_.around
         return found
 
-    def _step(self, state: _State, byte: int) -> _State:
+    def _step(self, state: _ReaderState, byte: int) -> _ReaderState:
         if state.is_string:
             if state.is_escaped:
                 return state._replace(is_escaped=False)
@@ -254,19 +254,19 @@ class ItemWatch:
             state if byte == b":"[0] else self._begin_value(state)._replace(is_scalar=True, begin=state.size)
         )
 
-    def _begin_value(self, state: _State) -> _State:
+    def _begin_value(self, state: _ReaderState) -> _ReaderState:
         if state.open is None or state.open.items is None:
             return state
         return state._replace(open=state.open._replace(begin=state.size))
 
-    def _end_string(self, state: _State) -> _State:
+    def _end_string(self, state: _ReaderState) -> _ReaderState:
         ended = state._replace(is_string=False)
         if state.open is not None and state.is_key:
             name = str(json.loads(self._text[state.begin : state.size + 1]))
             return ended._replace(open=state.open._replace(key=name))
         return self._end_value(ended, state.size + 1)
 
-    def _end_value(self, state: _State, end: int) -> _State:
+    def _end_value(self, state: _ReaderState, end: int) -> _ReaderState:
         array = state.open
         if array is None or array.items is None:
             return state
