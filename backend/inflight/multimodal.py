@@ -33,7 +33,7 @@ class Multimodal:
         tied_by_text: Whether `tie_word_embeddings: true` inside `text_config` counts too.
         may_be_flat: Whether files without `text_config` have the text part's keys at the top, as older ones of
             Qwen2-VL.
-        inputs: What the other parts take.
+        inputs: Kinds of input that the other parts take, in words.
         lacking: Components of the text part that are not implemented here; "" if it is served.
     """
 

@@ -56,7 +56,7 @@ class Prompt:
 
     Attributes:
         request: The engine's request; its `request_id` is 0 until the engine client assigns one.
-        options: What the reply depends on.
+        options: Options of its reply.
     """
 
     request: Request

@@ -37,7 +37,7 @@ class Column:
         label: Heading of the column.
         scale: Factor for shown values.
         decimals: Decimals of shown values.
-        better: Which direction is better; None for a metric that is not compared, and has no ratios.
+        better: The better direction; None for a metric that is not compared, and has no ratios.
         is_peak: Whether the highest of all rounds is shown instead of the median.
     """
 

@@ -33,7 +33,7 @@ from tests.tiers import examples, with_all
 NUM_TOKENS = examples(32, all=64)
 TOLERANCE = 1e-4
 ON_TORCH = ["gemma3-vision", "mistral3", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
-"""Those that compiled layers compute too."""
+"""Models that run on torch's operators too, and not on compiled layers only."""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ class Outcome:
 
     Attributes:
         responses: By request id, in order.
-        errors: Of requests, by Triton's code.
+        errors: Number of failed requests, by Triton's code.
         reasons: Finish reasons of outputs, counting each beam.
         final_iterations: By request id, the iteration of its final response.
         sequence_ends: The iteration of a sequence's final result.

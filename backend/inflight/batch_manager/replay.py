@@ -158,8 +158,8 @@ def run(
 
     Args:
         trace: The trace.
-        out: Where to write the scheduler's state.
-        report: Where to write everything else.
+        out: Stream for the scheduler's state.
+        report: Stream for everything else.
         until: Number of the last iteration to replay; None: all.
         wants_state: Whether to write the scheduler's state at the end, as JSON.
         is_verbose: Whether to report every iteration.

@@ -270,7 +270,7 @@ class EngineClient(Protocol):
         """Return the reports kept since the last call; raises Unavailable without an engine.
 
         Args:
-            kind: What to fetch.
+            kind: The kind of report.
             timeout_s: How long to wait for KV cache events; None waits until there are some. Other reports are
                 returned at once.
         """

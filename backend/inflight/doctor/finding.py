@@ -23,9 +23,9 @@ class Finding:
     """The outcome of a check.
 
     Attributes:
-        name: What was checked.
+        name: Subject of the check.
         level: Severity.
-        says: What was found, in words.
+        says: The result, in words.
         mend: How to fix it, a command if there is one; "" if there is nothing to fix.
     """
 

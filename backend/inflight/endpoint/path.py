@@ -35,7 +35,7 @@ def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None =
     Args:
         server_pid: tritonserver's process id.
         model_name: The model that holds the engine.
-        runtime_folder: That server's runtime folder; None: this process has the same one.
+        runtime_folder: Runtime folder of that server; None: the one of this process.
     """
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "") if runtime_folder is None else runtime_folder
     name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"

@@ -191,7 +191,7 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
     """Guard a lasting allocation while a model loads: turns an out-of-memory error into a ConfigError.
 
     Args:
-        what: What is allocated, for the error.
+        what: Name of the allocated thing, for the error.
         num_bytes: Returns an estimate of its size in bytes; called if there is too little memory.
         device: The device of the memory.
         mend: How to use less memory, for the error.

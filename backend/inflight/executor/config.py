@@ -39,8 +39,8 @@ class SchedulerConfig(Frozen):
     """Policies of the scheduler.
 
     Attributes:
-        capacity_scheduler_policy: Which sequences may hold KV blocks.
-        context_chunking_policy: Which contexts get the remaining tokens of an iteration.
+        capacity_scheduler_policy: Choice of the sequences that may hold KV blocks.
+        context_chunking_policy: Choice of the contexts that get the remaining tokens of an iteration.
         dynamic_batch_config: Tuning at run time.
     """
 
@@ -133,7 +133,7 @@ class ParallelConfig(Typed):
 
     Attributes:
         communication_type: How ranks communicate.
-        communication_mode: Which process starts the ranks.
+        communication_mode: The way in which the ranks are started.
         device_ids: GPUs, one for each rank of a host.
         participant_ids: MPI ranks that take part.
         orchestrator_config: Settings of orchestrator mode.

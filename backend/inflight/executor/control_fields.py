@@ -27,8 +27,8 @@ class SamplingControls(Typed):
         top_p_decay: top_p's factor per token; 1. Here: 1 by default.
         top_p_reset_ids: token that resets top_p; -1: none. Here: none by default.
         min_p: keep tokens of at least min_p times the largest probability; 0: all. Here: 0 by default.
-        seed: of the random numbers: the same seed, the same tokens; 0 by default. Here: 0 by default, a
-            seed like any other: equal requests give equal tokens.
+        seed: seed of the random numbers: the same seed, the same tokens; 0 by default. Here: 0 by default,
+            a seed like any other: equal requests give equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
             1: none. Here: 1 by default; the prompt counts.
         presence_penalty: taken once from the logits of tokens seen, prompt included; 0: none. Here: 0 by

@@ -59,7 +59,7 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
     Args:
         parameters: Parameters of the engine. If they have one rank and mpirun started several, mpirun's
             number counts.
-        parallel: Which process starts the ranks.
+        parallel: How the ranks are started; None: `ParallelConfig()`.
         load: Loads the model, or this rank's part of it. Ranks in other processes load it as the server does.
 
     Raises:

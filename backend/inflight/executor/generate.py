@@ -39,7 +39,7 @@ class GeneratedSequence:
     Attributes:
         token_ids: Generated tokens, up to the one that completes a stop string.
         text: Their text, without the stop string; "" if the model has no tokenizer.
-        finish_reason: Why it ended.
+        finish_reason: Reason of its end.
         cum_log_prob: Sum of its tokens' log probs, or a beam's score; None if not requested.
     """
 

@@ -140,7 +140,7 @@ class GptManager:
         trt_engine_path: Folder of the checkpoint.
         model_type: Kind of batching.
         max_beam_width: Most beams of a search.
-        scheduler_policy: Which sequences may hold KV blocks.
+        scheduler_policy: Choice of the sequences that may hold KV blocks.
         max_num_requests: Most active requests at once; optional, as later versions left it out.
         get_inference_requests_cb: Called at the start of every iteration.
         send_response_cb: Called with each response, exactly one of which is final for each request.

@@ -107,7 +107,7 @@ class Usage:
         prompt_tokens: Tokens of all prompts, each prompt counted once.
         completion_tokens: Generated tokens of all choices.
         cached_tokens: Prompt tokens found in the KV cache, in whole blocks.
-        reasoning_tokens: Those of `completion_tokens` that are reasoning; None if not known.
+        reasoning_tokens: Tokens of reasoning among `completion_tokens`; None if not known.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokens_per_block: int) -> None:

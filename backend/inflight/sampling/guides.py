@@ -52,7 +52,7 @@ class _Guided:
             come then.
         end_ids: The request's end ids, which the matcher does not know.
         drafts: The draft tokens that the batch verifies.
-        error: Why the guide cannot be followed; None if it can.
+        error: Error that keeps the guide from being followed; None if there is none.
     """
 
     matcher: BudgetedMatcher | None

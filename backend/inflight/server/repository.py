@@ -54,7 +54,7 @@ class Wanted:
         adapters: Names and folders of LoRA adapters.
         engine: Layers to use: "torch", "transformers" or "tensorrt".
         engine_dir: Folder of TensorRT plans.
-        weights: Where compiled layers have their weights: "memory" or "mmap".
+        weights: Place of the compiled layers' weights: "memory" or "mmap".
     """
 
     model: Path | None = None

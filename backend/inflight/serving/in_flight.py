@@ -76,9 +76,9 @@ class InFlightRequest:
         ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the engine has the request.
         handles: Handles of its prompts, in the order of the batch. Written once, by InFlight.
         num_unfinished: Number of prompts without a final response. Written by InFlight.
-        ending: Why it was ended early. Written by InFlight.
+        ending: Reason of an early end. Written by InFlight.
         is_stopped: Whether a stop request came before the engine had the request. Written by InFlight.
-        send_failure: Why a response could not be sent. Used by the sender thread only.
+        send_failure: Error of a response that could not be sent. Used by the sender thread only.
     """
 
     client_request_id: str

@@ -40,7 +40,7 @@ class KvEvent:
     Attributes:
         event_id: Number of the event, from 0.
         num_blocks: The cache was created, with this many blocks.
-        stored: These blocks were stored, each following the one before it.
+        stored: Blocks that were stored, each following the one before it.
         parent_hash: The block before the first of `stored`; None: it is the first block of a prompt.
         removed: The content of the blocks with these hashes is gone.
         updated: The priority of the block with this hash has changed.

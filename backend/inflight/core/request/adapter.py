@@ -168,7 +168,7 @@ class AdapterEvent:
     Attributes:
         request_id: The request that waits for it.
         handle: The adapter's handle, or -1 with an error. The adapter stays stored until this request has ended.
-        error_kind: Why it failed, as the kind of an error of `inflight.errors`; "": it is ready.
+        error_kind: Kind of the error of `inflight.errors` with which it failed; "": it is ready.
         error: The message of that error, its names marked.
     """
 

@@ -44,7 +44,7 @@ class AdapterState:
         is_loaded: Whether it is in host memory. If not, its first request loads it.
         rank: Its largest rank; 0 while it is not loaded.
         num_bytes: Its size in host memory, in bytes.
-        problem: Why the last attempt to load its folder failed; "": it did not fail, or there was none.
+        problem: Message of the last attempt to load its folder, if that failed; otherwise "".
     """
 
     name: str = ""

@@ -61,7 +61,7 @@ class Hypothesis:
         token_ids: The generated tokens, without the end id.
         cum_log_prob: Sum of the search's log probabilities: after penalties, bias and temperature, and with the
             end id's.
-        score: What hypotheses are ranked by: `cum_log_prob` / generated_length ** length_penalty.
+        score: Rank of the hypothesis, higher is better: `cum_log_prob` / generated_length ** length_penalty.
         finish_reason: NOT_FINISHED while the beam runs.
         log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
         top_log_probs: The likeliest tokens beside each of `token_ids`, or empty.

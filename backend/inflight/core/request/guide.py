@@ -27,7 +27,7 @@ class Guide:
     """A constraint on a request's text; TensorRT-LLM's `GuidedDecodingParams`.
 
     Attributes:
-        type: What kind of guide it is. Tensor `guided_decoding_guide_type`.
+        type: Kind of the guide. Tensor `guided_decoding_guide_type`.
         text: The schema, expression, grammar or tags; "" for JSON, which needs none. Tensor
             `guided_decoding_guide`.
     """
@@ -59,7 +59,7 @@ class GuideEvent:
 
     Attributes:
         request_id: The request that waits for it.
-        error_kind: Why it failed, as the kind of an error of `inflight.errors`; "": it is ready.
+        error_kind: Kind of the error of `inflight.errors` with which it failed; "": it is ready.
         error: The message of that error, its names marked.
     """
 

@@ -64,7 +64,7 @@ class RequestGroup:
         request: The client's request.
         sequences: Its sequences, by sequence index.
         num_unfinished: Sequences that still hold blocks or have not had their last response.
-        error: Why the request failed, if it did; then it is the request's only last response.
+        error: Error of a failed request, which is then the request's only last response; otherwise None.
         context_log_probs: Log probabilities of the prompt tokens from the second one on, as far as computed.
         context_logits: Logits of the prompt's rows, as far as computed; float32 [rows, vocab_size] pieces.
         context_outputs: For each of `OutputConfig.gathered_outputs`, the prompt's rows as far as computed; float32
@@ -158,7 +158,7 @@ class LlmRequest:
         beams: Its beam search, if it is one.
         lookup: The index that guesses its draft tokens; None without prompt lookup.
         stop_words: Its stop words, if it has any; None for a beam search.
-        finish_reason: Why it ended.
+        finish_reason: Reason of its end.
         log_probs, drawn_log_probs, top_log_probs, logits, additional_outputs: Details (`TokenDetails`) of the
             generated tokens that no response has carried yet; empty unless the request wants them.
         cum_log_prob: Sum of the log probabilities of all generated tokens.

@@ -174,7 +174,7 @@ class Request:
             `prompt_lookup_num_tokens`.
         logits_post_processor_name: Name of the operator's function that changes its logits before all controls;
             "": none. Tensor of the same name.
-        identity: What its KV blocks depend on besides its tokens.
+        identity: Everything that its KV blocks depend on besides its tokens.
         retention: How long its KV blocks are worth keeping afterwards.
         priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
         client_id: The client that sent it; clients of one priority get equal shares. Tensor `client_id`.

@@ -167,7 +167,7 @@ class Response:
     Attributes:
         request_id: The id of the request.
         result: The outputs of one of its sequences, or None with an error.
-        error: Why the request failed; then `is_final` is true.
+        error: Error of a failed request; then `is_final` is true.
         is_final: Whether this is the request's last response. Its id may be used again afterwards.
     """
 

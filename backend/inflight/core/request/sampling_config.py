@@ -211,7 +211,7 @@ class SamplingConfig:
         0,
         "UINT64",
         _SEED,
-        "of the random numbers: the same seed, the same tokens; 0 by default",
+        "seed of the random numbers: the same seed, the same tokens; 0 by default",
         example=11,
         text_names=("seed", "random_seed", "sampling_param_seed"),
         aliases=("seed",),

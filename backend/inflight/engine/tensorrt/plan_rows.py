@@ -27,7 +27,7 @@ class PlacedRows:
     Attributes:
         slots: [rows] int64 on the device; rows of a slot are ordered by position.
         positions: [rows] int64 on the device.
-        fixed: Which rows belong to chunks and which to generation; a slot has at most one generation row.
+        fixed: Rows of chunks and rows of generation; a slot has at most one generation row.
     """
 
     slots: Tensor

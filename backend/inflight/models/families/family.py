@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
 WINDOWS_UNUSED: NeutralKeys = {"sliding_window": ANY, "max_window_layers": ANY}
-"""Of families with Qwen's keys: those that `use_sliding_window: false` switches off."""
+"""Keys that `use_sliding_window: false` switches off, in families with Qwen's keys."""
 
 # Prefixes of tensors of the other parts of multimodal models: what comes before the text part, and draft layers.
 _OTHER_PARTS = (
