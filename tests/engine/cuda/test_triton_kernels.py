@@ -216,6 +216,23 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
 
 
 @TARGETS
+@pytest.mark.parametrize("has_beta", [True, False])
+def test_linear_attention_compiles_for_a_gpu(
+    capability: int, shared_kib: int, dtype: str, has_beta: bool
+) -> None:
+    from inflight.engine.cuda.kernels import linear_attention as kernels
+
+    names = ("queries", "keys", "values", "log_decay", "beta", "states", "outputs", "new_states")
+    constants = {"HEADS": 16, "KEY_DIM": 128, "VALUE_DIM": 128, "KEYS": 128, "VALUES": 32}
+    constants |= {"PIECE": kernels.PIECE, "HAS_BETA": has_beta, "BY_DIMENSION": False}
+    types = dict.fromkeys(names, "*fp32")
+    made = compiled(kernels._step, capability, types, constants)
+    assert made.shared <= shared_kib << 10 and made.spilled <= 64
+    made = compiled(kernels._scan, capability, types, constants)
+    assert made.shared <= shared_kib << 10 and made.spilled <= 5 * MOST_SPILLED
+
+
+@TARGETS
 @pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8", "float4"])
 def test_products_with_levels_compile_for_a_gpu(
     capability: int, shared_kib: int, dtype: str, kind: str

@@ -103,7 +103,13 @@ class Decoder:
         if config.recurrent_activation is not None:
             convolved = ACTIVATIONS[config.recurrent_activation]
         self._mixers = [
-            make_mixer(self._held.recurrent, layer.recurrent, convolved, collectives.all_reduce)
+            make_mixer(
+                self._held.recurrent,
+                layer.recurrent,
+                convolved,
+                collectives.all_reduce,
+                self._operations.linear_attention,
+            )
             if self._held.recurrent is not None and layer.recurrent is not None
             else None
             for layer in weights.layers

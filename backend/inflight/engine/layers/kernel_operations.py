@@ -7,12 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+from inflight.engine.cuda.kernels import linear_attention
 from inflight.engine.cuda.kernels.layers import ACTIVATIONS, add_norm, gated_activation, rotate_and_write
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.engine.recurrent.linear_attention import LinearAttention
 from inflight.models import DecoderConfig, Norm
+from inflight.models.recurrent import GatedDelta, Mamba2
 
 ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activation"
+LINEAR_ATTENTION = "linear attention"
+PARTS = frozenset({ADD_NORM, HEADS, ACTIVATION, LINEAR_ATTENTION})
 
 
 class KernelLayerOperations(LayerOperations):
@@ -20,15 +25,13 @@ class KernelLayerOperations(LayerOperations):
 
     Args:
         decoder: The decoder, as this rank computes it.
-        parts: Some of ADD_NORM, HEADS and ACTIVATION.
+        parts: Some of PARTS.
 
     Attributes:
         parts: The parts that are computed by kernels.
     """
 
-    def __init__(
-        self, decoder: DecoderConfig, parts: Set[str] = frozenset({ADD_NORM, HEADS, ACTIVATION})
-    ) -> None:
+    def __init__(self, decoder: DecoderConfig, parts: Set[str] = PARTS) -> None:
         super().__init__(decoder)
         fitting = {
             ADD_NORM: decoder.residual_scale == 1,
@@ -39,8 +42,12 @@ class KernelLayerOperations(LayerOperations):
             ACTIVATION: decoder.gated_mlp
             and decoder.clamped_swiglu is None
             and decoder.activation in ACTIVATIONS,
+            # Kimi Delta Attention has a decay for each dimension of keys.
+            LINEAR_ATTENTION: isinstance(decoder.recurrent, (GatedDelta, Mamba2)),
         }
         self.parts = frozenset(part for part in parts if fitting[part])
+        if LINEAR_ATTENTION in self.parts:
+            self.linear_attention = LinearAttention(linear_attention.step, linear_attention.scan)
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Compute a sum and its RMSNorm with one kernel; torch's operators compute a LayerNorm, or no norm."""

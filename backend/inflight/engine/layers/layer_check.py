@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
@@ -108,9 +109,38 @@ def _results(
         yield f"its norm (weights of {weight_dtype})", normed
     if decoder.latent is None:
         yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, rounding)
+    if decoder.recurrent is not None and decoder.recurrent.state_shape is not None:
+        yield from _linear_attention(operations, decoder.recurrent.state_shape, num_rows, random)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
     parameters = random(4) if decoder.activation == "xielu" else None
     yield "an activation", operations.activate(inner, parameters)
+
+
+def _linear_attention(
+    operations: LayerOperations,
+    state_shape: tuple[int, int, int],
+    num_rows: int,
+    random: Callable[..., Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    heads, key_dim, value_dim = state_shape
+
+    def draw(*shape: int) -> Tensor:
+        return random(*shape, of=torch.float32)
+
+    queries, keys = (F.normalize(draw(num_rows, heads, key_dim), dim=-1) for _ in range(2))
+    values, log_decay = draw(num_rows, heads, value_dim), -draw(num_rows, heads).abs() / 4
+    for beta, rule in (
+        (None, "without the delta rule"),
+        (draw(num_rows, heads).sigmoid(), "with the delta rule"),
+    ):
+        given = queries, keys, values, log_decay, beta
+        for function, state in (
+            (operations.linear_attention.scan, draw(*state_shape)),
+            (operations.linear_attention.step, draw(num_rows, *state_shape)),
+        ):
+            read, new_state = function(*given, state)
+            yield f"a {function.__name__} of linear attention {rule}", read
+            yield f"its state {rule}", new_state
 
 
 def _heads(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.engine.kv_cache import KvCache
+from inflight.engine.recurrent.linear_attention import BY_TORCH
 from inflight.models import DecoderConfig, Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -37,7 +38,10 @@ class LayerOperations:
     Attributes:
         decoder: The argument of the same name.
         activation: The model's activation function; raises ValueError for xIELU, of which each layer has its own.
+        linear_attention: The functions of recurrent layers with linear attention.
     """
+
+    linear_attention = BY_TORCH
 
     def __init__(self, decoder: DecoderConfig) -> None:
         self.decoder = decoder

@@ -20,11 +20,14 @@ References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Attend: TypeAlias = "Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]"
+"""The type of `step` and `scan`."""
 
 PIECE = 64
 """Number of tokens that `scan` computes in parallel."""
@@ -140,3 +143,13 @@ def _in_pieces(x: Tensor, size: int = PIECE) -> Tensor:
     """Return [tokens, heads, width] as [pieces, heads, size, width], padded with zeros."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
     return torch.unflatten(padded, 0, (-1, size)).transpose(1, 2)
+
+
+class LinearAttention(NamedTuple):
+    """The two functions of linear attention, in torch's operators by default."""
+
+    step: Attend = step
+    scan: Attend = scan
+
+
+BY_TORCH = LinearAttention()

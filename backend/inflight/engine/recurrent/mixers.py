@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.recurrent import linear_attention
+from inflight.engine.recurrent.linear_attention import BY_TORCH, Attend, LinearAttention
 from inflight.models.recurrent import (
     GatedDelta,
     KimiDelta,
@@ -31,9 +31,6 @@ State = tuple[Tensor, Tensor]
 Sum = Callable[[Tensor], Tensor]
 """Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-"""`linear_attention.scan` or `linear_attention.step`."""
-
 _L2_EPS = 1e-6
 
 
@@ -43,11 +40,15 @@ class Mixer(ABC):
     Args:
         weights: The layer's weights.
         activation: Activation after the convolution, if the layer has one.
+        attention: The functions of linear attention, if the layer has it.
     """
 
-    def __init__(self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor], attention: LinearAttention
+    ) -> None:
         self._weights = weights
         self._activation = activation
+        self._attention = attention
 
     def scan(self, projected: Tensor, state: State) -> tuple[Tensor, State]:
         """Compute the next tokens of one sequence.
@@ -69,7 +70,7 @@ class Mixer(ABC):
             groups=len(weights.conv),
         )
         rows = convolved.squeeze(0).T.to(projected.dtype)
-        output, new_state = self._read(rows, projected, state[1], linear_attention.scan)
+        output, new_state = self._read(rows, projected, state[1], self._attention.scan)
         return output, (known[len(inputs) :].clone(), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
@@ -80,7 +81,7 @@ class Mixer(ABC):
         if self._weights.conv_bias is not None:
             convolved = convolved + self._weights.conv_bias
         output, new_states = self._read(
-            convolved.to(projected.dtype), projected, states[1], linear_attention.step
+            convolved.to(projected.dtype), projected, states[1], self._attention.step
         )
         return output, (known[:, 1:], new_states)
 
@@ -106,9 +107,13 @@ class GatedDeltaMixer(Mixer):
     """A layer of gated DeltaNet, without its projections."""
 
     def __init__(
-        self, config: GatedDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+        self,
+        config: GatedDelta,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        attention: LinearAttention,
     ) -> None:
-        super().__init__(weights, activation)
+        super().__init__(weights, activation, attention)
         self._config = config
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
@@ -146,9 +151,13 @@ class KimiDeltaMixer(Mixer):
     """A layer of Kimi Delta Attention, without its projections."""
 
     def __init__(
-        self, config: KimiDelta, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]
+        self,
+        config: KimiDelta,
+        weights: RecurrentWeights,
+        activation: Callable[[Tensor], Tensor],
+        attention: LinearAttention,
     ) -> None:
-        super().__init__(weights, activation)
+        super().__init__(weights, activation, attention)
         self._config = config
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
@@ -192,9 +201,10 @@ class Mamba2Mixer(Mixer):
         config: Mamba2,
         weights: RecurrentWeights,
         activation: Callable[[Tensor], Tensor],
+        attention: LinearAttention,
         all_reduce: Sum,
     ) -> None:
-        super().__init__(weights, activation)
+        super().__init__(weights, activation, attention)
         self._config = config
         self._all_reduce = all_reduce
 
@@ -267,6 +277,7 @@ def make_mixer(
     weights: RecurrentWeights,
     activation: Callable[[Tensor], Tensor],
     all_reduce: Sum = lambda tensor: tensor,
+    attention: LinearAttention = BY_TORCH,
 ) -> Mixer:
     """Return the mixer of a layer.
 
@@ -275,14 +286,15 @@ def make_mixer(
         weights: This rank's weights.
         activation: Follows the convolution, except in `ShortConv`.
         all_reduce: Sums over the ranks that have the other parts of the layer.
+        attention: The functions of linear attention.
     """
     if isinstance(config, GatedDelta):
-        return GatedDeltaMixer(config, weights, activation)
+        return GatedDeltaMixer(config, weights, activation, attention)
     if isinstance(config, KimiDelta):
-        return KimiDeltaMixer(config, weights, activation)
+        return KimiDeltaMixer(config, weights, activation, attention)
     if isinstance(config, Mamba2):
-        return Mamba2Mixer(config, weights, activation, all_reduce)
-    return ShortConvMixer(weights, activation)
+        return Mamba2Mixer(config, weights, activation, attention, all_reduce)
+    return ShortConvMixer(weights, activation, attention)
 
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:

@@ -18,15 +18,22 @@ from inflight.engine import load_decoder
 from inflight.engine.attention.by_kernels import KernelAttention
 from inflight.engine.attention.gathering import by_plain_products
 from inflight.engine.cuda import row_kernels
-from inflight.engine.cuda.kernels import attention, layers, peaks, product
+from inflight.engine.cuda.kernels import attention, layers, linear_attention, peaks, product
 from inflight.engine.cuda.kernels import quantize as float8_kernel
 from inflight.engine.cuda.kernels.launching import launch
+from inflight.engine.cuda.kernels.linear_attention import PIECE
 from inflight.engine.cuda.kernels.peaks import KernelRowKernels
 from inflight.engine.cuda.row_kernels import check_peaks_of, find_row_kernels
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
 from inflight.engine.layers import kernel_operations, layer_check, quantized_linear
-from inflight.engine.layers.kernel_operations import ACTIVATION, ADD_NORM, HEADS, KernelLayerOperations
+from inflight.engine.layers.kernel_operations import (
+    ACTIVATION,
+    ADD_NORM,
+    HEADS,
+    LINEAR_ATTENTION,
+    KernelLayerOperations,
+)
 from inflight.engine.layers.layer_check import (
     IsOff,
     check_operations,
@@ -36,6 +43,7 @@ from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.engine.layers.quantized_linear import find_float8_rounding, float8_reference, quantize_float8
 from inflight.engine.packing import pack
 from inflight.engine.quantize import quantize_int8
+from inflight.engine.recurrent.linear_attention import BY_TORCH
 from inflight.models import DecoderConfig, read_model_description
 from inflight.models.decoder_config import RopeConfig
 from inflight.models.sharding import Part
@@ -216,6 +224,26 @@ def test_tokens_equal_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
 
 
+@pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid"])
+def test_tokens_of_recurrent_layers_equal_the_models(
+    zoo: Zoo, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt in two chunks beside another sequence's generation."""
+    monkeypatch.setattr(load_decoder, "find_operations", lambda held, *_: KernelLayerOperations(held))
+    model = zoo[case]
+    engine = load_engine(model.folder, dtype="float32", kernels="torch", max_num_sequences=2)
+    assert LINEAR_ATTENTION in engine.runner.decoder._operations.parts
+    driver = Driver(engine)
+    rows = [driver.start(model.prompt(length, length)) for length in (5, 2 * PIECE + 7)]
+    driver.step({rows[0]: 5})
+    driver.step({rows[1]: PIECE + 3}, rows[:1])
+    driver.step({rows[1]: PIECE + 4}, rows[:1])
+    for _ in range(4):
+        driver.step(generation=rows)
+    for row in rows:
+        assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
+
+
 class Launches(TorchDispatchMode):
     """Counts a GPU's launches: our kernels, and torch's operators except views."""
 
@@ -266,6 +294,34 @@ def test_the_number_of_launches_of_a_layer(
             engine.runner.decoder.forward(packed, engine.runner.cache)
         totals.append(len(launches.names))
     assert totals[1] - totals[0] == count
+
+
+@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(3, 16, 24), (2, 128, 128), (4, 12, 40)])
+@pytest.mark.parametrize("num_tokens", [1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE - 3])
+@pytest.mark.parametrize("has_beta", [False, True])
+def test_linear_attention_equals_torchs(
+    heads: int, key_dim: int, value_dim: int, num_tokens: int, has_beta: bool
+) -> None:
+    draw = torch.Generator().manual_seed(num_tokens)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    keys = torch.nn.functional.normalize(normal(num_tokens, heads, key_dim), dim=-1)
+    keys[num_tokens // 2 :] = keys[0]  # equal keys make the triangular system as hard as it can be
+    queries, values = normal(num_tokens, heads, key_dim), normal(num_tokens, heads, value_dim)
+    beta = torch.rand((num_tokens, heads), generator=draw) if has_beta else None
+    log_decay = -normal(num_tokens, heads).abs()
+    by_dimension = -normal(num_tokens, heads, key_dim).abs()
+    state, states = normal(heads, key_dim, value_dim), normal(num_tokens, heads, key_dim, value_dim)
+    for kernel, function, given in (
+        (linear_attention.scan, BY_TORCH.scan, (log_decay, beta, state)),
+        (linear_attention.step, BY_TORCH.step, (log_decay, beta, states)),
+        (linear_attention.step, BY_TORCH.step, (by_dimension, beta, states)),
+    ):
+        found = kernel(queries, keys, values, *given)
+        expected = function(queries, keys, values, *given)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 5, 4095, 4096, 4097, 20_000])
