@@ -97,11 +97,27 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    for name in ("CXX", "INFLIGHT_CPU_BUILD", "INFLIGHT_CPU_TARGET"):
+    for name in ("CXX", "INFLIGHT_CPU_BUILD", "INFLIGHT_CPU_PARTS", "INFLIGHT_CPU_TARGET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(library, "_load", library._load.__wrapped__)  # without its cache
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     return Machine(tmp_path, real)
+
+
+@needs_native
+def test_one_library_has_all_parts_on_request(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.working_compiler()
+    kinds = [(int8, has_8_bits) for int8 in (False, True) for has_8_bits in (False, True)]
+
+    def count() -> int:
+        before = machine.num_builds
+        for int8, has_8_bits in kinds:
+            load_library("float32", int8, has_8_bits)
+        return machine.num_builds - before
+
+    assert count() == 4
+    monkeypatch.setenv("INFLIGHT_CPU_PARTS", "all")
+    assert count() <= 1
 
 
 @needs_native

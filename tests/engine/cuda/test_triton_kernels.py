@@ -141,7 +141,9 @@ def compiled(
 
 
 @TARGETS
-@pytest.mark.parametrize(("head_dim", "has_all"), [(64, False), (128, False), (128, True)])
+@pytest.mark.parametrize(
+    ("head_dim", "has_all"), with_all([(64, False), (128, False), (128, True)], [(128, True)])
+)
 def test_attention_compiles_for_a_gpu(
     capability: int, shared_kib: int, dtype: str, head_dim: int, has_all: bool
 ) -> None:
@@ -233,7 +235,9 @@ def test_linear_attention_compiles_for_a_gpu(
 
 
 @TARGETS
-@pytest.mark.parametrize("kind", ["int4", "int8", "uint8-zeros", "float8", "float4"])
+@pytest.mark.parametrize(
+    "kind", with_all(["int4", "int8", "uint8-zeros", "float8", "float4"], ["int4", "float8"])
+)
 def test_products_with_levels_compile_for_a_gpu(
     capability: int, shared_kib: int, dtype: str, kind: str
 ) -> None:
@@ -257,7 +261,7 @@ def test_products_with_levels_compile_for_a_gpu(
 )
 @pytest.mark.parametrize("num_outputs", with_all([4096, 28_672], [4096]))
 @pytest.mark.parametrize("num_rows", with_all([1, 17, 33, 65, 129], [1, 129]))
-@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("kind", with_all(["int8", "float8"], ["int8"]))
 def test_products_with_8_bits_compile_for_a_gpu(
     capability: int, shared_kib: int, num_rows: int, num_outputs: int, kind: str
 ) -> None:

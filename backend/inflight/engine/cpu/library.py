@@ -49,6 +49,7 @@ _FLAGS = ("-O3", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-sha
 _ELEMENTS = {"float32": "F32", "bfloat16": "Bf16"}
 _TARGET_VARIABLE = "INFLIGHT_CPU_TARGET"
 _BUILD_VARIABLE = "INFLIGHT_CPU_BUILD"
+_PARTS_VARIABLE = "INFLIGHT_CPU_PARTS"
 _BUILD_TIMEOUT_S = 600.0  # fifty times the duration of a build on an idle machine
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
@@ -218,7 +219,7 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     refusal = _refuse_prebuilt(target, dtype, int8)
     if not refusal:
         return "which came with the package"
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
+    compiler = _local_command(target, dtype, int8, rounded_cache, refusal)
     folder = cache_folder()
     why = "" if refusal == _NONE_PREBUILT else f": {refusal}"
     if folder is None:
@@ -322,7 +323,7 @@ def _load(
             return _load_file(prebuilt)
         except OSError as error:
             refusal = f"{prebuilt.name} of the package cannot be loaded: {error}"
-    compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
+    compiler = _local_command(target, dtype, int8, rounded_cache, refusal)
     if refusal != _NONE_PREBUILT:
         _log.info("the layers are compiled on this machine: %s", refusal)
     name = f"decoder-{_key(compiler, flags)}.so"
@@ -467,6 +468,15 @@ def _is_whole(path: Path) -> bool:
 
 def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
+def _local_command(target: Target, dtype: str, int8: bool, rounded_cache: bool, refusal: str) -> list[str]:
+    """Return the compiler command for this machine; with INFLIGHT_CPU_PARTS=all, for all kinds of weights and
+    caches, so that one library per dtype serves all models."""
+    if os.environ.get(_PARTS_VARIABLE) == "all":
+        int8 = int8 or (dtype == "bfloat16" and not _lacking(target, dtype, int8=True))
+        rounded_cache = True
+    return _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
 
 
 def _compiler_command(
