@@ -159,7 +159,7 @@ class NativeDecoder:
     ) -> Tensor:
         """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted."""
         batch, x = self._begin(packed, cache, hidden)
-        _check(self._library.plan(self._handle, batch))
+        _check(self._library.prepare(self._handle, batch))
         between = between or HiddenStates()
         if self._collectives.size == 1:
             for begin, end in itertools.pairwise(self._stops(between)):

@@ -83,7 +83,7 @@ void* create(const Shape* shape, const Layer* layers) {
   }
 }
 void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
-bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
+bool prepare(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->prepare(*batch); }
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }
@@ -95,7 +95,7 @@ bool accept(void* decoder, const Segment* segments, int64_t count, const Stored*
 bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
                    const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
   auto& all = *static_cast<Decoder<Element>*>(decoder);
-  if (!all.plan(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
+  if (!all.prepare(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
   if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
   all.find_peaks(out, head->columns, rows, nullptr, highest, tokens);
   return true;
