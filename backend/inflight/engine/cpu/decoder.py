@@ -50,8 +50,7 @@ from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
+_CACHE_KINDS = {None: layout.AS_COMPUTED, INT8_LEVELS: layout.INT8_LEVELS, FP8_LEVELS: layout.FP8_LEVELS}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
 RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
     ShortConv: layout.SHORT_CONV,
@@ -252,7 +251,7 @@ class NativeDecoder:
         )
         batch.spans_array = spans  # lives as long as the batch
         if packed.adapters is not None:
-            batch.adapters_array = self._adapters.addresses(packed.adapters)  # likewise
+            batch.adapters_array = self._adapters.addresses(packed.adapters)  # lives as long as the batch
             batch.adapters = batch.adapters_array.ctypes.data
         if cache.states is not None:
             self._add_segments(batch, cache.states)
@@ -264,7 +263,7 @@ class NativeDecoder:
     def _add_segments(self, batch: BatchStruct, states: RecurrentStates) -> None:
         """Add the rows of `states.metadata` to the batch, with memory for the rows of drafts."""
         metadata = states.metadata
-        assert metadata is not None, "begin comes before forward"
+        assert metadata is not None, "RecurrentStates.begin is called before forward"
         segments: list[tuple[int, ...]] = []
         drafts: list[tuple[int, int]] = []  # slot and first kept row
         num_kept = 0
@@ -327,7 +326,7 @@ class NativeDecoder:
             held.intermediate_size,
             tokens_per_block,
             held.gated_mlp,
-            _ACTIVATIONS[held.activation],
+            layout.ACTIVATIONS[held.activation],
             self._num_threads,
             max((rope.rotary_dim(held.rotary_head_dim) for rope in self._rope_tables), default=0),
             held.qk_norm == "projection",
@@ -362,7 +361,7 @@ class NativeDecoder:
         """Set the layers' pointers into the cache and the states, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
-        assert cache.rounding == self._rounding, "the cache is the one that was described"
+        assert cache.rounding == self._rounding, "the cache has the rounding of the compiled layers"
         self._cache = cache
         with_attention = [layer for layer in self._layers if layer.recurrent.conv is None]
         for layer, (keys, values) in zip(with_attention, cache.layers):

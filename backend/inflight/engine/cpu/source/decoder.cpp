@@ -17,12 +17,12 @@ using Element = INFLIGHT_ELEMENT;
 using Stored = Element::Stored;
 
 namespace {
-// `inflight.engine.cpu.layout` has the same constants under the same names, and compares them.
+// `inflight.engine.cpu.layout` compares each with its own, by these names.
 struct Constant {
   const char* name;
   int64_t value;
 };
-constexpr Constant kConstants[] = {
+const Constant kConstants[] = {
     {"kPanel", kPanel},
     {"kLanes", kLanes},
     {"pair bytes", Element::kPair * sizeof(Stored)},
@@ -57,7 +57,29 @@ constexpr Constant kConstants[] = {
     {"sizeof(Batch)", sizeof(Batch)},
     {"sizeof(Routed)", sizeof(Routed)},
     {"sizeof(PenalizedRows)", sizeof(PenalizedRows)},
+    {"sizeof(Penalties)", sizeof(Penalties)},
+    {"kPenalized", kPenalized},
+    {"kNoMemory", kNoMemory},
+    {"kWrongTokens", kWrongTokens},
+    {"bits of kLargestLogit", bits_of(kLargestLogit)},
     {"sizeof(MaskedRows)", sizeof(MaskedRows)},
+    {"sizeof(Chance)", sizeof(Chance)},
+    {"kFew", Drawer::kFew},
+    {"kBlock", Drawer::kBlock},
+    {"kLowDigitBits", Drawer::kLowDigitBits},
+    {"bits of kLeastScale", bits_of(kLeastScale)},
+    {"kSilu", kSilu},
+    {"kGelu", kGelu},
+    {"kGeluTanh", kGeluTanh},
+    {"kRelu", kRelu},
+    {"kRelu2", kRelu2},
+    {"kAsComputed", kAsComputed},
+    {"kInt8Levels", kInt8Levels},
+    {"kFp8Levels", kFp8Levels},
+    {"kProductsAreRight", kProductsAreRight},
+    {"kTilesNotPermitted", kTilesNotPermitted},
+    {"kProductsAreOff", kProductsAreOff},
+    {"kProductsCrash", kProductsCrash},
     {nullptr, 0},
 };
 }  // namespace
@@ -71,7 +93,7 @@ int check_products() {
   static const ProductCheck found = check_tiles<Element>();
   return found;
 #else
-  return 0;
+  return kProductsAreRight;
 #endif
 }
 const void* constants() { return kConstants; }

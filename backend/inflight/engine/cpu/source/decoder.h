@@ -164,10 +164,10 @@ class Decoder {
     });
   }
 
-  // Penalizes logits [any, columns] in place. Returns 0: done; 1: no memory; 2: a row's history is longer than the
-  // table or has negative tokens.
-  int penalize(float* logits, int columns, const PenalizedRows& of) {
-    if (!reserve_for_choice(columns)) return 1;
+  // Penalizes logits [any, columns] in place. kWrongTokens: a row's history is longer than the table or has negative
+  // tokens.
+  PenaltyStatus penalize(float* logits, int columns, const PenalizedRows& of) {
+    if (!reserve_for_choice(columns)) return kNoMemory;
     std::atomic<bool> is_wrong{false};
     each(of.count, of.count > 2, [&](int64_t i, int thread) {
       const int32_t* tokens = of.history + of.slots[i] * of.history_width;
@@ -176,7 +176,7 @@ class Decoder {
           !penalizers_[thread].penalize(row, columns, tokens, of.lengths[i], of.penalties[i]))
         is_wrong = true;
     });
-    return is_wrong ? 2 : 0;
+    return is_wrong ? kWrongTokens : kPenalized;
   }
 
   // Draws tokens [count] for the rows `rows` [count] of logits [any, columns].
