@@ -91,9 +91,9 @@ class Mixer(ABC):
         """
         return rows
 
-    @abstractmethod
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """Return the inputs of the convolution, [rows, columns]."""
+        """Return the inputs of the convolution, [rows, columns]; by default the first columns."""
+        return projected[:, : len(self._weights.conv)]
 
     @abstractmethod
     def _read(
@@ -110,9 +110,6 @@ class GatedDeltaMixer(Mixer):
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
-
-    def _conv_inputs(self, projected: Tensor) -> Tensor:
-        return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
         self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
@@ -150,9 +147,6 @@ class KimiDeltaMixer(Mixer):
     ) -> None:
         super().__init__(weights, activation)
         self._config = config
-
-    def _conv_inputs(self, projected: Tensor) -> Tensor:
-        return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
         self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
