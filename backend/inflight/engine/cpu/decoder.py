@@ -76,6 +76,7 @@ class NativeDecoder:
         part: As for `Decoder`.
         collectives: As for `Decoder`.
         rounding: Rounding of the cache that every call passes.
+        num_mapped_bytes: Bytes of weights that are mapped from a file.
 
     Raises:
         ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
@@ -91,7 +92,6 @@ class NativeDecoder:
     """
 
     kernels = "native"
-    num_mapped_bytes = 0
     has_fixed_shapes = False
 
     # Positions after a sequence's last token are masked, or set to zero when that token is stored.
@@ -108,8 +108,10 @@ class NativeDecoder:
         part: Part,
         collectives: Collectives = ALONE,
         rounding: KvRounding | None = None,
+        num_mapped_bytes: int = 0,
     ) -> None:
         self.config = config
+        self.num_mapped_bytes = num_mapped_bytes
         self.dtype = packer.dtype
         self._library = packer.library
         self._num_threads = packer.num_threads
