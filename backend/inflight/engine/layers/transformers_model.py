@@ -49,7 +49,7 @@ _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Upper bounds of `relative_error`: rounding is far below, and a wrong position or mask far above."""
 
 transformers.AttentionInterface.register(_ATTENTION, attend)  # pyright: ignore[reportUnknownMemberType]  no return type
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  the same
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  no return type
 
 
 def load_transformers_model(config: EngineConfig, device: torch.device, num_ranks: int) -> TransformersModel:
@@ -198,7 +198,7 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
 def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
     """Load the model with its weights, from files in the folder alone."""
     model_class = find_class(file)
-    assert refuse.model_type is not None, "a class was found by it"
+    assert refuse.model_type is not None, "find_class has found a class for model_type"
     transformers.utils.logging.disable_progress_bar()
     try:
         # Use the type's own configuration class: a model class may belong to another type with other defaults.
