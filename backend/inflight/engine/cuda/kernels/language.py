@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-import triton
-import triton.language
+import triton  # pyright: ignore[reportMissingTypeStubs]
+import triton.language  # pyright: ignore[reportMissingTypeStubs]
 
 tl: Any = triton.language
 """The functions that kernels may use."""
@@ -25,4 +25,4 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def jit(**options: Any) -> Callable[[F], F]:
     """Return the decorator `triton.jit`, by whose result other kernels are called like the function itself."""
-    return cast("Callable[[F], F]", triton.jit(**options))
+    return cast("Callable[[F], F]", triton.jit(**options))  # pyright: ignore[reportUnknownMemberType]
