@@ -105,7 +105,7 @@ def check_decoder(model: TransformersModel, attention: Attention, config: Engine
     try:
         decoder = TransformersDecoder(model, own_windows, attention)
         error = relative_error(decoder, model, config.tokens_per_block)
-    except Exception as reason:  # as above
+    except Exception as reason:  # transformers' code may raise anything
         raise refuse(f"it fails over paged blocks: {_first_line(reason)}") from reason
     if not error < _BOUNDS[model.dtype]:  # true for NaN too
         raise refuse(
