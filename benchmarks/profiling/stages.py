@@ -44,7 +44,7 @@ def _compiled(dtype: str) -> tuple[Place, ...]:
     except CannotBuild:
         return ()
     return (
-        Place(library, "plan", Stage.FORWARD),
+        Place(library, "prepare", Stage.FORWARD),
         Place(library, "run", Stage.FORWARD),
         Place(library, "unpack_rows", Stage.FORWARD),
         Place(library, "logits", Stage.FORWARD),

@@ -156,4 +156,4 @@ def test_a_cache_in_8_bits_is_computed_by_torchs_operators_and_the_log_says_so(
     zoo: Zoo, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load_engine(zoo["deepseek-v3"].folder, kv_cache_dtype="int8").kernels == "torch"
-    assert "it does not round the cache of latent attention" in caplog.text
+    assert "compiled layers do not round the cache of latent attention" in caplog.text

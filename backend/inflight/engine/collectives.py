@@ -129,7 +129,9 @@ class TorchCollectives:
         ranks = [range(size * stage, size * (stage + 1)) for stage in range(mapping.pp_size)]
         groups = [dist.new_group(of_stage) for of_stage in ranks]  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         group = groups[mapping.pp_rank]
-        assert isinstance(group, dist.ProcessGroup), "only ranks outside of a group get something else"
+        assert isinstance(group, dist.ProcessGroup), (
+            "new_group returns a ProcessGroup to the ranks of the group"
+        )
         self._group = group
         self._device = device
 
@@ -151,7 +153,7 @@ class TorchCollectives:
         """Return all ranks' tensors, by rank, concatenated along the last dimension."""
         own_tensor = tensor.contiguous()
         all_ranks = [torch.empty_like(own_tensor) for _ in range(self.size)]
-        dist.all_gather(all_ranks, own_tensor, group=self._group)  # pyright: ignore[reportUnknownMemberType]  the same
+        dist.all_gather(all_ranks, own_tensor, group=self._group)  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
@@ -246,7 +248,7 @@ class TorchStageLink:
         self._link.send(np.ones(1, np.uint8))
         message = hidden.contiguous()
         work = dist.isend(message, self._next)
-        assert work is not None, "only ranks outside of a group get none"
+        assert work is not None, "isend returns work to the ranks of the group"
         self._sending.append((work, message))
 
     def receive(self, num_rows: int) -> Tensor | None:

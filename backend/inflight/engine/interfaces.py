@@ -105,6 +105,7 @@ class BlockCache(Protocol):
     """The interface of a KV cache for a ModelRunner."""
 
     null_block: int
+    num_blocks: int
 
     @property
     def states(self) -> RecurrentStates | None:

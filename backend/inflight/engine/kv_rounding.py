@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-
-LEAST_SCALE = 1e-30
-"""The scale of heads of zeros."""
+from inflight.shared_constants import LEAST_SCALE
 
 SCALE_BYTES = 4
 _FLOAT8 = torch.float8_e4m3fn

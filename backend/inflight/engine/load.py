@@ -14,9 +14,7 @@ from inflight.config import MMAP, QUANTIZED, EngineConfig
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cpu.decoder import NativeDecoder
-from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
-from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.kv_rounding import find_rounding
@@ -33,16 +31,13 @@ from inflight.engine.load_decoder import (
 )
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
+from inflight.engine.rank_loader import RankLoader, prepare_device
 from inflight.engine.room import (
     allocate_states,
     count_adapter_pages,
     count_blocks,
-    count_snapshots,
     find_device,
     longest_sequence,
-    make_limits,
-    offer_outputs,
-    set_threads,
 )
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
@@ -151,14 +146,12 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 
         say_not_mapped(options.config, "TensorRT has the weights on the GPU")
         return load_plans(options)
-    options.config.validate()
-    device = find_device(options.config.device)
-    set_threads(options.config.engine_threads)
+    device = prepare_device(options.config)
     loader = _Loader(options, _find_model(options, device), device)
     loader.check_room()
     decoder = loader.load_weights()
     num_adapter_pages = loader.reserve_adapters(decoder)
-    capture = loader.find_graphs(decoder)
+    capture = loader.find_graphs(decoder.has_fixed_shapes)
     cache = loader.allocate_cache(decoder, num_adapter_pages, capture)
     return loader.make_runner(decoder, cache, num_adapter_pages, capture)
 
@@ -173,39 +166,31 @@ def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription 
     return model
 
 
-class _Loader:
-    """The steps from a checkpoint to a runner, in the order in which they take device memory.
-
-    The constructor makes the checks that take no time.
-    """
+class _Loader(RankLoader):
+    """The steps from a checkpoint to a runner, in the order in which they take device memory."""
 
     def __init__(
         self, options: LoadOptions, model: ModelDescription | TransformersModel, device: torch.device
     ) -> None:
-        config, mapping = options.config, options.mapping
         if isinstance(model, TransformersModel):  # it takes no adapters
-            config = replace(config, lora_cache_gpu_memory_fraction=0.0)
-        self._options, self._config, self._mapping = options, config, mapping
-        self._model, self._device = model, device
-        self._offered = offer_outputs(config, model.decoder, mapping)
-        self._debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
-        self._max_sequence_length = longest_sequence(config, model.decoder)
-        self._part = Part.from_mapping(mapping, model.decoder)
-        self._held = self._part.held_config(model.decoder)
+            config = replace(options.config, lora_cache_gpu_memory_fraction=0.0)
+            options = replace(options, config=config)
+        super().__init__(options, model.decoder, longest_sequence(options.config, model.decoder), device)
+        self._model = model
 
     def check_room(self) -> None:
         """Raise ConfigError if the weights, or the smallest KV cache beside them, do not fit into free memory."""
-        config, model, device = self._config, self._model, self._device
+        config, model, device = self.config, self._model, self.device
         free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-        self._options.agree(free_bytes)  # all ranks have looked before any of them takes memory
+        self.options.agree(free_bytes)  # all ranks have looked before any of them takes memory
         if isinstance(model, TransformersModel):  # already loaded
             return
-        num_bytes = _weight_bytes(config, model, self._part)
-        are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self._part.shard)
+        num_bytes = _weight_bytes(config, model, self.part)
+        are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
         dtype, rounding = computed_dtype(config, model), find_rounding(config.kv_cache_dtype)
-        size = block_bytes(self._held, config.tokens_per_block, dtype, rounding)
+        size = block_bytes(self.held, config.tokens_per_block, dtype, rounding)
         on_gpu = device.type == "cuda"
-        check_room(config, num_bytes, self._max_sequence_length, size, free_bytes, on_gpu, are_mapped)
+        check_room(config, num_bytes, self.max_sequence_length, size, free_bytes, on_gpu, are_mapped)
         if are_mapped and num_bytes > free_bytes:
             _log.warning(
                 "%.2f GB of weights are mapped, and %.2f GB of memory are free: parts are read from the file "
@@ -216,7 +201,7 @@ class _Loader:
 
     def load_weights(self) -> AnyDecoder:
         """Read the rank's weights into the decoder that suits the machine."""
-        config, decoder, longest = self._config, self._model.decoder, self._max_sequence_length
+        config, decoder, longest = self.config, self._model.decoder, self.max_sequence_length
         windows = layer_windows(
             decoder.sliding_windows,
             config.max_attention_window_size,
@@ -224,35 +209,27 @@ class _Loader:
             longest,
             decoder.attention_chunks,
         )
-        num_bytes = partial(_weight_bytes, config, self._model, self._part)
-        with allocating("the weights", num_bytes, self._device, LESS_WEIGHTS):
+        num_bytes = partial(_weight_bytes, config, self._model, self.part)
+        with allocating("the weights", num_bytes, self.device, LESS_WEIGHTS):
             return load_decoder(
-                config, self._model, self._device, self._part, windows, longest, self._options.collectives
+                config, self._model, self.device, self.part, windows, longest, self.options.collectives
             )
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""
-        config, agree = self._config, self._options.agree
-        num_pages = count_adapter_pages(config, self._held, decoder.dtype, self._device, agree)
+        config, agree = self.config, self.options.agree
+        num_pages = count_adapter_pages(config, self.held, decoder.dtype, self.device, agree)
         # Compiled layers allocate memory when an adapter is loaded.
         if num_pages and isinstance(decoder, Decoder):
             page_rank = config.lora_cache_optimal_adapter_size
-            num_bytes = num_pages * page_bytes(self._held, page_rank, decoder.dtype)
-            with allocating("LoRA adapters", lambda: num_bytes, self._device, _LESS_ADAPTERS):
+            num_bytes = num_pages * page_bytes(self.held, page_rank, decoder.dtype)
+            with allocating("LoRA adapters", lambda: num_bytes, self.device, _LESS_ADAPTERS):
                 decoder.reserve_adapters(num_pages, page_rank)
         return num_pages
 
-    def find_graphs(self, decoder: AnyDecoder) -> Capture | None:
-        """Return the recorder of CUDA graphs; None unless all ranks record iterations."""
-        has_debug_tensors = self._debug_tensors is not None
-        capture = find_capture(
-            self._config, decoder.has_fixed_shapes, self._mapping, self._device, has_debug_tensors
-        )
-        return agree_on_capture(capture, self._device, self._options.agree)
-
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
         """Allocate the KV cache in the free memory, except an estimate for recordings."""
-        config, held, dtype, device = self._config, self._held, decoder.dtype, self._device
+        config, held, dtype, device = self.config, self.held, decoder.dtype, self.device
         states = allocate_states(config, held, dtype, device)
         reserved = 0
         if capture is not None and isinstance(decoder, Decoder):
@@ -265,44 +242,12 @@ class _Loader:
             reserved = kinds.num_bytes
         mapped = decoder.num_mapped_bytes if isinstance(decoder, NativeDecoder) else 0
         num_blocks = count_blocks(
-            config, held, self._max_sequence_length, dtype, device, reserved, self._options.agree, mapped
+            config, held, self.max_sequence_length, dtype, device, reserved, self.options.agree, mapped
         )
         rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
         with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
             return KvCache(held, num_blocks, size, dtype, device, rounding, states)
-
-    def make_runner(
-        self, decoder: AnyDecoder, cache: KvCache, num_adapter_pages: int, capture: Capture | None
-    ) -> ModelRunner:
-        """Assemble the runner; on a GPU, record iterations."""
-        limits = make_limits(
-            self._config,
-            self._model.decoder,
-            self._max_sequence_length,
-            cache.num_blocks,
-            num_adapter_pages,
-            self._device,
-            self._mapping,
-            count_snapshots(self._config, self._model.decoder),
-        )
-        limits = replace(
-            limits,
-            logits_post_processors=self._options.post_processor_names,
-            additional_outputs=self._offered,
-        )
-        runner = ModelRunner(
-            decoder,
-            cache,
-            limits,
-            self._config.max_num_tokens,
-            self._mapping,
-            capture,
-            self._debug_tensors,
-        )
-        if self._device.type == "cuda":
-            runner.agree_on_recordings(self._options.agree)
-        return runner
 
 
 def _stored_bytes(config: EngineConfig) -> int:

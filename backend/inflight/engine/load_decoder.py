@@ -93,37 +93,83 @@ def load_decoder(
     met."""
     if isinstance(model, TransformersModel):
         return _take_transformers(config, model, device, windows)
-    is_int8, dtype = config.dtype == INT8, computed_dtype(config, model)
-    unchanged_kinds = kept_by_compiled_layers(config, model, device)
+    has_levels = bool(kept_by_compiled_layers(config, model, device))
+    computed = torch.bfloat16 if has_levels else computed_dtype(config, model)
+    is_int8 = config.dtype == INT8
     try:
-        computed = torch.bfloat16 if unchanged_kinds else dtype
-        library = _find_library(
-            config, model.decoder, computed, device, part.shard, is_int8 or bool(unchanged_kinds)
-        )
+        library = _find_library(config, model.decoder, computed, device, part.shard, is_int8 or has_levels)
     except CannotBuild as reason:
         _settle_for_torch(config, device, reason)
         say_not_mapped(config, "the layers run on torch's operators")
-        weights = _load_for_torch(config, model, dtype, device, part)
-        held = part.held_config(model.decoder)
-        attention = find_attention(config, held, windows, dtype, device)
-        operations = find_operations(held, dtype, device, find_rounding(config.kv_cache_dtype))
-        row_kernels = find_row_kernels(model.decoder.vocab_size, device)
-        parts = part, collectives, attention, operations, row_kernels
-        return Decoder(model.decoder, weights, windows, max_sequence_length, *parts)
-    if not unchanged_kinds:
-        _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
-    has_int8_head = is_int8 or bool(unchanged_kinds)
+        return _load_torch_decoder(config, model, device, part, windows, max_sequence_length, collectives)
+    num_threads = torch.get_num_threads()
     packer = Packer(
-        library, computed, is_int8, torch.get_num_threads(), has_int8_head, latent=model.decoder.latent
+        library, computed, is_int8, num_threads, is_int8 or has_levels, latent=model.decoder.latent
+    )
+    packed = _load_packed(config, model, device, part, library, packer, has_levels)
+    return NativeDecoder(
+        model.decoder,
+        packed.content,
+        packer,
+        windows,
+        max_sequence_length,
+        config.tokens_per_block,
+        part,
+        collectives,
+        find_rounding(config.kv_cache_dtype),
+        packed.num_bytes,
     )
 
+
+def _load_torch_decoder(
+    config: EngineConfig,
+    model: ModelDescription,
+    device: torch.device,
+    part: Part,
+    windows: tuple[AttentionWindow | None, ...],
+    max_sequence_length: int,
+    collectives: Collectives,
+) -> Decoder:
+    """Read the weights of `part` into a decoder on torch's operators."""
+    dtype, held = computed_dtype(config, model), part.held_config(model.decoder)
+    return Decoder(
+        model.decoder,
+        _load_for_torch(config, model, dtype, device, part),
+        windows,
+        max_sequence_length,
+        part,
+        collectives,
+        find_attention(config, held, windows, dtype, device),
+        find_operations(held, dtype, device, find_rounding(config.kv_cache_dtype)),
+        find_row_kernels(model.decoder.vocab_size, device),
+    )
+
+
+def _load_packed(
+    config: EngineConfig,
+    model: ModelDescription,
+    device: torch.device,
+    part: Part,
+    library: CompiledCode,
+    packer: Packer,
+    has_levels: bool,
+) -> Mapped[DecoderWeights[PackedLayer, PackedLinear]]:
+    """Read the weights of `part` for compiled layers.
+
+    `has_levels`: whether the checkpoint has quantized matrices that they multiply unchanged.
+    """
+    computed = packer.dtype
+    if not has_levels:
+        _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
+
     def pack(arena: Arena) -> tuple[DecoderWeights[PackedLayer, PackedLinear], KeptLevels | None]:
-        packer.arena, levels = arena, KeptLevels() if unchanged_kinds else None
+        packer.arena, levels = arena, KeptLevels() if has_levels else None
         weights = load_weights_into(packer, model, computed, device, part, levels)
         packer.arena = Arena()  # the other may be in a file, which is complete now
         return weights, levels
 
-    layout = (library.description, computed, is_int8, has_int8_head, part)
+    is_int8 = config.dtype == INT8
+    layout = (library.description, computed, is_int8, is_int8 or has_levels, part)
     packed = _map_or_pack(config, model, layout, pack)
     weights, levels = packed.content
     if levels is not None:
@@ -133,19 +179,7 @@ def load_decoder(
             levels,
         )
         levels.warn(_log, f" to {str(computed).removeprefix('torch.')}")
-    decoder = NativeDecoder(
-        model.decoder,
-        weights,
-        packer,
-        windows,
-        max_sequence_length,
-        config.tokens_per_block,
-        part,
-        collectives,
-        find_rounding(config.kv_cache_dtype),
-    )
-    decoder.num_mapped_bytes = packed.num_bytes
-    return decoder
+    return Mapped(weights, packed.num_bytes)
 
 
 def _map_or_pack(
@@ -291,12 +325,12 @@ def check_native(
     if config.kernels == "torch":
         raise CannotBuild("kernels is torch")
     if config.dtype == FP8:
-        raise CannotBuild("it has no fp8")
+        raise CannotBuild("compiled layers do not support fp8")
     if device.type != "cpu":
-        raise CannotBuild(f"it is for CPUs, and the device is {device.type}")
+        raise CannotBuild(f"compiled layers run on CPUs only; the device is {device.type}")
     _check_components(decoder, shard)
     if decoder.latent is not None and find_rounding(config.kv_cache_dtype) is not None:
-        raise CannotBuild("it does not round the cache of latent attention")
+        raise CannotBuild("compiled layers do not round the cache of latent attention")
     _check_sizes(decoder, config.tokens_per_block, dtype)
 
 
@@ -331,7 +365,7 @@ def _check_components(decoder: DecoderConfig, shard: Shard) -> None:
         and recurrent.conv_width > MAX_CONV_WIDTH,
     }
     if missing := [what for what, is_needed in lacking.items() if is_needed]:
-        raise CannotBuild(f"it does not have what this model needs: {', '.join(missing)}")
+        raise CannotBuild(f"compiled layers lack what this model needs: {', '.join(missing)}")
 
 
 def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype) -> None:
@@ -340,17 +374,22 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
     if decoder.latent is not None:
         if decoder.latent.rope_head_dim > MAX_HEAD_DIM:
             raise CannotBuild(
-                f"it takes shared keys of {MAX_HEAD_DIM}, and the model's are of {decoder.latent.rope_head_dim}"
+                f"compiled layers support shared keys of up to {MAX_HEAD_DIM} columns; this model's have "
+                f"{decoder.latent.rope_head_dim}"
             )
         return
     group = decoder.num_heads // decoder.num_kv_heads
     if group > MAX_QUERY_GROUP:
-        raise CannotBuild(f"it takes {MAX_QUERY_GROUP} query heads for a key head, and the model has {group}")
+        raise CannotBuild(
+            f"compiled layers support up to {MAX_QUERY_GROUP} query heads per key head; this model has {group}"
+        )
     if decoder.head_dim > MAX_HEAD_DIM:
-        raise CannotBuild(f"it takes heads of {MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
+        raise CannotBuild(
+            f"compiled layers support head_dim up to {MAX_HEAD_DIM}; this model has {decoder.head_dim}"
+        )
     for name, size in (("head_dim", decoder.head_dim), ("tokens_per_block", tokens_per_block)):
         if dtype is torch.bfloat16 and size % 2:
-            raise CannotBuild(f"in bfloat16 it takes even numbers, and {name} is {size}")
+            raise CannotBuild(f"in bfloat16, compiled layers need an even {name}; it is {size}")
 
 
 def _settle_for_torch(config: EngineConfig, device: torch.device, reason: CannotBuild) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.shared_constants import LEAST_SCALE
+
 INT8_LEVELS = 127
 FLOAT8 = torch.float8_e4m3fn
-LEAST_SCALE = 1e-30
 _OF_LARGEST = 1 / torch.finfo(FLOAT8).max
 
 

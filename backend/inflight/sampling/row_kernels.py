@@ -16,10 +16,9 @@ from inflight.sampling.nan_check import Peaks, find_peaks
 from inflight.sampling.rows import Needs, Rows, select_rows
 from inflight.sampling.top_k_top_p import Drawn, draw
 from inflight.sampling.transfer import as_array, as_tensor
+from inflight.shared_constants import LARGEST_LOGIT, PENALTY_NAMES
 
-LARGEST_LOGIT = 1e30
-
-PENALTIES = np.dtype([(name, np.float64) for name in ("repetition", "presence", "frequency")])
+PENALTIES = np.dtype([(name, np.float64) for name in PENALTY_NAMES])
 """The penalties of a row; presence and frequency are multiplied by the temperature, by which logits are divided
 later."""
 

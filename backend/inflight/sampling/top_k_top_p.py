@@ -22,18 +22,19 @@ from inflight.sampling.argmax import reduce_blocks, top_indices
 from inflight.sampling.rng import Purpose, uniforms
 from inflight.sampling.rows import Needs, Rows, select_rows
 from inflight.sampling.transfer import to_host
+from inflight.shared_constants import FEW_CANDIDATES, LIMIT_NAMES, LOW_DIGIT_BITS, WEIGHTS_PER_BLOCK
 
-_BLOCK = 64
-"""Weights over a vocabulary are added up in float32 within blocks of this size, and in float64 across blocks."""
-_FEW = 128
-"""Number of most likely tokens that are tried before a top-p is sought in the whole vocabulary."""
 _CHUNK_BYTES = 1 << 20
 """On a CPU, whole rows are processed a few at a time, to stay in its cache."""
-_DIGITS = ((20, 1 << 12), (10, 1 << 10), (0, 1 << 10))
+_DIGITS = (
+    (2 * LOW_DIGIT_BITS, 1 << (32 - 2 * LOW_DIGIT_BITS)),
+    (LOW_DIGIT_BITS, 1 << LOW_DIGIT_BITS),
+    (0, 1 << LOW_DIGIT_BITS),
+)
 """(lowest bit, number of values) of the digits into which a float32's bits are divided, highest first."""
 
 
-LIMITS = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p")])
+LIMITS = np.dtype([(name, np.float64) for name in LIMIT_NAMES])
 """The limits of a row's tokens: a top_k of 0 and a top_p of 1 mean no limit."""
 
 
@@ -151,7 +152,7 @@ def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = Fa
     top_k = limits["top_k"]
     has_top_k = top_k > 0
     has_top_p = (limits["top_p"] < 1.0) & ~has_top_k
-    for chosen in (has_top_k & (top_k <= _FEW), has_top_k & (top_k > _FEW)):
+    for chosen in (has_top_k & (top_k <= FEW_CANDIDATES), has_top_k & (top_k > FEW_CANDIDATES)):
         if chosen.any():
             yield _keep_top_k(_group(rows, sampled[chosen], limits[chosen]), int(top_k[chosen].max()))
     size = len(sampled)
@@ -244,7 +245,7 @@ class _TopTokens:
 
     @classmethod
     def find(cls, group: _Group) -> _TopTokens:
-        count = min(_FEW, group.vocab_size)
+        count = min(FEW_CANDIDATES, group.vocab_size)
         ids = top_indices(group.logits, count)
         logits = group.logits.gather(-1, ids)
         weights = _weights(logits, logits[:, :1], group)
@@ -349,7 +350,7 @@ def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
 
 def _block_sums(weights: Tensor) -> Tensor:
     """Return sums [rows, blocks] float64 of float32 weights over a vocabulary."""
-    return reduce_blocks(weights, _BLOCK, torch.sum).double()
+    return reduce_blocks(weights, WEIGHTS_PER_BLOCK, torch.sum).double()
 
 
 def _draw(candidates: Candidates, uniform: Tensor) -> Tensor:
@@ -367,7 +368,7 @@ def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     block = _first_beyond(cumulative, uniform * total)
     before = (cumulative - sums).gather(-1, block)
-    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    ids = block * WEIGHTS_PER_BLOCK + torch.arange(WEIGHTS_PER_BLOCK, device=weights.device)
     beyond_row = ids >= weights.shape[-1]
     ids.clamp_(max=weights.shape[-1] - 1)
     inside = weights.gather(-1, ids).double().masked_fill_(beyond_row, 0.0).cumsum(dim=-1)

@@ -215,7 +215,7 @@ def test_bfloat16_is_nearly_equal_with_and_without_tiles(
         assert 0 < difference < 0.05 * other.logits[0].abs().max()
 
 
-@pytest.mark.parametrize(("check", "reason"), list(enumerate(library._PRODUCT_CHECKS))[1:])
+@pytest.mark.parametrize(("check", "reason"), list(library._WRONG_PRODUCTS.items()))
 def test_a_target_whose_products_are_wrong_is_left_out(
     stand_in: library.Target,
     monkeypatch: pytest.MonkeyPatch,

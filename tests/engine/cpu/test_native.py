@@ -91,10 +91,10 @@ def test_ranks_give_the_results_of_one(zoo: Zoo, tp_size: int, pp_size: int) -> 
 @pytest.mark.parametrize(
     ("shape", "dtype", "tokens_per_block", "reason"),
     [
-        ((96, 16, 1), "float32", 8, "it takes 12 query heads for a key head, and the model has 16"),
-        ((640, 2, 1), "float32", 8, "it takes heads of 256, and the model's are of 320"),
-        ((64, 4, 2), "bfloat16", 7, "in bfloat16 it takes even numbers, and tokens_per_block is 7"),
-        ((64, 4, 2), "int8", 1, "in bfloat16 it takes even numbers, and tokens_per_block is 1"),
+        ((96, 16, 1), "float32", 8, "up to 12 query heads per key head; this model has 16"),
+        ((640, 2, 1), "float32", 8, "head_dim up to 256; this model has 320"),
+        ((64, 4, 2), "bfloat16", 7, "in bfloat16, compiled layers need an even tokens_per_block; it is 7"),
+        ((64, 4, 2), "int8", 1, "in bfloat16, compiled layers need an even tokens_per_block; it is 1"),
     ],
 )
 def test_unsupported_sizes_are_computed_by_torch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -19,9 +20,10 @@ from pathlib import Path
 
 import pytest
 
-from inflight.engine.cpu import layout, library
+from inflight.engine.cpu import layout, library, row_kernels
 from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
 from inflight.errors import ConfigError
+from inflight.sampling.row_kernels import PENALTIES
 from tests.engine.kernels import needs_native
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -609,3 +611,34 @@ def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
     )
     with pytest.raises(ConfigError, match=expected):
         library._load_file(machine.real)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("bits of kLargestLogit", layout._bits(1e31)),
+        ("bits of kLeastScale", layout._bits(1e-31)),
+        ("kFew", 64),
+        ("kGelu", layout.ACTIVATIONS["relu"]),
+        ("kFp8Levels", layout.INT8_LEVELS),
+        ("kProductsCrash", layout.PRODUCTS_ARE_RIGHT),
+        ("kWrongTokens", layout.NO_MEMORY),
+        ("sizeof(Chance)", 32),
+        ("sizeof(Penalties)", 32),
+    ],
+)
+def test_a_library_with_another_constant_is_refused(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str, wrong: int
+) -> None:
+    right = layout._CONSTANTS[name]
+    monkeypatch.setitem(layout._CONSTANTS, name, wrong)
+    with pytest.raises(
+        ConfigError, match=re.escape(f"this version: {name} is {right}, expected {wrong}") + "$"
+    ):
+        library._load_file(machine.real)
+
+
+def test_rows_given_to_compiled_code_have_the_compared_sizes() -> None:
+    assert layout._CONSTANTS["sizeof(Penalties)"] == PENALTIES.itemsize
+    assert layout._CONSTANTS["sizeof(Chance)"] == row_kernels._CHANCE.itemsize

@@ -56,7 +56,9 @@ class KernelAttention:
 
     def __init__(self, decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> None:
         if decoder.head_dim > MAX_HEAD_DIM:
-            raise CannotAttend(f"it takes heads of {MAX_HEAD_DIM}, and the model's are of {decoder.head_dim}")
+            raise CannotAttend(
+                f"the kernels support head_dim up to {MAX_HEAD_DIM}; this model has {decoder.head_dim}"
+            )
         scale = decoder.attention_scale
         self._scale = decoder.head_dim**-0.5 if scale is None else scale
         self._soft_cap = decoder.attention_soft_cap

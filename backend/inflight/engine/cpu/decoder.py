@@ -50,8 +50,7 @@ from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array
 
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_CACHE_KINDS = {None: 0, INT8_LEVELS: 1, FP8_LEVELS: 2}
+_CACHE_KINDS = {None: layout.AS_COMPUTED, INT8_LEVELS: layout.INT8_LEVELS, FP8_LEVELS: layout.FP8_LEVELS}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
 RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
     ShortConv: layout.SHORT_CONV,
@@ -77,6 +76,7 @@ class NativeDecoder:
         part: As for `Decoder`.
         collectives: As for `Decoder`.
         rounding: Rounding of the cache that every call passes.
+        num_mapped_bytes: Bytes of weights that are mapped from a file.
 
     Raises:
         ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
@@ -92,7 +92,6 @@ class NativeDecoder:
     """
 
     kernels = "native"
-    num_mapped_bytes = 0
     has_fixed_shapes = False
 
     # Positions after a sequence's last token are masked, or set to zero when that token is stored.
@@ -109,8 +108,10 @@ class NativeDecoder:
         part: Part,
         collectives: Collectives = ALONE,
         rounding: KvRounding | None = None,
+        num_mapped_bytes: int = 0,
     ) -> None:
         self.config = config
+        self.num_mapped_bytes = num_mapped_bytes
         self.dtype = packer.dtype
         self._library = packer.library
         self._num_threads = packer.num_threads
@@ -159,7 +160,7 @@ class NativeDecoder:
     ) -> Tensor:
         """Compute this rank's layers; a library call ends at each layer whose hidden states are wanted."""
         batch, x = self._begin(packed, cache, hidden)
-        _check(self._library.plan(self._handle, batch))
+        _check(self._library.prepare(self._handle, batch))
         between = between or HiddenStates()
         if self._collectives.size == 1:
             for begin, end in itertools.pairwise(self._stops(between)):
@@ -252,7 +253,7 @@ class NativeDecoder:
         )
         batch.spans_array = spans  # lives as long as the batch
         if packed.adapters is not None:
-            batch.adapters_array = self._adapters.addresses(packed.adapters)  # likewise
+            batch.adapters_array = self._adapters.addresses(packed.adapters)  # lives as long as the batch
             batch.adapters = batch.adapters_array.ctypes.data
         if cache.states is not None:
             self._add_segments(batch, cache.states)
@@ -264,7 +265,7 @@ class NativeDecoder:
     def _add_segments(self, batch: BatchStruct, states: RecurrentStates) -> None:
         """Add the rows of `states.metadata` to the batch, with memory for the rows of drafts."""
         metadata = states.metadata
-        assert metadata is not None, "begin comes before forward"
+        assert metadata is not None, "RecurrentStates.begin is called before forward"
         segments: list[tuple[int, ...]] = []
         drafts: list[tuple[int, int]] = []  # slot and first kept row
         num_kept = 0
@@ -327,7 +328,7 @@ class NativeDecoder:
             held.intermediate_size,
             tokens_per_block,
             held.gated_mlp,
-            _ACTIVATIONS[held.activation],
+            layout.ACTIVATIONS[held.activation],
             self._num_threads,
             max((rope.rotary_dim(held.rotary_head_dim) for rope in self._rope_tables), default=0),
             held.qk_norm == "projection",
@@ -362,7 +363,7 @@ class NativeDecoder:
         """Set the layers' pointers into the cache and the states, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
-        assert cache.rounding == self._rounding, "the cache is the one that was described"
+        assert cache.rounding == self._rounding, "the cache has the rounding of the compiled layers"
         self._cache = cache
         with_attention = [layer for layer in self._layers if layer.recurrent.conv is None]
         for layer, (keys, values) in zip(with_attention, cache.layers):

@@ -1,11 +1,21 @@
-"""Constants of the weight layout that Python and the compiled code share, compared when a library is loaded."""
+"""Constants that Python and the compiled code share, compared when a library is loaded."""
 
 from __future__ import annotations
 
 import ctypes
+import struct
 
 from inflight.engine.cpu import structs
 from inflight.errors import ConfigError
+from inflight.shared_constants import (
+    FEW_CANDIDATES,
+    LARGEST_LOGIT,
+    LEAST_SCALE,
+    LIMIT_NAMES,
+    LOW_DIGIT_BITS,
+    PENALTY_NAMES,
+    WEIGHTS_PER_BLOCK,
+)
 
 PANEL = 32
 """Number of columns in a panel."""
@@ -33,6 +43,20 @@ SEGMENT_FIELDS = 5
 """Number of int64 in a segment of rows: state, first row, row after the last, saved, kept."""
 NOT_RECURRENT, SHORT_CONV, GATED_DELTA, MAMBA2 = range(4)
 """Kinds of `RecurrentShapeStruct`."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
+"""The activations of `ShapeStruct`, by their name in DecoderConfig."""
+AS_COMPUTED, INT8_LEVELS, FP8_LEVELS = range(3)
+"""The storage of keys and values, in `ShapeStruct`."""
+PENALIZED, NO_MEMORY, WRONG_TOKENS = range(3)
+"""Results of `penalize`."""
+PRODUCTS_ARE_RIGHT, TILES_NOT_PERMITTED, PRODUCTS_ARE_OFF, PRODUCTS_CRASH = range(4)
+"""Results of `check_products`."""
+
+
+def _bits(number: float) -> int:
+    """Return the bits of a float32."""
+    return int(struct.unpack("=i", struct.pack("=f", number))[0])
+
 
 _CONSTANTS = {
     "kPanel": PANEL,
@@ -69,7 +93,29 @@ _CONSTANTS = {
     "sizeof(Batch)": ctypes.sizeof(structs.BatchStruct),
     "sizeof(Routed)": ctypes.sizeof(structs.RoutedStruct),
     "sizeof(PenalizedRows)": ctypes.sizeof(structs.PenalizedRowsStruct),
+    "sizeof(Penalties)": 8 * len(PENALTY_NAMES),
+    "kPenalized": PENALIZED,
+    "kNoMemory": NO_MEMORY,
+    "kWrongTokens": WRONG_TOKENS,
+    "bits of kLargestLogit": _bits(LARGEST_LOGIT),
     "sizeof(MaskedRows)": ctypes.sizeof(structs.MaskedRowsStruct),
+    "sizeof(Chance)": 8 * (len(LIMIT_NAMES) + 1),  # and the random number
+    "kFew": FEW_CANDIDATES,
+    "kBlock": WEIGHTS_PER_BLOCK,
+    "kLowDigitBits": LOW_DIGIT_BITS,
+    "bits of kLeastScale": _bits(LEAST_SCALE),
+    "kSilu": ACTIVATIONS["silu"],
+    "kGelu": ACTIVATIONS["gelu"],
+    "kGeluTanh": ACTIVATIONS["gelu_tanh"],
+    "kRelu": ACTIVATIONS["relu"],
+    "kRelu2": ACTIVATIONS["relu2"],
+    "kAsComputed": AS_COMPUTED,
+    "kInt8Levels": INT8_LEVELS,
+    "kFp8Levels": FP8_LEVELS,
+    "kProductsAreRight": PRODUCTS_ARE_RIGHT,
+    "kTilesNotPermitted": TILES_NOT_PERMITTED,
+    "kProductsAreOff": PRODUCTS_ARE_OFF,
+    "kProductsCrash": PRODUCTS_CRASH,
 }
 """Values by their names in `constants` of source/decoder.cpp."""
 

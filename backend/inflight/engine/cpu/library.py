@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from inflight.engine.cpu.layout import check_layout
+from inflight.engine.cpu import layout
 from inflight.engine.cpu.structs import declare
 from inflight.errors import ConfigError
 from inflight.progress import compile_progress
@@ -56,12 +56,12 @@ _TICK_S = 1.0
 _DIGEST_BYTES = 16
 _BUILD_PREFIX = "build-"  # of the folder of a build, which remains only if its process was killed
 _ABANDONED_S = 24 * 3600.0  # far longer than any build
-_PRODUCT_CHECKS = (  # in the order of ProductCheck of source/amx_check.h
-    "",
-    "the kernel does not let this process use tiles",
-    "its products are wrong on this processor",
-    "its products end the process",
-)
+_WRONG_PRODUCTS = {
+    layout.TILES_NOT_PERMITTED: "the kernel does not let this process use tiles",
+    layout.PRODUCTS_ARE_OFF: "its products are wrong on this processor",
+    layout.PRODUCTS_CRASH: "its products end the process",
+}
+"""What `check_products` may find, besides that they are right."""
 _NONE_PREBUILT = "no library for it came with the package"
 
 
@@ -201,11 +201,10 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     for target in targets:
         library = _load(target, flags, dtype, int8, rounded_cache)
         found: int = library.check_products()
-        distrust = _PRODUCT_CHECKS[found]
-        if not distrust:
+        if found == layout.PRODUCTS_ARE_RIGHT:
             library.description = _describe(target, why)
             return library
-        why = f"{target.name} is left out, as {distrust}"
+        why = f"{target.name} is left out, as {_WRONG_PRODUCTS[found]}"
         _log.warning("compiled layers: %s", why)
     raise CannotBuild(why)
 
@@ -373,7 +372,7 @@ def _load_file(path: Path) -> CompiledCode:
         except OSError:
             raise error from None
     declare(library)
-    check_layout(library)
+    layout.check_layout(library)
     return library
 
 

@@ -278,7 +278,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             if int8:
                 self._pack_int8(matrix, order, target, scales[index], corrections[index])
             else:
-                assert isinstance(matrix, Tensor), "levels are int8"
+                assert isinstance(matrix, Tensor), "levels are packed as int8 or in four bits"
                 weight, sizes = matrix.contiguous(), (inner, order.data_ptr(), len(order), inner)
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
@@ -307,14 +307,14 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         first = next(matrices)
-        assert isinstance(first, GroupedMatrix), "four bits are levels"
+        assert isinstance(first, GroupedMatrix), "matrices of four bits are levels"
         size = -(-first.group_size // layout.INT4_AT_ONCE) * layout.INT4_AT_ONCE
         groups = first.scales.shape[1]
         row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
         column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
         packed = self.arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
-            assert isinstance(matrix, GroupedMatrix), "all are what the first is"
+            assert isinstance(matrix, GroupedMatrix), "all matrices of a stack are levels, or none"
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.engine.cpu import layout
 from inflight.engine.cpu.structs import Handle, MaskedRowsStruct, PenalizedRowsStruct
 from inflight.sampling.history import History
 from inflight.sampling.nan_check import Peaks
@@ -20,8 +21,7 @@ from inflight.sampling.rows import Rows
 from inflight.sampling.top_k_top_p import LIMITS, Drawn, limits_of, random_numbers
 from inflight.sampling.transfer import as_tensor
 
-_CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])  # struct Chance of source/draw.h
-_DONE, _WRONG_TOKENS = 0, 2  # results of `penalize`; 1: no memory
+_CHANCE = np.dtype([*LIMITS.descr, ("uniform", np.float64)])
 
 
 class NativeRowKernels(RowKernels):
@@ -76,12 +76,12 @@ class NativeRowKernels(RowKernels):
             lengths.ctypes.data,
         )
         status = self._library.penalize(self._handle, rows.logits.data_ptr(), rows.vocab_size, penalized)
-        if status == _WRONG_TOKENS:
+        if status == layout.WRONG_TOKENS:
             raise IndexError(
-                f"what slots {slots.tolist()} look back at, {lengths.tolist()} tokens, is longer than "
-                f"{table.shape[1]} or holds ids below 0"
+                f"the token history of slots {slots.tolist()}, of {lengths.tolist()} tokens, exceeds "
+                f"{table.shape[1]} tokens or has negative ids"
             )
-        _check(status == _DONE)
+        _check(status == layout.PENALIZED)
 
     def draw(self, rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Drawn]:
         """Draw tokens as `RowKernels.draw` does."""

@@ -253,7 +253,7 @@ _SIGNATURES = {
     "constants": (POINTER(ConstantStruct), ()),
     "create": (c_void_p, (POINTER(ShapeStruct), POINTER(LayerStruct))),
     "destroy": (None, (c_void_p,)),
-    "plan": (c_bool, (c_void_p, POINTER(BatchStruct))),
+    "prepare": (c_bool, (c_void_p, POINTER(BatchStruct))),
     "run": (c_bool, (c_void_p, POINTER(BatchStruct), c_void_p, c_int32, c_int32, c_void_p, c_int32)),
     "accept": (c_bool, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "run_to_logits": (

@@ -178,7 +178,7 @@ class KeepingLevels(PlainSink):
         parts = self._parts(first)
         stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
         for index, matrix in enumerate(chain((first,), matrices)):
-            assert isinstance(matrix, GroupedMatrix), "all are levels if the first is"
+            assert isinstance(matrix, GroupedMatrix), "a stack has either levels or unquantized matrices"
             for target, part in zip(stacked, self._parts(matrix), strict=True):
                 if target is not None and part is not None:
                     target.view(part.dtype)[index].copy_(part)
@@ -212,8 +212,8 @@ class KeepingLevels(PlainSink):
     ) -> Linear:
         """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
-        assert values is not None and scales is not None, "every matrix has them"
-        assert first[0] is not None and first[1] is not None, "likewise"
+        assert values is not None and scales is not None, "a matrix has values and scales"
+        assert first[0] is not None and first[1] is not None, "a matrix has values and scales"
         if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()

@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.config import FP8
-from inflight.engine.quantize import FLOAT8, LEAST_SCALE, quantize_float8, quantize_int8
+from inflight.engine.quantize import FLOAT8, quantize_float8, quantize_int8
 from inflight.errors import ConfigError
 from inflight.models import LayerWeights, Linear
 from inflight.models.sink import Sink, StoredMatrix
+from inflight.shared_constants import LEAST_SCALE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes x [rows, in], levels [out, in] and scales [out] float32; returns [rows, out] in x's dtype."""
@@ -127,7 +128,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
 
     def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
         """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
-        assert isinstance(weight, Tensor), "levels come only where they are kept"
+        assert isinstance(weight, Tensor), "only sinks that keep levels get them"
         levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
         scales = torch.empty(weight.shape[0], device=weight.device)
         step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))

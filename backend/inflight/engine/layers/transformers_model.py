@@ -49,7 +49,7 @@ _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
 """Upper bounds of `relative_error`: rounding is far below, and a wrong position or mask far above."""
 
 transformers.AttentionInterface.register(_ATTENTION, attend)  # pyright: ignore[reportUnknownMemberType]  no return type
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  the same
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  no return type
 
 
 def load_transformers_model(config: EngineConfig, device: torch.device, num_ranks: int) -> TransformersModel:
@@ -105,7 +105,7 @@ def check_decoder(model: TransformersModel, attention: Attention, config: Engine
     try:
         decoder = TransformersDecoder(model, own_windows, attention)
         error = relative_error(decoder, model, config.tokens_per_block)
-    except Exception as reason:  # as above
+    except Exception as reason:  # transformers' code may raise anything
         raise refuse(f"it fails over paged blocks: {_first_line(reason)}") from reason
     if not error < _BOUNDS[model.dtype]:  # true for NaN too
         raise refuse(
@@ -198,7 +198,7 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
 def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
     """Load the model with its weights, from files in the folder alone."""
     model_class = find_class(file)
-    assert refuse.model_type is not None, "a class was found by it"
+    assert refuse.model_type is not None, "find_class has found a class for model_type"
     transformers.utils.logging.disable_progress_bar()
     try:
         # Use the type's own configuration class: a model class may belong to another type with other defaults.

@@ -92,9 +92,9 @@ class Mixer(ABC):
         """
         return rows
 
-    @abstractmethod
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """Return the inputs of the convolution, [rows, columns]."""
+        """Return the inputs of the convolution, [rows, columns]; by default the first columns."""
+        return projected[:, : len(self._weights.conv)]
 
     @abstractmethod
     def _read(
@@ -115,9 +115,6 @@ class GatedDeltaMixer(Mixer):
     ) -> None:
         super().__init__(weights, activation, attention)
         self._config = config
-
-    def _conv_inputs(self, projected: Tensor) -> Tensor:
-        return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
         self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend
@@ -159,9 +156,6 @@ class KimiDeltaMixer(Mixer):
     ) -> None:
         super().__init__(weights, activation, attention)
         self._config = config
-
-    def _conv_inputs(self, projected: Tensor) -> Tensor:
-        return projected[:, : total_size(self._config.conv_sections)]
 
     def _read(
         self, convolved: Tensor, projected: Tensor, state: Tensor, attend: Attend

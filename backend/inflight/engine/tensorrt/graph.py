@@ -74,7 +74,8 @@ class Graph:
         constants: Constants by the name of their layer, as TensorRT does not return those of bfloat16, float8 and
             int4.
         weights: Weights that are inputs, by name.
-        inputs: The inputs in the order of their definition; likewise outputs.
+        inputs: The inputs in the order of their definition.
+        outputs: The outputs in the order of their definition.
         shapes: Shapes of the inputs, with named dimensions.
         aliases: Outputs that are inputs changed in place.
     """

@@ -7,30 +7,20 @@ the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
-from inflight.config import EngineConfig
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.collectives import Collectives
-from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import RecordedKinds
 from inflight.engine.cuda.row_kernels import find_row_kernels
-from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import allocating
-from inflight.engine.room import (
-    count_adapter_pages,
-    count_blocks,
-    find_device,
-    make_limits,
-    offer_outputs,
-    set_threads,
-)
+from inflight.engine.rank_loader import RankLoader, prepare_device
+from inflight.engine.room import count_adapter_pages, count_blocks
 from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.checks import (
     check_digest,
@@ -49,9 +39,7 @@ from inflight.engine.tensorrt.decoder import TensorRtDecoder
 from inflight.engine.tensorrt.row_cache import RowCache, row_bytes
 from inflight.engine.tensorrt.runtime import LoadedPlan, Runtime
 from inflight.engine.tensorrt.sidecar import Sidecar
-from inflight.models import DecoderConfig
 from inflight.models.registry import read_model_description
-from inflight.models.sharding import Part
 
 _logger = logging.getLogger(__name__)
 
@@ -63,49 +51,29 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     Raises:
         ConfigError: The plans, a GPU or TensorRT are missing, or the plans do not fit the configuration.
     """
-    config, mapping, agree = options.config, options.mapping, options.agree
-    config.validate()
-    device = find_device(config.device)
-    set_threads(config.engine_threads)
+    config, agree = options.config, options.agree
+    device = prepare_device(config)
     folder = find_folder(config)
-    sidecar = read_sidecar(folder, plan_rank(mapping))
+    sidecar = read_sidecar(folder, plan_rank(options.mapping))
     model = read_model_description(str(config.gpt_model_path))
-    check_settings(config, sidecar, mapping, folder)
+    check_settings(config, sidecar, options.mapping, folder)
     max_sequence_length = longest_of_plans(config, sidecar, model.decoder)
     check_model(config, sidecar, model.decoder, folder)
-    offered = offer_outputs(config, model.decoder, mapping)
-    debug_tensors = DebugTensors.from_config(config, mapping.pp_rank, mapping.tp_rank)
-    part = Part.from_mapping(mapping, model.decoder)
-    held = part.held_config(model.decoder)
-    layers, head = _load_plans(sidecar, folder, device, options.collectives)
-    dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
-
     config = with_adapter_limits(config, sidecar)
-    num_adapter_pages = count_adapter_pages(config, held, dtype, device, agree)
-    capture = find_capture(
-        config, TensorRtDecoder.has_fixed_shapes, mapping, device, debug_tensors is not None
-    )
-    capture = agree_on_capture(capture, device, agree)
-    cache = _allocate(
-        config, sidecar, held, max_sequence_length, num_adapter_pages, capture is not None, device, agree
-    )
+    loader = RankLoader(replace(options, config=config), model.decoder, max_sequence_length, device)
+    layers, head = _load_plans(sidecar, folder, device, options.collectives)
+
+    dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
+    num_adapter_pages = count_adapter_pages(config, loader.held, dtype, device, agree)
+    capture = loader.find_graphs(TensorRtDecoder.has_fixed_shapes)
+    cache = _allocate(loader, sidecar, num_adapter_pages, capture is not None)
     row_kernels = find_row_kernels(model.decoder.vocab_size, device)
     decoder = TensorRtDecoder(
-        model.decoder, part, sidecar.settings, layers, head, cache, options.collectives, row_kernels
+        model.decoder, loader.part, sidecar.settings, layers, head, cache, options.collectives, row_kernels
     )
     if num_adapter_pages:
         decoder.reserve_adapters(num_adapter_pages, config.lora_cache_optimal_adapter_size)
-    limits = replace(
-        make_limits(
-            config, model.decoder, max_sequence_length, cache.num_blocks, num_adapter_pages, device, mapping
-        ),
-        logits_post_processors=options.post_processor_names,
-        additional_outputs=offered,
-        shares_blocks=config.shares_blocks,
-    )
-    runner = ModelRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
-    if device.type == "cuda":
-        runner.agree_on_recordings(agree)
+    runner = loader.make_runner(decoder, cache, num_adapter_pages, capture, config.shares_blocks)
     _warn(sidecar)
     return runner
 
@@ -146,17 +114,9 @@ def _load_plans(
     return layers, head
 
 
-def _allocate(
-    config: EngineConfig,
-    sidecar: Sidecar,
-    held: DecoderConfig,
-    max_sequence_length: int,
-    num_adapter_pages: int,
-    is_recorded: bool,
-    device: torch.device,
-    agree: Callable[[int], int],
-) -> RowCache:
+def _allocate(loader: RankLoader, sidecar: Sidecar, num_adapter_pages: int, is_recorded: bool) -> RowCache:
     """Allocate the rows, and blocks in the remaining memory."""
+    config, held, device, agree = loader.config, loader.held, loader.device, loader.options.agree
     settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
     slots, size = config.max_num_sequences, config.tokens_per_block
     of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)
@@ -172,9 +132,9 @@ def _allocate(
         of_rows / 2**20,
     )  # fmt: skip
     if config.shares_blocks:
-        num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, agree)
+        num_blocks = count_blocks(config, held, loader.max_sequence_length, dtype, device, reserved, agree)
     else:
-        num_blocks = agree(count_row_blocks(config, max_sequence_length))
+        num_blocks = agree(count_row_blocks(config, loader.max_sequence_length))
         _logger.info(
             "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
         )

@@ -18,8 +18,6 @@
 
 namespace inflight {
 
-enum ProductCheck { kProductsAreRight = 0, kTilesNotPermitted = 1, kProductsAreOff = 2, kProductsCrash = 3 };
-
 // Checks rows * columns^T, converted by float_of: within `inner` roundings of the exact sums.
 template <class E, class Value, class FloatOf, class Draw>
 bool multiplies_right(int inner, bool is_exact, const FloatOf& float_of, const Draw& draw) {

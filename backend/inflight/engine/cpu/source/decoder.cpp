@@ -17,12 +17,12 @@ using Element = INFLIGHT_ELEMENT;
 using Stored = Element::Stored;
 
 namespace {
-// `inflight.engine.cpu.layout` has the same constants under the same names, and compares them.
+// `inflight.engine.cpu.layout` compares each with its own, by these names.
 struct Constant {
   const char* name;
   int64_t value;
 };
-constexpr Constant kConstants[] = {
+const Constant kConstants[] = {
     {"kPanel", kPanel},
     {"kLanes", kLanes},
     {"pair bytes", Element::kPair * sizeof(Stored)},
@@ -57,7 +57,29 @@ constexpr Constant kConstants[] = {
     {"sizeof(Batch)", sizeof(Batch)},
     {"sizeof(Routed)", sizeof(Routed)},
     {"sizeof(PenalizedRows)", sizeof(PenalizedRows)},
+    {"sizeof(Penalties)", sizeof(Penalties)},
+    {"kPenalized", kPenalized},
+    {"kNoMemory", kNoMemory},
+    {"kWrongTokens", kWrongTokens},
+    {"bits of kLargestLogit", bits_of(kLargestLogit)},
     {"sizeof(MaskedRows)", sizeof(MaskedRows)},
+    {"sizeof(Chance)", sizeof(Chance)},
+    {"kFew", Drawer::kFew},
+    {"kBlock", Drawer::kBlock},
+    {"kLowDigitBits", Drawer::kLowDigitBits},
+    {"bits of kLeastScale", bits_of(kLeastScale)},
+    {"kSilu", kSilu},
+    {"kGelu", kGelu},
+    {"kGeluTanh", kGeluTanh},
+    {"kRelu", kRelu},
+    {"kRelu2", kRelu2},
+    {"kAsComputed", kAsComputed},
+    {"kInt8Levels", kInt8Levels},
+    {"kFp8Levels", kFp8Levels},
+    {"kProductsAreRight", kProductsAreRight},
+    {"kTilesNotPermitted", kTilesNotPermitted},
+    {"kProductsAreOff", kProductsAreOff},
+    {"kProductsCrash", kProductsCrash},
     {nullptr, 0},
 };
 }  // namespace
@@ -71,7 +93,7 @@ int check_products() {
   static const ProductCheck found = check_tiles<Element>();
   return found;
 #else
-  return 0;
+  return kProductsAreRight;
 #endif
 }
 const void* constants() { return kConstants; }
@@ -83,7 +105,7 @@ void* create(const Shape* shape, const Layer* layers) {
   }
 }
 void destroy(void* decoder) { delete static_cast<Decoder<Element>*>(decoder); }
-bool plan(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->plan(*batch); }
+bool prepare(void* decoder, const Batch* batch) { return static_cast<Decoder<Element>*>(decoder)->prepare(*batch); }
 bool run(void* decoder, const Batch* batch, Stored* x, int first, int last, Stored* partial, int half) {
   return static_cast<Decoder<Element>*>(decoder)->run(*batch, x, first, last, partial, half);
 }
@@ -95,7 +117,7 @@ bool accept(void* decoder, const Segment* segments, int64_t count, const Stored*
 bool run_to_logits(void* decoder, const Batch* batch, Stored* x, int num_layers, const Norm* norm, const Linear* head,
                    const int64_t* indices, int64_t rows, float* out, float* highest, int64_t* tokens) {
   auto& all = *static_cast<Decoder<Element>*>(decoder);
-  if (!all.plan(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
+  if (!all.prepare(*batch) || !all.run(*batch, x, 0, num_layers, nullptr, 0)) return false;
   if (!all.logits(*norm, *head, x, indices, rows, out)) return false;
   all.find_peaks(out, head->columns, rows, nullptr, highest, tokens);
   return true;

@@ -68,13 +68,13 @@ class Decoder {
   }
 
   // Cuts the spans into tiles and sorts rows by their adapters; called before `run`, for all layers of a batch.
-  bool plan(const Batch& batch) try {
+  bool prepare(const Batch& batch) try {
     if (batch.adapters) by_adapter_.sort(batch);
-    recurrent_.plan(batch.segments, batch.num_segments);
+    recurrent_.prepare(batch.segments, batch.num_segments);
     tiles_.clear();
     if (shape_.latent) {
-      latent_plan_.make(latent_, batch, shape_.heads, team_.size());
-      latent_plan_.sort(shape_.heads, kByTiles<E>);
+      latent_forms_.make(latent_, batch, shape_.heads, team_.size());
+      latent_forms_.sort(shape_.heads, kByTiles<E>);
       return true;
     }
     const int tile_rows = attention_.rows_per_tile();
@@ -111,7 +111,7 @@ class Decoder {
 
   // Advances the states of all `num_layers` layers by accepted drafts; `segments` are rows of `kept`, as in a Batch.
   bool accept(const Segment* segments, int64_t count, const Stored* kept, int64_t num_kept, int num_layers) try {
-    recurrent_.plan(segments, count);
+    recurrent_.prepare(segments, count);
     if (!recurrent_.reserve(num_kept, team_.size())) return false;
     team_.run([&](int thread) {
       for (int index = 0; index < num_layers; ++index)
@@ -164,10 +164,10 @@ class Decoder {
     });
   }
 
-  // Penalizes logits [any, columns] in place. Returns 0: done; 1: no memory; 2: a row's history is longer than the
-  // table or has negative tokens.
-  int penalize(float* logits, int columns, const PenalizedRows& of) {
-    if (!reserve_for_choice(columns)) return 1;
+  // Penalizes logits [any, columns] in place. kWrongTokens: a row's history is longer than the table or has negative
+  // tokens.
+  PenaltyStatus penalize(float* logits, int columns, const PenalizedRows& of) {
+    if (!reserve_for_choice(columns)) return kNoMemory;
     std::atomic<bool> is_wrong{false};
     each(of.count, of.count > 2, [&](int64_t i, int thread) {
       const int32_t* tokens = of.history + of.slots[i] * of.history_width;
@@ -176,7 +176,7 @@ class Decoder {
           !penalizers_[thread].penalize(row, columns, tokens, of.lengths[i], of.penalties[i]))
         is_wrong = true;
     });
-    return is_wrong ? 2 : 0;
+    return is_wrong ? kWrongTokens : kPenalized;
   }
 
   // Draws tokens [count] for the rows `rows` [count] of logits [any, columns].
@@ -252,8 +252,8 @@ class Decoder {
            (!batch.adapters || reserve_low_rank(rows));
   }
   bool reserve_latent(int64_t rows) {
-    const auto keys = static_cast<int64_t>(latent_plan_.keys().size());
-    const int64_t absorbed = shape_.heads * static_cast<int64_t>(latent_plan_.absorbed().size());
+    const auto keys = static_cast<int64_t>(latent_forms_.keys().size());
+    const int64_t absorbed = shape_.heads * static_cast<int64_t>(latent_forms_.absorbed().size());
     const int64_t pairs = pairs_of(std::max(latent_.nope, latent_.rank));
     return queries_.reserve(rows * shape_.heads * latent_.query()) && absorbed_.reserve(absorbed * latent_stride()) &&
            latents_.reserve(absorbed * latent_.rank) &&
@@ -692,8 +692,8 @@ class Decoder {
     AttentionShape attention = attention_;
     attention.recent = layer.recent;
     attention.sinks = layer.sinks;
-    if (!latent_plan_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
-    if (!latent_plan_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
+    if (!latent_forms_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
+    if (!latent_forms_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
     contribute({layer.output}, read_width(), rows, layer.attention_post_norm, x, partial, thread,
                [&](int64_t row, Stored*) -> const Stored* { return read_.get() + row * read_width(); });
   }
@@ -729,11 +729,11 @@ class Decoder {
   void attend_absorbed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
                        const LatentQueries& queries, int thread) {
     const LatentLayer& latent = layer.latent;
-    const auto& absorbed = latent_plan_.absorbed();
+    const auto& absorbed = latent_forms_.absorbed();
     const auto rows = static_cast<int64_t>(absorbed.size()), visits = rows * shape_.heads;  // by head
     const int rank = latent_.rank;
     const auto tasks_of_heads = [&](const Linear& linear) {
-      return Tasks(latent_plan_.by_head(), linear.columns / kPanel / shape_.heads);
+      return Tasks(latent_forms_.by_head(), linear.columns / kPanel / shape_.heads);
     };
     const Product absorb{latent.absorb}, value_up{latent.value_up};
     load_operand(absorb, tasks_of_heads(latent.absorb), visits, latent_.nope, thread, [&](int64_t visit, Stored*) {
@@ -745,7 +745,7 @@ class Decoder {
       store(target + kLanes, high);
     });
     team_.barrier();
-    const int at_once = latent_plan_.heads_per_tile(), tiles = (shape_.heads + at_once - 1) / at_once;
+    const int at_once = latent_forms_.heads_per_tile(), tiles = (shape_.heads + at_once - 1) / at_once;
     team_.deal(rows * tiles, thread);
     team_.barrier();
     team_.share(thread, [&](int64_t number) {
@@ -779,7 +779,7 @@ class Decoder {
   // read_ of the rows for which latents are projected to keys and values, those of some heads at a time.
   void attend_decompressed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
                            const LatentQueries& queries, int thread) {
-    const auto& keys = latent_plan_.keys();
+    const auto& keys = latent_forms_.keys();
     const auto count = static_cast<int64_t>(keys.size());
     const int width = latent_.unfolded(), nope = latent_.nope, panels = (width + kPanel - 1) / kPanel;
     for (int begin = 0; begin < shape_.heads; begin += heads_at_once()) {
@@ -796,11 +796,11 @@ class Decoder {
         store_panel(target, panel % panels, width, low, high);
       });
       team_.barrier();
-      team_.deal(static_cast<int64_t>(latent_plan_.tiles().size()) * heads, thread);
+      team_.deal(static_cast<int64_t>(latent_forms_.tiles().size()) * heads, thread);
       team_.barrier();
       team_.share(thread, [&](int64_t number) {
         const int head = static_cast<int>(number % heads);
-        const auto& rows = latent_plan_.tiles()[number / heads];
+        const auto& rows = latent_forms_.tiles()[number / heads];
         LatentTile<E>& tile = latent_tiles_[thread];
         const int64_t first = rows.span.start + rows.begin - rows.span.begin;  // position
         const int vectors = static_cast<int>(rows.end - rows.begin);
@@ -829,7 +829,7 @@ class Decoder {
   int64_t latent_stride() const { return (latent_.rank + kPanel - 1) / kPanel * kPanel; }
   // Number of heads whose keys and values are in memory at once.
   int heads_at_once() const {
-    const int64_t of_head = static_cast<int64_t>(latent_plan_.keys().size()) * latent_.unfolded() * sizeof(Stored);
+    const int64_t of_head = static_cast<int64_t>(latent_forms_.keys().size()) * latent_.unfolded() * sizeof(Stored);
     return static_cast<int>(std::clamp<int64_t>(kUnfoldedBytes / std::max<int64_t>(of_head, 1), 1, shape_.heads));
   }
   static constexpr int64_t kUnfoldedBytes = 32 << 20;
@@ -965,7 +965,7 @@ class Decoder {
   std::vector<Drawer> drawers_;  // one per thread
   Buffer<Stored> qkv_, read_, inner_;
   LatentShape latent_{};
-  LatentPlan latent_plan_;
+  LatentForms latent_forms_;
   std::vector<LatentTile<E>> latent_tiles_;  // one per thread
   Buffer<Stored> queries_;   // [rows, heads, query], of latent attention, as all of these
   Buffer<float> absorbed_;   // [heads, absorbed rows, rank in whole panels]

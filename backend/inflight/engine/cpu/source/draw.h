@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -30,6 +29,10 @@ struct Chance {
 // One per thread, with memory for rows of the reserved number of columns.
 class Drawer {
  public:
+  static constexpr int kFew = 128;        // candidates to try before top_p is applied to the whole vocabulary
+  static constexpr int kBlock = 64;         // weights summed in float32
+  static constexpr int kLowDigitBits = 10;  // of the lower two of three digits that a float's bits are divided into
+
   void reserve(int columns) {
     const int blocks = (columns + kBlock - 1) / kBlock;
     maxima_.reserve(blocks);
@@ -67,10 +70,8 @@ class Drawer {
   }
 
  private:
-  // The same values as in inflight/sampling/top_k_top_p.py, so that a row draws the same token there.
-  static constexpr int kFew = 128;  // candidates to try before top_p is applied to the whole vocabulary
-  static constexpr int kBlock = 64;
-  static constexpr int kDigits = 1 << 12;
+  static constexpr int kDigits = 1 << (32 - 2 * kLowDigitBits);  // number of values of the highest digit
+  static constexpr int kLowDigitMask = (1 << kLowDigitBits) - 1;
   static constexpr int64_t kLowerHalf = 0xffffffff;
 
   struct Candidate {
@@ -170,11 +171,6 @@ class Drawer {
     return static_cast<int64_t>(bits ^ ((bits >> 31) & 0x7fffffff)) * (kLowerHalf + 1) + (kLowerHalf - token);
   }
   static int32_t token_of(int64_t key) { return static_cast<int32_t>(kLowerHalf - (key & kLowerHalf)); }
-  static int32_t bits_of(float value) {
-    int32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return bits;
-  }
 
   // Computes every token's weight, 1 for the most likely one, and zeros up to the end of the last block.
   void weigh_all(const float* logits, int columns, float highest, const Chance& chance) {
@@ -226,9 +222,9 @@ class Drawer {
   float cut_large_nucleus(int columns, double needed) {
     tokens_.resize(columns);
     for (int token = 0; token < columns; ++token) tokens_[token] = token;
-    double above = keep_digit(20, kDigits - 1, needed, 0);
-    above = keep_digit(10, 1023, needed, above);
-    above = keep_digit(0, 1023, needed, above);
+    double above = keep_digit(2 * kLowDigitBits, kDigits - 1, needed, 0);
+    above = keep_digit(kLowDigitBits, kLowDigitMask, needed, above);
+    above = keep_digit(0, kLowDigitMask, needed, above);
     const float least = weights_[tokens_[0]];
     for (const int32_t token : tokens_) {
       if (above >= needed) weights_[token] = 0;

@@ -49,6 +49,15 @@ struct F32 : FloatPairs {
   }
 };
 
+// The least scale by which values are divided when they are rounded to 8 bits, as all of them may be 0.
+constexpr float kLeastScale = 1e-30f;
+
+inline int32_t bits_of(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
 // max |value|, NaN if any value is NaN.
 template <class E>
 inline float largest_magnitude(const typename E::Stored* values, int count) {

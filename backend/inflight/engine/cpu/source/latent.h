@@ -45,7 +45,7 @@ inline bool takes_fewer_decompressed(const LatentShape& shape, const Span& span)
 }
 
 // The forms of a batch's spans, for all layers.
-class LatentPlan {
+class LatentForms {
  public:
   struct AbsorbedRow {
     int64_t row, slot, position;

@@ -21,6 +21,10 @@ struct PenalizedRows {
   const int64_t *slots, *lengths;  // [count]: slot of each row, and number of its tokens before the row
 };
 
+enum PenaltyStatus : int32_t { kPenalized = 0, kNoMemory = 1, kWrongTokens = 2 };
+
+constexpr float kLargestLogit = 1e30f;  // limit of the magnitude of penalized logits
+
 // One per thread, with memory for rows of the reserved number of columns.
 class Penalizer {
  public:
@@ -47,8 +51,6 @@ class Penalizer {
   }
 
  private:
-  static constexpr float kLargestLogit = 1e30f;  // LARGEST_LOGIT of inflight/sampling/row_kernels.py
-
   static float penalized(float logit, float repetition, float presence, float frequency) {
     if (logit == -std::numeric_limits<float>::infinity()) return logit;
     float value = logit < 0 ? times(logit, repetition) : logit / repetition;

@@ -6,6 +6,7 @@
 // target: each pair becomes kWords words of four bytes, which one lane of a multiply-add processes one after the other.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 
 #include "lanes.h"
@@ -13,6 +14,9 @@
 namespace inflight {
 
 constexpr int kPanel = 32;  // columns
+
+// What a check of a target's products on this machine found.
+enum ProductCheck : int32_t { kProductsAreRight = 0, kTilesNotPermitted = 1, kProductsAreOff = 2, kProductsCrash = 3 };
 
 // The memory to prefetch: a kernel prefetches the line at `first` and the line at `second` with every pair.
 struct Ahead {

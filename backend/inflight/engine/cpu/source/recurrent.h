@@ -26,7 +26,7 @@ class RecurrentLayers {
   explicit RecurrentLayers(const Shape& shape) : shape_(shape.recurrent), activation_(shape.activation) {}
 
   // Prepares the layers for the rows of a batch's segments; throws bad_alloc.
-  void plan(const Segment* segments, int64_t count) {
+  void prepare(const Segment* segments, int64_t count) {
     segments_ = segments;
     spans_.clear();
     for (int64_t i = 0; i < count; ++i) {

@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Attention over paged KV blocks: a kernel for generation rows, which splits their keys, and one for context
 chunks.
 
@@ -16,11 +14,10 @@ blocks may hold anything there.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.cuda.kernels.kv_levels import levels_of, load_tokens, or_any
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import PER_BATCH, launch, power_of_two
 from inflight.engine.packing import TILE_ROWS
 from inflight.engine.windows import AttentionWindow
@@ -49,12 +46,13 @@ def num_parts(num_kv_heads: int, longest: int) -> int:
     return min(parts, power_of_two(-(-longest // _LEAST_PART)))
 
 
-@triton.jit
+@jit()
 def _see(
-    best, total, read, queries, key_page, value_page, key_scales, value_scales, table, places, is_read,
-    visible, scale, key_block, key_token, value_block, value_token, scale_token,
-    SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    LEVELS: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    best: Value, total: Value, read: Value, queries: Value, key_page: Value, value_page: Value,
+    key_scales: Value, value_scales: Value, table: Value, places: Value, is_read: Value, visible: Value,
+    scale: Value, key_block: Value, key_token: Value, value_block: Value, value_token: Value,
+    scale_token: Value, SOFT_CAP: constexpr, TOKENS_PER_BLOCK: constexpr, HEAD_DIM: constexpr,
+    WIDTH: constexpr, LEVELS: constexpr, ALL_VISIBLE: constexpr,
 ):  # fmt: skip
     """Add a tile of keys to rows' running softmaxes.
 
@@ -94,14 +92,15 @@ def _see(
     return now_best, total * decay + tl.sum(weights, axis=1), read * decay[:, None] + added
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
+@jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_generation(
-    queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
-    query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
-    key_scales, value_scales, scale_token, LEVELS: tl.constexpr,
-    RECENT: tl.constexpr, SINKS: tl.constexpr, SOFT_CAP: tl.constexpr, TOKENS_PER_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr,
+    queries: Value, keys: Value, values: Value, tables: Value, rows: Value, slots: Value, positions: Value,
+    parts_read: Value, parts_best: Value, parts_total: Value, scale: Value, query_row: Value,
+    query_head: Value, key_block: Value, key_token: Value, key_head: Value, value_block: Value,
+    value_token: Value, value_head: Value, table_row: Value, key_scales: Value, value_scales: Value,
+    scale_token: Value, LEVELS: constexpr, RECENT: constexpr, SINKS: constexpr, SOFT_CAP: constexpr,
+    TOKENS_PER_BLOCK: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROWS: constexpr, WIDTH: constexpr,
+    NUM_PARTS: constexpr, LEAST_PART: constexpr, TILE: constexpr,
 ):  # fmt: skip
     """Attend with a row's query heads of one key head to every n-th part of the row's keys.
 
@@ -164,11 +163,11 @@ def _attend_generation(
         tl.store(parts_read + place[:, None] * HEAD_DIM + columns[None, :], read, mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
+@jit(do_not_specialize_on_alignment=PER_BATCH)
 def _add_up(
-    results, rows, positions, parts_read, parts_best, parts_total, sinks,
-    RECENT: tl.constexpr, HAS_SINKS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    NUM_PARTS: tl.constexpr, LEAST_PART: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    results: Value, rows: Value, positions: Value, parts_read: Value, parts_best: Value, parts_total: Value,
+    sinks: Value, RECENT: constexpr, HAS_SINKS: constexpr, HEAD_DIM: constexpr, WIDTH: constexpr,
+    NUM_PARTS: constexpr, LEAST_PART: constexpr, TILE: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Combine the parts' softmaxes of a row and head into `results` [rows, heads, HEAD_DIM].
 
@@ -207,14 +206,14 @@ def _add_up(
     tl.store(target, result.to(results.dtype.element_ty), mask=(columns < HEAD_DIM) & (row >= 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
+@jit(do_not_specialize_on_alignment=PER_BATCH)
 def _attend_chunk(
-    results, queries, keys, values, tables, tiles, sinks, scale,
-    query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
-    key_scales, value_scales, scale_token, LEVELS: tl.constexpr,
-    RECENT: tl.constexpr, SINKS: tl.constexpr, HAS_SINKS: tl.constexpr, SOFT_CAP: tl.constexpr,
-    TOKENS_PER_BLOCK: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, TILE: tl.constexpr,
+    results: Value, queries: Value, keys: Value, values: Value, tables: Value, tiles: Value, sinks: Value,
+    scale: Value, query_row: Value, query_head: Value, key_block: Value, key_token: Value, key_head: Value,
+    value_block: Value, value_token: Value, value_head: Value, table_row: Value, key_scales: Value,
+    value_scales: Value, scale_token: Value, LEVELS: constexpr, RECENT: constexpr, SINKS: constexpr,
+    HAS_SINKS: constexpr, SOFT_CAP: constexpr, TOKENS_PER_BLOCK: constexpr, GROUP: constexpr,
+    HEAD_DIM: constexpr, ROWS: constexpr, WIDTH: constexpr, TILE: constexpr,
 ):  # fmt: skip
     """Attend with a tile of a chunk's rows, for one query head. Grid: heads, tiles.
 

@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Products with quantized matrices unpacked inside the kernel: levels, with scales for groups of inputs.
 
 A group's levels minus its zero point are integers, or 8-bit or 4-bit floats, which half precision represents
@@ -9,20 +7,20 @@ exactly. They are multiplied as such, and the float32 sums are scaled group by g
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
 _MOST_ROWS = 64  # rows of a tile
 
 
-@triton.jit
+@jit()
 def _multiply(
-    x, values, scales, zeros, results, num_rows, num_outputs, num_inputs, x_row, value_row, num_groups, group_size,
-    FOUR_BITS: tl.constexpr, FLOAT4: tl.constexpr, FLOAT8: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    x: Value, values: Value, scales: Value, zeros: Value, results: Value, num_rows: Value, num_outputs: Value,
+    num_inputs: Value, x_row: Value, value_row: Value, num_groups: Value, group_size: Value,
+    FOUR_BITS: constexpr, FLOAT4: constexpr, FLOAT8: constexpr, HAS_ZEROS: constexpr, ROWS: constexpr,
+    OUTPUTS: constexpr, INPUTS: constexpr,
 ):  # fmt: skip
     """Compute a tile of the results. Grid: tiles of outputs, tiles of rows.
 

@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Keys and values in 8 bits inside kernels: conversion of a head's values to levels and a scale, and back.
 
 The same arithmetic as `kv_rounding.py`. The bits of float8 are converted by integer operations, as older GPUs have
@@ -8,14 +6,12 @@ no instructions for it, and Triton's interpreter has no correct ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, LEAST_SCALE
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
+from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.shared_constants import LEAST_SCALE
 
 AS_COMPUTED, INT8, FP8 = 0, 1, 2
 """The values of a kernel's `LEVELS`: the storage of its KV cache."""
@@ -35,9 +31,10 @@ def or_any(scales: tuple[Tensor, Tensor] | None, pages: tuple[Tensor, Tensor]) -
     return pages if scales is None else scales
 
 
-@triton.jit
+@jit()
 def load_tokens(
-    page, rows, columns, inside, scales, tokens, is_read, any_result, LEVELS: tl.constexpr
+    page: Value, rows: Value, columns: Value, inside: Value, scales: Value, tokens: Value, is_read: Value,
+    any_result: Value, LEVELS: constexpr,
 ):  # fmt: skip
     """Load one head of some tokens' keys or values [tokens, columns], in the dtype of `any_result`.
 
@@ -56,20 +53,23 @@ def load_tokens(
     return (wide * scale[:, None]).to(any_result.dtype)
 
 
-@triton.jit
-def store_head(cache, target, scales, place, numbers, inside, LEVELS: tl.constexpr):
+@jit()
+def store_head(
+    cache: Value, target: Value, scales: Value, place: Value, numbers: Value, inside: Value,
+    LEVELS: constexpr,
+):  # fmt: skip
     """Store a key or value of one head, 0 where not `inside`: unchanged, or as levels and a scale at `place`."""
     if LEVELS == 0:
         tl.store(cache + target, numbers, mask=inside)
     else:
         wide = numbers.to(tl.float32)
-        levels, scale = _round_head(wide, LEVELS)  # pyright: ignore[reportGeneralTypeIssues] - as in peaks.py
+        levels, scale = _round_head(wide, LEVELS)
         tl.store(cache + target, levels.to(cache.dtype.element_ty), mask=inside)
         tl.store(scales + place, scale)
 
 
-@triton.jit
-def _round_head(numbers, LEVELS: tl.constexpr) -> Any:
+@jit()
+def _round_head(numbers: Value, LEVELS: constexpr) -> tuple[Value, Value]:
     largest = 127.0 if LEVELS == 1 else 448.0
     is_number = numbers == numbers
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), axis=0), largest), _LEAST_SCALE)

@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """The operations of a decoder layer between its matrix products, each in one kernel.
 
 They compute in float32 and round where torch's operators round, so that results are the same except for the order
@@ -9,11 +7,10 @@ of sums.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from inflight.engine.cuda.kernels.kv_levels import levels_of, or_any, store_head
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
@@ -22,9 +19,10 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _COLUMNS = 1024  # columns of an activation per program
 
 
-@triton.jit
+@jit()
 def _add_norm(
-    x, computed, weight, sums, normed, x_row, computed_row, size, eps, BLOCK: tl.constexpr,
+    x: Value, computed: Value, weight: Value, sums: Value, normed: Value, x_row: Value, computed_row: Value,
+    size: Value, eps: Value, BLOCK: constexpr,
 ):  # fmt: skip
     """Compute a row's residual sum, rounded, and its RMSNorm. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
@@ -42,12 +40,13 @@ def _add_norm(
     tl.store(normed + row * size + columns, (wide * scale * factors).to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_BATCH)
+@jit(do_not_specialize_on_alignment=PER_BATCH)
 def _rotate_and_write(
-    qkv, turned, query_weight, key_weight, cosines, sines, positions, places, key_cache, value_cache,
-    key_scales, value_scales, qkv_row, cache_token, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ROTARY_DIM: tl.constexpr, HAS_NORMS: tl.constexpr, LEVELS: tl.constexpr,
+    qkv: Value, turned: Value, query_weight: Value, key_weight: Value, cosines: Value, sines: Value,
+    positions: Value, places: Value, key_cache: Value, value_cache: Value, key_scales: Value,
+    value_scales: Value, qkv_row: Value, cache_token: Value, eps: Value, HEADS: constexpr,
+    KV_HEADS: constexpr, HEAD_DIM: constexpr, WIDTH: constexpr, ROTARY_DIM: constexpr, HAS_NORMS: constexpr,
+    LEVELS: constexpr,
 ):  # fmt: skip
     """Process one head of a row: rotate a query, rotate and store a key, or store a value.
 
@@ -66,7 +65,7 @@ def _rotate_and_write(
         target += kv_head * HEAD_DIM
         store_head(value_cache, target, value_scales, place * KV_HEADS + kv_head, numbers, inside, LEVELS)
     else:
-        half: tl.constexpr = ROTARY_DIM // 2
+        half: constexpr = ROTARY_DIM // 2
         is_turned = columns < ROTARY_DIM
         partner = tl.where(columns < half, columns + half, columns - half)
         is_partner = inside & is_turned
@@ -95,9 +94,9 @@ def _rotate_and_write(
             store_head(key_cache, target, key_scales, place * KV_HEADS + kv_head, rounded, inside, LEVELS)
 
 
-@triton.jit
+@jit()
 def _gated_activation(
-    inner, results, inner_row, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    inner: Value, results: Value, inner_row: Value, size: Value, ACTIVATION: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Compute the activation of a row's first half, rounded, times its second half.
 

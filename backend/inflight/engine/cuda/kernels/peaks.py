@@ -1,18 +1,13 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """The highest logit of each row, for sampling: two kernels, which read each row once."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-import triton
-import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.row_kernels import RowKernels
@@ -21,8 +16,8 @@ from inflight.sampling.rows import Rows, select_rows
 _BLOCK = 4096  # logits per program
 
 
-@triton.jit
-def _peak(numbers, places) -> Any:
+@jit()
+def _peak(numbers: Value, places: Value) -> tuple[Value, Value]:
     """Return the highest of `numbers` and the lowest of its `places`; NaN and its place if there is any NaN."""
     is_nan = numbers != numbers
     ordered = tl.where(is_nan, float("inf"), numbers)
@@ -33,8 +28,10 @@ def _peak(numbers, places) -> Any:
     return tl.where(has_nan, float("nan"), peak), place
 
 
-@triton.jit
-def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexpr):
+@jit()
+def _peaks_of_blocks(
+    logits: Value, highest: Value, tokens: Value, row_size: Value, size: Value, BLOCK: constexpr,
+):  # fmt: skip
     """Find the highest logit of a block of a row (NaN if it has one) and the first token that has it.
 
     Grid: rows, blocks; results [rows, blocks].
@@ -43,21 +40,24 @@ def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexp
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     numbers = tl.load(logits + row * row_size + columns, mask=columns < size, other=float("-inf"))
-    peak, place = _peak(numbers, columns)  # pyright: ignore[reportGeneralTypeIssues] - Triton declares no types
+    peak, place = _peak(numbers, columns)
     at = row * tl.num_programs(1) + tl.program_id(1)
     tl.store(highest + at, peak)
     tl.store(tokens + at, place.to(tl.int64))
 
 
-@triton.jit
-def _peaks_of_rows(block_highest, block_tokens, highest, tokens, num_blocks, BLOCKS: tl.constexpr):
+@jit()
+def _peaks_of_rows(
+    block_highest: Value, block_tokens: Value, highest: Value, tokens: Value, num_blocks: Value,
+    BLOCKS: constexpr,
+):  # fmt: skip
     """Combine the results of a row's blocks. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks
     numbers = tl.load(block_highest + row * num_blocks + blocks, mask=inside, other=float("-inf"))
     places = tl.load(block_tokens + row * num_blocks + blocks, mask=inside, other=0x7FFFFFFF)
-    peak, place = _peak(numbers, places)  # pyright: ignore[reportGeneralTypeIssues] - Triton declares no types
+    peak, place = _peak(numbers, places)
     tl.store(highest + row, peak)
     tl.store(tokens + row, place.to(tl.int64))
 

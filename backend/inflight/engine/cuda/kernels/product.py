@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Products with 8-bit weights, int8 or float8, whose levels are converted to half precision inside the kernel.
 
 Weights are read once for up to 256 rows, so few rows take half the time of half-precision weights. The order of a
@@ -11,10 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch
 
 FEW_ROWS = 32
@@ -48,11 +45,11 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # one compilation for all numbers of rows
+@jit(do_not_specialize=["num_rows"])  # one compilation for all numbers of rows
 def _multiply_levels(
-    x, levels, scales, row_scales, results, num_rows, num_outputs, size, x_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PARTS: tl.constexpr,
-    IS_SHARED: tl.constexpr, HAS_ROW_SCALES: tl.constexpr,
+    x: Value, levels: Value, scales: Value, row_scales: Value, results: Value, num_rows: Value,
+    num_outputs: Value, size: Value, x_row: Value, ROWS: constexpr, OUTPUTS: constexpr, INPUTS: constexpr,
+    PARTS: constexpr, IS_SHARED: constexpr, HAS_ROW_SCALES: constexpr,
 ):  # fmt: skip
     """Compute a tile of results [num_rows, num_outputs]: x times levels [num_outputs, size], times scales.
 
@@ -96,9 +93,10 @@ def _multiply_levels(
         tl.store(results + places, total.to(results.dtype.element_ty), mask=is_result)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"])
 def _add_parts(
-    sums, scales, results, num_rows, num_outputs, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    sums: Value, scales: Value, results: Value, num_rows: Value, num_outputs: Value, PARTS: constexpr,
+    BLOCK: constexpr,
 ):  # fmt: skip
     """Add the sums of parts to results [num_rows, num_outputs]. Grid: rows, blocks of outputs."""
     row = tl.program_id(0).to(tl.int64)

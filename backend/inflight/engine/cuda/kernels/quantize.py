@@ -1,23 +1,21 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Rounds rows to float8, each with its own scale, in one kernel."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
 _OF_LARGEST = 1 / 448  # largest float8_e4m3fn
 
 
-@triton.jit
+@jit()
 def _quantize_rows(
-    x, levels, scales, x_row, size, OF_LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr
-):
+    x: Value, levels: Value, scales: Value, x_row: Value, size: Value, OF_LARGEST: constexpr,
+    LEAST: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Compute a row's levels and its scale. Grid: rows.
 
     Triton's `/` is off by a bit at times, which may change a level.

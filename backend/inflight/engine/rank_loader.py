@@ -1,0 +1,103 @@
+"""The steps of loading that do not depend on what computes the layers. Loading thread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
+from inflight.engine.cuda.iteration_graphs import Capture
+from inflight.engine.debug_tensors import DebugTensors
+from inflight.engine.interfaces import BlockCache, RunnerDecoder
+from inflight.engine.load_options import LoadOptions
+from inflight.engine.room import count_snapshots, find_device, make_limits, offer_outputs, set_threads
+from inflight.engine.runner import ModelRunner
+from inflight.models import DecoderConfig
+from inflight.models.sharding import Part
+
+
+def prepare_device(config: EngineConfig) -> torch.device:
+    """Check the parameters, set the number of threads, and return the device."""
+    config.validate()
+    device = find_device(config.device)
+    set_threads(config.engine_threads)
+    return device
+
+
+class RankLoader:
+    """Assembles a rank's runner. The constructor makes the checks that take no time.
+
+    Args:
+        options: The configuration and the rank.
+        decoder: Configuration of the whole model.
+        max_sequence_length: Maximum number of tokens of a sequence.
+        device: Where the rank computes.
+
+    Attributes:
+        options: The argument of the same name.
+        config: The configuration of `options`.
+        device: The argument of the same name.
+        max_sequence_length: The argument of the same name.
+        part: The rank's part of the model.
+        held: Configuration of this part.
+    """
+
+    def __init__(
+        self, options: LoadOptions, decoder: DecoderConfig, max_sequence_length: int, device: torch.device
+    ) -> None:
+        mapping = options.mapping
+        self.options, self.config, self.device = options, options.config, device
+        self.max_sequence_length = max_sequence_length
+        self.part = Part.from_mapping(mapping, decoder)
+        self.held = self.part.held_config(decoder)
+        self._decoder_config = decoder
+        self._offered = offer_outputs(self.config, decoder, mapping)
+        self._debug_tensors = DebugTensors.from_config(self.config, mapping.pp_rank, mapping.tp_rank)
+
+    def find_graphs(self, has_fixed_shapes: bool) -> Capture | None:
+        """Return the recorder of CUDA graphs; None unless all ranks record iterations."""
+        has_debug_tensors = self._debug_tensors is not None
+        capture = find_capture(
+            self.config, has_fixed_shapes, self.options.mapping, self.device, has_debug_tensors
+        )
+        return agree_on_capture(capture, self.device, self.options.agree)
+
+    def make_runner(
+        self,
+        decoder: RunnerDecoder,
+        cache: BlockCache,
+        num_adapter_pages: int,
+        capture: Capture | None,
+        shares_blocks: bool = True,
+    ) -> ModelRunner:
+        """Assemble the runner; on a GPU, record iterations."""
+        limits = make_limits(
+            self.config,
+            self._decoder_config,
+            self.max_sequence_length,
+            cache.num_blocks,
+            num_adapter_pages,
+            self.device,
+            self.options.mapping,
+            count_snapshots(self.config, self._decoder_config),
+        )
+        limits = replace(
+            limits,
+            logits_post_processors=self.options.post_processor_names,
+            additional_outputs=self._offered,
+            shares_blocks=shares_blocks,
+        )
+        runner = ModelRunner(
+            decoder,
+            cache,
+            limits,
+            self.config.max_num_tokens,
+            self.options.mapping,
+            capture,
+            self._debug_tensors,
+        )
+        if self.device.type == "cuda":
+            runner.agree_on_recordings(self.options.agree)
+        return runner
