@@ -106,7 +106,7 @@ def test_at_the_length_limit_candidates_keep_their_finish_reasons():
 
 
 @pytest.mark.parametrize("token", [END, 7])
-def test_the_first_token_may_be_the_last(token):
+def test_a_search_for_one_token_ends_after_its_first_step(token):
     search = make_search(2, new=1)
     search.advance(make_candidates((0, token, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
     assert search.done
@@ -271,7 +271,7 @@ def test_details_that_are_not_requested_are_empty():
     assert search.hypotheses()[0] == Hypothesis((7,), -1.0, -1.0, FinishReason.LENGTH)
 
 
-def test_the_order_of_the_candidates_is_their_rank():
+def test_beams_continue_in_the_order_of_the_candidates():
     """With a diversity rate a candidate of a lower score may rank higher."""
     search = make_search(2)
     search.advance(make_candidates((0, 5, -2.0), (0, 6, -1.0), (0, 7, -1.5), (0, 8, -4.0)))

@@ -164,7 +164,7 @@ def test_ended_requests_and_requests_in_context_need_no_blocks():
     assert blocks.decide() == Growth((growing,), 0, is_short=True)
 
 
-def test_reservations_to_the_end_leave_nothing_to_plan():
+def test_guaranteed_no_evict_pauses_no_sequence():
     blocks = Blocks(1)
     blocks.run()
     assert GuaranteedNoEvict().decide_growth(blocks.running, blocks.cache) == Growth()
@@ -173,7 +173,7 @@ def test_reservations_to_the_end_leave_nothing_to_plan():
 # ---------------------------------------------------------------- in a scheduler
 
 
-def test_the_policy_of_a_name():
+def test_every_capacity_policy_has_its_scheduler():
     assert isinstance(make_capacity_scheduler(MAX_UTILIZATION), MaxUtilization)
     guaranteed = make_capacity_scheduler(CapacityPolicy.GUARANTEED_NO_EVICT)
     static = make_capacity_scheduler(STATIC_BATCH)

@@ -248,7 +248,7 @@ def test_additional_outputs_end_with_the_tokens_and_are_returned_once(streaming)
     assert (top.tensors[0].shape, top.tensors[0].data) == ((3, 1), bytes([0] * 4 + [1] * 4 + [2] * 4))
 
 
-def test_rows_behind_an_end_id_within_a_draft_are_dropped():
+def test_additional_outputs_after_an_end_id_in_a_draft_are_dropped():
     scheduler = scheduler_that_offers(
         OfferedOutput("last_hidden_state", True, 2), OfferedOutput("top_1_logits", False, 1)
     )

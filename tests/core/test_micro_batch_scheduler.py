@@ -70,7 +70,7 @@ def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
 # ---------------------------------------------------------------- whole contexts
 
 
-def test_whole_contexts_go_first_then_streams_fill_the_rows():
+def test_whole_contexts_go_first_and_generation_fills_the_remaining_rows():
     stream, other = generating(), generating()
     running = [stream, in_context(9), in_context(6), other]
     selected = unchunked().select(running)
@@ -151,7 +151,7 @@ def test_a_chunk_that_is_not_the_last_ends_on_a_block_boundary():
     assert sizes(chunked(3).select(running), running) == [0]
 
 
-def test_a_short_context_behind_the_last_chunk_of_a_long_one():
+def test_a_short_context_does_not_overtake_longer_ones_before_it():
     running = [in_context(20, done=12), in_context(20), in_context(2)]
     selected = chunked().select(running)
     assert sizes(selected, running) == [8, 8, 0] and selected.num_free_rows == 0
@@ -188,7 +188,7 @@ def test_equal_progress_continues_each_context_at_its_position():
     assert sizes(equal_progress(12).select(running), running) == [8, 4]
 
 
-def test_a_short_end_takes_the_rows_that_a_block_does_not_fit_into():
+def test_equal_progress_gives_a_context_end_the_rows_that_are_too_few_for_a_block():
     running = [in_context(40), in_context(40), in_context(2)]
     assert sizes(equal_progress(10).select(running), running) == [4, 4, 2]
     assert sizes(equal_progress(11).select(running), running) == [4, 4, 2]
@@ -196,7 +196,7 @@ def test_a_short_end_takes_the_rows_that_a_block_does_not_fit_into():
     assert sizes(equal_progress(7).select(running), running) == [4, 2, 0]
 
 
-def test_equal_progress_does_not_divide_an_end_and_its_draft():
+def test_equal_progress_keeps_the_end_of_a_context_with_its_draft():
     running = [in_context(40), in_context(6, draft=3)]
     assert sizes(equal_progress(13).select(running), running) == [8, 4]
     assert sizes(equal_progress(14).select(running), running) == [8, 4]
@@ -309,7 +309,7 @@ def test_the_last_free_micro_batch_takes_only_its_share():
     assert pipelined(2).select([*busy, *ready], num_in_flight=1).generation == ready[:3]
 
 
-def test_sequences_are_left_for_every_free_micro_batch():
+def test_every_free_micro_batch_gets_a_share_of_the_sequences():
     running = [generating() for _ in range(4)]
     scheduler = pipelined(3)
     parts = []

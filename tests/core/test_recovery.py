@@ -219,7 +219,7 @@ def test_a_request_that_ended_while_in_flight_is_answered_and_not_suspected():
     assert scheduler.state().suspects == (1, 3)
 
 
-def test_a_request_beside_unsuspected_ones_is_retried_once_more():
+def test_a_request_that_failed_beside_an_ended_one_is_retried_alone():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(*requests(2))

@@ -177,7 +177,7 @@ def test_the_length_that_a_refusal_recommends_is_accepted(prompt):
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_the_room_of_the_kv_cache_is_the_capacity_of_its_blocks(width):
+def test_kv_room_is_the_most_new_tokens_that_fit_into_the_blocks(width):
     """`kv_room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
     sampling = SamplingConfig(beam_width=width)
     for num_blocks in range(1, 7):

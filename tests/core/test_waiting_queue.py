@@ -112,7 +112,7 @@ def test_skipped_requests_return_to_their_places():
     assert drain(turns.queue) == named(waiting, "dabc")
 
 
-def test_num_new_counts_future_siblings_and_not_the_front():
+def test_num_new_counts_siblings_not_started_and_not_requests_put_in_front():
     turns = Turns()
     turns.add(priority=0.5, sampling=THREE_SEQUENCES)
     turns.add(priority=0.7, sampling=TWO_BEAMS)
@@ -176,7 +176,7 @@ def test_a_sibling_costs_as_much_as_the_first_sequence():
     assert turns.starts(5) == "BBBAB"
 
 
-def test_a_sibling_that_never_started_was_never_counted():
+def test_a_sibling_that_leaves_before_it_starts_is_not_charged():
     turns = Turns()
     first, second, third = turns.add(1, sampling=THREE_SEQUENCES).group.sequences
     turns.start()
