@@ -79,7 +79,7 @@ def serve(model: ModelDescription) -> Iterator[Any]:
         each.cache.close()
 
 
-def test_folders_of_both_kinds_are_the_same_adapter(
+def test_an_adapter_has_one_digest_from_a_peft_or_a_prefetch_folder(
     serve: Any, model: ModelDescription, peft_folder: Path, tmp_path: Path
 ) -> None:
     write_lora_files(read_peft_folder(peft_folder, model), tmp_path / "prefetch" / "12")
@@ -240,7 +240,7 @@ def test_written_files_are_read_back_unchanged(
     assert weights.dtype == {"float32": "f4", "float16": "f2", "bfloat16": "V2"}[dtype]
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_damaged_files(tmp_path: Path) -> None:
     np.save(tmp_path / CONFIG_FILE, np.zeros((1, 1, 4), np.int32))
     with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} is missing"):
         read_lora_files(tmp_path)

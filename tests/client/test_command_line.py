@@ -140,7 +140,7 @@ def test_adapters_are_printed(server: FakeServer, capsys, arguments: list[str], 
     assert json.loads(asked.inputs["lora_command"][0]) == command
 
 
-def test_a_path_needs_load(server: FakeServer) -> None:
+def test_an_adapter_path_without_load_is_refused(server: FakeServer) -> None:
     with pytest.raises(SystemExit):
         main(["adapters", "--url", server.url, "--path", "a"])
 
