@@ -256,7 +256,7 @@ def test_a_soak_with_many_adapters_has_no_errors_and_leaves_nothing_behind(
     count, client = int(request.config.getoption("--soak-requests", 0)), Client(server.grpc)
     soak = Soak(server, known)
 
-    def told() -> dict[str, Any]:
+    def reported_state() -> dict[str, Any]:
         return client.state()["batcher"]["state"]
 
     def is_idle() -> bool:
@@ -282,12 +282,12 @@ def test_a_soak_with_many_adapters_has_no_errors_and_leaves_nothing_behind(
 
     loaded = [each for each in client.adapters() if each.is_loaded]
     assert 0 < sum(each.num_bytes for each in loaded) <= ON_HOST * BYTES
-    stored = told()["adapters"]
+    stored = reported_state()["adapters"]
     assert stored["num_evictions"] > 0 and stored["num_used_pages"] == 0, stored
     for each in loaded:
         client.unload_adapter(each.name or each.task_id)
-    wait_until(lambda: told()["adapters"]["num_stored"] == 0)
-    state = told()
+    wait_until(lambda: reported_state()["adapters"]["num_stored"] == 0)
+    state = reported_state()
     assert state["adapters"]["num_resident"] == state["adapters"]["num_used_pages"] == 0
     assert state["blocks"]["held"] == 0 and state["free_slots"] == state["slots"] == SLOTS
     assert not any(each.is_loaded or each.num_bytes for each in client.adapters())

@@ -423,7 +423,9 @@ def test_several_sequences_are_sampled_independently(exact_server, prompt, strea
 
 
 @pytest.mark.covers("input_ids", "input_lengths", "text_input", "request_output_len", "max_tokens", "stop")
-def test_ids_ids_with_a_length_and_text_give_the_same_prompt(exact_server, oracle, tokenizer, prompt):
+def test_a_prompt_given_as_text_or_as_padded_ids_gives_the_same_tokens(
+    exact_server, oracle, tokenizer, prompt
+):
     expected = oracle.greedy(tuple(prompt), 8)
     by_length = completion(
         exact_server.grpc,

@@ -295,7 +295,7 @@ def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_serv
     assert len([r for r in responses if r.result.is_sequence_final]) == 2 and responses[-1].is_final
 
 
-def test_the_description_equals_the_engines_as_far_as_the_server_has_it(remote, local):
+def test_the_remote_description_equals_the_engines_own(remote, local):
     far, near = remote.describe(), local.describe()
     assert far.eos_token_ids == near.eos_token_ids and far.model_path == near.model_path
     assert far.tokenizer_dir == str(DEMO_MODEL)

@@ -26,7 +26,7 @@ TOP_LOG_PROBS = ("top_log_prob_ids", "top_log_probs")
 METRICS = [spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"]
 _OF_QUESTIONS = {"state", "adapters"}
 OF_GENERATION = [spec.name for spec in OUTPUTS.specs if spec.built and spec.name not in _OF_QUESTIONS]
-UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
+SENT_BY_DEFAULT = {"output_ids", "sequence_length", "text_output", "finish_reason"}
 
 
 @pytest.fixture(scope="module")
@@ -206,10 +206,10 @@ def test_counts_of_a_stream_add_up(fake_server):
     assert sum(answer.outputs["num_output_tokens"].item() for answer in answers) == 7
 
 
-@pytest.mark.covers(*UNASKED)
+@pytest.mark.covers(*SENT_BY_DEFAULT)
 def test_four_outputs_are_sent_by_default(fake_server):
     answer = completion(fake_server.grpc, input_ids=PLAIN, request_output_len=3)
-    assert set(answer.outputs) == UNASKED
+    assert set(answer.outputs) == SENT_BY_DEFAULT
 
 
 @pytest.mark.parametrize(

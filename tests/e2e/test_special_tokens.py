@@ -119,7 +119,7 @@ def test_every_model_shows_special_tokens_if_configured(showing_server, exact_se
         assert postprocessed(server, [[ids]]).reshape(-1).tolist() == [expected.encode()]
 
 
-def test_the_token_in_a_prompt_is_one_token(showing_server):
+def test_a_special_token_in_a_prompt_is_encoded_as_one_token(showing_server):
     answer = json.loads(
         curl(showing_server, "preprocessing/generate", {"QUERY": f"{END}def f():", "REQUEST_OUTPUT_LEN": 5})
     )
