@@ -77,7 +77,7 @@ def test_chunked_context_gives_the_tokens_of_whole_context(engine: ModelEngine, 
 
 
 @every_case
-def test_shared_prefix_blocks_are_own_blocks(engine: ModelEngine) -> None:
+def test_shared_prefix_blocks_give_the_same_tokens_as_own_blocks(engine: ModelEngine) -> None:
     prefix, tails = _prompt(4 * TOKENS_PER_BLOCK, seed=1), (_prompt(5, seed=2), _prompt(9, seed=3))
     driver = Driver(engine)
     owner = driver.start((*prefix, *tails[0]))

@@ -155,7 +155,7 @@ def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(zoo: Zoo, dtype: str) -> None:
+def test_beam_scores_in_half_precision_are_near_the_models(zoo: Zoo, dtype: str) -> None:
     """Tokens may differ in near-ties; the found tokens' scores are correct within the dtype's error."""
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa", dtype=dtype))

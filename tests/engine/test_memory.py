@@ -80,7 +80,7 @@ def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
     assert stored == block_bytes(decoder, 16, torch.bfloat16) * 6, "five blocks and the null block"
 
 
-def test_limits_of_an_engine(zoo: Zoo) -> None:
+def test_an_engines_limits_follow_from_its_parameters_and_model(zoo: Zoo) -> None:
     limits = load_engine(zoo["llama"].folder, max_tokens_in_paged_kv_cache=100, max_sequence_length=90).limits
     assert (limits.num_blocks, limits.max_sequence_length, limits.vocab_size) == (12, 90, 211)
     limits = load_engine(zoo["llama"].folder).limits
@@ -144,7 +144,9 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
         ({LORA_FRACTION: 0.2, "free_bytes": 0}, 0),
     ],
 )
-def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
+def test_the_number_of_adapter_pages_follows_from_memory_and_adapter_sizes(
+    changes: dict[str, Any], num_pages: int
+) -> None:
     """Pages have 1,000 bytes."""
     values = {"max_num_sequences": 4, "free_bytes": 100_000, **changes}
     free_bytes = values.pop("free_bytes")
@@ -371,11 +373,11 @@ def _bound(cpuset: str, policy: str) -> dict[str, str]:
         "v1",
     ],
 )
-def test_memory_of_the_machine_and_its_control_groups(
+def test_free_memory_respects_memory_nodes_and_control_groups(
     tmp_path: Path, files: dict[str, str], expected: int
 ) -> None:
     assert available_cpu_memory(_write(tmp_path, {**MEMINFO, **files})) == expected
 
 
-def test_memory_of_this_machine() -> None:
+def test_free_memory_of_this_machine_is_more_than_a_mebibyte() -> None:
     assert free_memory(torch.device("cpu")) > 2**20

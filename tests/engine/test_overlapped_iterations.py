@@ -144,7 +144,9 @@ def test_overlap_pauses_the_same_requests_when_blocks_are_short(zoo: Zoo, way: s
 
 
 @pytest.mark.parametrize(("way", "kernels"), with_all(by_default_and(TWO_WAYS, TWO_WAYS), FAST))
-def test_overlap_beside_requests_that_wait_for_the_host(zoo: Zoo, way: str, kernels: str | None) -> None:
+def test_overlap_beside_requests_that_wait_for_the_host_changes_no_token(
+    zoo: Zoo, way: str, kernels: str | None
+) -> None:
     model = zoo[CASE]
     ours, theirs = undemanding(model), demanding(model)
     # Only a few at a time, so that iterations with and without overlap alternate.

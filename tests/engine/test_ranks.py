@@ -158,7 +158,7 @@ def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], Sequen
         ],
     ),
 )
-def test_everything_at_once_in_every_way(
+def test_mixed_requests_give_one_ranks_results_in_every_way_of_serving(
     zoo: Zoo, way: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     """Sampling, penalties, beams, drafts, several sequences, log probs; with chunks, reuse and pauses."""

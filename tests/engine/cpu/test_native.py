@@ -40,7 +40,7 @@ def _tokens(served: Served) -> list[Any]:
 @needs_native
 @pytest.mark.parametrize(("windows", "num_sinks"), [((12,), 0), ((12,), 3), ((9, 1000), 0)])
 @pytest.mark.parametrize("tokens_per_block", with_all([7, 16, 32], [7, 32]))
-def test_windows_sinks_and_blocks_of_any_size(
+def test_windows_sinks_and_blocks_of_any_size_give_torchs_logits(
     zoo: Zoo, windows: tuple[int, ...], num_sinks: int, tokens_per_block: int
 ) -> None:
     model = zoo["llama-gqa"]
@@ -118,7 +118,7 @@ def test_unsupported_sizes_are_computed_by_torch(
 
 @needs_native
 @pytest.mark.parametrize(("shape", "tokens_per_block"), [((96, 12, 1), 7), ((512, 2, 2), 1)])
-def test_the_largest_supported_sizes(
+def test_the_largest_supported_sizes_give_torchs_logits(
     tmp_path: Path, shape: tuple[int, int, int], tokens_per_block: int
 ) -> None:
     hidden, heads, kv_heads = shape
@@ -174,7 +174,7 @@ def test_threads_that_cannot_be_started_fail_the_load(zoo: Zoo, monkeypatch: pyt
 
 
 @needs_native
-def test_peaks_equal_torchs(zoo: Zoo) -> None:
+def test_the_highest_logits_and_their_tokens_equal_torchs(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
     alone(engine, PROMPT, 1)
     generator = torch.Generator().manual_seed(5)

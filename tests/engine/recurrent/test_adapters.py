@@ -56,7 +56,9 @@ def read_adapter(model: ZooModel, folder: Path, **options: Any) -> tuple[LoraWei
 
 @pytest.mark.parametrize("options", with_all(list(OPTIONS), ["dora"]))
 @pytest.mark.parametrize("case", with_all(list(TARGETS), ["qwen3.5", "granite-hybrid"]))
-def test_an_adapter_changes_attention_and_mlp(zoo: Zoo, tmp_path: Path, case: str, options: str) -> None:
+def test_an_adapter_of_attention_and_mlp_gives_pefts_tokens_and_logits(
+    zoo: Zoo, tmp_path: Path, case: str, options: str
+) -> None:
     """A sequence with the adapter, and one without it in the same batch."""
     model = zoo[case]
     weights, oracle = read_adapter(model, tmp_path, target_modules=TARGETS[case], **OPTIONS[options])

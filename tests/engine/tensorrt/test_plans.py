@@ -244,7 +244,7 @@ def test_digests_tell_checkpoints_apart(zoo: Zoo, tmp_path: Path) -> None:
         checkpoint_digest(tmp_path)
 
 
-def test_which_processors_run_a_plan() -> None:
+def test_a_plan_runs_on_its_gpus_and_if_portable_on_later_ones() -> None:
     portable, exact = GpuTargets((80, 86, 89, 120), and_later=True), GpuTargets((89, 120), and_later=False)
     assert [portable.include(each) for each in (75, 80, 89, 90, 120, 121)] == [
         False,

@@ -111,7 +111,7 @@ def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
         assert row.generated == model.greedy(prompt, len(row.generated))
 
 
-def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch) -> None:
+def test_overlapped_iterations_give_the_same_tokens(zoo: Zoo, plans: Plans, monkeypatch) -> None:
     """A batch is queued before the previous one's tokens are read, as on a GPU."""
     model = zoo["llama-gqa"]
     requests = [replace(each, output=OutputOptions()) for each in undemanding(model)[: examples(6, all=12)]]
