@@ -289,7 +289,7 @@ def test_a_compiler_process_that_cannot_start_is_reported() -> None:
         assert "did not start" in event.error
 
 
-def test_closing_while_a_guide_compiles() -> None:
+def test_a_compiler_can_be_closed_while_a_guide_compiles() -> None:
     with compiling(bounds=GuideBounds(timeout_s=600)) as it:
         it.submit(1, make_bomb())
 

@@ -140,7 +140,7 @@ def test_memory_grows_only_with_the_text() -> None:
     assert 0 < sum(trace.size for trace in traces) < 5e6
 
 
-def test_names_outside_the_schema_share_a_place() -> None:
+def test_properties_outside_the_schema_share_a_place() -> None:
     schema = {"properties": {"a": {}}, "additionalProperties": {"uniqueItems": True}}
     root = Places(json.dumps(schema)).root
     assert root.property("b") is root.property("c") and root.property("b").is_distinct

@@ -34,7 +34,7 @@ def test_the_end_is_the_bit_after_the_vocabulary() -> None:
         assert vocabulary.without_text() == [3, *range(26, size), size]
 
 
-def test_special_tokens_are_no_text() -> None:
+def test_a_guide_of_text_bans_special_tokens() -> None:
     guide = Guide(GuideKind.REGEX, "[^a]*")
     for name in ("llguidance", "xgrammar"):
         backend = tiny_backend(name)
@@ -43,7 +43,7 @@ def test_special_tokens_are_no_text() -> None:
         assert [has_bit(masks[0], token) for token in (0, 1, 2, 5, 208)] == [False, False, False, True, False]
 
 
-def test_the_vocabulary_of_a_guided_decoding_config() -> None:
+def test_a_guided_decoding_configs_vocabulary_equals_the_tokenizers() -> None:
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     text = (DEMO_MODEL / "tokenizer.json").read_text()
     vocabulary = guide_vocabulary(["unused"], text, [5])

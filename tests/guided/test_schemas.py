@@ -143,7 +143,7 @@ def test_known_formats_allow_exactly_the_valid_texts(
         ("", {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a", "const": None}, [None], [1]),
     ],
 )
-def test_keywords_of_every_draft_are_followed(
+def test_keywords_of_every_json_schema_version_are_followed(
     backend: GuideBackend, draft: str, schema: dict[str, Any], right: list[Any], wrong: list[Any]
 ) -> None:
     named = {"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {}
@@ -461,7 +461,7 @@ def test_id_does_not_change_the_base_uri_in_later_drafts(backend: GuideBackend, 
 
 
 @pytest.mark.parametrize("dialect", ["draft-03", "draft-04"])
-def test_id_is_the_base_of_drafts_3_and_4(backend: GuideBackend, dialect: str) -> None:
+def test_id_is_the_base_uri_in_drafts_3_and_4(backend: GuideBackend, dialect: str) -> None:
     inner = {"id": "http://a/thing", "definitions": {"x": {"type": "null"}}}
     schema: dict[str, Any] = {
         "$schema": f"http://json-schema.org/{dialect}/schema#",

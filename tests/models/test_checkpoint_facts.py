@@ -189,7 +189,7 @@ def test_an_error_names_the_whole_path_of_a_key(tmp_path: Path) -> None:
         ("[]", r"config\.json holds a list, expected a JSON object"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_names_a_broken_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         CheckpointFacts.read(tmp_path)
@@ -216,7 +216,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None
         ("model_type", {"model_type": 4}, "key 'model_type' is 4, expected a string"),
     ],
 )
-def test_a_fact_of_another_type_is_named(
+def test_the_error_names_a_key_of_the_wrong_type(
     tmp_path: Path, fact: str, config: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
