@@ -44,7 +44,7 @@ def _poison(logits: torch.Tensor, row: int, value: float, everywhere: bool) -> t
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_greedy_batch_names_the_row(value: float, everywhere: bool) -> None:
+def test_the_error_of_a_greedy_batch_names_the_faulty_row(value: float, everywhere: bool) -> None:
     rows = [Row(make_request(PROMPT)) for _ in range(4)]
     logits = _poison(torch.randn(4, 50), 2, value, everywhere)
     with pytest.raises(

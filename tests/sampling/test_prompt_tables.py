@@ -82,7 +82,7 @@ def test_an_ngram_with_a_table_row_may_repeat(virtual: list[int], plain: list[in
     assert choose_tokens(logits, rows) == [7, 0]
 
 
-def test_drafts_and_beams() -> None:
+def test_drafts_and_beams_beside_table_rows_are_the_references() -> None:
     logits = _logits(3)
     controls = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "num_table_rows": 9}
     for seed in range(20):

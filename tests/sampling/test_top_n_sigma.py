@@ -109,7 +109,7 @@ def test_top_n_sigma_alone_samples_and_greedy_requests_ignore_it() -> None:
     ]
 
 
-def test_rows_with_equal_logits_or_all_tokens_banned() -> None:
+def test_equal_logits_keep_all_tokens_and_banned_ones_keep_none() -> None:
     alike, nothing = torch.zeros(1, 6), torch.full((1, 6), -math.inf)
     rows = [Row(make_request(top_n_sigma=0.1, random_seed=seed)) for seed in range(60)]
     assert set(choose_tokens(alike.repeat(60, 1), rows)) == set(range(6))

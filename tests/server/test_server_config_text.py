@@ -67,7 +67,7 @@ def test_parameters_that_were_set_are_read_back(values: dict[str, str]) -> None:
 
 
 @given(st.text())
-def test_quoting_round_trip(text: str) -> None:
+def test_unquoting_a_quoted_text_gives_the_text(text: str) -> None:
     assert unquote(quote(text)) == text
 
 
@@ -87,7 +87,7 @@ POLICY = 'name: "m"\nmodel_transaction_policy { decoupled: %s }\ninput [ ]\n'
 
 @pytest.mark.parametrize("before", ["true", "false", "True"])
 @pytest.mark.parametrize(("decoupled", "after"), [(True, "true"), (False, "false")])
-def test_decoupled_replaces_any_value(before: str, decoupled: bool, after: str) -> None:
+def test_setting_decoupled_replaces_any_value(before: str, decoupled: bool, after: str) -> None:
     assert set_decoupled(POLICY % before, decoupled) == POLICY % after
     lines = (POLICY % before).replace("{ dec", "{\n  dec").replace(" }\ni", "\n}\ni")
     assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)

@@ -78,7 +78,7 @@ def test_a_temporary_folder_with_letters_outside_ascii_is_not_used(
     runtime_directory.remove(folder)
 
 
-def test_an_environment_with_letters_outside_ascii_is_linked_to(
+def test_an_environment_with_a_non_ascii_path_is_used_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert installation.embedded(tmp_path / "plain").interpreter == Path(sys.executable).parent

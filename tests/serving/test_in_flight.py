@@ -175,7 +175,7 @@ def test_stop_without_an_id_is_refused() -> None:
         in_flight.stop("")
 
 
-def test_cancel_stops_once() -> None:
+def test_a_request_cancelled_twice_is_stopped_once() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight)
     in_flight.cancel(entry)

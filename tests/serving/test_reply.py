@@ -197,7 +197,7 @@ def test_a_gathered_answer_without_stop_string_is_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_gathered_answer_ended_early_has_its_tokens_so_far(reason: FinishReason) -> None:
+def test_a_cancelled_or_expired_gathered_answer_has_its_tokens_so_far(reason: FinishReason) -> None:
     talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputOptions())
     assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
 
@@ -243,7 +243,7 @@ def test_sequences_are_rows_of_one_response() -> None:
     assert output.texts == ("de", "f", "c")
 
 
-def test_a_sequence_ended_early_is_a_row_of_its_tokens_so_far() -> None:
+def test_cancelled_sequence_returns_its_tokens_so_far() -> None:
     talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     talk.take(delta("def", LENGTH, sequence_index=0), is_last=False)
     output = talk.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
@@ -254,7 +254,7 @@ def test_a_sequence_ended_early_is_a_row_of_its_tokens_so_far() -> None:
     assert [tensor.shape[0] for tensor in output.result.generation_logits] == [3, 1]
 
 
-def test_a_batch_in_one_response_is_in_its_order() -> None:
+def test_a_batch_in_one_response_keeps_the_order_of_its_prompts() -> None:
     reply = make_reply(make_prompt(), make_prompt(), make_prompt(), in_one=True)
     assert reply.add(2, delta("c", LENGTH), is_last=False) == ()
     assert reply.add(0, delta("a", LENGTH), is_last=False) == ()
@@ -271,13 +271,15 @@ def test_separate_responses_of_a_batch_have_batch_indices() -> None:
 
 # ---------------------------------------------------------------- values that a stream repeats
 
-CURIOUS = OutputOptions(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
+WITH_CONTEXT_OUTPUTS = OutputOptions(
+    return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True
+)
 PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
 def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> list[SequenceResult]:
     """Return the stream of one prompt with all outputs, for these results of the engine."""
-    talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
+    talk = Talk(new_text("xyz"), output=WITH_CONTEXT_OUTPUTS, repetition=repetition)
     first, *others = results
     first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))
     outputs = [talk.take(result) for result in (first, *others)]
@@ -322,7 +324,9 @@ def test_a_stream_ended_by_a_stop_string_repeats_context_outputs() -> None:
 
 
 def test_sequences_repeat_their_own_values() -> None:
-    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    talk = Talk(
+        new_text(), output=WITH_CONTEXT_OUTPUTS, sampling=SamplingConfig(num_return_sequences=2, top_k=5)
+    )
     texts = (("c", 0), ("d", 1), ("e", 0), ("f", 1))
     outputs = [talk.take(delta(text, sequence_index=index), is_last=False) for text, index in texts]
     log_probs = [output.result.log_probs for output in outputs if output]
@@ -330,7 +334,7 @@ def test_sequences_repeat_their_own_values() -> None:
 
 
 def test_streamed_beams_need_no_repetition() -> None:
-    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(beam_width=2))
+    talk = Talk(new_text(), output=WITH_CONTEXT_OUTPUTS, sampling=SamplingConfig(beam_width=2))
     said = {"is_cumulative": True, "log_probs": ((-3.0,), (-4.0,))}
     beams = make_beams(ids_of("c"), ids_of("d"), reason=NOT_FINISHED, **said)
     results = [output.result for _ in range(2) if (output := talk.take(beams))]
@@ -338,7 +342,7 @@ def test_streamed_beams_need_no_repetition() -> None:
 
 
 def test_a_client_that_does_not_stream_gets_context_logits_once() -> None:
-    talk = Talk(new_text("xyz"), streaming=False, output=CURIOUS)
+    talk = Talk(new_text("xyz"), streaming=False, output=WITH_CONTEXT_OUTPUTS)
     assert talk.take(delta("c", context_logits=PROMPT_LOGITS)) is None
     output = talk.take(delta("d", LENGTH))
     assert output is not None and output.result.log_probs == ((-3.0, -4.0),)

@@ -80,12 +80,12 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         ({"return_generation_logits": True}, "generation_logits", 10 * MIB),
     ],
 )
-def test_an_output_counts_if_it_is_requested(output: dict[str, object], name: str, size: int) -> None:
+def test_only_requested_outputs_count_in_the_size(output: dict[str, object], name: str, size: int) -> None:
     assert sizes_of(make_request(**output))[name] == size
     assert sizes_of(make_request())[name] == 0
 
 
-def test_every_returned_beam_counts() -> None:
+def test_every_returned_beam_counts_in_the_size() -> None:
     beams = SamplingConfig(beam_width=4, num_return_sequences=3)
     assert (
         sizes_of(make_request(sampling=beams, return_generation_logits=True))["generation_logits"] == 30 * MIB
@@ -113,7 +113,7 @@ def test_a_response_of_a_stream_has_at_most_the_joined_logits() -> None:
     assert sizes_of(beams, streaming=True)["generation_logits"] == 0
 
 
-def test_the_prompt_counts_if_it_is_returned() -> None:
+def test_the_prompt_counts_in_the_size_if_it_is_returned() -> None:
     request = Request(0, tuple(range(100)), 10)
     whole, streamed = sizes_of(request), sizes_of(request, streaming=True)
     assert whole["output_ids and text"] == 11 * streamed["output_ids and text"]
