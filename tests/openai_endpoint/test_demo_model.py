@@ -193,7 +193,7 @@ def test_a_text_follows_its_guide(
     assert answer.choices[0].text in texts and answer.choices[0].finish_reason == "stop"
 
 
-def test_json_object_is_an_object(demo_client: openai.OpenAI) -> None:
+def test_response_format_json_object_gives_an_object(demo_client: openai.OpenAI) -> None:
     answer = demo_client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "JSON"}],

@@ -228,7 +228,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found" and "demo" in caught.value.message
 
 
-def test_health_version_and_metrics(fake_url: str) -> None:
+def test_health_version_and_metrics_are_answered(fake_url: str) -> None:
     assert httpx.get(f"{fake_url}/health").status_code == 200
     assert httpx.get(f"{fake_url}/version").json()["version"]
     assert httpx.get(f"{fake_url}/metrics").status_code == 404

@@ -182,7 +182,7 @@ def test_the_seeds_cover_every_ending(outcomes, seeds):
 
 
 @pytest.mark.parametrize("policy", [CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.STATIC_BATCH])
-def test_policies_that_reserve_to_the_end_never_pause(outcomes, seeds, policy):
+def test_policies_that_reserve_blocks_for_max_new_tokens_never_pause(outcomes, seeds, policy):
     of_policy = [outcome for its_policy, outcome in outcomes if its_policy is policy]
     assert len(of_policy) > len(seeds) // 4 and not any(outcome.num_pauses for outcome in of_policy)
 

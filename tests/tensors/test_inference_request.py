@@ -130,7 +130,7 @@ def test_ids_come_with_or_without_the_batch_dimension() -> None:
     assert to_request(input_ids=np.array(PROMPT, np.int32)) == to_request()
 
 
-def test_the_id_and_the_defaults() -> None:
+def test_a_request_of_mandatory_tensors_has_its_id_and_the_defaults() -> None:
     assert to_request() == Request(7, tuple(PROMPT), 6)
 
 
@@ -169,6 +169,8 @@ def test_the_id_and_the_defaults() -> None:
     ],
     ids=lambda part: "",
 )
-def test_refusals(tensors: dict[str, np.ndarray], error: type[Exception], message: str) -> None:
+def test_invalid_tensors_are_refused_by_name(
+    tensors: dict[str, np.ndarray], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         to_request(**tensors)

@@ -256,7 +256,9 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
 
 
 @pytest.mark.parametrize(("tensors", "error", "message"), REFUSED, ids=lambda part: str(part)[:40])
-def test_refusals(tensors: dict[str, object], error: type[InflightError], message: str) -> None:
+def test_invalid_tensors_are_refused_by_name(
+    tensors: dict[str, object], error: type[InflightError], message: str
+) -> None:
     with pytest.raises(error, match=message):
         convert_tokens(**tensors)
 
@@ -302,7 +304,7 @@ def test_both_values_that_turn_no_repeat_ngram_size_off_are_accepted() -> None:
         assert convert_tokens(no_repeat_ngram_size=off)[0].sampling.no_repeat_ngram_size == 0
 
 
-def test_a_bias_of_zeros_is_none() -> None:
+def test_a_bias_of_zeros_counts_as_none() -> None:
     zeros = np.zeros([1, 1000], np.float32)
     assert convert_tokens(embedding_bias=zeros)[0].embedding_bias is None
     nothing = {"embedding_bias_words": [[b""]], "embedding_bias_weights": [[0.0]]}
@@ -355,7 +357,7 @@ def test_a_batch_is_a_request_for_each_row() -> None:
     assert all("batch_index" in prompt.options.outputs for prompt in prompts)
 
 
-def test_a_wrong_row_is_named() -> None:
+def test_the_error_names_the_wrong_row_of_a_batch() -> None:
     with pytest.raises(InvalidArgument, match=r"^row 1 of the batch: temperature must be"):
         convert_all(**batch(temperature=np.array([1.0, -1.0], np.float32)))
 

@@ -47,7 +47,7 @@ def size(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
-def test_the_longest_token_is_the_bound(name: str) -> None:
+def test_the_bound_is_the_length_of_the_longest_token(name: str) -> None:
     bound = tokenizer(name).max_bytes_per_token
     spelled = [len(token) if name == "byte_level" else size(token) for token in backend(name).get_vocab()]
     assert bound == max(spelled)
