@@ -64,7 +64,7 @@ def in_turn(scenario: Scenario) -> Scenario:
 
 
 def ahead(scenario: Scenario) -> Scenario:
-    return scenario.ahead().undemanding() if scenario.seed % 3 else scenario.ahead()
+    return scenario.ahead().without_host_waits() if scenario.seed % 3 else scenario.ahead()
 
 
 def pipelined(scenario: Scenario) -> Scenario:

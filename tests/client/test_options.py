@@ -92,7 +92,7 @@ def test_numbers_are_sent_under_the_id_models_names(server, client) -> None:
 
 
 TABLE = [[0.5, -1.0, 3.0], [2.0, 0.25, -4.0]]
-"""Exact in every type."""
+"""Values that are exact in every floating-point type."""
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_lora_weights_are_sent_in_their_own_type(server, client, dtype, datatype
     assert (asked.shapes["lora_config"], asked.inputs["lora_config"]) == ([1, 2, 3], ROWS.ravel().tolist())
 
 
-def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
+def test_bfloat16_weights_are_sent_unchanged() -> None:
     bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: the values have few digits
     call = generate_call([5], False, {"lora": 7, "lora_weights": (bits.view("V2"), ROWS[None])})
     (tensor,) = [each for each in call.inputs if each.name() == "lora_weights"]

@@ -141,7 +141,7 @@ def test_a_stop_word_never_begins_in_the_prompt():
     assert search.token_ids == (5, 6)
 
 
-def test_beams_without_continuation_only_fill_their_rows():
+def test_a_row_without_a_continuing_beam_is_a_filler_and_no_hypothesis():
     words = ((5,), (6,), (7,))
     search = make_search(2, stop_words=words, length_penalty=1.0, early_stopping=2)
     search.advance(make_candidates((0, 5, -1.0), (0, 8, -2.0), (0, 6, -3.0), (0, 7, -4.0)))

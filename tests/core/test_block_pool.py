@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 def make_tree(num_blocks: int, **parents: str) -> tuple[BlockPool, dict[str, int]]:
-    """A pool with one held block for each name, published with the digest of its name and of its parent's."""
+    """A pool with one held block for each name, published under its name and its parent's as digests."""
     pool = BlockPool(num_blocks)
     blocks = dict(zip(parents, pool.take(len(parents))))
     for name, parent in parents.items():
@@ -274,7 +274,7 @@ def test_an_expired_priority_does_not_return():
     assert evicted(pool, blocks, 2) == "ab"
 
 
-def test_a_parent_that_expires_still_waits_for_its_child():
+def test_a_parent_whose_priority_expired_is_evicted_after_its_child():
     pool, blocks = make_tree(3, a="", b="a", x="")
     pool.retain(blocks["a"], Retention(90, duration_ms=1))
     pool.retain(blocks["b"], Retention(50))

@@ -198,7 +198,7 @@ def test_counts_of_blocks_that_a_sequence_holds_and_has_reserved():
     assert sum(beams.held(1)) == 1 + 3 * 3
 
 
-def test_beams_take_blocks_too():
+def test_blocks_taken_by_beams_are_counted():
     cache = make_beams()
     assert cache.num_taken_blocks == 2
     cache.grow_beams(1, 7)

@@ -90,7 +90,7 @@ def test_a_context_with_its_draft_is_whole_or_waits():
     assert sizes(unchunked(16).select(running), running) == [9, 0]
 
 
-def test_streams_without_a_row_go_first_in_the_next_iteration():
+def test_generating_sequences_without_a_row_go_first_in_the_next_iteration():
     scheduler = unchunked()
     streams, long = [generating(), generating()], in_context(16)
     first = scheduler.select([*streams, long])
@@ -101,7 +101,7 @@ def test_streams_without_a_row_go_first_in_the_next_iteration():
     assert (third.context, third.generation) == ([(long, 16)], [])
 
 
-def test_contexts_that_fit_follow_streams_that_go_first():
+def test_contexts_that_fit_run_beside_generating_sequences_that_go_first():
     scheduler = unchunked()
     streams, long, short = [generating(), generating()], in_context(16), in_context(14)
     scheduler.select([*streams, long])
@@ -109,7 +109,7 @@ def test_contexts_that_fit_follow_streams_that_go_first():
     assert (selected.context, selected.generation) == ([(short, 14)], streams)
 
 
-def test_streams_run_every_second_iteration_beside_a_flood_of_prompts():
+def test_generating_sequences_run_every_second_iteration_beside_many_prompts():
     scheduler = make_scheduler(max_num_tokens=16, max_num_sequences=8, num_blocks=64)
     driver = Driver(scheduler)
     driver.accept(*(make_request(number, prompt=2, new=40) for number in range(4)))
@@ -136,7 +136,7 @@ def test_a_resumed_context_longer_than_an_iteration_is_computed_in_blocks():
 # ---------------------------------------------------------------- chunks, first come, first served
 
 
-def test_with_chunks_streams_go_first_and_the_oldest_context_gets_the_rest():
+def test_with_chunks_generation_goes_first_and_the_oldest_context_gets_the_rest():
     stream = generating()
     running = [in_context(20), stream, in_context(20)]
     selected = chunked().select(running)
@@ -157,7 +157,7 @@ def test_a_short_context_does_not_overtake_longer_ones_before_it():
     assert sizes(selected, running) == [8, 8, 0] and selected.num_free_rows == 0
 
 
-def test_the_last_token_stays_with_the_draft_behind_it():
+def test_a_context_keeps_its_last_token_for_the_chunk_with_the_draft():
     """A budget of 10 fits all 8 tokens, but then the 3 draft tokens would have no token left to follow."""
     running = [in_context(8, draft=3)]
     assert sizes(chunked(11).select(running), running) == [11]
@@ -205,7 +205,7 @@ def test_equal_progress_keeps_the_end_of_a_context_with_its_draft():
     assert sizes(equal_progress(8).select(running), running) == [8, 0]
 
 
-def test_a_draft_behind_a_full_block_goes_with_that_block():
+def test_equal_progress_schedules_a_contexts_last_block_and_its_draft_together():
     running = [in_context(8, done=4, draft=3), in_context(40)]
     assert sizes(equal_progress(11).select(running), running) == [7, 4]
     assert sizes(equal_progress(6).select(running), running) == [0, 4]

@@ -147,7 +147,7 @@ def test_metrics_observe_times_and_lengths_of_three_requests():
     assert metrics.end_to_end.bounds == SECONDS and metrics.output_tokens.bounds == TOKENS
 
 
-def test_a_snapshot_does_not_change_any_more():
+def test_a_metrics_snapshot_does_not_change_after_it_is_taken():
     observed = Observed()
     observed.iterate(0, 1, make_request(1, new=1))
     before = observed.metrics

@@ -91,7 +91,7 @@ def test_scopes_derived_from_private_scopes_are_private():
     assert len(scopes) == 6
 
 
-def test_a_scope_is_a_function_of_its_parts():
+def test_equal_identities_have_equal_scopes():
     whole = Identity(PrefixIdentity(3), b"adapter", b"table")
     assert whole.scope(ROOT_SCOPE) == Identity(PrefixIdentity(3), b"adapter", b"table").scope(ROOT_SCOPE)
     assert len(whole.scope(ROOT_SCOPE)) == len(ROOT_SCOPE) == 16
@@ -111,7 +111,7 @@ def test_a_scope_is_a_function_of_its_parts():
     )
 )
 @settings(deadline=None)
-def test_no_two_identities_have_one_scope(identities: list[Identity]):
+def test_different_identities_have_different_scopes(identities: list[Identity]):
     assert len({identity.scope(ROOT_SCOPE) for identity in identities}) == len(identities)
 
 
@@ -216,7 +216,7 @@ def test_identities_without_a_key_are_refused(identity: PrefixIdentity, message:
         identity.validate(prompt_length=3)
 
 
-def test_the_extremes_are_valid_and_make_keys():
+def test_the_largest_salts_and_extra_ids_are_valid():
     largest = (1 << 64) - 1
     identity = PrefixIdentity(largest, (largest,) * 3)
     identity.validate(prompt_length=3)

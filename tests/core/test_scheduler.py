@@ -238,7 +238,7 @@ def test_a_budget_too_small_for_the_batch_or_a_block_fails_the_load(max_num_toke
         make_scheduler(max_num_tokens=8, max_num_sequences=9)
 
 
-def test_a_budget_in_which_streams_would_starve_prompts_fails_the_load():
+def test_too_few_tokens_per_iteration_for_generation_and_a_block_fail_the_load():
     make_scheduler(max_num_tokens=6)
     make_scheduler(max_num_tokens=7, chunked=True)
     with pytest.raises(ConfigError, match="must be at least 7"):

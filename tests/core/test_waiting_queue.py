@@ -78,7 +78,7 @@ def test_higher_priorities_go_first_and_equal_ones_in_order_of_arrival():
     assert turns.queue.first() is None and len(turns.queue) == 0
 
 
-def test_the_front_of_a_priority_goes_before_its_others_and_after_higher_priorities():
+def test_requests_put_in_front_precede_their_priority_and_follow_higher_ones():
     turns = Turns()
     waiting = {name: turns.add(priority=priority) for name, priority in zip("abcd", (0.5, 0.5, 1.0, 0.5))}
     for name in "db":  # they ran and are put in front, the last of them first
@@ -284,7 +284,7 @@ def test_only_the_latest_clients_that_left_are_remembered():
     assert list(turns.queue.in_order()) == [resident, first, latest]
 
 
-def test_a_start_costs_the_same_with_a_priority_for_every_request():
+def test_the_cost_of_a_start_does_not_grow_with_the_number_of_priorities():
     queue, num_pushed = WaitingQueue(), 0
     push = queue._push_turn
 

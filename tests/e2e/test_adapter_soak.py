@@ -36,7 +36,7 @@ PROMPT = [10, 11, 12, 13, 14]
 NUM_TOKENS, TOO_MANY = 20, 900
 """Output lengths of requests that are answered, and of those that are given up long before the end."""
 RANK, BYTES = 16, 16 * (512 + 256) * 4 * 7 * 4
-"""The rank of each adapter, and its most bytes of host memory."""
+"""The rank of each adapter, and the most bytes of host memory that it takes."""
 ON_HOST, SLOTS = 5, 4
 NAMES, IDS = [f"name{number}" for number in range(6)], list(range(100, 106))
 NUM_CLIENTS = 6
@@ -146,7 +146,7 @@ class Soak:
             return self._left >= 0 and not self.wrong
 
     def _ask(self, stream: Stream, chance: random.Random, request_id: str) -> None:
-        """Send one request, again while the server has no room for its adapter."""
+        """Send one request; repeat it while the server has no room for its adapter."""
         adapter = chance.choice([*self.known.tokens])
         ending = chance.choice(["whole", "whole", "stopped", "closed"])
         after = chance.randint(1, NUM_TOKENS // 2)

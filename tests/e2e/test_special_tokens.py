@@ -151,7 +151,7 @@ def postprocessed(server: TritonServer, ids: object, lengths: np.ndarray | None 
         return client.infer("postprocessing", inputs).as_numpy("OUTPUT")
 
 
-def test_a_text_that_cannot_fit_is_refused_and_one_that_may_fit_is_read(exact_server):
+def test_a_text_too_long_to_fit_is_refused_and_a_shorter_one_tokenized(exact_server):
     error = json.loads(
         curl(exact_server, "ensemble/generate", {"text_input": "x" * 100_000, "max_tokens": 1})
     )["error"]

@@ -268,7 +268,7 @@ def test_a_table_may_be_of_another_type_than_the_model(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
+def test_models_in_other_dtypes_take_tables(zoo: Zoo, dtype: str) -> None:
     """The model's own embeddings, given as a table, have the same effect as the tokens."""
     model = zoo["llama-gqa"]
     engine = load(model.folder, 200, dtype=dtype)

@@ -72,7 +72,7 @@ def test_the_batched_post_processor_is_used_by_its_name(processing) -> None:
     assert found == [[4] * NUM_TOKENS, [5] * NUM_TOKENS]
 
 
-def test_requests_may_bring_callables(processing) -> None:
+def test_a_request_may_have_a_callable_as_its_post_processor(processing) -> None:
     seen: list[tuple] = []
 
     def without_client_id(request_id, logits, token_ids, stream) -> None:

@@ -161,7 +161,7 @@ def test_invalid_sizes_count_as_not_stated(tmp_path: Path) -> None:
     assert facts.name == "unnamed"
 
 
-def test_the_first_folder_with_the_file_counts(tmp_path: Path) -> None:
+def test_facts_are_read_from_the_first_folder_with_a_config_json(tmp_path: Path) -> None:
     for name, size in (("first", None), ("second", 32), ("third", 48)):
         (tmp_path / name).mkdir()
         if size is not None:

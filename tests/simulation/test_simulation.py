@@ -63,7 +63,7 @@ def two_in_flight(scenario: Scenario) -> Scenario:
     """Return the scenario with two batches in flight. With every other seed, its requests never need the
     host."""
     ahead = scenario.ahead()
-    return ahead.undemanding() if scenario.seed % 2 else ahead
+    return ahead.without_host_waits() if scenario.seed % 2 else ahead
 
 
 def two_stages(scenario: Scenario) -> Scenario:

@@ -301,7 +301,7 @@ def test_known_parameters_of_clients_are_accepted(build: Build) -> None:
     assert len(stage.client.submitted) == 1
 
 
-def test_special_tokens_follow_the_parameter_in_text_and_always_stop() -> None:
+def test_a_parameter_shows_special_tokens_and_they_always_stop_a_text() -> None:
     the, special, dog = tokenizer("byte_level").encode("the"), 2, tokenizer("byte_level").encode(" dog")
     for skip, shown in (("true", b"the dog"), ("false", b"the</s> dog")):
         stage = Stage(Vocabulary.TEXT)

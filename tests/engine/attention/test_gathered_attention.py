@@ -38,7 +38,7 @@ WINDOWS = (
 
 @dataclass(frozen=True)
 class MemoryEfficient:
-    """torch's kernel for CUDA, with its defect: wrong heads, except the first, of a last row alone in its tile.
+    """torch's kernel for CUDA with its defect: in a last tile of one row, all heads but the first are wrong.
 
     Attributes:
         tile_rows: Number of rows in a tile.
@@ -110,7 +110,7 @@ def test_logits_of_a_chunks_last_row_equal_the_models(
 @pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -> None:
-    """A kernel with a wrong first row of a second tile, or a wrong last row of a full tile."""
+    """The kernel computes the first row of a second tile wrongly, or the last row of a full tile."""
 
     def spoilt(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         read = F.scaled_dot_product_attention(query, *args, **kwargs)

@@ -234,7 +234,7 @@ def test_a_kernel_that_cannot_read_in_place_gathers_and_logs_once(
     assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
 
 
-def test_a_torch_without_a_kernel_for_blocks_gathers(zoo: Zoo) -> None:
+def test_without_a_kernel_for_blocks_in_torch_attention_gathers_blocks(zoo: Zoo) -> None:
     assert find(zoo, mock.Mock(side_effect=CannotAttend("torch 2.6 has none"))) is GATHERING
 
 

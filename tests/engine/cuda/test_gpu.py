@@ -40,7 +40,7 @@ from tests.engine.layers.test_kept_levels import draw
 from tests.engine.lora import make_adapter, stored
 from tests.engine.paged_rows import Rows, largest_error
 from tests.engine.serving import Served, config_of, load, serve, to_torch
-from tests.engine.test_overlapped_iterations import assert_same, undemanding
+from tests.engine.test_overlapped_iterations import assert_same, without_host_waits
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo, ZooModel
@@ -231,7 +231,7 @@ def test_float8_rounding_equals_torchs(dtype: torch.dtype) -> None:
         ("mistral-window", {}),
     ],
 )
-def test_chunks_at_the_edges_of_tiles(
+def test_chunks_at_the_edges_of_tiles_have_the_cpus_logits(
     zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int, recorded: bool
 ) -> None:
     """The last row of a chunk, which is sampled, is correct with and without an earlier chunk of its prompt."""
@@ -256,7 +256,7 @@ def test_chunks_at_the_edges_of_tiles(
     torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
 
 
-def test_a_load_finds_nothing_wrong_with_gathering(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_gathered_attention_passes_the_check_at_load(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     for case in ("llama-gqa", "mistral-window"):
         load_engine(zoo[case].folder, device="cuda", max_tokens_in_paged_kv_cache=4096)
     assert "matrix products" not in caplog.text
@@ -536,7 +536,7 @@ def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[
 def test_requests_that_do_not_need_the_host_run_with_two_iterations_in_flight(zoo: Zoo, way: str) -> None:
     """Requests that do not need the host run with two iterations in flight."""
     model = zoo["llama-gqa"]
-    requests = undemanding(model)
+    requests = without_host_waits(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
     served = serve(load(model.folder, 60, device="cuda"), config_of(way), requests)
     assert served.most_in_flight == 2

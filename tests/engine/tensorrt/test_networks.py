@@ -187,7 +187,7 @@ def test_chunks_of_any_size_give_transformers_logits(zoo: Zoo, one: One, chunk: 
     assert largest_error(model, texts) < EXACT
 
 
-def test_only_what_a_batch_writes_changes(zoo: Zoo, one: One) -> None:
+def test_a_batch_changes_only_the_cache_entries_that_it_writes(zoo: Zoo, one: One) -> None:
     model = zoo["llama-gqa"]
     runner = Runner(one(model))
     before = {name: cache.clone() for name, cache in runner.caches.items()}

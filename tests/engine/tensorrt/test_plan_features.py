@@ -86,7 +86,7 @@ def test_an_adapter_page_has_no_more_ranks_than_the_plan_takes(zoo: Zoo, plans: 
     assert row.generated == adapter.merged().greedy(model.prompt(9), 1)
 
 
-def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:
+def test_plans_built_without_adapters_have_no_adapter_pages(zoo: Zoo, plans: Plans) -> None:
     assert load(plans(zoo["llama-gqa"])).limits.num_adapter_pages == 0
 
 
@@ -171,7 +171,7 @@ class Replays:
     ("case", "max_chunks"), with_all([("llama-gqa", 8), ("mistral-window", 1)], ["llama-gqa"])
 )
 def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
-    """Padding rows are written after its sequences, and no sequence sees them."""
+    """Padding rows are written after the sequences in the cache, and no sequence reads them."""
     model, replays = zoo[case], Replays()
     engine = load(plans(model, max_batch_size=12, max_context_chunks=max_chunks), 200, max_num_sequences=11)
     record(engine, replays)

@@ -302,7 +302,7 @@ def test_a_build_that_fails_at_its_last_rank_leaves_no_files(zoo: Zoo, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_is_not_built_of_an_engine(zoo: Zoo, tmp_path: Path) -> None:
+def test_plans_cannot_be_built_from_a_folder_of_plans(zoo: Zoo, tmp_path: Path) -> None:
     build_engine(zoo["llama-gqa"].folder, tmp_path / "first", BuildOptions(**SIZES), serialize=dump)
     with pytest.raises(ConfigError, match=r"first is a folder of plans, expected the checkpoint that they"):
         build_engine(tmp_path / "first", tmp_path / "second", BuildOptions(**SIZES), serialize=dump)
