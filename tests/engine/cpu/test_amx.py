@@ -1,6 +1,7 @@
 """Products by AMX, with a stand-in for its instructions (source/amx.h).
 
-These tests have not been run on a processor with AMX. Whole models, for which the library is compiled with the stand-in, are in the exhaustive tier.
+These tests have not been run on a processor with AMX. Whole models, for which the library is compiled with the
+stand-in, are in the exhaustive tier.
 """
 
 from __future__ import annotations
