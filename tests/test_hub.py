@@ -188,7 +188,7 @@ def test_a_model_is_found_in_the_cache_where_fetching_is_forbidden(caller: Calle
     assert found == fetched
 
 
-def test_a_terminal_shows_a_bar(caller: Caller) -> None:
+def test_fetching_shows_a_progress_bar_on_a_terminal(caller: Caller) -> None:
     call = json.dumps([["owner/model-1.5"]])
     assert "Fetching" not in caller.run("-c", _PROGRAM, call).stderr
     leader, follower = pty.openpty()

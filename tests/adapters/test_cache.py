@@ -251,7 +251,7 @@ def test_prefetching_stops_when_the_cache_is_full(make: Make, caplog: pytest.Log
     assert it.states == {2: "idle", 4: "idle", 5: "in use"}
 
 
-def test_the_loop_never_waits_for_a_reader(make: Make) -> None:
+def test_the_loop_does_not_wait_while_an_adapter_is_read(make: Make) -> None:
     it = make()
     it.run(1, by_id(1, make_weights(1)))
     with it.paused():

@@ -159,7 +159,7 @@ def test_unknown_names_and_paths_are_errors(serve: Any, peft_folder: Path, tmp_p
     assert it.ask(name="new").stored, "found without a restart"
 
 
-def test_without_folders_nothing_is_found(serve: Any) -> None:
+def test_without_adapter_folders_no_adapter_is_found(serve: Any) -> None:
     it = serve()
     assert it.error(name="a") == "NOT_FOUND: lora_name is 'a': no adapter has this name"
     assert it.error(path="a") == "INVALID_ARG: lora_path is 'a', and the server has no lora_dir to look in"

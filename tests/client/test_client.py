@@ -359,7 +359,7 @@ def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
 
 
 @pytest.mark.parametrize("left", ["client.generate('x')", "deltas = client.stream('x'); next(deltas)"])
-def test_a_program_with_an_open_client_ends(server, left: str) -> None:
+def test_a_program_can_end_with_an_open_client(server, left: str) -> None:
     server.answer = lambda asked: answer_with(asked, ["a", "b"])
     program = f"from inflight_client import Client; client = Client({server.url!r}); {left}"
     done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)

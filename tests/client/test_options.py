@@ -396,7 +396,7 @@ def test_a_model_that_lacks_a_tensor_gets_no_request(server) -> None:
         ({"num_return_sequences": 2, "beam_width": 2}, []),
     ],
 )
-def test_requested_outputs_are_named(server, client, options, outputs: list[str]) -> None:
+def test_options_add_their_outputs_to_the_requested_ones(server, client, options, outputs: list[str]) -> None:
     client.generate([5], **options)
     assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
 
@@ -463,7 +463,7 @@ def test_logits_and_prompt_log_probs_are_returned(server, client) -> None:
     assert done.generation_logits.tolist() == [[1, 2], [3, 4], [1, 2]]
 
 
-def test_perf_metrics_are_the_last_ones(server, client) -> None:
+def test_the_last_perf_metrics_of_a_stream_are_returned(server, client) -> None:
     def metrics(last: int) -> dict[str, np.ndarray]:
         numbers = {"arrival_time_ns": 5, "last_token_time_ns": last}
         made = {name: np.array([[value]], np.int64) for name, value in numbers.items()}

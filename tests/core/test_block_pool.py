@@ -80,7 +80,7 @@ def test_the_first_of_two_blocks_with_one_digest_is_found():
     check_integrity(pool)
 
 
-def test_blocks_are_counted_by_where_they_are():
+def test_held_shared_cached_and_empty_blocks_are_counted():
     pool, blocks = make_tree(6, a="", b="a")
     (worthless,) = pool.take(1)
     pool.share((blocks["a"], worthless))
@@ -239,7 +239,7 @@ def test_a_timed_priority_expires_after_the_block_was_unreferenced_for_its_durat
     assert evicted(pool, blocks, 2) == "ab"
 
 
-def test_a_block_whose_priority_expired_is_evicted_by_its_release():
+def test_blocks_whose_priorities_expired_are_evicted_in_the_order_of_release():
     pool, blocks = make_tree(4, a="", b="", c="", d="")
     pool.retain(blocks["b"], Retention(90, duration_ms=1))
     pool.retain(blocks["c"], Retention(0, duration_ms=1))  # a low priority ends as well
@@ -261,7 +261,7 @@ def test_a_duration_starts_again_with_the_next_release():
     assert evicted(pool, blocks, 2) == "ba"
 
 
-def test_an_expired_priority_does_not_return():
+def test_an_expired_priority_stays_expired():
     pool, blocks = make_tree(2, a="", b="")
     pool.retain(blocks["a"], Retention(90, duration_ms=10))
     release(pool, blocks, "ab")
@@ -295,7 +295,7 @@ def test_an_evicted_blocks_duration_does_not_apply_to_its_next_content():
     assert evicted(pool, blocks, 2) == "ba"
 
 
-def test_a_second_producers_retention_applies_to_the_block_that_is_found():
+def test_the_retention_of_a_second_producer_applies_to_the_cached_block():
     pool, blocks = make_tree(4, a="", b="", c="")
     (again,) = pool.take(1)
     release(pool, blocks, "abc")

@@ -185,7 +185,7 @@ def test_a_block_that_must_be_computed_does_not_count_as_missed():
     assert cache.num_missed_blocks == 1
 
 
-def test_counts_of_blocks_that_a_sequence_holds_and_has_reserved():
+def test_held_and_reserved_blocks_of_a_sequence_are_counted():
     cache = make_cache()
     admit(cache, 1, 4)
     assert cache.held(1) == (0, 4)
@@ -453,7 +453,7 @@ def test_a_dropped_beam_returns_its_block_to_the_reservation():
     assert (cache.pool.num_held, cache.num_reserved) == (0, 0)
 
 
-def test_beams_that_continue_one_beam_hold_its_blocks_once():
+def test_beams_that_continue_one_beam_share_its_blocks():
     cache = make_beams(prompt=8)
     assert cache.block_table(1) == (0,)  # the last block of a beam is always its own to write into
     cache.grow_beams(1, 9)

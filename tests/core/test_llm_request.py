@@ -64,7 +64,7 @@ def test_a_request_has_a_sequence_for_each_answer_and_one_for_all_beams():
     assert search.num_slots == 3
 
 
-def test_the_table_is_the_one_in_the_docstring():
+def test_the_transition_table_equals_the_one_in_the_docstring():
     """Each row has the event and the next states from WAITING, RUNNING, PAUSED and FINISHED."""
     rows = {
         line.split()[0]: line.split()[1:]

@@ -84,7 +84,7 @@ def test_no_context_overtakes_one_that_does_not_fit():
     assert sizes(selected, running) == [9, 0, 0] and selected.num_free_rows == 7
 
 
-def test_a_context_with_its_draft_is_whole_or_waits():
+def test_without_chunks_a_context_and_its_draft_run_together_or_wait():
     running = [in_context(9), in_context(5, draft=3)]
     assert sizes(unchunked(17).select(running), running) == [9, 8]
     assert sizes(unchunked(16).select(running), running) == [9, 0]

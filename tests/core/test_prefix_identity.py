@@ -193,7 +193,7 @@ def test_a_key_depends_on_its_parent():
     assert block_digest(ROOT_SCOPE, TOKENS) != block_digest(private_scope(1), TOKENS)
 
 
-def test_extra_ids_of_some_tokens_only_are_an_assertion():
+def test_extra_ids_for_only_some_tokens_raise_an_assertion_error():
     with pytest.raises(AssertionError):
         block_digest(ROOT_SCOPE, (1, 2, 3), (1, 2))
 
@@ -211,7 +211,7 @@ def test_extra_ids_of_some_tokens_only_are_an_assertion():
         (PrefixIdentity(extra_ids=(0, 1 << 64, 0)), "prompt_table_extra_ids must be in"),
     ],
 )
-def test_identities_without_a_key_are_refused(identity: PrefixIdentity, message: str):
+def test_salts_and_extra_ids_out_of_range_are_refused(identity: PrefixIdentity, message: str):
     with pytest.raises(InvalidArgument, match=message):
         identity.validate(prompt_length=3)
 

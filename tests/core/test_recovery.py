@@ -267,7 +267,7 @@ def test_blocks_of_a_faulty_request_are_not_reused(sampling):
     assert scheduler.state().blocks.cached == 0
 
 
-def test_blocks_that_others_hold_too_are_still_found():
+def test_blocks_of_a_faulty_request_that_others_hold_are_still_found():
     cache, rules, tokens = KvCacheManager(8, 4), CacheRules(ROOT_SCOPE), list(range(10))
     for key in (1, 2):
         cache.admit(key, cache.match_prefix(key, tokens, rules), 3, rules)

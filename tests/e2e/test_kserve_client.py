@@ -274,7 +274,7 @@ def test_logits_of_a_prompt_are_sent_once(remote, local, streaming):
     np.testing.assert_allclose(told[0], told[1], atol=1e-4)
 
 
-def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_server):
+def test_stopped_requests_and_sequences_end_at_once_with_one_final_response(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()

@@ -27,7 +27,9 @@ def test_a_path_is_unique_per_user_server_and_model(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("runtime_dir", [None, "", "/does/not/exist", "/tmp/" + "x" * 100])
-def test_without_a_usable_runtime_folder_it_is_in_the_temporary_one(monkeypatch, runtime_dir) -> None:
+def test_without_a_usable_runtime_folder_the_path_is_in_the_temporary_folder(
+    monkeypatch, runtime_dir
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     expected = endpoint_path(1, MODEL)
     if runtime_dir is not None:

@@ -49,7 +49,7 @@ def test_a_response_too_large_to_be_sent_ends_only_its_request(front_end, batche
     assert small.final().error is None
 
 
-def test_logits_cross_between_small_responses(front_end, batcher) -> None:
+def test_large_logits_arrive_between_small_responses(front_end, batcher) -> None:
     inboxes = [Inbox() for _ in range(3)]
     for inbox in inboxes:
         front_end.submit(make_request(), inbox)

@@ -119,7 +119,7 @@ def test_rows_with_and_without_drafts_share_batches(engine: ModelEngine, zoo: Zo
 
 
 @every_case
-def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo: Zoo) -> None:
+def test_a_batch_may_be_made_before_the_previous_result_is_read(engine: ModelEngine, zoo: Zoo) -> None:
     """With two batches in flight, a row without drafts gets its last token on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]
     driver = Driver(engine)

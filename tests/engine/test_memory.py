@@ -65,7 +65,7 @@ def test_the_smallest_limit_decides_the_number_of_blocks(
     "changes",
     [{"free_bytes": 9999}, {MAX_TOKENS: 127}, {"free_bytes": 0}, {"free_bytes": 9999, "on_gpu": False}],
 )
-def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
+def test_fewer_blocks_than_slots_fail_the_load(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
         _size(**changes)
     assert f"{CPU_FRACTION if 'on_gpu' in changes else GPU_FRACTION} is 0.5" in str(error.value)
@@ -73,7 +73,7 @@ def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "deepseek-v3", "gemma4"])
-def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
+def test_block_bytes_is_the_memory_that_a_block_takes(zoo: Zoo, case: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     cache = KvCache(decoder, 5, 16, torch.bfloat16, torch.device("cpu"))
     stored = sum(blocks.nbytes for blocks in cache._blocks)

@@ -157,7 +157,7 @@ def test_overlap_beside_requests_that_wait_for_the_host_changes_no_token(
     assert_same(served, expected)
 
 
-def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
+def test_a_batch_takes_its_tokens_from_the_replayed_one_before_it(zoo: Zoo) -> None:
     model, tape = zoo[CASE], Tape()
     requests = without_host_waits(model)
     expected = serve(load_paged(model.folder, 60), config_of("no-evict"), requests)
@@ -233,7 +233,7 @@ def test_a_batch_of_unfinished_contexts_returns_no_token(zoo: Zoo) -> None:
     assert row.generated == model.greedy(model.prompt(20), 1)
 
 
-def test_logits_are_not_kept_after_the_choice(zoo: Zoo) -> None:
+def test_logits_are_not_kept_after_tokens_are_chosen(zoo: Zoo) -> None:
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
     row = driver.start(model.prompt(9))

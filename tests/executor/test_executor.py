@@ -482,7 +482,7 @@ def test_statistics_are_returned_once(executor) -> None:
     assert all(each.iter > stats[-1].iter for each in later)
 
 
-def test_statistics_of_zero_iterations_are_off(checkpoint: Path) -> None:
+def test_statistics_are_off_if_zero_iterations_are_kept(checkpoint: Path) -> None:
     with make_executor(checkpoint, iter_stats_max_iterations=0) as executor:
         results_of(executor, request())
         assert executor.get_latest_iteration_stats() == []

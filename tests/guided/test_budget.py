@@ -341,5 +341,5 @@ def test_forced_text_is_not_computed_ahead(guide: Guide) -> None:
     ],
     ids=["anyOf", "enum", "properties", "tools", "sums"],
 )
-def test_large_guides_stay_within_the_counts(guide: Guide) -> None:
+def test_large_guides_stay_within_the_allowed_number_of_calls(guide: Guide) -> None:
     assert follow(guide, 40, tiny_backend()) > 0

@@ -147,7 +147,7 @@ def test_xgrammar_accepts_keywords_without_an_effect(schema: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("rest", [{"sequence": {}}, {"triggers": ["<f>"]}])
-def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> None:
+def test_xgrammar_refuses_white_space_options_of_a_structural_tag(rest: dict[str, Any]) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
 
     def guide(options: Any) -> Guide:

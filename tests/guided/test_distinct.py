@@ -84,7 +84,7 @@ def test_a_draft_that_completes_an_equal_item_is_rejected() -> None:
     matcher.consume(list(b'y" }]'))
 
 
-def test_drafts_to_a_dead_end_are_rejected_from_the_last_alternative_on() -> None:
+def test_drafts_into_a_dead_end_are_rejected_after_the_last_choice() -> None:
     followed = grammars()
     items = {"type": ["boolean", "null"], "not": {"const": []}}  # without `not` the arrays would be listed
     matcher = followed.matcher(guide(items))

@@ -25,7 +25,7 @@ def test_masks_are_expanded_on_a_device_as_on_the_host() -> None:
     assert np.array_equal(banned_by(torch.from_numpy(masks), 77).numpy(), ~allowed[:, :77])
 
 
-def test_the_end_is_the_bit_after_the_vocabulary() -> None:
+def test_the_end_of_a_text_is_the_mask_bit_after_the_vocabulary() -> None:
     for size in (31, 32, 33):
         vocabulary = GuideVocabulary.of_size(size, [bytes([65 + each]) for each in range(26)], {3})
         assert vocabulary.end_id == size

@@ -632,7 +632,7 @@ ZOD = {
 }
 
 
-def test_an_equal_item_is_not_allowed_and_other_items_are(backend: GuideBackend) -> None:
+def test_unique_items_allow_only_different_items(backend: GuideBackend) -> None:
     """A string continues if its end would make it equal; without any other continuation there is an error."""
     matcher = compiled(backend, {"type": "array", "uniqueItems": True, "items": {"pattern": "^a{1,2}$"}})
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)

@@ -330,7 +330,7 @@ def test_eos_token_ids_of_generation_config_override_those_of_config(
         ({}, None),
     ],
 )
-def test_either_key_states_the_dtype_and_auto_states_none(
+def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
     tmp_path: Path, values: dict[str, Any], expected: str | None
 ) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).dtype == expected

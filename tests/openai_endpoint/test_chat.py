@@ -78,7 +78,7 @@ def client_length(client: openai.OpenAI) -> int:
     return client.models.retrieve("demo").model_extra["max_model_len"]  # type: ignore[index]
 
 
-def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
+def test_an_answer_may_continue_the_last_message(client: openai.OpenAI) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "def area("}]
     answer = client.chat.completions.create(
         **{**ASKED, "messages": messages}, extra_body={"continue_final_message": True}

@@ -39,7 +39,7 @@ def _logits(rows: int, vocab_size: int = 300) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_tokens_are_the_references(kind: dict) -> None:
+def test_tokens_with_controls_are_the_references(kind: dict) -> None:
     """Rows with controls equal the reference, and plain rows of the same batch do not depend on them."""
     rows = [
         Row(make_request((4, 299, 8), random_seed=seed, **kind, **controls))

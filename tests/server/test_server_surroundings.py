@@ -98,7 +98,7 @@ def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-def test_the_embedded_server_is_laid_out(tmp_path: Path) -> None:
+def test_the_embedded_server_has_its_program_backend_and_libraries(tmp_path: Path) -> None:
     found = installation.embedded(tmp_path)
     backend = Path(found.arguments[1]) / "python"
     assert os.access(found.program, os.X_OK)

@@ -120,7 +120,7 @@ def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
     ]
 
 
-def test_values_of_tokens_are_cut_with_them() -> None:
+def test_values_of_tokens_after_a_stop_string_are_cut_too() -> None:
     its_replies = PromptReplies(new_text("de"))
     output = its_replies.take(delta("cdefg"))
     assert output is not None
@@ -195,7 +195,7 @@ def test_an_unstreamed_answer_is_gathered_from_engine_deltas(in_one: bool, exclu
     assert whole.result.generation_logits[0].shape == (4, 1)
 
 
-def test_a_gathered_answer_without_stop_string_is_the_plain_one() -> None:
+def test_a_gathered_answer_without_stop_string_equals_the_engines() -> None:
     its_replies = PromptReplies(new_text("xyz"), streaming=False)
     assert its_replies.outputs(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 

@@ -91,7 +91,7 @@ def test_end_id_of_the_request_replaces_those_of_the_model(
 
 
 @pytest.mark.parametrize("top_p", [0.0, -1.0])
-def test_top_p_up_to_zero_is_unset(top_p: float) -> None:
+def test_a_top_p_of_zero_or_less_counts_as_unset(top_p: float) -> None:
     assert convert_tokens(runtime_top_p=top_p)[0].sampling.top_p == 0.0
 
 

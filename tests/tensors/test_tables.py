@@ -454,7 +454,7 @@ def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_an_outputs_flag_decides_and_not_its_name(spec: TensorSpec) -> None:
+def test_an_output_is_returned_by_its_flag_and_not_by_its_name(spec: TensorSpec) -> None:
     """A Triton ensemble names every output that it passes on: without the flag nothing is computed for it."""
     vocabulary, named = vocabulary_of(spec), frozenset({spec.name})
     for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():

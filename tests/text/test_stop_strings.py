@@ -155,7 +155,7 @@ def test_strings_are_found_with_and_without_hidden_text(
     assert (shown + finder.flush(), finder.stopped) == (wanted, is_cut)
 
 
-def test_a_copy_is_independent() -> None:
+def test_a_copy_of_a_finder_is_independent() -> None:
     finder = StopStringFinder(StopStrings(["abc"]))
     assert finder.add("xab") == "x"
     other = finder.copy()

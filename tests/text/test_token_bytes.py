@@ -118,7 +118,7 @@ def test_tokenizers_that_may_drop_text_have_no_bound(reason: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_a_token_that_strips_spaces_leaves_no_bound(side: str) -> None:
+def test_tokenizers_with_a_token_that_strips_spaces_have_no_bound(side: str) -> None:
     stripping = changed("byte_level")
     stripping.add_tokens([AddedToken("<strip>", **{side: True})])
     assert max_bytes_per_token(stripping) is None
@@ -127,7 +127,7 @@ def test_a_token_that_strips_spaces_leaves_no_bound(side: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("byte_level", "llama", "gemma")])
-def test_unknown_words_leave_no_bound(name: str) -> None:
+def test_tokenizers_with_unknown_words_have_no_bound(name: str) -> None:
     assert tokenizer(name).max_bytes_per_token is None
 
 

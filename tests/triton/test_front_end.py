@@ -151,7 +151,7 @@ def test_the_engines_refusal_keeps_its_code(build: Build, error: Unavailable | S
     assert (code, message) == (getattr(TritonError, error.code), str(error))
 
 
-def test_unavailable_until_the_engine_can_be_described(build: Build) -> None:
+def test_requests_are_unavailable_until_the_engine_can_be_described(build: Build) -> None:
     stage = build()
     stage.client.description = Unavailable("no engine yet")
     assert error_of(stage.take(make_triton_request()).wait_final()[0])[0] == TritonError.UNAVAILABLE

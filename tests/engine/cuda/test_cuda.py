@@ -77,7 +77,7 @@ def test_iterations_of_one_pipeline_stage_are_recorded(
     assert not caplog.records
 
 
-def test_scores_that_the_kernel_cannot_compute_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_refuses_models_whose_scores_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(CannotAttend, match="no cap on scores"):
         torch_paged_attention(CUDA, scores(attention_soft_cap=50.0))

@@ -139,7 +139,7 @@ def test_quantizing_quantized_weights_again_is_logged(
     "case", with_all(["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"], ["mixtral", "phi3"])
 )
 @pytest.mark.parametrize("name", with_all(["gptq-one-group", "ct-int8"], ["gptq-one-group"]))
-def test_kept_levels_of_other_families_give_the_models_tokens(
+def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
     """With experts, a token near the border between two may go to the other one; most do not."""

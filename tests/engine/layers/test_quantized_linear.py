@@ -179,7 +179,7 @@ def test_without_an_8_bit_operator_weights_are_multiplied_as_float32(
     assert caplog.text.rstrip().endswith("not here")
 
 
-def test_a_wrong_product_is_not_used(
+def test_an_8_bit_operator_with_wrong_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = quantized_linear.dequantizing_product
@@ -223,7 +223,7 @@ def test_a_processor_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) 
     Quantizing("int8", torch.bfloat16, torch.device("cuda"))
 
 
-def test_compiled_layers_have_no_fp8(zoo: Zoo) -> None:
+def test_fp8_is_refused_for_compiled_layers_and_computed_by_torch(zoo: Zoo) -> None:
     with pytest.raises(ConfigError, match="kernels is native, but there is no compiled code: it has no fp8"):
         load_engine(zoo["llama"].folder, dtype="fp8", kernels="native")
     assert load_engine(zoo["llama"].folder, dtype="fp8").kernels == "torch"

@@ -66,7 +66,9 @@ def spoil(name: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "rank0.json").unlink(), r"has no rank0\.json, expected a folder that"),
     ],
 )
-def test_files_that_do_not_match_are_refused(copied: Path, do: Callable[[Path], None], message: str) -> None:
+def test_plans_and_descriptions_that_do_not_match_are_refused(
+    copied: Path, do: Callable[[Path], None], message: str
+) -> None:
     load(copied)
     do(copied)
     with pytest.raises(ConfigError, match=message):

@@ -55,7 +55,7 @@ def test_plans_in_4_bits_give_the_tokens_of_dequantized_weights(zoo: Zoo, tmp_pa
     assert_as_transformers(model, served, requests)
 
 
-def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Plans) -> None:
+def test_a_batch_larger_than_a_plan_takes_is_computed_in_parts(zoo: Zoo, plans: Plans) -> None:
     """The batch is computed in parts, one after the other."""
     model = zoo["llama-gqa"]
     engine = load(plans(model, max_context_chunks=1, max_num_tokens=7), num_blocks=60)

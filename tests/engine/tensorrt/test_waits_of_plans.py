@@ -79,7 +79,7 @@ def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
     return make_engine(ModelRunner(made, cache, limits, 512))
 
 
-def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
+def test_each_batch_waits_for_the_device_once(zoo: Zoo, plans: Plans) -> None:
     """Batches have chunks, chunks beside generation, or generation only; some rows are filled from other
     sequences' blocks."""
     model = zoo["llama-gqa"]

@@ -128,7 +128,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("window", [None, AttentionWindow(20), AttentionWindow(24, 3)])
-def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow | None) -> None:
+def test_results_of_a_context_do_not_depend_on_its_chunks(zoo: Zoo, window: AttentionWindow | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
     whole = rows.attend(attention, pack_rows((PackedChunk(0, 0, 70, 0),), (), (), rows.tables), window)
