@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def test_an_error_is_one_text_with_a_protocols_names() -> None:
+def test_the_text_of_an_error_has_the_protocols_names_of_inputs() -> None:
     error = InvalidArgument(Name("end_id"), " must be below ", Name("x"), ", got {12}")
     assert str(error) == "end_id must be below x, got {12}"
     assert error.names == ("end_id", "x")

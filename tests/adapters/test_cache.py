@@ -32,7 +32,7 @@ def test_weights_are_stored_and_then_known_by_their_id(make: Make) -> None:
     assert not it.cache.update()
 
 
-def test_weights_sent_twice_at_a_time_are_stored_once(make: Make) -> None:
+def test_weights_sent_twice_at_once_are_stored_once(make: Make) -> None:
     it = make()
     with it.paused():
         for number in (1, 2, 3):

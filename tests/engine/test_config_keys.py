@@ -595,7 +595,7 @@ def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _model_class(config_class: type) -> Any:
-    """Return transformers' class of causal models, which takes it long to find."""
+    """Return transformers' class of causal models; cached, because finding it takes long."""
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 

@@ -154,7 +154,7 @@ def test_names_list_the_processors_and_batched() -> None:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_processor_of_transformers_equals_the_control_of_that_name(returns: bool) -> None:
-    """Over several tokens it agrees with a request with the control, as the seen tokens grow."""
+    """Each of several tokens equals that of a request with the control."""
     processor = NoRepeatNGramLogitsProcessor(2)
 
     def process(req_id, logits, ids, stream_ptr, client_id):

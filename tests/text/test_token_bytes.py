@@ -69,7 +69,7 @@ def changed_by(change: Callable[[str], str]) -> list[str]:
 
 
 def longest_sources(form: str) -> dict[str, int]:
-    """Return the bytes of the longest character that normalizes to another one, by that one."""
+    """Return the most bytes of a character that normalizes to another one, by that other one."""
     longest: dict[str, int] = defaultdict(int)
     for character in changed_by(partial(unicodedata.normalize, form)):
         parts = unicodedata.normalize(form, character)

@@ -146,7 +146,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @needs_native
-@pytest.mark.exhaustive  # the next test, and those of test_team.py
+@pytest.mark.exhaustive  # by default the next test and test_team.py test threads
 def test_threads_run_once_the_engine_is_loaded(zoo: Zoo) -> None:
     """Runs in its own process, in which no other code starts threads."""
     program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]

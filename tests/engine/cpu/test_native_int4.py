@@ -90,7 +90,9 @@ def test_products_are_those_of_the_dequantized_weights(
     assert 0 < error < 0.02 * exact.square().mean().sqrt(), "what rounding activations costs"
 
 
-@pytest.mark.parametrize("others", [(), (3,), (40,)], ids=["all", "but one", "but one behind"])
+@pytest.mark.parametrize(
+    "others", [(), (3,), (40,)], ids=["all equal", "another in column 3", "another in column 40"]
+)
 def test_products_with_equal_or_different_zero_points_are_exact(others: tuple[int, ...]) -> None:
     """A panel whose zero points are all 8 is corrected by a shift, any other panel by a product."""
     matrix, packer = draw(64, 256, 128), make_packer()
