@@ -24,8 +24,10 @@ PLAIN = [5, 6, 7, 8, 9]
 LOG_PROBS = ("cum_log_probs", "output_log_probs")
 TOP_LOG_PROBS = ("top_log_prob_ids", "top_log_probs")
 METRICS = [spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"]
-_OF_QUESTIONS = {"state", "adapters"}
-OF_GENERATION = [spec.name for spec in OUTPUTS.specs if spec.built and spec.name not in _OF_QUESTIONS]
+_OF_STATE_AND_ADAPTER_REQUESTS = {"state", "adapters"}
+OF_GENERATION = [
+    spec.name for spec in OUTPUTS.specs if spec.built and spec.name not in _OF_STATE_AND_ADAPTER_REQUESTS
+]
 SENT_BY_DEFAULT = {"output_ids", "sequence_length", "text_output", "finish_reason"}
 
 

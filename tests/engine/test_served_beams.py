@@ -96,7 +96,7 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str) -> None:
 
 
 @cache
-def company_of(model: ZooModel) -> dict[Request, list[int]]:
+def sampling_requests_of(model: ZooModel) -> dict[Request, list[int]]:
     """Return sampling requests, and the tokens that each gets alone."""
     sampling = SamplingConfig(temperature=1.3, top_p=0.9, random_seed=4)
     requests = [
@@ -115,13 +115,16 @@ def company_of(model: ZooModel) -> dict[Request, list[int]]:
 def test_beams_beside_sampling_requests_are_those_of_transformers(zoo: Zoo, case: str, way: str) -> None:
     """The cache is so small that sampling requests are paused for each other, and searches wait."""
     answers = grid(zoo[case], case)[::2]
-    company = company_of(zoo[case])
+    sampling_requests = sampling_requests_of(zoo[case])
     requests = [
-        request for pair in itertools.zip_longest(company, dict(answers)) for request in pair if request
+        request
+        for pair in itertools.zip_longest(sampling_requests, dict(answers))
+        for request in pair
+        if request
     ]
     served = serve(load(zoo[case].folder, 34, SLOTS), config_of(way), requests, per_iteration=3)
     assert_same(served, answers)
-    assert {request: served.tokens(request) for request in company} == company
+    assert {request: served.tokens(request) for request in sampling_requests} == sampling_requests
     if "utilization" in way:
         assert served.num_pauses > 0
 

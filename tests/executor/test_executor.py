@@ -435,7 +435,7 @@ def test_shutdown_wakes_waiting_threads(checkpoint: Path, monkeypatch: pytest.Mo
     assert len(found) == 2 and [] in found
 
 
-_FORGETFUL = """
+_PROGRAM_WITHOUT_SHUTDOWN = """
 import sys, threading
 import inflight.executor as trtllm
 
@@ -456,7 +456,10 @@ print("done")
 def test_an_unreferenced_executor_ends_and_so_does_its_program(checkpoint: Path) -> None:
     # In a process of its own: log records kept by pytest may refer to an executor.
     done = subprocess.run(
-        [sys.executable, "-c", _FORGETFUL, checkpoint], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _PROGRAM_WITHOUT_SHUTDOWN, checkpoint],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
