@@ -210,7 +210,7 @@ def test_fetching_shows_a_progress_bar_on_a_terminal(caller: Caller) -> None:
     assert b"Fetching 8 files" in shown and b"100%" in shown
 
 
-def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
+def test_serve_and_doctor_accept_names_of_the_hub(caller: Caller, tmp_path: Path) -> None:
     """`doctor` fetches nothing; after a repository was written, the checkpoint is in the cache."""
     name = "owner/model-1.5"
 

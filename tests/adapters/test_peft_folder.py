@@ -205,7 +205,7 @@ def test_dora_works_with_a_checkpoint_without_the_prefix_of_tensor_names(zoo: Zo
 
 
 def test_fused_projections_equal_their_separate_parts(zoo: Zoo, tmp_path: Path) -> None:
-    """`gate_up_proj` and `qkv_proj` give the numbers of their parts, each with the same A."""
+    """`gate_up_proj` and `qkv_proj` give the numbers of their parts, which all have the same A."""
     model = read_model_description(zoo["llama-gqa"].folder)
     decoder, generator = model.decoder, torch.Generator().manual_seed(0)
 

@@ -158,7 +158,7 @@ def test_a_short_context_does_not_overtake_longer_ones_before_it():
 
 
 def test_a_context_keeps_its_last_token_for_the_chunk_with_the_draft():
-    """A budget of 10 fits all 8 tokens, but then the 3 draft tokens would have no token left to follow."""
+    """A budget of 10 has room for all 8 tokens, but the 3 draft tokens must follow a token of their chunk."""
     running = [in_context(8, draft=3)]
     assert sizes(chunked(11).select(running), running) == [11]
     assert sizes(chunked(10).select(running), running) == [4]

@@ -88,7 +88,7 @@ def test_a_batch_of_other_requests_samples_on_the_device(name):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
-def test_no_batch_samples_on_devices_without_overlap(num_micro_batches):
+def test_without_overlap_no_batch_samples_on_the_device(num_micro_batches):
     scheduler = make_scheduler(num_micro_batches=num_micro_batches)
     Driver(scheduler).accept(make_request(1))
     batch = scheduler.schedule()

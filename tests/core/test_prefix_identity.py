@@ -143,7 +143,7 @@ def test_generated_tokens_have_no_extra_ids():
 
 
 def test_digests_at_admission_and_at_publication_agree():
-    """The first are computed while a sequence waits, the second as its generated tokens fill blocks."""
+    """At admission they are computed while a sequence waits, at publication as generated tokens fill blocks."""
     cache, identity = KvCacheManager(8, SIZE), PrefixIdentity(2, extra_ids=(0, 0, 1, 0, 0, 5))
     say = rules(Identity(identity, b"a", b"t"))
     cache.admit(1, cache.match_prefix(1, TOKENS[:6], say), 3, say)

@@ -47,7 +47,7 @@ def start_beams(prompt: int = 6, new: int = 3, **fields) -> tuple[Scheduler, lis
     return scheduler, update(scheduler, batch, (), beams=[best])
 
 
-def test_beams_go_on_from_the_context_with_a_block_copied_for_all_but_one():
+def test_beams_share_the_contexts_blocks_except_the_last_which_is_copied():
     scheduler, _ = start_beams(prompt=6)
     batch = scheduler.schedule()
     assert batch.moves == (BeamMove(0, 0, 7), BeamMove(1, 0, 8))

@@ -32,7 +32,7 @@ def accepted(answer: Answer) -> float:
 
 @pytest.mark.covers("num_draft_tokens", "use_draft_logits")
 @pytest.mark.parametrize("weighs", [False, True])
-def test_greedy_drafted_text_equals_the_targets(pair_server, oracle, tokenizer, weighs):
+def test_greedy_drafted_text_equals_that_of_the_target_model(pair_server, oracle, tokenizer, weighs):
     """The text equals that of transformers; a draft model in bfloat16 is right nearly always."""
     ids = oracle.greedy((0, *tokenizer.encode(PROMPT)), NUM_TOKENS)
     answer = drafted(pair_server, use_draft_logits=weighs)
@@ -40,7 +40,7 @@ def test_greedy_drafted_text_equals_the_targets(pair_server, oracle, tokenizer, 
     assert answer.finish_reason == "LENGTH" and accepted(answer) > 0.5
 
 
-def test_sampled_drafted_text_equals_the_targets_with_the_same_seed(pair_server):
+def test_sampled_drafted_text_equals_that_of_the_target_model_with_the_same_seed(pair_server):
     (plain,) = ask(pair_server.grpc, "ensemble", **REQUEST, **SAMPLED)
     answer = drafted(pair_server, **SAMPLED)
     assert answer.text == plain.text and accepted(answer) > 0.5

@@ -563,7 +563,7 @@ def config_of(**parameters: str) -> dict[str, Any]:
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
 
-def test_defaults_of_a_configuration_equal_the_engines():
+def test_defaults_of_a_configuration_equal_those_of_the_engine():
     of_model = describe(str(DEMO_MODEL))
     plain_one = of_model(config_of(tokens_per_block="${tokens_per_block}", of_a_newer_server="1"), None)
     limits = plain_one.limits

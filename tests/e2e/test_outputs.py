@@ -54,7 +54,7 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.covers("return_log_probs", "num_top_log_probs", *LOG_PROBS, *TOP_LOG_PROBS)
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, controls, streaming):
+def test_log_probs_equal_those_of_the_model_and_add_up(exact_server, oracle, prompt, controls, streaming):
     """Log probs are taken before temperature, penalties and top_p; cum_log_probs in a stream is the sum so
     far."""
     answers = ask(
@@ -93,7 +93,7 @@ def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, contr
     "generation_logits",
 )
 @pytest.mark.parametrize("streaming", [True, False])
-def test_logits_equal_the_models(exact_server, oracle, prompt, streaming):
+def test_logits_equal_those_of_the_model(exact_server, oracle, prompt, streaming):
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,

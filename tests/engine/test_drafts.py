@@ -139,7 +139,7 @@ def test_a_batch_may_be_made_before_the_previous_result_is_read(engine: ModelEng
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_logits_of_drafts_in_half_precision_are_near_the_models(
+def test_logits_of_drafts_in_half_precision_are_near_those_of_the_model(
     zoo: Zoo, prompt: tuple[int, ...], dtype: str
 ) -> None:
     """Logits of verified drafts equal those of the row alone, within the dtype's error."""

@@ -54,7 +54,7 @@ def test_both_forms_of_the_sizes_of_full_layers_are_read(zoo: Zoo, tmp_path: Pat
 
 
 def test_projections_that_shared_layers_do_not_use_are_left_unread(zoo: Zoo, tmp_path: Path) -> None:
-    """Published files have them."""
+    """Published files have these projections too."""
     model = zoo["gemma4-shared"]
     folder = _changed(model, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

@@ -48,7 +48,7 @@ def _check(model: ZooModel, **settings: str | None) -> None:
 
 
 @pytest.mark.parametrize("case", with_all(list(CASES), ["llama", "llama-3", "qwen3", "phi3", "gemma3"]))
-def test_logits_of_every_architecture_equal_the_models(tmp_path: Path, case: str) -> None:
+def test_logits_of_every_architecture_equal_those_of_the_model(tmp_path: Path, case: str) -> None:
     _check(write(tmp_path / "m.gguf", case, "F32"))
 
 

@@ -106,7 +106,7 @@ def oracle(model: ZooModel, kind: str, tokens: list[int]) -> Tensor:
 
 @every_kind
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_levels_are_those_of_the_formulas(kind: str, spread: float) -> None:
+def test_rounded_numbers_equal_those_of_the_formulas(kind: str, spread: float) -> None:
     draw = torch.Generator().manual_seed(1)
     sizes = torch.exp(spread * torch.randn((500, 3, 64), generator=draw))
     numbers = torch.randn((500, 3, 64), generator=draw) * sizes

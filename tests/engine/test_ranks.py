@@ -384,10 +384,10 @@ def test_a_rank_that_fails_alone_reports_it_and_computes_no_more(
             engine._ranks[rank].forward(batch)
 
 
-def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
+def test_a_rank_that_fails_in_a_collective_is_detected_by_its_failed_call(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for it until the test ends the wait."""
+    """The other rank waits in the collective until the test ends the wait."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1), kernels="torch") as engine:
         saboteur = Saboteur(monkeypatch, _runner(engine.stages[1]).decoder, "_mlp", after=False)

@@ -527,7 +527,7 @@ def test_a_requests_num_return_sequences_is_deprecated_and_works() -> None:
 
 
 def test_a_request_copies_its_configurations() -> None:
-    """Like in the bindings, one configuration may be changed and used for many requests."""
+    """As in the bindings, a configuration may be changed after a request was made from it."""
     sampling, words = trtllm.SamplingConfig(), [[1]]
     request = trtllm.Request([1], 1, sampling_config=sampling, bad_words=words)
     sampling.top_k = 5

@@ -86,7 +86,7 @@ def harmful_zip() -> bytes:
     [b"", b"abc", b"PK", pickle.dumps(make_result()), pickle.dumps(Harmful()), harmful_zip()],
     ids=["empty", "text", "broken", "pickle", "harmful", "harmful zip"],
 )
-def test_other_bytes_are_refused_and_not_executed(data: bytes) -> None:
+def test_bytes_that_are_no_result_are_refused_and_not_executed(data: bytes) -> None:
     with pytest.raises(RuntimeError, match=f"these {len(data)} bytes are no"):
         trtllm.deserialize_result(data)
 

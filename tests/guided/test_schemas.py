@@ -633,7 +633,7 @@ ZOD = {
 
 
 def test_unique_items_allow_only_different_items(backend: GuideBackend) -> None:
-    """A string continues if its end would make it equal; without any other continuation there is an error."""
+    """A string may not end where it would equal an earlier one; if it cannot go on either, there is an error."""
     matcher = compiled(backend, {"type": "array", "uniqueItems": True, "items": {"pattern": "^a{1,2}$"}})
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
     matcher.consume(list(b'["a","a'))
@@ -653,7 +653,7 @@ def test_unique_items_allow_only_different_items(backend: GuideBackend) -> None:
 
 
 @pytest.mark.parametrize("schema", [TypeAdapter(Tree).json_schema(), ZOD], ids=["pydantic", "zod"])
-def test_schemas_of_libraries_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
+def test_schemas_made_by_pydantic_and_zod_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
     matcher = compiled(backend, schema)
     validator = Draft202012Validator(schema)
     written = [write(backend, matcher, np.random.default_rng(seed), most=1500) for seed in range(8)]

@@ -41,7 +41,7 @@ def test_an_answer_continues_the_rendered_prompt(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED, n=2, seed=5)
     chunks = list(
         client.chat.completions.create(

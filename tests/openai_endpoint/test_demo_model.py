@@ -48,7 +48,7 @@ def log_softmax() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}]
 )
-def test_tokens_equal_the_engines(
+def test_tokens_equal_those_of_the_engine(
     demo: tuple[EngineClient, str], demo_client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     ids = tuple(Tokenizer.from_dir(DEMO).encode(PROMPT))

@@ -59,7 +59,7 @@ def test_chat_log_probs_have_bytes() -> None:
 
 
 @pytest.mark.parametrize("num_top", [1, 5, 50])
-def test_likeliest_prompt_tokens_equal_torchs(num_top: int) -> None:
+def test_likeliest_prompt_tokens_equal_those_of_torch(num_top: int) -> None:
     logits = np.random.default_rng(1).normal(scale=5, size=(6, 50)).astype(np.float32)
     tops = top_of_prompt(FloatTensor(logits.shape, logits.tobytes()), list(range(6)), num_top)
     expected = torch.from_numpy(logits).double().log_softmax(-1).topk(num_top)

@@ -59,7 +59,7 @@ def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: fl
 
 @given(st.data())
 @many_examples
-def test_tokens_are_the_references_with_any_other_control(data: st.DataObject) -> None:
+def test_tokens_with_any_other_control_equal_those_of_the_reference(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([5, 40, 300]))
     made = [data.draw(requests(vocab_size)) for _ in range(4)]
     limited = [

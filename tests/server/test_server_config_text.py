@@ -51,7 +51,7 @@ def test_a_missing_entry_is_appended() -> None:
     assert set_parameters(text, {"new": "value"}).startswith('name: "m"\n')
 
 
-def test_parameters_inside_other_blocks_are_not_the_models() -> None:
+def test_parameters_inside_other_blocks_do_not_belong_to_the_model() -> None:
     text = 'model_warmup [ { parameters { key: "a" value { string_value: "no" } } } ]'
     assert read_parameters(text) == {}
 

@@ -201,7 +201,7 @@ def test_a_filled_in_template_keeps_its_declared_input_type(tmp_path: Path) -> N
     assert '"lora_weights" data_type: TYPE_FP32 dims' in text
 
 
-def test_the_queue_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
+def test_max_queue_size_sets_no_dynamic_batcher_of_triton(tmp_path: Path) -> None:
     """Triton's dynamic batcher would bring the bound of its own queue, and half-second waits."""
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_queue_size": "5"}))
     assert parameters_of(runtime.path)["max_queue_size"] == "5"

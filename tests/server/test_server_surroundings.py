@@ -42,7 +42,7 @@ def test_one_port_for_two_services_is_refused() -> None:
         resolve_ports(LOCALHOST, Ports(http=port, metrics=port))
 
 
-def test_hosts_are_resolved_or_refused() -> None:
+def test_a_host_that_cannot_be_resolved_is_refused() -> None:
     assert resolve_host("localhost") == LOCALHOST
     with pytest.raises(OptionError, match="--host"):
         resolve_host("no such host")

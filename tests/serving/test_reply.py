@@ -195,7 +195,7 @@ def test_an_unstreamed_answer_is_gathered_from_engine_deltas(in_one: bool, exclu
     assert whole.result.generation_logits[0].shape == (4, 1)
 
 
-def test_a_gathered_answer_without_stop_string_equals_the_engines() -> None:
+def test_a_gathered_answer_without_stop_string_equals_that_of_the_engine() -> None:
     its_replies = PromptReplies(new_text("xyz"), streaming=False)
     assert its_replies.outputs(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 

@@ -30,7 +30,7 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
 def test_a_request_without_parameters_reads_none(text: str) -> None:
-    """Triton's own priority has a meaning for Triton only, if a server passes it on at all."""
+    """Triton's own priority is ignored: it has a meaning for Triton only."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
 
 

@@ -301,7 +301,7 @@ def test_known_parameters_of_clients_are_accepted(build: Build) -> None:
     assert len(stage.client.submitted) == 1
 
 
-def test_a_parameter_shows_special_tokens_and_they_always_stop_a_text() -> None:
+def test_special_tokens_are_hidden_if_configured_and_can_always_be_stop_words() -> None:
     the, special, dog = tokenizer("byte_level").encode("the"), 2, tokenizer("byte_level").encode(" dog")
     for skip, shown in (("true", b"the dog"), ("false", b"the</s> dog")):
         stage = Stage(Vocabulary.TEXT)

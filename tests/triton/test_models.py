@@ -236,7 +236,9 @@ def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Pa
     assert arrays["EMBEDDING_BIAS"].shape == (1, 32)
 
 
-def test_preprocessing_puts_the_rows_of_a_table_first(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_preprocessing_puts_virtual_tokens_of_the_prompt_table_first(
+    pb_utils: FakePbUtils, folder: Path
+) -> None:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
     arrays = answer(
         make_text_model(Preprocessing, folder),

@@ -92,7 +92,7 @@ def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_never_gets_one(zoo: Z
 @pytest.mark.parametrize(
     ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
 )
-def test_logits_of_a_chunks_last_row_equal_the_models(
+def test_logits_of_a_chunks_last_row_equal_those_of_the_model(
     zoo: Zoo, case: str, num_before: int, num_rows: int
 ) -> None:
     """The kernel with the defect gives correct logits of a chunk's last row, which is sampled."""

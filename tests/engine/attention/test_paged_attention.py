@@ -42,7 +42,7 @@ def paged(**changes: Any) -> PagedAttention:
     "case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window", "gpt-oss"]
 )
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_tokens_equal_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
+def test_tokens_and_logits_equal_those_of_the_model(zoo: Zoo, case: str, chunk: int | None) -> None:
     model = zoo[case]
     engine = load_paged(model.folder)
     row = alone(engine, model.prompt(19), 12)

@@ -107,7 +107,7 @@ def test_products_are_tried_before_they_are_used(program: Path, fault: int, foun
     assert exit_status(program, str(fault)) == found
 
 
-def test_the_stand_in_sums_up_as_the_manual_says(program: Path) -> None:
+def test_the_amx_stand_in_adds_products_as_the_manual_says(program: Path) -> None:
     assert exit_status(program) == 0
 
 

@@ -205,7 +205,7 @@ def test_long_contexts_with_different_adapters_equal_merged_weights(zoo: Zoo) ->
 def test_error_in_low_precision_is_near_that_of_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
-    """The error of an adapter is that of merged weights in the same dtype, against the model in float32."""
+    """Compared with the model in float32, an adapter's error is about that of merged weights in the same dtype."""
     model = zoo[case]
     adapter = make_adapter(model, rank, has_magnitude=lambda module: module is Module.MLP_4H_TO_H)
     adapter.model.oracle.save_pretrained(tmp_path)

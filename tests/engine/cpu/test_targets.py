@@ -169,7 +169,9 @@ def row_kernels(target: str) -> RowKernels:
 
 
 @in_float32_on_others
-def test_sampled_tokens_equal_torchs(row_kernels: RowKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_equal_those_of_torch(
+    row_kernels: RowKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choices = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.02, "temperature": 1.5}]
     rows = [
         Row(
@@ -189,13 +191,13 @@ def test_sampled_tokens_equal_torchs(row_kernels: RowKernels, monkeypatch: pytes
 
 @in_float32_on_others
 @pytest.mark.parametrize("size", [7, 64, 1000])
-def test_masked_logits_equal_torchs(row_kernels: RowKernels, size: int) -> None:
+def test_masked_logits_equal_those_of_torch(row_kernels: RowKernels, size: int) -> None:
     for seed, indices in enumerate(SUBSETS.values()):
         check_masks(row_kernels, size, list(indices), seed)
 
 
 @in_float32_on_others
-def test_the_highest_logits_and_their_tokens_equal_torchs(row_kernels: RowKernels) -> None:
+def test_the_highest_logits_and_their_tokens_equal_those_of_torch(row_kernels: RowKernels) -> None:
     logits = normal(40, 1003)
     logits[3, 77] = logits[3, 900] = 50.0
     logits[5, 11] = torch.nan

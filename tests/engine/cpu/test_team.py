@@ -88,7 +88,7 @@ def test_no_thread_passes_a_barrier_before_the_others_reach_it(program: Path) ->
     assert exit_status(program, "barriers") == 0
 
 
-def test_threads_of_a_team_run_once_it_is_made(program: Path) -> None:
+def test_threads_of_a_team_are_started_when_it_is_made(program: Path) -> None:
     assert exit_status(program, "threads") == 0
 
 

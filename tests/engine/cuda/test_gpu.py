@@ -198,7 +198,7 @@ def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 4097, 128_256])
-def test_the_highest_logits_and_their_tokens_equal_torchs(vocab_size: int) -> None:
+def test_the_highest_logits_and_their_tokens_equal_those_of_torch(vocab_size: int) -> None:
     from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton
 
     check_peaks_of(KernelRowKernels(), vocab_size, CUDA)
@@ -209,7 +209,7 @@ def test_the_highest_logits_and_their_tokens_equal_torchs(vocab_size: int) -> No
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_float8_rounding_equals_torchs(dtype: torch.dtype) -> None:
+def test_float8_rounding_equals_that_of_torch(dtype: torch.dtype) -> None:
     """Kernels round to the same levels as torch's operators."""
     found = find_float8_rounding(CUDA, dtype)
     assert found is not quantize_float8
@@ -534,7 +534,6 @@ def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 def test_requests_that_do_not_need_the_host_run_with_two_iterations_in_flight(zoo: Zoo, way: str) -> None:
-    """Requests that do not need the host run with two iterations in flight."""
     model = zoo["llama-gqa"]
     requests = without_host_waits(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)

@@ -142,7 +142,7 @@ def test_quantizing_quantized_weights_again_is_logged(
 def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """With experts, a token near the border between two may go to the other one; most do not."""
+    """A token may go to another expert where two have nearly equal scores; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     engine = load_engine(tmp_path)
     layers = [layer.struct for layer in engine.runner.decoder._packed]

@@ -157,7 +157,7 @@ def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, rounding: KvRounding
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window", "gpt-oss", "gemma2"])
-def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
+def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder
     row = alone(load_paged(model.folder, attention=KernelAttention(decoder)), model.prompt(19), 8)

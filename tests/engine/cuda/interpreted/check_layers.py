@@ -198,7 +198,7 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
         ("deepseek-v3", {ADD_NORM, ACTIVATION}),
     ],
 )
-def test_tokens_equal_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
+def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str, parts: set[str]) -> None:
     """Parts for which there is a kernel use it; the others use torch."""
     model = zoo[case]
     operations = KernelLayerOperations(decoder_of(zoo, case))
@@ -296,7 +296,7 @@ class _LastOfEqual(KernelRowKernels):
 
 @pytest.mark.parametrize("size", [7, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_float8_rounding_equals_torchs_for_most_numbers(size: int, dtype: torch.dtype) -> None:
+def test_float8_rounding_equals_that_of_torch_for_most_numbers(size: int, dtype: torch.dtype) -> None:
     """The interpreter (triton 3.7) halves some results of rounding up to a power of two, among other errors."""
     x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[3], x[4] = 0, x[4] / 1000
@@ -352,7 +352,9 @@ def test_an_int8_product_takes_one_launch_or_two(monkeypatch: pytest.MonkeyPatch
     ("num_rows", "outputs", "inputs"),
     [(1, 70, 300), (16, 32, 512), (17, 33, 1030), (32, 8200, 40), (5, 3, 7)],
 )
-def test_float8_products_equal_torchs(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_float8_products_equal_those_of_torch(
+    num_rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(num_rows)
     levels, scales = quantize_float8(torch.randn((outputs, inputs), generator=draw))
     x = torch.randn((num_rows, inputs), generator=draw).to(dtype)
