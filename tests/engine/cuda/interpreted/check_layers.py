@@ -134,7 +134,7 @@ def test_a_load_detects_each_wrong_or_raising_kernel(
     given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU
     check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, with_one_wrong_number(getattr(layers, name)))
-    with pytest.raises(IsOff, match=r"of 3 rows is with_one_wrong_number by 0\.3"):
+    with pytest.raises(IsOff, match=r"of 3 rows is off by 0\.3"):
         check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, lambda *_: 1 / 0)
     with pytest.raises(IsOff, match="division"):
@@ -182,7 +182,7 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
     assert type(find_row_kernels(300, gpu)) is RowKernels
     first, second, third = caplog.messages
     assert "kernel for activation is left out" in first and "division" in first
-    assert "kernel for sum and norm is left out" in second and "with_one_wrong_number by 0.3" in second
+    assert "kernel for sum and norm is left out" in second and "off by 0.3" in second
     assert "kernel for the highest logit is left out" in third
 
 
