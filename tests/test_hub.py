@@ -238,7 +238,7 @@ def test_a_revision_needs_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_executor_takes_names(tmp_path: Path) -> None:
+def test_an_executor_accepts_names_of_the_hub(tmp_path: Path) -> None:
     model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
     models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}
     models["owner/model"].revisions["v2"] = model.folder

@@ -369,7 +369,7 @@ def test_the_seed_decides_the_sampled_tokens(exact_server, prompt):
 
 
 @pytest.mark.covers("runtime_top_p_decay", "runtime_top_p_min")
-def test_a_top_p_decayed_to_zero_is_greedy_and_a_floor_holds_it(exact_server, oracle, prompt):
+def test_top_p_decayed_to_zero_is_greedy_and_runtime_top_p_min_bounds_it(exact_server, oracle, prompt):
     nucleus = {"runtime_top_p": 0.95, "temperature": 1.0}
     plain = sampled(exact_server, prompt, **nucleus)
     decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)

@@ -24,7 +24,7 @@ Defects of the Python model                       tested by
                                                     parameters: tensors/test_request_parameters
 
 Defects of the C++ backend
-     runtime_top_p_min under another name           test_controls: a_floor_holds_it
+     runtime_top_p_min under another name           test_controls: runtime_top_p_min_bounds_it
      early_stopping declared BOOL, read as INT32    test_beams: beams_equal_those_of_transformers
      an output of `ensemble` listed twice           here
      `ensemble` fills outputs without a request     here

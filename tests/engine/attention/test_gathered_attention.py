@@ -206,7 +206,7 @@ def test_a_correct_kernel_is_used(zoo: Zoo, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 4}])
-def test_products_give_the_models_tokens(
+def test_attention_by_matrix_products_gives_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are the model's even if memory suffices for only a part of the scores at a time."""
