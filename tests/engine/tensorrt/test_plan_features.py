@@ -11,7 +11,7 @@ import torch
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.engine.cuda.iteration_graphs import Capture, IterationGraphs
 from inflight.errors import InflightError
-from tests.engine import test_additional_outputs_are_those_of_transformers as additional
+from tests.engine import test_additional_outputs as additional
 from tests.engine import test_after_failure as failures
 from tests.engine import test_prompt_tables as tables
 from tests.engine import test_served_adapters as adapters
