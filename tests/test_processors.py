@@ -48,7 +48,7 @@ TWO_KINDS = siblings("0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7")  # two fast
         ((6,), siblings(*[""] * 8), (6,)),
     ],
     indirect=["affinity"],
-    ids=["unknown", "neighbours", "halves", "two kinds", "mask", "mask of second threads", "empty file"],
+    ids=["unknown", "adjacent", "far apart", "two kinds", "mask", "mask of second threads", "empty file"],
 )
 def test_hyperthreads_of_a_core_count_once(
     tmp_path: Path, files: dict[str, str], cores: tuple[int, ...]

@@ -180,12 +180,12 @@ def test_early_stopping_1_ends_with_enough_finished_beams():
 
 def test_early_stopping_0_compares_with_the_current_length():
     assert finished_twice().done  # -3.2 is no better than -3.0, and scores only fall
-    assert finished_twice(length_penalty=1.0).done  # -1.6 against -1.5
+    assert finished_twice(length_penalty=1.0).done  # -1.6 is no better than -1.5
 
 
 def test_other_early_stopping_compares_with_the_longest_length():
-    assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # -0.32 is possible
-    assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # -1.07
+    assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # a beam may reach -0.32
+    assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # it may reach -1.07
     assert finished_twice(early_stopping=2).done, "without a length penalty no length helps"
 
 

@@ -203,7 +203,7 @@ def test_a_parent_computed_again_is_evicted_after_its_child():
     pool.take(1)
     assert evicted(pool, blocks, 2) == "pa"
     release(pool, blocks, "A")
-    assert pool.num_empty == 1  # it was a second copy
+    assert pool.num_empty == 1  # A was a second copy, so it becomes empty
     (blocks["a2"],) = pool.take(1)
     pool.publish(blocks["a2"], b"a", b"p")  # computed again, by yet another block
     pool.publish(blocks["q"], b"q", b"")

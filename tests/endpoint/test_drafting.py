@@ -28,7 +28,7 @@ from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_log_probs, expected_tokens
 from tests.endpoint.factories import Batcher, Inbox, delta
 
-FEW = 5  # size of the vocabulary: another model's drafts are sometimes right
+FEW = 5  # a vocabulary so small that drafts of another model are sometimes right
 LIMITS = EngineLimits(
     vocab_size=FEW, max_sequence_length=200, max_num_sequences=8, num_blocks=100, tokens_per_block=4
 )

@@ -89,7 +89,7 @@ def _with_another_head(shapes: Shapes) -> Shapes:
     return {**shapes, "lm_head.weight": (32001, 4096)}
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "both-stored-of-tied"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied-with-both-stored"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -36,7 +36,7 @@ def test_offsets_are_character_positions_in_the_text() -> None:
     assert told.add([4, 1], [-1.0, -1.0], [], HIDDEN)["text_offset"] == [7, 7]
 
 
-@pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["a space too many", "as it came"])
+@pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["with a leading space", "without a space"])
 def test_offsets_after_a_prompt_start_at_its_end(ids: list[int]) -> None:
     told = CompletionLogProbs(TokenNames(TABLE), 0)
     told.start_with("Hello world", ids, HIDDEN)

@@ -110,7 +110,7 @@ class Stage:
             region.unlink(missing_ok=True)
 
 
-@pytest.fixture(params=["", PATIENT], ids=["willing", "stubborn"])
+@pytest.fixture(params=["", PATIENT], ids=["ends at SIGTERM", "ignores SIGTERM"])
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     made = Stage(tmp_path, request.param)
     yield made

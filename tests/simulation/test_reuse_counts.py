@@ -116,8 +116,8 @@ def test_many_requests_of_a_family_share_prefixes():
 # ---------------------------------------------------------------------- eviction
 
 SIZE = 4
-PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks
-OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three
+PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks and a token
+OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three full blocks and a token
 
 
 def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:

@@ -433,7 +433,11 @@ def test_device_memory_is_the_memory_reserved_by_torch():
     assert _torch_memory(fake_torch(True, **cuda)) == (201, 64)
 
 
-@pytest.mark.parametrize("torch", [None, SimpleNamespace(), fake_torch(False)], ids=["none", "half", "idle"])
+@pytest.mark.parametrize(
+    "torch",
+    [None, SimpleNamespace(), fake_torch(False)],
+    ids=["not imported", "being imported", "without a device"],
+)
 def test_torch_is_not_called_without_a_device_in_use(torch):
     assert _torch_memory(torch) == (0, 0)
 
