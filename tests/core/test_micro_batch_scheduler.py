@@ -188,7 +188,7 @@ def test_equal_progress_continues_each_context_at_its_position():
     assert sizes(equal_progress(12).select(running), running) == [8, 4]
 
 
-def test_equal_progress_gives_a_context_end_the_rows_that_are_too_few_for_a_block():
+def test_equal_progress_ends_a_context_in_rows_that_no_whole_block_fits():
     running = [in_context(40), in_context(40), in_context(2)]
     assert sizes(equal_progress(10).select(running), running) == [4, 4, 2]
     assert sizes(equal_progress(11).select(running), running) == [4, 4, 2]

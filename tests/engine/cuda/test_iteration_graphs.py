@@ -57,9 +57,7 @@ def test_recorded_sizes_are_at_most_8_rows_or_a_quarter_apart() -> None:
                 *range(512, 1025, 128)]),
     ],
 )  # fmt: skip
-def test_batches_with_chunks_are_recorded_up_to_where_launching_is_hidden(
-    most: int, sizes: list[int]
-) -> None:
+def test_batches_with_chunks_are_recorded_up_to_1024_rows(most: int, sizes: list[int]) -> None:
     assert mixed_sizes(most) == sizes
 
 
