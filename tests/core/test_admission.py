@@ -34,7 +34,7 @@ def refused(responses: list[Response]) -> list[int]:
     return [response.request_id for response in responses]
 
 
-def test_the_queue_full_message_is_the_specifications():
+def test_the_queue_full_message_is_that_of_the_specification():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
     assert type(response.error) is QueueFull and response.is_final

@@ -102,7 +102,7 @@ def test_the_type_of_an_input_is_set_in_each_form() -> None:
     assert set_input_type(ours, "b", "TYPE_BF16") == ours
 
 
-def test_a_model_without_a_transaction_policy_has_no_decoupled() -> None:
+def test_set_decoupled_changes_no_text_without_a_transaction_policy() -> None:
     assert set_decoupled('name: "m"', False) == 'name: "m"'
 
 

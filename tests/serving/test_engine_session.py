@@ -97,7 +97,7 @@ def test_the_event_loop_is_woken_once_for_all_streams(monkeypatch: pytest.Monkey
     run(scenario)
 
 
-def test_an_error_of_one_prompt_ends_the_others() -> None:
+def test_an_error_of_one_prompt_ends_the_other_prompts() -> None:
     async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         first = min(client.submitted)

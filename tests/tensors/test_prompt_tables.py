@@ -80,7 +80,7 @@ def test_extra_ids_of_a_padded_prompt_are_cut_with_it() -> None:
 
 
 @pytest.mark.parametrize("extra_id", [None, 0, EXTRA])
-def test_the_rows_of_a_texts_table_come_first(extra_id: int | None) -> None:
+def test_virtual_tokens_come_before_those_of_the_text(extra_id: int | None) -> None:
     request = request_of(
         Vocabulary.TEXT, text_input=b"ab", prompt_embedding_table=TABLE, prompt_table_extra_id=extra_id
     )

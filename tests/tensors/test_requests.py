@@ -65,7 +65,7 @@ def convert_text(context: ServingContext | None = None, **tensors: object) -> tu
     return prompt.request, prompt.options
 
 
-def test_defaults_are_the_specifications() -> None:
+def test_defaults_equal_those_of_the_specification() -> None:
     request, options = convert_tokens()
     assert request == Request(0, (5, 6, 7), 4)
     assert not options.streaming and options.include_prompt
