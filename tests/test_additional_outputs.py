@@ -50,7 +50,7 @@ def test_unknown_output_names_are_refused_at_load(text: str) -> None:
         read_parameters(config, Role.ENGINE)
 
 
-def test_a_name_that_a_program_gives_is_checked_too() -> None:
+def test_a_programs_unknown_output_name_is_refused() -> None:
     config = EngineConfig("x", additional_model_outputs=(WantedOutput("TopKLogits"),))
     with pytest.raises(
         ConfigError, match=r"additional_model_outputs is .*TopKLogits.*, expected different ones"
@@ -58,7 +58,7 @@ def test_a_name_that_a_program_gives_is_checked_too() -> None:
         config.validate()
 
 
-def test_the_parameter_and_its_tensors() -> None:
+def test_each_additional_output_has_a_context_and_a_generation_tensor() -> None:
     outputs = parse_outputs("last_hidden_state:context, top_5_logits")
     assert outputs == (
         WantedOutput("last_hidden_state", True),

@@ -63,7 +63,7 @@ def value_of(parameters: Parameters, key: str) -> object:
 
 @pytest.mark.parametrize("text", ["", "${tokens_per_block}", "${anything at all}"])
 @pytest.mark.parametrize("spec", PARAMETERS, ids=lambda spec: spec.key)
-def test_empty_or_unfilled_is_absent(spec: ParameterSpec, text: str) -> None:
+def test_an_empty_or_unfilled_parameter_counts_as_absent(spec: ParameterSpec, text: str) -> None:
     role = role_of(spec.key)
     assert make_parameters(role, **{spec.key: text}) == make_parameters(role)
 
@@ -303,7 +303,7 @@ def test_a_parameter_of_another_model_is_unknown() -> None:
         make_parameters(Role.POSTPROCESSING, max_num_tokens="5")
 
 
-def test_all_problems_come_at_once() -> None:
+def test_one_error_lists_all_problems() -> None:
     with pytest.raises(ConfigError) as raised:
         make_parameters(max_batch_size=-1, max_num_tokens="x", nonsense="y", num_nodes="4")
     message = str(raised.value)

@@ -195,7 +195,7 @@ def test_the_executor_names_the_field_that_the_engine_refuses(name: str, value: 
 
 
 @pytest.mark.parametrize("name", [name for name in CONTROLS if CONTROLS[name].executor])
-def test_an_error_of_the_engine_gets_the_executor_s_name(name: str) -> None:
+def test_an_error_of_the_engine_gets_the_executors_name_of_the_field(name: str) -> None:
     control = CONTROLS[name]
     assert control.executor is not None
     error = in_fields(InvalidArgument(Name(control.tensor), " is wrong"))
@@ -228,5 +228,5 @@ def test_a_seed_out_of_range_is_refused_by_the_client() -> None:
         read_options({"seed": -1})
 
 
-def test_every_control_is_tried() -> None:
+def test_the_tests_here_try_every_control() -> None:
     assert {field.name for field in dataclasses.fields(SamplingConfig)} == {*NAMES, *WITHOUT_BAD_VALUES}

@@ -18,7 +18,7 @@ def test_the_files_equal_the_generated_ones() -> None:
         assert path.read_text(encoding="utf-8") == text, f"{path}: run scripts/write_configs"
 
 
-def test_examples_ask_for_something_and_are_valid() -> None:
+def test_the_example_of_a_control_is_valid_and_uses_it() -> None:
     for name, control in CONTROLS.items():
         if not name.startswith("logit_bias"):
             config = SamplingConfig(

@@ -33,7 +33,7 @@ KINDS = [
 ]
 
 
-def test_an_error_is_one_text_with_a_protocols_names() -> None:
+def test_the_text_of_an_error_has_the_protocols_names_of_inputs() -> None:
     error = InvalidArgument(Name("end_id"), " must be below ", Name("x"), ", got {12}")
     assert str(error) == "end_id must be below x, got {12}"
     assert error.names == ("end_id", "x")
@@ -51,7 +51,7 @@ def test_a_name_may_be_a_path() -> None:
     assert [Name(path).root for path in ("a", "a.b", "a[0].b", "a[0]")] == ["a"] * 4
 
 
-def test_an_error_is_unchanged_after_the_way_between_processes() -> None:
+def test_an_error_is_unchanged_when_sent_to_another_process() -> None:
     chance = random.Random(1)
     for _ in range(500):
         parts = [
@@ -77,12 +77,12 @@ def test_each_kind_has_its_class_and_its_code() -> None:
 
 
 @pytest.mark.parametrize("marked", ["{", "a } b", "{a:b}", "{a!r}"])
-def test_broken_marks_are_an_error(marked: str) -> None:
+def test_a_text_with_invalid_marks_of_names_raises_value_error(marked: str) -> None:
     with pytest.raises(ValueError):
         error_from_kind("INVALID_ARG", marked)
 
 
-def test_names_are_joined() -> None:
+def test_joined_names_stay_names() -> None:
     assert joined(["a", "b", "c"], ", ") == ["a", ", ", "b", ", ", "c"] and joined([], ", ") == []
     assert [isinstance(part, Name) for part in joined(["a", "b"], " and ")] == [True, False, True]
 

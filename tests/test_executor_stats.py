@@ -21,7 +21,7 @@ def as_json(stats: IterationCounts, memory: MemoryUsage | None = None) -> dict:
     return json.loads(iteration_stats(KeptIteration(stats, NOON), memory or MemoryUsage()).to_json_str())
 
 
-def test_the_executor_has_its_own_names():
+def test_statistics_have_the_executors_json_keys():
     fields = as_json(STATS, MEMORY)
     assert fields == {
         "timestamp": "05-20-2024 12:30:05.250000", "iter": 17, "iterLatencyMS": 4.5,
@@ -48,7 +48,7 @@ def test_the_executor_has_its_own_names():
     }  # fmt: skip
 
 
-def test_the_executor_tells_static_batching_apart_and_no_drafts_from_rejected_ones():
+def test_absent_kinds_of_statistics_are_null():
     fields = as_json(replace(STATIC, num_drafted_requests=0))
     assert fields["inflightBatchingStats"] is None and fields["specDecodingStats"] is None
     assert fields["staticBatchingStats"] == {
@@ -67,7 +67,7 @@ def test_averages_of_an_idle_iteration_are_zero():
     assert fields["kvCacheStats"]["cacheHitRate"] == 0.0
 
 
-def test_request_statistics_of_an_iteration():
+def test_request_statistics_have_the_executors_json_keys():
     running = RequestCounts(5, 0, RequestStage.GENERATION_IN_PROGRESS, 12, 9, 6, True, False, 4, 1, 3)
     paused = RequestCounts(5, 1, RequestStage.QUEUED, 0, 0, 0, False, True, 0, 0, 0)
     fields = json.loads(request_stats(RequestCountsOfIteration(17, (running, paused))).to_json_str())

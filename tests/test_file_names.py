@@ -100,12 +100,12 @@ def test_an_engine_finds_and_reports_files_with_non_ascii_names(
     assert not socket.exists()
 
 
-def test_where_file_names_are_utf_8_nothing_changes() -> None:
+def test_names_are_unchanged_where_file_names_are_utf_8() -> None:
     for text in ("/plain", "/Käfig 模型"):
         assert native(text) == native(Path(text)) == readable(text) == text
 
 
-def test_errors_are_valid_text() -> None:
+def test_error_messages_with_undecodable_names_are_valid_text() -> None:
     of_bytes = os.fsdecode("Käfig 模型".encode()).encode("utf-8").decode("ascii", "surrogateescape")
     assert str(ConfigError(f"{of_bytes} is not there")) == "Käfig 模型 is not there"
     assert str(ConfigError("a half \ud83d pair")).encode() == b"a half ? pair"

@@ -188,7 +188,7 @@ def test_a_model_is_found_in_the_cache_where_fetching_is_forbidden(caller: Calle
     assert found == fetched
 
 
-def test_a_terminal_shows_a_bar(caller: Caller) -> None:
+def test_fetching_shows_a_progress_bar_on_a_terminal(caller: Caller) -> None:
     call = json.dumps([["owner/model-1.5"]])
     assert "Fetching" not in caller.run("-c", _PROGRAM, call).stderr
     leader, follower = pty.openpty()
@@ -210,7 +210,7 @@ def test_a_terminal_shows_a_bar(caller: Caller) -> None:
     assert b"Fetching 8 files" in shown and b"100%" in shown
 
 
-def test_serve_and_doctor_take_names(caller: Caller, tmp_path: Path) -> None:
+def test_serve_and_doctor_accept_names_of_the_hub(caller: Caller, tmp_path: Path) -> None:
     """`doctor` fetches nothing; after a repository was written, the checkpoint is in the cache."""
     name = "owner/model-1.5"
 
@@ -238,7 +238,7 @@ def test_a_revision_needs_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_executor_takes_names(tmp_path: Path) -> None:
+def test_an_executor_accepts_names_of_the_hub(tmp_path: Path) -> None:
     model = make_model(tmp_path / "v2", "llama", max_shard_size="60KB")
     models = {"owner/model": Model({"main": make_model(tmp_path / "main", "llama", seed=1).folder})}
     models["owner/model"].revisions["v2"] = model.folder

@@ -81,7 +81,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
     return loaded
 
 
-def test_post_processors_of_a_module_and_of_values(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
+def test_post_processors_come_from_a_module_or_as_values(
+    tmp_path: Path, model: list[LogitsPostProcessors]
+) -> None:
     path = tmp_path / "rules.py"
     path.write_text(MODULE)
     given = LogitsPostProcessors({"lower": lambda *five: None})
@@ -91,7 +93,9 @@ def test_post_processors_of_a_module_and_of_values(tmp_path: Path, model: list[L
     assert [found.names for found in model] == [("upper",), ("lower",), ()]
 
 
-def test_post_processors_come_from_one_place(tmp_path: Path, model: list[LogitsPostProcessors]) -> None:
+def test_post_processors_from_a_module_and_as_values_are_refused(
+    tmp_path: Path, model: list[LogitsPostProcessors]
+) -> None:
     parameters = make_parameters(gpt_model_path="x", logits_post_processor_module="rules")
     with pytest.raises(ConfigError, match="is 'rules', but logits post-processors came as values too"):
         load_model(parameters, "", None, LogitsPostProcessors())

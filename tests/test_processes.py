@@ -11,7 +11,7 @@ from dataclasses import replace
 from inflight.processes import ProcessId, this_parent
 
 
-def test_an_identity_survives_its_text():
+def test_an_identity_parsed_from_its_text_is_equal():
     myself = ProcessId.of(os.getpid())
     assert myself is not None
     assert ProcessId.parse(str(myself)) == myself
@@ -39,7 +39,7 @@ def test_a_later_process_with_the_same_number_is_not_equal():
     earlier.signal(signal.SIGKILL)  # reaches no process
 
 
-def test_a_parent_is_found():
+def test_this_parent_is_the_parent_process():
     assert this_parent().pid == os.getppid()
 
 

@@ -48,9 +48,11 @@ TWO_KINDS = siblings("0-1", "0-1", "2-3", "2-3", "4", "5", "6", "7")  # two fast
         ((6,), siblings(*[""] * 8), (6,)),
     ],
     indirect=["affinity"],
-    ids=["unknown", "neighbours", "halves", "two kinds", "mask", "mask of second threads", "empty file"],
+    ids=["unknown", "adjacent", "far apart", "two kinds", "mask", "mask of second threads", "empty file"],
 )
-def test_a_core_counts_once(tmp_path: Path, files: dict[str, str], cores: tuple[int, ...]) -> None:
+def test_hyperthreads_of_a_core_count_once(
+    tmp_path: Path, files: dict[str, str], cores: tuple[int, ...]
+) -> None:
     found = Processors.here(write(tmp_path, files))
     assert (found.cores, found.num_threads, found.quota) == (cores, len(cores), None)
 
@@ -122,7 +124,9 @@ def test_the_smallest_quota_of_the_control_groups_limits_threads(
         (2.5, 2.5, "8 processors on 4 cores, of which control groups grant 2.5"),
     ],
 )
-def test_processors_are_described(tmp_path: Path, quota: float | None, capacity: float, text: str) -> None:
+def test_the_description_has_processors_cores_and_quota(
+    tmp_path: Path, quota: float | None, capacity: float, text: str
+) -> None:
     cpus = tuple(range(8))
     found = Processors(cpus, cpus[::2], quota)
     assert (found.capacity, str(found)) == (capacity, text)

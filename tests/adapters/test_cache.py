@@ -32,7 +32,7 @@ def test_weights_are_stored_and_then_known_by_their_id(make: Make) -> None:
     assert not it.cache.update()
 
 
-def test_weights_sent_twice_at_a_time_are_stored_once(make: Make) -> None:
+def test_weights_sent_twice_at_once_are_stored_once(make: Make) -> None:
     it = make()
     with it.paused():
         for number in (1, 2, 3):
@@ -100,13 +100,13 @@ def test_an_error_of_any_kind_fails_the_waiting_requests_and_not_the_thread(
         (LoraRequest(path="a", name="a"), "expected one of lora_task_id, lora_name and lora_path"),
     ],
 )
-def test_a_request_names_one_adapter(make: Make, lora: LoraRequest, says: str) -> None:
+def test_missing_and_conflicting_adapter_names_are_refused(make: Make, lora: LoraRequest, says: str) -> None:
     it = make()
     assert errors(it.run(1, lora))[1].startswith(f"INVALID_ARG: {says}")
     assert it.folders.reads == []
 
 
-def test_id_zero_is_an_id(make: Make) -> None:
+def test_adapter_id_zero_is_valid(make: Make) -> None:
     assert ready(make().run(1, by_id(0, make_weights()))) == {1: 0}
 
 
@@ -148,7 +148,7 @@ def test_an_adapter_stored_again_has_another_handle(make: Make) -> None:
     assert third.stored[0].handle not in (first.stored[0].handle, second.stored[0].handle)
 
 
-def test_an_ended_request_gets_no_event(make: Make) -> None:
+def test_an_ended_request_gets_no_adapter_event(make: Make) -> None:
     it = make()
     with it.paused():
         it.submit(1, by_id(1, make_weights(1)))
@@ -179,7 +179,7 @@ def test_weights_of_a_cancelled_request_are_kept(make: Make) -> None:
     assert ready(it.run(2, by_id(1))) == {2: 0}
 
 
-def test_an_adapter_is_reported_at_its_first_use(make: Make) -> None:
+def test_the_core_is_told_of_an_adapter_at_its_first_use(make: Make) -> None:
     it = make(2)
     it.folders.adapters |= {LoraRequest(name=name): make_weights() for name in "abc"}
     for name in "abc":
@@ -218,7 +218,7 @@ def test_adapters_are_listed_loaded_and_unloaded(make: Make) -> None:
         it.cache.load("b").result(WAIT_S)
 
 
-def test_ids_and_paths_are_unloaded_too(make: Make) -> None:
+def test_adapters_are_unloaded_by_id_or_path(make: Make) -> None:
     it = make()
     it.folders.adapters[LoraRequest(path="x/y")] = make_weights()
     it.run(1, LoraRequest(path="x/y"))
@@ -230,14 +230,14 @@ def test_ids_and_paths_are_unloaded_too(make: Make) -> None:
         it.cache.unload("5")
 
 
-def test_a_named_adapter_has_no_id(make: Make) -> None:
+def test_an_adapter_with_a_numeric_name_has_no_id(make: Make) -> None:
     it = make()
     it.folders.adapters[LoraRequest(name="7")] = make_weights()
     assert it.run(1, LoraRequest(name="7")).stored[0].task_id is None
     assert errors(it.run(2, by_id(7))) == {2: "NOT_FOUND: 7 is nowhere"}
 
 
-def test_prefetching_stops_without_room(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_prefetching_stops_when_the_cache_is_full(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     it = make(3)
     it.folders.adapters |= {by_id(n): make_weights(n, 1) for n in (1, 2, 4, 5)} | {
         by_id(3): WRONG,
@@ -251,7 +251,7 @@ def test_prefetching_stops_without_room(make: Make, caplog: pytest.LogCaptureFix
     assert it.states == {2: "idle", 4: "idle", 5: "in use"}
 
 
-def test_the_loop_never_waits_for_a_reader(make: Make) -> None:
+def test_the_loop_does_not_wait_while_an_adapter_is_read(make: Make) -> None:
     it = make()
     it.run(1, by_id(1, make_weights(1)))
     with it.paused():
@@ -337,7 +337,9 @@ def test_a_bug_fails_the_waiting_requests_and_not_the_thread(monkeypatch: pytest
     cache.close()
 
 
-def test_a_folders_error_is_kept_until_it_is_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folders_error_is_reported_until_the_folder_can_be_read(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     it = make()
     broken = LoraRequest(name="broken")
     it.folders.adapters[broken] = ConfigError("it has no weights")

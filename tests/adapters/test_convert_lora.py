@@ -55,7 +55,9 @@ def test_both_converters_write_the_same_bytes(
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
-def test_both_read_an_adapter_of_a_multimodal_models_text_part(zoo: Zoo, tmp_path: Path, prefix: str) -> None:
+def test_both_converters_read_an_adapter_of_a_multimodal_models_text_part(
+    zoo: Zoo, tmp_path: Path, prefix: str
+) -> None:
     text = r".*language_model\..*\.(q_proj|down_proj)"
     folder = save_adapter(make_peft_model(zoo["qwen2.5-vl"], target_modules=text), tmp_path / "peft")
     path = folder / "adapter_model.safetensors"
@@ -66,7 +68,7 @@ def test_both_read_an_adapter_of_a_multimodal_models_text_part(zoo: Zoo, tmp_pat
     assert files(tmp_path / "ours") == files(tmp_path / "clients")
 
 
-def test_both_swap_the_halves_of_a_fused_gate_and_up(tmp_path: Path) -> None:
+def test_both_converters_swap_the_halves_of_a_fused_gate_and_up(tmp_path: Path) -> None:
     path = "base_model.model.model.layers.0.mlp.gate_up_proj"
     tensors = {f"{path}.lora_A.weight": torch.ones(1, 4), f"{path}.lora_B.weight": torch.arange(6.0)[:, None]}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
@@ -137,7 +139,7 @@ def test_numbers_that_float16_cannot_hold_are_refused(
         assert convert([str(folder), str(tmp_path / "out"), "--storage-type", "bfloat16"]) == 0
 
 
-def test_damaged_and_missing_folders_are_named(
+def test_errors_name_damaged_and_missing_folders(
     zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_adapter(make_peft_model(zoo["llama-gqa"], target_modules=["q_proj"]), tmp_path / "peft")

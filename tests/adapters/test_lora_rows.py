@@ -106,7 +106,7 @@ def test_padding_is_not_stored(decoder: DecoderConfig) -> None:
         ([], "lora_config has no rows"),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_the_model_are_named(
+def test_errors_name_rows_that_do_not_fit_the_model(
     decoder: DecoderConfig, rows: list[list[int]], says: str
 ) -> None:
     weights = made_of(rows) if rows else LoraWeights(made_of([[1, 0, 1]]).weights, ())

@@ -56,7 +56,7 @@ def fields_of_peft() -> dict[str, Any]:
     return json.loads(json.dumps(peft.LoraConfig(target_modules=["q_proj"]).to_dict(), default=list))
 
 
-def test_every_field_is_honoured_harmless_or_refused() -> None:
+def test_every_lora_config_field_is_honoured_harmless_or_refused() -> None:
     names = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     assert names == HONOURED | HARMLESS | set(REFUSED)
     assert not HONOURED & HARMLESS and not (HONOURED | HARMLESS) & set(REFUSED)

@@ -194,7 +194,7 @@ def test_a_pickled_folder_is_read_too(zoo: Zoo, tmp_path: Path) -> None:
     assert read_peft_folder(other, model) == one
 
 
-def test_a_checkpoint_without_the_prefix_of_names_serves_dora(zoo: Zoo, tmp_path: Path) -> None:
+def test_dora_works_with_a_checkpoint_without_the_prefix_of_tensor_names(zoo: Zoo, tmp_path: Path) -> None:
     adapted = make_peft_model(zoo["gpt2"], target_modules=["c_attn"], use_dora=True)
     folder = save_adapter(adapted, tmp_path / "adapter")
     zoo["gpt2"].oracle.transformer.save_pretrained(tmp_path / "bare")
@@ -204,8 +204,8 @@ def test_a_checkpoint_without_the_prefix_of_names_serves_dora(zoo: Zoo, tmp_path
     )
 
 
-def test_fused_projections_of_a_gated_model(zoo: Zoo, tmp_path: Path) -> None:
-    """`gate_up_proj` and `qkv_proj` give the numbers of their parts, each with the same A."""
+def test_fused_projections_equal_their_separate_parts(zoo: Zoo, tmp_path: Path) -> None:
+    """`gate_up_proj` and `qkv_proj` give the numbers of their parts, which all have the same A."""
     model = read_model_description(zoo["llama-gqa"].folder)
     decoder, generator = model.decoder, torch.Generator().manual_seed(0)
 
@@ -297,13 +297,13 @@ TENSORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("changing", "says"), TENSORS.values(), ids=list(TENSORS))
-def test_tensors_that_do_not_fit_are_named(zoo: Zoo, folder: Path, changing: Any, says: str) -> None:
+def test_errors_name_tensors_that_do_not_fit(zoo: Zoo, folder: Path, changing: Any, says: str) -> None:
     tensors = changing(load_file(folder / _FILE))
     save_file({name: each.contiguous() for name, each in tensors.items()}, folder / _FILE)
     assert says in error_of(folder, read_model_description(zoo["llama-gqa"].folder))
 
 
-def test_damaged_and_missing_files_are_named(zoo: Zoo, folder: Path) -> None:
+def test_errors_name_damaged_and_missing_files(zoo: Zoo, folder: Path) -> None:
     model = read_model_description(zoo["llama-gqa"].folder)
     (folder / _FILE).write_bytes(b"no tensors")
     assert "cannot be read" in error_of(folder, model)
@@ -336,7 +336,7 @@ def test_without_a_model_any_family_is_read(zoo: Zoo, tmp_path: Path) -> None:
         assert read_peft_folder(folder) == read_peft_folder(folder, read_model_description(zoo[case].folder))
 
 
-def test_pefts_version_is_the_one_of_the_rules() -> None:
+def test_installed_peft_is_the_version_that_the_rules_follow() -> None:
     assert peft.__version__.startswith("0.21"), (
         "look at LoraConfig's new fields, and at the rules of patterns"
     )

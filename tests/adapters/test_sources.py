@@ -79,7 +79,7 @@ def serve(model: ModelDescription) -> Iterator[Any]:
         each.cache.close()
 
 
-def test_folders_of_both_kinds_are_the_same_adapter(
+def test_an_adapter_has_one_digest_from_a_peft_or_a_prefetch_folder(
     serve: Any, model: ModelDescription, peft_folder: Path, tmp_path: Path
 ) -> None:
     write_lora_files(read_peft_folder(peft_folder, model), tmp_path / "prefetch" / "12")
@@ -159,7 +159,7 @@ def test_unknown_names_and_paths_are_errors(serve: Any, peft_folder: Path, tmp_p
     assert it.ask(name="new").stored, "found without a restart"
 
 
-def test_without_folders_nothing_is_found(serve: Any) -> None:
+def test_without_adapter_folders_no_adapter_is_found(serve: Any) -> None:
     it = serve()
     assert it.error(name="a") == "NOT_FOUND: lora_name is 'a': no adapter has this name"
     assert it.error(path="a") == "INVALID_ARG: lora_path is 'a', and the server has no lora_dir to look in"
@@ -240,7 +240,7 @@ def test_written_files_are_read_back_unchanged(
     assert weights.dtype == {"float32": "f4", "float16": "f2", "bfloat16": "V2"}[dtype]
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_damaged_files(tmp_path: Path) -> None:
     np.save(tmp_path / CONFIG_FILE, np.zeros((1, 1, 4), np.int32))
     with pytest.raises(InvalidArgument, match=f"{WEIGHTS_FILE} is missing"):
         read_lora_files(tmp_path)

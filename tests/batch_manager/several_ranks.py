@@ -162,7 +162,7 @@ class Rank:
 
 
 class _Clients:
-    """The leader's callbacks, by the number of its steps."""
+    """The leader's clients, whose requests and stops arrive in the scenario's steps."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.step = -1

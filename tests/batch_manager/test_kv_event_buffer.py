@@ -52,5 +52,5 @@ def test_the_loop_passes_on_the_caches_events() -> None:
     assert instruments.reports(ReportKind.KV_EVENTS, None) == Reports(), "nobody waits after the end"
 
 
-def test_without_instruments_there_is_nothing_to_report() -> None:
+def test_without_configured_instruments_all_reports_are_empty() -> None:
     assert all(Instruments().reports(kind, None) == Reports() for kind in ReportKind)

@@ -48,7 +48,7 @@ def test_tokens_are_those_of_each_request_alone_with_one_iteration_per_token():
 
 
 @pytest.mark.parametrize("ended_by", ["end_ids", "stop_words"])
-def test_an_unforeseen_end_is_answered_when_the_superfluous_row_is_back(ended_by):
+def test_a_request_ended_by_an_end_id_is_answered_when_its_extra_row_is_back(ended_by):
     tokens = expected_tokens((1, 2, 7), 9, 50)
     last = next(at for at in range(3, 9) if tokens[at] not in tokens[:at])
     how = {"end_ids": (tokens[last],)} if ended_by == "end_ids" else {"stop_words": ((tokens[last],),)}
@@ -90,7 +90,7 @@ def test_a_later_request_does_not_disturb_the_batch_in_flight():
 
 
 @pytest.mark.parametrize("name", ["forward", "decode"])
-def test_a_failed_batch_fails_in_order_and_no_request_loses_a_token(name):
+def test_failures_of_batches_are_handled_in_order_and_no_request_loses_a_token(name):
     for iteration in range(8):
         loop = make_loop()
         loop.engine.fails.add((name, iteration))

@@ -139,7 +139,7 @@ def test_a_single_request_waits_for_each_of_its_tokens():
 
 @pytest.mark.parametrize("name", ["forward", "decode"])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_failed_batch_fails_in_order_and_no_request_loses_a_token(name, stages):
+def test_failures_of_batches_are_handled_in_order_and_no_request_loses_a_token(name, stages):
     for iteration in range(10):
         loop = Loop(stages)
         loop.engine.fails.add((name, iteration))

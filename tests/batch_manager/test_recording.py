@@ -193,7 +193,7 @@ def test_a_failure_without_code_and_message_is_not_recorded(failure):
         decode(line % failure.encode())
 
 
-def test_a_recorded_start_names_its_request_and_the_batch_is_complete():
+def test_recorded_starts_have_request_ids_and_the_batch_is_unchanged():
     starts = (SlotStart(0, FULL_REQUEST), SlotStart(2, FULL_REQUEST, 1, (4, 5)))
     record = make_begin(IterationInput(7, 1), replace(FULL_BATCH, starts=starts))
     assert record.batch == FULL_BATCH
@@ -233,7 +233,7 @@ def test_a_trace_can_be_read_while_it_is_written(tmp_path, keep_logits):
     recorder.close()
 
 
-def test_outcomes_belong_to_batches_in_order(tmp_path):
+def test_each_recorded_outcome_has_the_iteration_of_the_oldest_batch_in_flight(tmp_path):
     recorder = JsonRecorder(str(tmp_path / "trace"), CONFIG, LIMITS)
     for iteration in (3, 4, 6):
         recorder.begin(IterationInput(iteration, 0), ScheduledBatch(iteration, generation_slots=(0,)))

@@ -64,7 +64,7 @@ def in_turn(scenario: Scenario) -> Scenario:
 
 
 def ahead(scenario: Scenario) -> Scenario:
-    return scenario.ahead().undemanding() if scenario.seed % 3 else scenario.ahead()
+    return scenario.ahead().without_host_waits() if scenario.seed % 3 else scenario.ahead()
 
 
 def pipelined(scenario: Scenario) -> Scenario:
@@ -200,7 +200,7 @@ def test_a_trace_of_a_hang_names_the_running_requests(tmp_path):
 
 
 @pytest.mark.parametrize("seed", with_all(range(20), range(8)))
-def test_a_trace_may_end_anywhere(seed, tmp_path):
+def test_a_trace_cut_anywhere_replays_identically(seed, tmp_path):
     rng, path = random.Random(seed), tmp_path / "trace"
     record_run(draw(seed), path)
     whole = path.read_bytes()
@@ -243,7 +243,7 @@ def test_rows_of_beams_are_reported_with_their_requests_id(tmp_path):
     assert len(set(named[2].split(", "))) == len(named[2].split(", "))
 
 
-def test_the_description_of_a_batch():
+def test_a_batch_is_described_by_its_rows_and_requests():
     batch = ScheduledBatch(
         3,
         context=(ContextChunk(0, 0, (1, 2, 3), True), ContextChunk(4, 0, (1, 2), False)),

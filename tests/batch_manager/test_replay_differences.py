@@ -156,7 +156,7 @@ def test_long_lists_of_differences_are_truncated(trace):
 # ---------------------------------------------------------------------- the program
 
 
-def test_until_stops_after_an_iteration_and_its_outcome(trace):
+def test_the_until_option_stops_after_an_iteration_and_its_outcome(trace):
     assert outcome(trace, until=2) == (
         IDENTICAL,
         "3 iterations replayed, identical\n3 requests, 0 answered to the end\n",

@@ -73,7 +73,7 @@ def test_held_responses_of_a_request_are_sent_in_order_and_none_is_lost() -> Non
     assert [each for each in gone if each >= 1000] == [1000 + number for number in range(300)]
 
 
-def test_a_final_response_is_sent_at_once_with_its_requests_held_ones() -> None:
+def test_a_final_response_is_sent_at_once_with_the_held_responses_of_its_request() -> None:
     host = Host(400_000)
     interval(host, 16, 5 * MS)
     host.window.flush()

@@ -53,7 +53,7 @@ def test_every_rank_makes_the_same_batches_statistics_and_responses(drawn, kind,
             assert follower.scheduler.batches == leader.scheduler.batches
             assert _untimed(follower.scheduler.responses) == _untimed(leader.scheduler.responses)
             assert follower.statistics() == statistics
-            assert _stamped_at_will(follower) == _stamped_at_will(leader)
+            assert _without_timestamps(follower) == _without_timestamps(leader)
             assert _counts(follower) == metrics
             assert not follower.sent
             check_integrity(follower.scheduler)
@@ -90,7 +90,7 @@ def _without_times(result: SequenceResult) -> SequenceResult:
     return replace(result, perf_metrics=metrics)
 
 
-def _stamped_at_will(rank: Rank) -> list[dict]:
+def _without_timestamps(rank: Rank) -> list[dict]:
     return [{**json.loads(text), "Timestamp": ""} for text in rank.told]
 
 

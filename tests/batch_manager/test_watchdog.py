@@ -1,7 +1,4 @@
-"""The watchdog: one message per stuck iteration and doubling of its duration, none otherwise.
-
-Asleep while idle.
-"""
+"""The watchdog logs a stuck iteration, again whenever its duration doubles, and sleeps while the loop is idle."""
 
 from __future__ import annotations
 

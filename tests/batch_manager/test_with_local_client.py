@@ -54,7 +54,7 @@ def start_server() -> tuple[LocalEngineClient, GptManager]:
     return client, manager
 
 
-def test_many_threads_submit_and_stop():
+def test_requests_of_many_threads_are_answered_or_cancelled():
     client, manager = start_server()
     failures: list[BaseException] = []
 

@@ -367,7 +367,7 @@ class TestPeerPrograms:
     def test_one_token_has_no_latency_between_tokens(self):
         assert figures([[0.1]], seconds=0.1)["itl_ms"] is None
 
-    def test_everything_warms_up_or_one_request_of_those_that_come_one_by_one(self):
+    def test_warm_up_is_all_requests_or_one_of_lone_requests(self):
         together, one_by_one = _workload("w", count=20), _workload("lone")
         assert warm_up(together) == list(together.requests)
         assert warm_up(one_by_one) == list(one_by_one.requests[:1])

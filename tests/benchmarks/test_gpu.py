@@ -151,7 +151,7 @@ def test_vllm_runs_in_an_environment_of_its_own(tmp_path: Path, monkeypatch: pyt
         measure_vllm(python, model)
 
 
-def test_load_l_never_changes() -> None:
+def test_requests_of_load_l_never_change() -> None:
     requests = draw_load(500, 40)
     assert requests[:10] == draw_load(500, 10)
     assert all(32 <= len(each.prompt) <= 512 and 64 <= each.num_output_tokens <= 256 for each in requests)

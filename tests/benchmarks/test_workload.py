@@ -35,7 +35,7 @@ def test_lengths_are_within_their_bounds_and_ids_within_the_vocabulary():
     assert {token for request in requests for token in request.prompt} == set(range(10, 512))
 
 
-def test_everything_warms_up_or_one_request_of_those_that_come_one_by_one():
+def test_warm_up_is_all_requests_or_one_of_lone_requests():
     requests = draw("w", 512, 5)
     assert warm_up(requests, 5) == requests
     assert warm_up(requests, 1) == requests[:1]

@@ -24,7 +24,7 @@ from tests.client.fake_server import (
 from tests.client.test_client import delta, refuse_texts, until_stopped
 
 
-def test_generate_and_stream(server: FakeServer) -> None:
+def test_texts_are_generated_and_ids_are_streamed(server: FakeServer) -> None:
     async def ask() -> None:
         async with AsyncClient(server.url) as client:
             assert await client.generate("x", top_k=5) == Completion((Sequence("abc", (), "LENGTH"),))
@@ -53,7 +53,7 @@ def test_state_is_returned_though_the_final_flag_comes_alone(server: FakeServer)
     assert (server.asked[0].model, server.asked[0].outputs) == ("tensorrt_llm", ["state"])
 
 
-def test_adapters(server: FakeServer) -> None:
+def test_adapters_are_listed_loaded_and_unloaded(server: FakeServer) -> None:
     sql = Adapter("sql", path="/a", is_loaded=False)
     text = json.dumps({"adapters": [dataclasses.asdict(sql)]})
     server.answer = lambda asked: [
@@ -78,7 +78,7 @@ def test_adapters(server: FakeServer) -> None:
     assert client.adapters() == client.load_adapter("sql") == client.unload_adapter("sql") == (sql,)
 
 
-def test_many_at_a_time(server: FakeServer) -> None:
+def test_concurrent_requests_get_their_own_answers(server: FakeServer) -> None:
     server.answer = lambda asked: answer_with(asked, [asked.inputs["text_input"][0], "!"])
 
     async def ask() -> list[Completion]:

@@ -97,7 +97,7 @@ def test_options_that_are_left_out_are_not_sent(server, client) -> None:
     assert set(server.asked[0].inputs) == {"text_input", "stream", "exclude_input_in_output", "max_tokens"}
 
 
-def test_a_model_can_be_named(server) -> None:
+def test_requests_go_to_the_given_model(server) -> None:
     Client(server.url, model="other").generate("x")
     assert server.asked[0].model == "other"
 
@@ -135,7 +135,7 @@ def test_an_unknown_option_is_an_error(client) -> None:
 
 
 @pytest.mark.parametrize("empty_final", [True, False])
-def test_a_stream_of_text(server, client, empty_final: bool) -> None:
+def test_streamed_texts_are_returned_as_they_were_sent(server, client, empty_final: bool) -> None:
     server.answer = lambda asked: answer_with(asked, ["Hé", "", "🎉"], "END_ID", empty_final)
     assert list(client.stream("x")) == [
         delta("Hé"),
@@ -144,7 +144,7 @@ def test_a_stream_of_text(server, client, empty_final: bool) -> None:
     ]
 
 
-def test_a_stream_of_ids(server, client) -> None:
+def test_streamed_ids_are_returned_as_they_were_sent(server, client) -> None:
     server.answer = lambda asked: answer_with(asked, [[5, 6], [7]])
     assert list(client.stream([1])) == [delta(ids=(5, 6)), delta(ids=(7,), reason="LENGTH")]
 
@@ -359,7 +359,7 @@ def test_an_exception_in_a_loop_over_a_stream_ends_the_program(server) -> None:
 
 
 @pytest.mark.parametrize("left", ["client.generate('x')", "deltas = client.stream('x'); next(deltas)"])
-def test_a_program_with_an_open_client_ends(server, left: str) -> None:
+def test_a_program_can_end_with_an_open_client(server, left: str) -> None:
     server.answer = lambda asked: answer_with(asked, ["a", "b"])
     program = f"from inflight_client import Client; client = Client({server.url!r}); {left}"
     done = subprocess.run([sys.executable, "-c", program], timeout=PATIENCE_S, capture_output=True)

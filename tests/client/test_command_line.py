@@ -140,7 +140,7 @@ def test_adapters_are_printed(server: FakeServer, capsys, arguments: list[str], 
     assert json.loads(asked.inputs["lora_command"][0]) == command
 
 
-def test_a_path_needs_load(server: FakeServer) -> None:
+def test_an_adapter_path_without_load_is_refused(server: FakeServer) -> None:
     with pytest.raises(SystemExit):
         main(["adapters", "--url", server.url, "--path", "a"])
 
@@ -172,7 +172,7 @@ def test_a_server_without_state_requests_is_an_error(server: FakeServer, capsys)
         (["x", "--seed", "-1"], "error: seed must be in"),
     ],
 )
-def test_errors_are_one_line_and_exit_1(capsys, arguments: list[str], message: str) -> None:
+def test_errors_are_one_line_and_the_exit_status_is_1(capsys, arguments: list[str], message: str) -> None:
     assert main(["generate", *arguments]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(message)
@@ -189,7 +189,7 @@ def test_errors_are_one_line_and_exit_1(capsys, arguments: list[str], message: s
         ["x", "--stream", "--beam-width=2"],
     ],
 )
-def test_invalid_arguments_exit_2(capsys, arguments: list[str]) -> None:
+def test_the_exit_status_of_invalid_arguments_is_2(capsys, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["generate", *arguments])
     assert caught.value.code == 2

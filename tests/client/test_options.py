@@ -92,7 +92,7 @@ def test_numbers_are_sent_under_the_id_models_names(server, client) -> None:
 
 
 TABLE = [[0.5, -1.0, 3.0], [2.0, 0.25, -4.0]]
-"""Exact in every type."""
+"""Values that are exact in every floating-point type."""
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_a_malformed_prompt_table_is_refused(table) -> None:
         read_options({"prompt_table": table})
 
 
-def test_every_option_is_tried_here() -> None:
+def test_the_tables_here_have_every_option() -> None:
     assert set(NAMES) == {*NUMBERS, *ARRAYS, *FLAGS, *OTHERS, *ADDITIONAL}
 
 
-def test_the_server_has_every_tensor_in_that_type() -> None:
+def test_options_have_the_types_and_shapes_that_the_server_declares() -> None:
     read = read_options({**NUMBERS, **ARRAYS, **FLAGS, **OTHERS})
     kinds = {
         "FP16": "float16",
@@ -154,12 +154,12 @@ def test_the_server_has_every_tensor_in_that_type() -> None:
 
 
 @pytest.mark.parametrize(("other", "name"), [("len_penalty", "length_penalty"), ("min_tokens", "min_length")])
-def test_the_servers_other_names_are_known(other: str, name: str) -> None:
+def test_the_servers_aliases_of_options_are_accepted(other: str, name: str) -> None:
     assert read_options({other: 2}).text.keys() == read_options({name: 2}).text.keys()
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_an_adapter_has_a_name_or_an_id(server, client, prompt) -> None:
+def test_lora_is_sent_as_a_name_or_an_id(server, client, prompt) -> None:
     client.generate(prompt, lora="sql")
     client.generate(prompt, lora=2**64 - 1)
     by_name, by_id = server.asked
@@ -174,7 +174,7 @@ WEIGHTS, ROWS = np.arange(12, dtype=np.float32).reshape(2, 6) / 8, np.array([[0,
 
 
 @pytest.mark.parametrize(("dtype", "datatype"), [(np.float32, "FP32"), (np.float16, "FP16")])
-def test_an_adapters_weights(server, client, dtype, datatype) -> None:
+def test_lora_weights_are_sent_in_their_own_type(server, client, dtype, datatype) -> None:
     client.generate("x", lora=7, lora_weights=(WEIGHTS.astype(dtype), ROWS))
     (asked,) = server.asked
     assert asked.dtypes["lora_weights"] == datatype and asked.shapes["lora_weights"] == [1, 2, 6]
@@ -182,7 +182,7 @@ def test_an_adapters_weights(server, client, dtype, datatype) -> None:
     assert (asked.shapes["lora_config"], asked.inputs["lora_config"]) == ([1, 2, 3], ROWS.ravel().tolist())
 
 
-def test_weights_of_bfloat16_cross_bit_by_bit() -> None:
+def test_bfloat16_weights_are_sent_unchanged() -> None:
     bits = (WEIGHTS.view(np.uint32) >> 16).astype(np.uint16)  # exact: the values have few digits
     call = generate_call([5], False, {"lora": 7, "lora_weights": (bits.view("V2"), ROWS[None])})
     (tensor,) = [each for each in call.inputs if each.name() == "lora_weights"]
@@ -208,7 +208,7 @@ def test_invalid_adapter_weights_are_refused(client, lora, weights, message) -> 
 
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
-def test_a_guide_has_a_type_and_maybe_a_text(server, client, prompt) -> None:
+def test_a_guide_is_sent_as_its_type_and_an_optional_text(server, client, prompt) -> None:
     client.generate(prompt, guide=Guide.json_schema({"type": "null"}))
     client.generate(prompt, guide=Guide("json"))
     schema, json = (asked.inputs for asked in server.asked)
@@ -221,7 +221,7 @@ def test_a_guide_has_a_type_and_maybe_a_text(server, client, prompt) -> None:
 
 @pytest.mark.parametrize("prompt", ["x", [5]])
 @pytest.mark.parametrize("words", ["end", ["end", "\n\n"]])
-def test_words_as_texts(server, client, prompt, words) -> None:
+def test_stop_and_bad_words_may_be_strings(server, client, prompt, words) -> None:
     client.generate(prompt, stop_words=words, bad_words=words)
     (asked,) = server.asked
     wanted = [words] if isinstance(words, str) else words
@@ -237,7 +237,7 @@ LAYOUT = [[5, 7, 3, 9, 2], [3, 5, -1, -1, -1]]
     [[[5, 7, 3], (9, 2)], [[5, 7, 3], np.array([9, 2])], np.array(LAYOUT), np.array([LAYOUT])],
     ids=["lists", "arrays", "[2, n]", "[1, 2, n]"],
 )
-def test_words_as_ids(server, client, words) -> None:
+def test_stop_words_may_be_lists_or_arrays_of_ids(server, client, words) -> None:
     client.generate([5], stop_words=words)
     (asked,) = server.asked
     assert asked.inputs["stop_words_list"] == LAYOUT[0] + LAYOUT[1]
@@ -245,7 +245,7 @@ def test_words_as_ids(server, client, words) -> None:
     assert "stop_words" not in asked.inputs
 
 
-def test_words_as_texts_and_ids(server, client) -> None:
+def test_bad_words_may_mix_strings_and_ids(server, client) -> None:
     client.generate([5], bad_words=["no", [7]])
     (asked,) = server.asked
     assert asked.inputs["bad_words"] == ["no"]
@@ -307,7 +307,7 @@ def test_invalid_values_are_not_sent(server, client, options, message: str) -> N
     assert not server.asked
 
 
-def test_drafts_and_bias(server, client) -> None:
+def test_drafts_and_an_embedding_bias_are_sent_with_their_shapes(server, client) -> None:
     logits = np.arange(8, dtype=np.float64).reshape(2, 4)
     client.generate(
         [5],
@@ -324,7 +324,7 @@ def test_drafts_and_bias(server, client) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "model"), [("x", "ensemble"), ([5], "tensorrt_llm")])
-def test_allowed_tokens_and_a_bias_by_ids(server, client, prompt, model) -> None:
+def test_allowed_tokens_and_a_logit_bias_are_sent_as_ids(server, client, prompt, model) -> None:
     client.generate(prompt, allowed_token_ids=(7, 3), logit_bias={9: 2.5, 4: float("-inf")})
     (asked,) = server.asked
     assert asked.model == model
@@ -347,7 +347,7 @@ def test_empty_ranges_send_no_tensors(server, client) -> None:
     assert not any(name.startswith("retention") for name in server.asked[0].inputs)
 
 
-def test_a_bias_by_words(server, client) -> None:
+def test_a_bias_of_words_is_sent_to_the_ensemble(server, client) -> None:
     client.generate("x", embedding_bias={"yes": 2.0, "no": -2.0})
     (asked,) = server.asked
     assert asked.model == "ensemble"
@@ -396,7 +396,7 @@ def test_a_model_that_lacks_a_tensor_gets_no_request(server) -> None:
         ({"num_return_sequences": 2, "beam_width": 2}, []),
     ],
 )
-def test_requested_outputs_are_named(server, client, options, outputs: list[str]) -> None:
+def test_options_add_their_outputs_to_the_requested_ones(server, client, options, outputs: list[str]) -> None:
     client.generate([5], **options)
     assert server.asked[0].outputs == ["output_ids", "sequence_length", "finish_reason", *outputs]
 
@@ -427,7 +427,7 @@ def floats(values: list) -> np.ndarray:
     return np.array([values], np.float32)
 
 
-def test_log_probs_add_up(server, client) -> None:
+def test_streamed_log_probs_are_concatenated(server, client) -> None:
     server.answer = lambda asked: answer(
         asked,
         ids_of([5, 6], output_log_probs=floats([[-0.5, -1.0]]), cum_log_probs=floats([-1.5])),
@@ -440,7 +440,7 @@ def test_log_probs_add_up(server, client) -> None:
     assert [(d.log_probs, d.cum_log_prob) for d in deltas] == [((-0.5, -1.0), -1.5), ((-2.0,), -3.5)]
 
 
-def test_the_likeliest_tokens_are_pairs(server, client) -> None:
+def test_top_log_probs_are_pairs_of_token_and_log_prob(server, client) -> None:
     top_ids = np.array([[[[5, 6], [7, 8]]]], np.int32)
     top = {"top_log_prob_ids": top_ids, "top_log_probs": floats([[[-0.5, -1.0], [-0.25, -2.0]]])}
     server.answer = lambda asked: answer(asked, ids_of([5, 8], reason="LENGTH", **top))
@@ -449,7 +449,7 @@ def test_the_likeliest_tokens_are_pairs(server, client) -> None:
     assert second[1].token_id == 8
 
 
-def test_logits_and_the_prompt(server, client) -> None:
+def test_logits_and_prompt_log_probs_are_returned(server, client) -> None:
     context, rows = floats([[1, 2], [3, 4], [5, 6]]), floats([[[1, 2], [3, 4]]])
     prompt = {"prompt_log_probs": floats([0.0, -0.5, -1.0]), "context_logits": context}
     server.answer = lambda asked: answer(
@@ -463,7 +463,7 @@ def test_logits_and_the_prompt(server, client) -> None:
     assert done.generation_logits.tolist() == [[1, 2], [3, 4], [1, 2]]
 
 
-def test_perf_metrics_are_the_last_ones(server, client) -> None:
+def test_the_last_perf_metrics_of_a_stream_are_returned(server, client) -> None:
     def metrics(last: int) -> dict[str, np.ndarray]:
         numbers = {"arrival_time_ns": 5, "last_token_time_ns": last}
         made = {name: np.array([[value]], np.int64) for name, value in numbers.items()}
@@ -476,7 +476,7 @@ def test_perf_metrics_are_the_last_ones(server, client) -> None:
     assert client.generate([1], return_perf_metrics=True).perf_metrics == wanted
 
 
-def test_sequences_are_separated(server, client) -> None:
+def test_responses_are_separated_by_sequence_index(server, client) -> None:
     def part(index: int, *ids: int, reason: str = "NOT_FINISHED") -> dict[str, np.ndarray]:
         return ids_of(list(ids), reason=reason, sequence_index=np.array([[index]], np.int32))
 
@@ -492,7 +492,7 @@ def test_sequences_are_separated(server, client) -> None:
     assert [d.sequence_index for d in client.stream([1], num_return_sequences=2)] == [1, 0, 1, 0]
 
 
-def test_beams_of_different_lengths(server, client) -> None:
+def test_padding_of_shorter_beams_is_removed(server, client) -> None:
     server.answer = lambda asked: answer(
         asked,
         ids_of(
@@ -519,7 +519,7 @@ def test_streamed_beams_replace_one_another(server, client) -> None:
     assert deltas[-1].token_ids == (6, 7)
 
 
-def test_texts_of_beams(server, client) -> None:
+def test_every_beam_has_its_own_text(server, client) -> None:
     text = {"text_output": as_texts("one", "zwei")[0], "finish_reason": as_texts("END_ID", "LENGTH")}
     server.answer = lambda asked: answer(asked, text)
     assert [s.text for s in client.generate("x", beam_width=2).sequences] == ["one", "zwei"]

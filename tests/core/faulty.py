@@ -56,7 +56,7 @@ class FaultyDevice:
         except InflightError as error:
             self.num_failures += 1
             return error
-        except Exception as error:  # a failed batch was to give the device this slot's state
+        except Exception as error:  # the failed batch should have written this slot's state
             return StepFailed(repr(error))
 
     def _is_at_fault(self, batch: ScheduledBatch) -> bool:

@@ -425,7 +425,9 @@ def test_without_a_cache_an_adapter_is_refused_by_name():
         (LoraRequest(path="b"), 1, None, ""),
     ],
 )
-def test_a_request_names_one_adapter(lora: LoraRequest, num_pages: int, error, message: str):
+def test_missing_conflicting_and_out_of_range_adapters_are_refused(
+    lora: LoraRequest, num_pages: int, error, message: str
+):
     request, limits = replace(make_request(1), lora=lora), make_scheduler(num_adapter_pages=num_pages).limits
     if error is None:
         request.validate(limits)

@@ -34,7 +34,7 @@ def refused(responses: list[Response]) -> list[int]:
     return [response.request_id for response in responses]
 
 
-def test_the_queue_full_message_is_the_specifications():
+def test_the_queue_full_message_is_that_of_the_specification():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=2))
     (response,) = driver.accept(*(make_request(number) for number in range(4)))
     assert type(response.error) is QueueFull and response.is_final
@@ -58,7 +58,7 @@ def test_a_queue_size_of_zero_is_unbounded():
     assert driver.accept(*(make_request(number) for number in range(500))) == []
 
 
-def test_a_place_that_is_free_again_can_be_taken():
+def test_a_queue_place_freed_by_a_stop_can_be_taken():
     driver = Driver(make_scheduler(max_num_sequences=1, max_queue_size=1))
     assert refused(driver.accept(make_request(1, new=2), make_request(2), make_request(3))) == [3]
     driver.step()
@@ -185,7 +185,7 @@ def test_all_blocks_of_a_chunked_prompt_are_waited_for():
     ]
 
 
-def test_without_reuse_no_request_waits_for_another():
+def test_without_reuse_no_request_waits_for_an_equal_prompt():
     driver = Driver(make_scheduler(reuse=False, num_blocks=64))
     driver.accept(*alike(1, 2))
     assert starts(driver.step()[0]) == [1, 2]
@@ -254,7 +254,7 @@ def test_blocks_that_a_cancelled_request_computed_are_reused():
     ]
 
 
-def test_a_prompt_whose_every_row_is_requested_does_not_wait():
+def test_a_request_for_prompt_log_probs_does_not_wait_for_an_equal_prompt():
     driver = Driver(make_scheduler(reuse=True, num_blocks=64))
     wants_context = make_request(2, PROMPT, output=OutputOptions(return_prompt_log_probs=True))
     driver.accept(*alike(1), wants_context)

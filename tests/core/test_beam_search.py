@@ -106,7 +106,7 @@ def test_at_the_length_limit_candidates_keep_their_finish_reasons():
 
 
 @pytest.mark.parametrize("token", [END, 7])
-def test_the_first_token_may_be_the_last(token):
+def test_a_search_for_one_token_ends_after_its_first_step(token):
     search = make_search(2, new=1)
     search.advance(make_candidates((0, token, -1.0), (0, 6, -2.0), (0, 5, -3.0), (0, 8, -4.0)))
     assert search.done
@@ -141,7 +141,7 @@ def test_a_stop_word_never_begins_in_the_prompt():
     assert search.token_ids == (5, 6)
 
 
-def test_beams_without_continuation_only_fill_their_rows():
+def test_a_row_without_a_continuing_beam_is_a_filler_and_no_hypothesis():
     words = ((5,), (6,), (7,))
     search = make_search(2, stop_words=words, length_penalty=1.0, early_stopping=2)
     search.advance(make_candidates((0, 5, -1.0), (0, 8, -2.0), (0, 6, -3.0), (0, 7, -4.0)))
@@ -180,12 +180,12 @@ def test_early_stopping_1_ends_with_enough_finished_beams():
 
 def test_early_stopping_0_compares_with_the_current_length():
     assert finished_twice().done  # -3.2 is no better than -3.0, and scores only fall
-    assert finished_twice(length_penalty=1.0).done  # -1.6 against -1.5
+    assert finished_twice(length_penalty=1.0).done  # -1.6 is no better than -1.5
 
 
 def test_other_early_stopping_compares_with_the_longest_length():
-    assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # -0.32 is possible
-    assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # -1.07
+    assert not finished_twice(length_penalty=1.0, early_stopping=2).done  # a beam may reach -0.32
+    assert not finished_twice(length_penalty=1.0, early_stopping=2, new=3).done  # it may reach -1.07
     assert finished_twice(early_stopping=2).done, "without a length penalty no length helps"
 
 
@@ -271,7 +271,7 @@ def test_details_that_are_not_requested_are_empty():
     assert search.hypotheses()[0] == Hypothesis((7,), -1.0, -1.0, FinishReason.LENGTH)
 
 
-def test_the_order_of_the_candidates_is_their_rank():
+def test_beams_continue_in_the_order_of_the_candidates():
     """With a diversity rate a candidate of a lower score may rank higher."""
     search = make_search(2)
     search.advance(make_candidates((0, 5, -2.0), (0, 6, -1.0), (0, 7, -1.5), (0, 8, -4.0)))

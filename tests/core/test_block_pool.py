@@ -15,7 +15,7 @@ MS = 1_000_000
 
 
 def make_tree(num_blocks: int, **parents: str) -> tuple[BlockPool, dict[str, int]]:
-    """A pool with one held block for each name, published with the digest of its name and of its parent's."""
+    """A pool with one held block for each name, published under its name and its parent's as digests."""
     pool = BlockPool(num_blocks)
     blocks = dict(zip(parents, pool.take(len(parents))))
     for name, parent in parents.items():
@@ -68,7 +68,7 @@ def test_sharing_a_cached_block_takes_it_out_of_the_free_ones():
     check_integrity(pool)
 
 
-def test_the_first_block_of_a_digest_stays_the_one_found():
+def test_the_first_of_two_blocks_with_one_digest_is_found():
     pool = BlockPool(2)
     first, second = pool.take(2)
     pool.publish(first, b"a", b"")
@@ -80,7 +80,7 @@ def test_the_first_block_of_a_digest_stays_the_one_found():
     check_integrity(pool)
 
 
-def test_blocks_are_counted_by_where_they_are():
+def test_held_shared_cached_and_empty_blocks_are_counted():
     pool, blocks = make_tree(6, a="", b="a")
     (worthless,) = pool.take(1)
     pool.share((blocks["a"], worthless))
@@ -143,7 +143,7 @@ def test_leaves_are_evicted_before_their_parents_whatever_was_released_first():
     assert evicted(pool, blocks, 4) == "xcba"
 
 
-def test_a_parent_that_becomes_a_leaf_queues_at_its_own_priority_and_time():
+def test_a_parent_that_becomes_a_leaf_is_evicted_by_its_own_priority_and_release():
     pool, blocks = make_tree(5, a="", b="a", x="", y="", z="")
     pool.retain(blocks["b"], Retention(0))
     pool.retain(blocks["z"], Retention(10))
@@ -159,7 +159,7 @@ def test_a_child_of_high_priority_protects_its_parents():
     assert evicted(pool, blocks, 5) == "yxcba"
 
 
-def test_a_parent_is_a_leaf_when_its_last_child_is_gone():
+def test_a_parent_becomes_a_leaf_when_its_last_child_is_evicted():
     pool, blocks = make_tree(4, a="", b="a", c="a", x="")
     release(pool, blocks, "abxc")
     assert evicted(pool, blocks, 4) == "bxca"
@@ -181,7 +181,7 @@ def make_duplicate_producer() -> tuple[BlockPool, dict[str, int]]:
     return pool, blocks
 
 
-def test_without_a_leaf_the_block_released_first_is_evicted():
+def test_if_no_free_block_is_a_leaf_the_first_released_is_evicted():
     pool, blocks = make_duplicate_producer()
     pool.retain(blocks["p"], Retention(90))  # without a leaf the order of release decides
     pool.take(1)  # the block without content
@@ -189,7 +189,7 @@ def test_without_a_leaf_the_block_released_first_is_evicted():
     assert evicted(pool, blocks, 2) == "pa"
 
 
-def test_a_leaf_goes_before_blocks_whose_children_are_held():
+def test_a_leaf_is_evicted_before_blocks_whose_children_are_held():
     pool, blocks = make_duplicate_producer()
     pool.publish(blocks["q"], b"q", b"")
     pool.retain(blocks["q"], Retention(100))
@@ -198,12 +198,12 @@ def test_a_leaf_goes_before_blocks_whose_children_are_held():
     assert evicted(pool, blocks, 1) == "q"
 
 
-def test_children_count_for_the_findable_block_of_their_parents_content():
+def test_a_parent_computed_again_is_evicted_after_its_child():
     pool, blocks = make_duplicate_producer()
     pool.take(1)
     assert evicted(pool, blocks, 2) == "pa"
     release(pool, blocks, "A")
-    assert pool.num_empty == 1  # it was a second copy
+    assert pool.num_empty == 1  # A was a second copy, so it becomes empty
     (blocks["a2"],) = pool.take(1)
     pool.publish(blocks["a2"], b"a", b"p")  # computed again, by yet another block
     pool.publish(blocks["q"], b"q", b"")
@@ -213,7 +213,7 @@ def test_children_count_for_the_findable_block_of_their_parents_content():
     check_integrity(pool)
 
 
-def test_a_cached_leaf_that_gets_a_child_waits_for_it():
+def test_a_cached_block_that_gets_a_child_is_evicted_after_it():
     pool, blocks = make_tree(3, a="", x="")
     release(pool, blocks, "ax")
     (blocks["b"],) = pool.take(1)
@@ -239,7 +239,7 @@ def test_a_timed_priority_expires_after_the_block_was_unreferenced_for_its_durat
     assert evicted(pool, blocks, 2) == "ab"
 
 
-def test_an_expired_block_returns_to_its_own_place_among_default_priorities():
+def test_blocks_whose_priorities_expired_are_evicted_in_the_order_of_release():
     pool, blocks = make_tree(4, a="", b="", c="", d="")
     pool.retain(blocks["b"], Retention(90, duration_ms=1))
     pool.retain(blocks["c"], Retention(0, duration_ms=1))  # a low priority ends as well
@@ -261,7 +261,7 @@ def test_a_duration_starts_again_with_the_next_release():
     assert evicted(pool, blocks, 2) == "ba"
 
 
-def test_an_expired_priority_does_not_return():
+def test_an_expired_priority_stays_expired():
     pool, blocks = make_tree(2, a="", b="")
     pool.retain(blocks["a"], Retention(90, duration_ms=10))
     release(pool, blocks, "ab")
@@ -274,7 +274,7 @@ def test_an_expired_priority_does_not_return():
     assert evicted(pool, blocks, 2) == "ab"
 
 
-def test_a_parent_that_expires_still_waits_for_its_child():
+def test_a_parent_whose_priority_expired_is_evicted_after_its_child():
     pool, blocks = make_tree(3, a="", b="a", x="")
     pool.retain(blocks["a"], Retention(90, duration_ms=1))
     pool.retain(blocks["b"], Retention(50))
@@ -295,7 +295,7 @@ def test_an_evicted_blocks_duration_does_not_apply_to_its_next_content():
     assert evicted(pool, blocks, 2) == "ba"
 
 
-def test_a_second_producers_retention_applies_to_the_block_that_is_found():
+def test_the_retention_of_a_second_producer_applies_to_the_cached_block():
     pool, blocks = make_tree(4, a="", b="", c="")
     (again,) = pool.take(1)
     release(pool, blocks, "abc")
@@ -405,7 +405,7 @@ def _expire_what_is_held(pool: BlockPool) -> None:
         _expire_what_is_held,
     ],
 )
-def test_a_planted_fault_is_detected(plant: Callable[[BlockPool], None]):
+def test_check_integrity_detects_a_planted_fault(plant: Callable[[BlockPool], None]):
     pool, blocks = make_tree(6, a="", b="a", c="b")
     pool.retain(blocks["c"], Retention(50, duration_ms=5))
     release(pool, blocks, "c")

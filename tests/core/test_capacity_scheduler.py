@@ -40,13 +40,13 @@ BLOCK = 4
         ({"prompt": 6, "new": 8, "sampling": TWO_BEAMS}, 7, 7),  # a shared block, and 3 for each beam
     ],
 )
-def test_blocks_reserved_at_admission_by_policy(fields, to_the_end, now):
+def test_each_policy_reserves_its_number_of_blocks_at_admission(fields, to_the_end, now):
     sequence = make_sequence(**fields)
     assert GuaranteedNoEvict().blocks_to_reserve(sequence, BLOCK) == to_the_end
     assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == now
 
 
-def test_a_resumed_sequence_reserves_a_further_block():
+def test_a_resumed_sequence_reserves_blocks_for_its_generated_tokens_too():
     sequence = make_sequence(prompt=4, new=8)
     sequence.tokens += [1, 2, 3]
     assert MaxUtilization().blocks_to_reserve(sequence, BLOCK) == 2
@@ -164,7 +164,7 @@ def test_ended_requests_and_requests_in_context_need_no_blocks():
     assert blocks.decide() == Growth((growing,), 0, is_short=True)
 
 
-def test_reservations_to_the_end_leave_nothing_to_plan():
+def test_guaranteed_no_evict_pauses_no_sequence():
     blocks = Blocks(1)
     blocks.run()
     assert GuaranteedNoEvict().decide_growth(blocks.running, blocks.cache) == Growth()
@@ -173,7 +173,7 @@ def test_reservations_to_the_end_leave_nothing_to_plan():
 # ---------------------------------------------------------------- in a scheduler
 
 
-def test_the_policy_of_a_name():
+def test_every_capacity_policy_has_its_scheduler():
     assert isinstance(make_capacity_scheduler(MAX_UTILIZATION), MaxUtilization)
     guaranteed = make_capacity_scheduler(CapacityPolicy.GUARANTEED_NO_EVICT)
     static = make_capacity_scheduler(STATIC_BATCH)

@@ -39,7 +39,7 @@ def num_bytes_held(root: object) -> int:
     return sum(len(each) for each in found.values() if isinstance(each, (bytes, bytearray)))
 
 
-def test_log_probs_are_deltas_and_the_sum_grows():
+def test_streamed_log_probs_are_new_ones_and_their_sum_is_cumulative():
     scheduler = make_scheduler()
     output = OutputOptions(return_log_probs=True)
     Driver(scheduler).accept(make_request(new=3, streaming=True, output=output, end_ids=(4,)))
@@ -135,7 +135,7 @@ def test_details_end_with_the_tokens_of_a_stopped_sequence(ended_by):
     assert result.perf_metrics.num_new_blocks == 1
 
 
-def test_details_of_a_stopped_prompt_have_the_computed_rows():
+def test_context_outputs_of_a_request_stopped_in_its_context_have_the_computed_rows():
     scheduler = make_scheduler(max_num_tokens=8, chunked=True)
     driver = Driver(scheduler)
     output = OutputOptions(
@@ -248,7 +248,7 @@ def test_additional_outputs_end_with_the_tokens_and_are_returned_once(streaming)
     assert (top.tensors[0].shape, top.tensors[0].data) == ((3, 1), bytes([0] * 4 + [1] * 4 + [2] * 4))
 
 
-def test_rows_behind_an_end_id_within_a_draft_are_dropped():
+def test_additional_outputs_after_an_end_id_in_a_draft_are_dropped():
     scheduler = scheduler_that_offers(
         OfferedOutput("last_hidden_state", True, 2), OfferedOutput("top_1_logits", False, 1)
     )

@@ -19,7 +19,7 @@ SHORT, LONG = (1, 2, 3, 4, 5), tuple(range(11, 24))
 THREE_SEQUENCES = SamplingConfig(top_k=2, num_return_sequences=3)
 
 
-def test_the_state_of_an_idle_scheduler():
+def test_the_state_of_an_idle_scheduler_has_only_free_slots_and_blocks():
     assert make_scheduler().state() == SchedulerState(
         iteration=0,
         policy="guaranteed_no_evict",
@@ -78,7 +78,7 @@ WAITS = WaitingState(
 )
 
 
-def test_the_state_of_a_generating_a_context_and_a_waiting_request():
+def test_the_state_tells_generating_context_and_waiting_requests_apart():
     """There are two slots and chunks of 8 tokens.
 
     The first request has computed its context, the second a part.
@@ -219,7 +219,7 @@ def test_reading_the_state_does_not_change_batches():
 # ---------------------------------------------------------------- statistics of every request
 
 
-def test_request_statistics():
+def test_request_statistics_have_stages_token_counts_and_block_counts():
     scheduler = make_scheduler(max_num_sequences=2, max_num_tokens=9, chunked=True, reuse=True)
     driver = Driver(scheduler)
     driver.accept(make_request(1, SHORT, 8))

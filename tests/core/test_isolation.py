@@ -31,7 +31,7 @@ def test_cleared_requests_are_left_out_and_the_next_half_is_tried():
     assert not isolation.is_active and isolation.retrying == ()
 
 
-def test_a_subset_can_be_retried():
+def test_a_part_of_a_failed_set_can_be_retried():
     isolation = Isolation()
     isolation.failed((1, 2, 3, 4), was_alone=False)
     isolation.clear(but=(2,))

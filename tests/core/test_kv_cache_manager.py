@@ -128,7 +128,7 @@ def test_digests_of_minus_one_and_minus_two_differ():
     assert block_digest(ROOT_SCOPE, [-1]) != block_digest(ROOT_SCOPE, [-2])
 
 
-def test_a_running_child_is_found_again_when_its_parents_content_is():
+def test_a_running_block_is_found_again_once_its_parent_is_computed_again():
     """Two sequences compute the same prompt; the one whose blocks are found ends first and is evicted."""
     cache, tokens = make_cache(num_blocks=7), list(range(12))
     for key in (1, 2):
@@ -164,7 +164,7 @@ def test_reused_missed_and_taken_blocks_are_counted():
     assert (cache.num_reused_blocks, cache.num_missed_blocks, cache.num_taken_blocks) == (2, 2, 4)
 
 
-def test_a_running_sequences_counts_are_its_own_admissions():
+def test_block_counts_of_a_sequence_are_those_of_its_admission():
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     admit(cache, 2, 5, [*range(8), 50, 51, 52, 53, 54])
@@ -185,7 +185,7 @@ def test_a_block_that_must_be_computed_does_not_count_as_missed():
     assert cache.num_missed_blocks == 1
 
 
-def test_counts_of_blocks_that_a_sequence_holds_and_has_reserved():
+def test_held_and_reserved_blocks_of_a_sequence_are_counted():
     cache = make_cache()
     admit(cache, 1, 4)
     assert cache.held(1) == (0, 4)
@@ -198,7 +198,7 @@ def test_counts_of_blocks_that_a_sequence_holds_and_has_reserved():
     assert sum(beams.held(1)) == 1 + 3 * 3
 
 
-def test_beams_take_blocks_too():
+def test_blocks_taken_by_beams_are_counted():
     cache = make_beams()
     assert cache.num_taken_blocks == 2
     cache.grow_beams(1, 7)
@@ -225,7 +225,7 @@ def test_a_block_with_a_common_beginning_is_copied():
 
 
 @pytest.mark.parametrize(("tokens", "num_copied"), [([0], 0), ([0, 1], 1), ([0, 1, 2, 3], 3), ([1, 2, 3], 0)])
-def test_the_last_known_token_is_computed_in_any_case(tokens, num_copied):
+def test_the_last_token_is_never_copied_from_a_cached_block(tokens, num_copied):
     cache = make_cache()
     run_to_end(cache, 1, list(range(9)))
     match = found(cache, 2, tokens)
@@ -398,7 +398,7 @@ def _table_of_anothers_block(cache: KvCacheManager) -> None:
         _table_of_anothers_block,
     ],
 )
-def test_a_planted_fault_is_detected(plant: Callable[[KvCacheManager], None]):
+def test_check_integrity_detects_a_planted_fault(plant: Callable[[KvCacheManager], None]):
     cache = make_cache()
     admit(cache, 1, 4, list(range(9)))
     cache.extend(1, 5)
@@ -453,7 +453,7 @@ def test_a_dropped_beam_returns_its_block_to_the_reservation():
     assert (cache.pool.num_held, cache.num_reserved) == (0, 0)
 
 
-def test_beams_that_continue_one_beam_hold_its_blocks_once():
+def test_beams_that_continue_one_beam_share_its_blocks():
     cache = make_beams(prompt=8)
     assert cache.block_table(1) == (0,)  # the last block of a beam is always its own to write into
     cache.grow_beams(1, 9)

@@ -79,7 +79,7 @@ def test_blocks_that_are_stored_already_make_no_event() -> None:
     assert taken(cache) == []
 
 
-def test_evicted_blocks_are_one_event_before_what_took_their_place() -> None:
+def test_evicted_blocks_are_one_event_before_that_of_the_new_blocks() -> None:
     cache = make_cache(num_blocks=3)
     run_to_end(cache, 1, list(range(9)))
     taken(cache)
@@ -91,7 +91,7 @@ def test_evicted_blocks_are_one_event_before_what_took_their_place() -> None:
     assert [removed.event_id, stored.event_id] == [2, 3]
 
 
-def test_another_priority_is_an_event() -> None:
+def test_a_changed_priority_is_an_event() -> None:
     cache = make_cache()
     run_to_end(cache, 1, list(range(5)))
     taken(cache)

@@ -23,7 +23,7 @@ from .factories import make_request, make_sequence, make_sequences
 
 
 @pytest.mark.parametrize(("state", "event"), list(itertools.product(RequestState, RequestEvent)))
-def test_every_cell_of_the_table(state, event):
+def test_only_transitions_in_the_table_are_allowed(state, event):
     llm_request = make_sequence()
     llm_request.state = state
     if (state, event) in TRANSITIONS:
@@ -35,7 +35,7 @@ def test_every_cell_of_the_table(state, event):
         assert llm_request.state is state
 
 
-def test_nothing_leaves_finished():
+def test_no_transition_leaves_finished():
     assert not any(state is RequestState.FINISHED for state, _ in TRANSITIONS)
 
 
@@ -64,7 +64,7 @@ def test_a_request_has_a_sequence_for_each_answer_and_one_for_all_beams():
     assert search.num_slots == 3
 
 
-def test_the_table_is_the_one_in_the_docstring():
+def test_the_transition_table_equals_the_one_in_the_docstring():
     """Each row has the event and the next states from WAITING, RUNNING, PAUSED and FINISHED."""
     rows = {
         line.split()[0]: line.split()[1:]
@@ -79,7 +79,7 @@ def test_the_table_is_the_one_in_the_docstring():
     }
 
 
-def test_a_restart_keeps_only_the_tokens():
+def test_a_restarted_request_keeps_only_its_tokens():
     llm_request = make_sequence(prompt=3)
     llm_request.start((2,), num_reused_tokens=0)
     llm_request.tokens += [7, 8]

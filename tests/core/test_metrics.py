@@ -34,7 +34,7 @@ def test_observing_many_at_once_equals_observing_each(observations):
 
 
 @given(st.lists(st.floats(0, 200), min_size=1, max_size=50))
-def test_cumulative_buckets_are_what_prometheus_means(values):
+def test_cumulative_buckets_count_the_values_up_to_their_bound(values):
     histogram = Histogram(SECONDS)
     for value in values:
         histogram.observe(value)

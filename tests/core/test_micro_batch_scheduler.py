@@ -70,7 +70,7 @@ def sizes(selected: MicroBatch, running: list[LlmRequest]) -> list[int]:
 # ---------------------------------------------------------------- whole contexts
 
 
-def test_whole_contexts_go_first_then_streams_fill_the_rows():
+def test_whole_contexts_go_first_and_generation_fills_the_remaining_rows():
     stream, other = generating(), generating()
     running = [stream, in_context(9), in_context(6), other]
     selected = unchunked().select(running)
@@ -84,13 +84,13 @@ def test_no_context_overtakes_one_that_does_not_fit():
     assert sizes(selected, running) == [9, 0, 0] and selected.num_free_rows == 7
 
 
-def test_a_context_with_its_draft_is_whole_or_waits():
+def test_without_chunks_a_context_and_its_draft_run_together_or_wait():
     running = [in_context(9), in_context(5, draft=3)]
     assert sizes(unchunked(17).select(running), running) == [9, 8]
     assert sizes(unchunked(16).select(running), running) == [9, 0]
 
 
-def test_streams_without_a_row_go_first_in_the_next_iteration():
+def test_generating_sequences_without_a_row_go_first_in_the_next_iteration():
     scheduler = unchunked()
     streams, long = [generating(), generating()], in_context(16)
     first = scheduler.select([*streams, long])
@@ -101,7 +101,7 @@ def test_streams_without_a_row_go_first_in_the_next_iteration():
     assert (third.context, third.generation) == ([(long, 16)], [])
 
 
-def test_contexts_that_fit_follow_streams_that_go_first():
+def test_contexts_that_fit_run_beside_generating_sequences_that_go_first():
     scheduler = unchunked()
     streams, long, short = [generating(), generating()], in_context(16), in_context(14)
     scheduler.select([*streams, long])
@@ -109,7 +109,7 @@ def test_contexts_that_fit_follow_streams_that_go_first():
     assert (selected.context, selected.generation) == ([(short, 14)], streams)
 
 
-def test_streams_run_every_second_iteration_beside_a_flood_of_prompts():
+def test_generating_sequences_run_every_second_iteration_beside_many_prompts():
     scheduler = make_scheduler(max_num_tokens=16, max_num_sequences=8, num_blocks=64)
     driver = Driver(scheduler)
     driver.accept(*(make_request(number, prompt=2, new=40) for number in range(4)))
@@ -136,7 +136,7 @@ def test_a_resumed_context_longer_than_an_iteration_is_computed_in_blocks():
 # ---------------------------------------------------------------- chunks, first come, first served
 
 
-def test_with_chunks_streams_go_first_and_the_oldest_context_gets_the_rest():
+def test_with_chunks_generation_goes_first_and_the_oldest_context_gets_the_rest():
     stream = generating()
     running = [in_context(20), stream, in_context(20)]
     selected = chunked().select(running)
@@ -151,14 +151,14 @@ def test_a_chunk_that_is_not_the_last_ends_on_a_block_boundary():
     assert sizes(chunked(3).select(running), running) == [0]
 
 
-def test_a_short_context_behind_the_last_chunk_of_a_long_one():
+def test_a_short_context_does_not_overtake_longer_ones_before_it():
     running = [in_context(20, done=12), in_context(20), in_context(2)]
     selected = chunked().select(running)
     assert sizes(selected, running) == [8, 8, 0] and selected.num_free_rows == 0
 
 
-def test_the_last_token_stays_with_the_draft_behind_it():
-    """A budget of 10 fits all 8 tokens, but then the 3 draft tokens would have no token left to follow."""
+def test_a_context_keeps_its_last_token_for_the_chunk_with_the_draft():
+    """A budget of 10 has room for all 8 tokens, but the 3 draft tokens must follow a token of their chunk."""
     running = [in_context(8, draft=3)]
     assert sizes(chunked(11).select(running), running) == [11]
     assert sizes(chunked(10).select(running), running) == [4]
@@ -188,7 +188,7 @@ def test_equal_progress_continues_each_context_at_its_position():
     assert sizes(equal_progress(12).select(running), running) == [8, 4]
 
 
-def test_a_short_end_takes_the_rows_that_a_block_does_not_fit_into():
+def test_equal_progress_ends_a_context_in_rows_that_no_whole_block_fits():
     running = [in_context(40), in_context(40), in_context(2)]
     assert sizes(equal_progress(10).select(running), running) == [4, 4, 2]
     assert sizes(equal_progress(11).select(running), running) == [4, 4, 2]
@@ -196,7 +196,7 @@ def test_a_short_end_takes_the_rows_that_a_block_does_not_fit_into():
     assert sizes(equal_progress(7).select(running), running) == [4, 2, 0]
 
 
-def test_equal_progress_does_not_divide_an_end_and_its_draft():
+def test_equal_progress_keeps_the_end_of_a_context_with_its_draft():
     running = [in_context(40), in_context(6, draft=3)]
     assert sizes(equal_progress(13).select(running), running) == [8, 4]
     assert sizes(equal_progress(14).select(running), running) == [8, 4]
@@ -205,7 +205,7 @@ def test_equal_progress_does_not_divide_an_end_and_its_draft():
     assert sizes(equal_progress(8).select(running), running) == [8, 0]
 
 
-def test_a_draft_behind_a_full_block_goes_with_that_block():
+def test_equal_progress_schedules_a_contexts_last_block_and_its_draft_together():
     running = [in_context(8, done=4, draft=3), in_context(40)]
     assert sizes(equal_progress(11).select(running), running) == [7, 4]
     assert sizes(equal_progress(6).select(running), running) == [0, 4]
@@ -309,7 +309,7 @@ def test_the_last_free_micro_batch_takes_only_its_share():
     assert pipelined(2).select([*busy, *ready], num_in_flight=1).generation == ready[:3]
 
 
-def test_sequences_are_left_for_every_free_micro_batch():
+def test_every_free_micro_batch_gets_a_share_of_the_sequences():
     running = [generating() for _ in range(4)]
     scheduler = pipelined(3)
     parts = []

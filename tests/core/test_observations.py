@@ -83,7 +83,7 @@ FIRST_OF_THREE = IterationCounts(
 )
 
 
-def test_statistics_of_three_requests():
+def test_statistics_of_each_iteration_count_three_requests():
     _, (first, second, third) = three_requests()
     assert first == FIRST_OF_THREE
     assert second == replace(
@@ -132,7 +132,7 @@ def assert_observed(histogram: HistogramSnapshot, *values: float) -> None:
     assert histogram.total == pytest.approx(sum(values))
 
 
-def test_metrics_of_three_requests():
+def test_metrics_observe_times_and_lengths_of_three_requests():
     observed, _ = three_requests()
     metrics = observed.metrics
     assert_observed(metrics.time_to_first_token, 0.005, 0.005, 0.014)
@@ -147,7 +147,7 @@ def test_metrics_of_three_requests():
     assert metrics.end_to_end.bounds == SECONDS and metrics.output_tokens.bounds == TOKENS
 
 
-def test_a_snapshot_does_not_change_any_more():
+def test_a_metrics_snapshot_does_not_change_after_it_is_taken():
     observed = Observed()
     observed.iterate(0, 1, make_request(1, new=1))
     before = observed.metrics
@@ -265,7 +265,7 @@ def test_draft_tokens_are_counted():
     assert (metrics.num_prompt_tokens, metrics.num_generated_tokens) == (8, 6)
 
 
-def test_an_iteration_without_a_batch():
+def test_an_iteration_without_a_batch_schedules_nothing():
     observed = Observed()
     stats = observed.iterate(3, 4)
     assert (stats.num_scheduled_requests, stats.num_context_tokens, stats.num_generated_tokens) == (0, 0, 0)
@@ -275,7 +275,7 @@ def test_an_iteration_without_a_batch():
 # ---------------------------------------------------------------- static batches
 
 
-def test_a_static_batch_from_its_start_to_its_end_and_the_next_one():
+def test_a_static_batch_counts_its_requests_tokens_and_empty_slots():
     """Three requests of 1, 4 and 2 tokens: two slots are empty while the longest ends."""
     observed = Observed(STATIC_BATCH)
     arrived = [make_request(number, prompt, new) for number, prompt, new in ((1, 5, 1), (2, 3, 4), (3, 2, 2))]

@@ -17,7 +17,7 @@ from tests.core.integrity import check_integrity
 
 from .factories import Driver, make_limits, make_request, make_scheduler
 
-WAITING: dict[str, dict[str, Any]] = {
+NEEDING_HOST: dict[str, dict[str, Any]] = {
     "beams": {"sampling": SamplingConfig(beam_width=2)},
     "draft": {"draft": ExternalDraft((7,))},
     "lookup": {"prompt_lookup_num_tokens": 2},
@@ -30,7 +30,7 @@ WAITING: dict[str, dict[str, Any]] = {
     "log probs": {"output": OutputOptions(return_log_probs=True)},
     "logits": {"output": OutputOptions(return_generation_logits=True)},
 }
-GOING_ON: dict[str, dict[str, Any]] = {
+NOT_NEEDING_HOST: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"sampling": SamplingConfig(temperature=0.5, top_p=1.0)},
     "top_k": {"sampling": SamplingConfig(top_k=4, top_p=0.9, min_p=0.1)},
@@ -41,23 +41,23 @@ GOING_ON: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("name", NEEDING_HOST)
 def test_a_batch_of_requests_that_need_the_host_does_not_sample_on_the_device(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )
-    Driver(scheduler).accept(make_request(1, **WAITING[name]), make_request(2, **WAITING[name]))
+    Driver(scheduler).accept(make_request(1, **NEEDING_HOST[name]), make_request(2, **NEEDING_HOST[name]))
     batch = scheduler.schedule()
     assert not batch.samples_on_device
     assert make_limits(overlaps_iterations=True).num_due(2, batch) == 2
 
 
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize("name", NEEDING_HOST)
 def test_only_the_request_that_needs_the_host_waits(name):
     scheduler = make_scheduler(
         max_num_sequences=8, overlaps_iterations=True, logits_post_processors=("upper",)
     )
-    Driver(scheduler).accept(make_request(1), make_request(2, **WAITING[name]))
+    Driver(scheduler).accept(make_request(1), make_request(2, **NEEDING_HOST[name]))
     first = scheduler.schedule()
     assert first.samples_on_device and len(first.sampled_slots()) == 2
     second = scheduler.schedule()
@@ -68,7 +68,7 @@ def test_only_the_request_that_needs_the_host_waits(name):
 
 def test_requests_that_need_the_host_are_in_every_second_batch():
     scheduler = make_scheduler(overlaps_iterations=True)
-    Driver(scheduler).accept(make_request(1, new=6), make_request(2, new=3, **WAITING["penalty"]))
+    Driver(scheduler).accept(make_request(1, new=6), make_request(2, new=3, **NEEDING_HOST["penalty"]))
     ran = overlap_iterations(scheduler, [1, 2, 3, 4, 5, 6])
     assert [len(batch.sampled_slots()) for batch, _ in ran] == [2, 1, 2, 1, 2, 1]
     finals = {each.request_id: each.result for _, responses in ran for each in responses}
@@ -76,10 +76,10 @@ def test_requests_that_need_the_host_are_in_every_second_batch():
     assert finals[2].output_token_ids[0][4:] == (1, 3, 5)
 
 
-@pytest.mark.parametrize("name", GOING_ON)
+@pytest.mark.parametrize("name", NOT_NEEDING_HOST)
 def test_a_batch_of_other_requests_samples_on_the_device(name):
     scheduler = make_scheduler(overlaps_iterations=True)
-    Driver(scheduler).accept(make_request(1), make_request(2, **GOING_ON[name]))
+    Driver(scheduler).accept(make_request(1), make_request(2, **NOT_NEEDING_HOST[name]))
     batch = scheduler.schedule()
     assert batch.samples_on_device
     limits = make_limits(overlaps_iterations=True)
@@ -88,7 +88,7 @@ def test_a_batch_of_other_requests_samples_on_the_device(name):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
-def test_no_batch_samples_on_devices_without_overlap(num_micro_batches):
+def test_without_overlap_no_batch_samples_on_the_device(num_micro_batches):
     scheduler = make_scheduler(num_micro_batches=num_micro_batches)
     Driver(scheduler).accept(make_request(1))
     batch = scheduler.schedule()
@@ -99,7 +99,7 @@ def test_no_batch_samples_on_devices_without_overlap(num_micro_batches):
 
 def test_a_chunk_before_the_contexts_end_never_needs_the_host():
     scheduler = make_scheduler(max_num_tokens=7, chunked=True, overlaps_iterations=True)
-    Driver(scheduler).accept(make_request(1, prompt=14, **WAITING["penalty"]))
+    Driver(scheduler).accept(make_request(1, prompt=14, **NEEDING_HOST["penalty"]))
     assert [scheduler.schedule().samples_on_device for _ in range(3)] == [True, True, False]
 
 

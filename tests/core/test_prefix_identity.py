@@ -91,7 +91,7 @@ def test_scopes_derived_from_private_scopes_are_private():
     assert len(scopes) == 6
 
 
-def test_a_scope_is_a_function_of_its_parts():
+def test_equal_identities_have_equal_scopes():
     whole = Identity(PrefixIdentity(3), b"adapter", b"table")
     assert whole.scope(ROOT_SCOPE) == Identity(PrefixIdentity(3), b"adapter", b"table").scope(ROOT_SCOPE)
     assert len(whole.scope(ROOT_SCOPE)) == len(ROOT_SCOPE) == 16
@@ -111,7 +111,7 @@ def test_a_scope_is_a_function_of_its_parts():
     )
 )
 @settings(deadline=None)
-def test_no_two_identities_have_one_scope(identities: list[Identity]):
+def test_different_identities_have_different_scopes(identities: list[Identity]):
     assert len({identity.scope(ROOT_SCOPE) for identity in identities}) == len(identities)
 
 
@@ -143,7 +143,7 @@ def test_generated_tokens_have_no_extra_ids():
 
 
 def test_digests_at_admission_and_at_publication_agree():
-    """The first are computed while a sequence waits, the second as its generated tokens fill blocks."""
+    """At admission they are computed while a sequence waits, at publication as generated tokens fill blocks."""
     cache, identity = KvCacheManager(8, SIZE), PrefixIdentity(2, extra_ids=(0, 0, 1, 0, 0, 5))
     say = rules(Identity(identity, b"a", b"t"))
     cache.admit(1, cache.match_prefix(1, TOKENS[:6], say), 3, say)
@@ -160,7 +160,7 @@ def test_digests_at_admission_and_at_publication_agree():
         (([1, 2], [3, 4]), ([3, 4], [1, 2])),
         (([1, 2], [0, 1]), ([1, 2], [1, 0])),
         (([1, 2], [0, 1]), ([1, 2], [])),
-        (([-1], []), ([-2], [])),  # which hash() does not tell apart
+        (([-1], []), ([-2], [])),  # hash(-1) == hash(-2)
         (([1, 2], []), ([2, 1], [])),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_key_depends_on_its_parent():
     assert block_digest(ROOT_SCOPE, TOKENS) != block_digest(private_scope(1), TOKENS)
 
 
-def test_extra_ids_of_some_tokens_only_are_an_assertion():
+def test_extra_ids_for_only_some_tokens_raise_an_assertion_error():
     with pytest.raises(AssertionError):
         block_digest(ROOT_SCOPE, (1, 2, 3), (1, 2))
 
@@ -211,12 +211,12 @@ def test_extra_ids_of_some_tokens_only_are_an_assertion():
         (PrefixIdentity(extra_ids=(0, 1 << 64, 0)), "prompt_table_extra_ids must be in"),
     ],
 )
-def test_identities_without_a_key_are_refused(identity: PrefixIdentity, message: str):
+def test_salts_and_extra_ids_out_of_range_are_refused(identity: PrefixIdentity, message: str):
     with pytest.raises(InvalidArgument, match=message):
         identity.validate(prompt_length=3)
 
 
-def test_the_extremes_are_valid_and_make_keys():
+def test_the_largest_salts_and_extra_ids_are_valid():
     largest = (1 << 64) - 1
     identity = PrefixIdentity(largest, (largest,) * 3)
     identity.validate(prompt_length=3)

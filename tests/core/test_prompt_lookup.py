@@ -37,7 +37,7 @@ def test_no_draft_is_made_from_one_token_or_none():
     assert PromptLookup([1, 2]).propose(4) == ()
 
 
-def test_a_run_of_one_token_is_proposed_up_to_its_known_length():
+def test_a_repeated_token_is_proposed_once():
     assert PromptLookup([4, 4, 4]).propose(8) == (4,)
     assert PromptLookup([4] * 10).propose(8) == (4,)
 

@@ -219,7 +219,7 @@ def test_a_request_that_ended_while_in_flight_is_answered_and_not_suspected():
     assert scheduler.state().suspects == (1, 3)
 
 
-def test_a_request_beside_unsuspected_ones_is_retried_once_more():
+def test_a_request_that_failed_beside_an_ended_one_is_retried_alone():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(*requests(2))
@@ -267,7 +267,7 @@ def test_blocks_of_a_faulty_request_are_not_reused(sampling):
     assert scheduler.state().blocks.cached == 0
 
 
-def test_blocks_that_others_hold_too_are_still_found():
+def test_blocks_of_a_faulty_request_that_others_hold_are_still_found():
     cache, rules, tokens = KvCacheManager(8, 4), CacheRules(ROOT_SCOPE), list(range(10))
     for key in (1, 2):
         cache.admit(key, cache.match_prefix(key, tokens, rules), 3, rules)

@@ -41,7 +41,7 @@ def make_floats(*shape: int) -> FloatTensor:
     return FloatTensor(shape, bytes(4 * prod(shape)))
 
 
-def test_a_request_that_fits_passes():
+def test_a_request_within_the_limits_is_valid():
     make_request(prompt=20, new=5).validate(LIMITS)
 
 
@@ -120,7 +120,7 @@ def test_the_error_for_a_prompt_too_long_for_an_iteration_names_the_remedy(lengt
         ),
     ],
 )
-def test_a_refusal_describes_the_fault(request_, words):
+def test_each_error_has_the_tensor_the_value_and_the_allowed_values(request_, words):
     with pytest.raises(InvalidArgument) as caught:
         request_.validate(LIMITS)
     for word in words:
@@ -182,7 +182,7 @@ def test_a_refusal_for_the_sequence_length_names_what_fits_it():
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_the_room_of_the_kv_cache_is_the_capacity_of_its_blocks(width):
+def test_kv_room_is_the_most_new_tokens_that_fit_into_the_blocks(width):
     """`room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
     sampling = SamplingConfig(beam_width=width)
     for num_blocks in range(1, 7):
@@ -195,7 +195,7 @@ def test_the_room_of_the_kv_cache_is_the_capacity_of_its_blocks(width):
                     assert (request.max_kv_blocks(size) <= num_blocks) == (count <= room)
 
 
-def test_errors_survive_a_process_boundary():
+def test_an_error_is_made_again_from_its_code_and_text():
     error = error_from_kind("INVALID_ARG", "why")
     assert isinstance(error, InvalidArgument) and str(error) == "why"
     assert error_from_kind("no such code", "why").code == "INTERNAL"

@@ -23,7 +23,7 @@ def make_logits(*rows: float) -> FloatTensor:
     return FloatTensor((len(rows), 2), array("f", [value for row in rows for value in (row, row)]).tobytes())
 
 
-def test_deltas_are_merged_and_the_later_response_decides():
+def test_deltas_are_concatenated_and_the_last_finish_reason_is_kept():
     merged = merge_responses([make_response(5, 6), make_response(7, reason=FinishReason.LENGTH)])
     assert merged == make_response(5, 6, 7, reason=FinishReason.LENGTH)
 

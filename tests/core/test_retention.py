@@ -54,7 +54,7 @@ def test_a_block_belongs_to_the_range_that_its_first_token_is_in():
     assert said == [None, Retention(50), Retention(50), Retention(70, 20), Retention(70, 20)]
 
 
-def test_ranges_are_of_the_prompt_and_end_with_it():
+def test_retention_ranges_end_with_the_prompt():
     config = RetentionConfig(
         (TokenRangeRetention(0, 1000, Retention(80)),), decode=Retention(10, duration_ms=5)
     )

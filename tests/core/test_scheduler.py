@@ -16,7 +16,7 @@ from .factories import Driver, make_request, make_scheduler
 MAX_UTILIZATION = CapacityPolicy.MAX_UTILIZATION
 
 
-def test_a_request_from_first_batch_to_last_response():
+def test_a_request_gets_a_context_batch_a_generation_batch_and_a_final_response():
     driver = Driver(make_scheduler())
     request = make_request(prompt=5, new=2, output=OutputOptions(exclude_input_from_output=True))
     driver.accept(request)
@@ -90,7 +90,7 @@ def test_waiting_requests_are_admitted_first_come_first_served():
     assert [start.request.request_id for start in batch.starts] == [1]
 
 
-def test_no_evict_reserves_to_the_end():
+def test_guaranteed_no_evict_reserves_blocks_for_max_new_tokens():
     driver = Driver(make_scheduler(num_blocks=4))
     driver.accept(make_request(1, prompt=4, new=9), make_request(2, prompt=4, new=9))
     batch, _ = driver.step()
@@ -126,7 +126,7 @@ def test_a_resumed_request_computes_prompt_and_generated_tokens_as_context():
     assert len(contexts) == 3 and len(contexts[2]) > 3
 
 
-def test_unchunked_contexts_wait_for_a_whole_budget():
+def test_an_unchunked_context_waits_until_all_of_it_fits_into_an_iteration():
     driver = Driver(make_scheduler(max_num_tokens=6))
     driver.accept(make_request(1, prompt=5, new=2), make_request(2, prompt=5, new=2))
     batch, _ = driver.step()
@@ -223,7 +223,7 @@ def test_fail_all_answers_every_request_once():
     check_integrity(scheduler)
 
 
-def test_room_is_the_rest_of_max_num_requests():
+def test_room_is_max_num_requests_minus_active_requests():
     assert make_scheduler().room == -1
     driver = Driver(make_scheduler(max_num_requests=3))
     driver.accept(make_request(1), make_request(2))
@@ -238,7 +238,7 @@ def test_a_budget_too_small_for_the_batch_or_a_block_fails_the_load(max_num_toke
         make_scheduler(max_num_tokens=8, max_num_sequences=9)
 
 
-def test_a_budget_in_which_streams_would_starve_prompts_fails_the_load():
+def test_too_few_tokens_per_iteration_for_generation_and_a_block_fail_the_load():
     make_scheduler(max_num_tokens=6)
     make_scheduler(max_num_tokens=7, chunked=True)
     with pytest.raises(ConfigError, match="must be at least 7"):

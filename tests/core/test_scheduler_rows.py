@@ -75,7 +75,7 @@ def test_a_row_with_invalid_tokens_ends_its_request(poison, steps):
     assert [(final.request_id, final.result.num_output_tokens) for final in finals] == [(1, (4,)), (3, (4,))]
 
 
-def test_an_error_of_the_requests_own_keeps_its_kind(poison):
+def test_an_invalid_argument_found_in_a_row_keeps_its_error_class(poison):
     driver = Driver(make_scheduler())
     driver.accept(make_request(1), make_request(2))
     poison(outcomes, "append_tokens", 1, InvalidArgument("draft_input_ids is wrong"))
@@ -172,7 +172,7 @@ def test_a_request_whose_validation_raises_is_refused_alone(monkeypatch):
     assert driver.scheduler.num_active == 1
 
 
-def test_normalized_log_probs_come_and_the_models_are_summed():
+def test_normalized_log_probs_are_returned_and_the_models_own_are_summed():
     scheduler = make_scheduler()
     Driver(scheduler).accept(make_request(1, new=1, output=OutputOptions(return_log_probs=True)))
     batch = scheduler.schedule()

@@ -47,7 +47,7 @@ def start_beams(prompt: int = 6, new: int = 3, **fields) -> tuple[Scheduler, lis
     return scheduler, update(scheduler, batch, (), beams=[best])
 
 
-def test_beams_go_on_from_the_context_with_a_block_copied_for_all_but_one():
+def test_beams_share_the_contexts_blocks_except_the_last_which_is_copied():
     scheduler, _ = start_beams(prompt=6)
     batch = scheduler.schedule()
     assert batch.moves == (BeamMove(0, 0, 7), BeamMove(1, 0, 8))
@@ -287,7 +287,7 @@ def test_a_draft_follows_the_context_and_accepted_tokens_count():
 
 
 @pytest.mark.parametrize("accepted", [(), (5,), (5, 6, 7)])
-def test_a_draft_may_end_its_sequence_once_it_is_verified(accepted):
+def test_a_sequence_may_be_set_to_end_when_its_draft_is_verified(accepted):
     scheduler = make_scheduler()
     Driver(scheduler).accept(
         make_request(prompt=3, new=9, draft=ExternalDraft((5, 6, 7), ends_sequence=True))
@@ -299,7 +299,7 @@ def test_a_draft_may_end_its_sequence_once_it_is_verified(accepted):
     check_integrity(scheduler)
 
 
-def test_an_end_id_in_a_draft_that_ends_its_sequence_is_an_end():
+def test_a_sequence_that_ends_with_its_draft_may_end_earlier_at_an_end_id():
     scheduler = make_scheduler()
     draft = ExternalDraft((5, 6, 7), ends_sequence=True)
     Driver(scheduler).accept(make_request(prompt=3, new=9, end_ids=(6,), draft=draft))

@@ -59,7 +59,7 @@ def test_a_stop_of_the_first_sequence_keeps_its_computed_blocks():
     ]
 
 
-def test_a_stop_of_the_first_sequence_while_its_context_is_in_flight():
+def test_a_first_sequence_stopped_in_its_context_ends_when_its_batch_is_back():
     scheduler = make_scheduler()
     driver = Driver(scheduler)
     driver.accept(make_sequences(2, prompt=10, new=2))

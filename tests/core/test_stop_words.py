@@ -39,7 +39,7 @@ def test_a_word_longer_than_the_text_does_not_match():
     assert not StopWords([(3, 1, 2)]).matches([1, 2], 2)
 
 
-def test_may_end_with_and_longest():
+def test_the_last_tokens_and_the_greatest_length_of_words_are_known():
     assert WORDS.may_end_with(0, 1) and WORDS.may_end_with(7, 1) and not WORDS.may_end_with(5, 1)
     assert WORDS.longest == 3 and WORDS
     assert StopWords(()).longest == 0 and not StopWords(())

@@ -78,7 +78,7 @@ def test_higher_priorities_go_first_and_equal_ones_in_order_of_arrival():
     assert turns.queue.first() is None and len(turns.queue) == 0
 
 
-def test_the_front_of_a_priority_goes_before_its_others_and_after_higher_priorities():
+def test_requests_put_in_front_precede_their_priority_and_follow_higher_ones():
     turns = Turns()
     waiting = {name: turns.add(priority=priority) for name, priority in zip("abcd", (0.5, 0.5, 1.0, 0.5))}
     for name in "db":  # they ran and are put in front, the last of them first
@@ -112,7 +112,7 @@ def test_skipped_requests_return_to_their_places():
     assert drain(turns.queue) == named(waiting, "dabc")
 
 
-def test_num_new_counts_future_siblings_and_not_the_front():
+def test_num_new_counts_siblings_not_started_and_not_requests_put_in_front():
     turns = Turns()
     turns.add(priority=0.5, sampling=THREE_SEQUENCES)
     turns.add(priority=0.7, sampling=TWO_BEAMS)
@@ -176,7 +176,7 @@ def test_a_sibling_costs_as_much_as_the_first_sequence():
     assert turns.starts(5) == "BBBAB"
 
 
-def test_a_sibling_that_never_started_was_never_counted():
+def test_a_sibling_that_leaves_before_it_starts_is_not_charged():
     turns = Turns()
     first, second, third = turns.add(1, sampling=THREE_SEQUENCES).group.sequences
     turns.start()
@@ -284,7 +284,7 @@ def test_only_the_latest_clients_that_left_are_remembered():
     assert list(turns.queue.in_order()) == [resident, first, latest]
 
 
-def test_a_start_costs_the_same_with_a_priority_for_every_request():
+def test_the_cost_of_a_start_does_not_grow_with_the_number_of_priorities():
     queue, num_pushed = WaitingQueue(), 0
     push = queue._push_turn
 

@@ -160,7 +160,7 @@ def test_a_pod_is_killed_only_after_the_servers_exit_timeout():
 @pytest.mark.parametrize(
     "arguments", [container("cpu")["args"], load("compose.yaml")["services"]["inflight"]["command"]]
 )
-def test_the_server_accepts_the_flags(arguments):
+def test_the_server_accepts_the_flags_in_the_manifest_and_compose_file(arguments):
     checkpoint = ROOT / "model_repository/tensorrt_llm/1/demo_model"
     options = cli.parse([str(checkpoint) if argument == "/model" else argument for argument in arguments])
     assert options.wanted.model == checkpoint

@@ -61,14 +61,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_a_model_is_said_to_be_served_if_its_architecture_is() -> None:
+def test_models_listed_as_served_are_those_of_served_architectures() -> None:
     served = {*OF_FAMILIES, *OF_TEXT_PARTS, *BY_TRANSFORMERS}
     assert {name for name, each in PUBLISHED.items() if "lacking" not in each} == {
         name for name, each in PUBLISHED.items() if each["architecture"] in served
     }
 
 
-def test_the_page_says_what_runs_published_models() -> None:
+def test_the_page_has_the_generated_table() -> None:
     head, rest = PAGE.read_text().split(BEGIN)
     shown, tail = rest.split(END)
     if os.environ.get("UPDATE_TABLES"):

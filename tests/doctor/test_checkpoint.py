@@ -89,7 +89,7 @@ def test_all_and_active_parameters_of_a_mixture_are_reported(tmp_path: Path, cas
     )
 
 
-def test_of_a_multimodal_model_the_text_part_is_described(tmp_path: Path):
+def test_the_text_part_of_a_multimodal_model_is_described(tmp_path: Path):
     found = check(make_model(tmp_path / "model", "qwen2.5-vl").folder, "float32")
     assert found["checkpoint"].says.startswith("Qwen2_5_VLForConditionalGeneration, 3 layers, ")
     assert found["inputs"].level is YELLOW
@@ -105,7 +105,7 @@ def test_packed_experts_are_described(tmp_path: Path):
     assert packed.says == plain.replace("not quantized", "mxfp4 unpacked when it is loaded")
 
 
-def test_settings_apply_as_for_a_start():
+def test_settings_change_the_reported_room_for_tokens():
     room = check(DEMO, max_batch_size="4", max_sequence_length="64")["room"]
     assert f"{2 * 4 * 64} tokens" in room.says
 

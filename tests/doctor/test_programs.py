@@ -133,7 +133,7 @@ def test_the_embedded_server_is_found_in_an_ascii_locale():
     assert done.stdout == "green\n", done.stderr
 
 
-def test_a_missing_server_is_red(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_server_is_reported_as_a_failure(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = only(programs.check_tritonserver())
     assert found.level is RED and "nvidia-pytriton" in found.says and "scripts/serve" in found.mend

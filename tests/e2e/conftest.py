@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def what_is_said_to_be_covered_was_sent(request: pytest.FixtureRequest) -> Iterator[None]:
+def tensors_of_covers_marks_are_sent(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that tests marked as covering a tensor have sent or received it."""
     TRAFFIC.clear()
     yield

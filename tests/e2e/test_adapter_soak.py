@@ -36,7 +36,7 @@ PROMPT = [10, 11, 12, 13, 14]
 NUM_TOKENS, TOO_MANY = 20, 900
 """Output lengths of requests that are answered, and of those that are given up long before the end."""
 RANK, BYTES = 16, 16 * (512 + 256) * 4 * 7 * 4
-"""The rank of each adapter, and its most bytes of host memory."""
+"""The rank of each adapter, and the most bytes of host memory that it takes."""
 ON_HOST, SLOTS = 5, 4
 NAMES, IDS = [f"name{number}" for number in range(6)], list(range(100, 106))
 NUM_CLIENTS = 6
@@ -146,7 +146,7 @@ class Soak:
             return self._left >= 0 and not self.wrong
 
     def _ask(self, stream: Stream, chance: random.Random, request_id: str) -> None:
-        """Send one request, again while the server has no room for its adapter."""
+        """Send one request; repeat it while the server has no room for its adapter."""
         adapter = chance.choice([*self.known.tokens])
         ending = chance.choice(["whole", "whole", "stopped", "closed"])
         after = chance.randint(1, NUM_TOKENS // 2)
@@ -256,7 +256,7 @@ def test_a_soak_with_many_adapters_has_no_errors_and_leaves_nothing_behind(
     count, client = int(request.config.getoption("--soak-requests", 0)), Client(server.grpc)
     soak = Soak(server, known)
 
-    def told() -> dict[str, Any]:
+    def reported_state() -> dict[str, Any]:
         return client.state()["batcher"]["state"]
 
     def is_idle() -> bool:
@@ -282,12 +282,12 @@ def test_a_soak_with_many_adapters_has_no_errors_and_leaves_nothing_behind(
 
     loaded = [each for each in client.adapters() if each.is_loaded]
     assert 0 < sum(each.num_bytes for each in loaded) <= ON_HOST * BYTES
-    stored = told()["adapters"]
+    stored = reported_state()["adapters"]
     assert stored["num_evictions"] > 0 and stored["num_used_pages"] == 0, stored
     for each in loaded:
         client.unload_adapter(each.name or each.task_id)
-    wait_until(lambda: told()["adapters"]["num_stored"] == 0)
-    state = told()
+    wait_until(lambda: reported_state()["adapters"]["num_stored"] == 0)
+    state = reported_state()
     assert state["adapters"]["num_resident"] == state["adapters"]["num_used_pages"] == 0
     assert state["blocks"]["held"] == 0 and state["free_slots"] == state["slots"] == SLOTS
     assert not any(each.is_loaded or each.num_bytes for each in client.adapters())

@@ -32,7 +32,7 @@ def accepted(answer: Answer) -> float:
 
 @pytest.mark.covers("num_draft_tokens", "use_draft_logits")
 @pytest.mark.parametrize("weighs", [False, True])
-def test_greedy_drafted_text_equals_the_targets(pair_server, oracle, tokenizer, weighs):
+def test_greedy_drafted_text_equals_that_of_the_target_model(pair_server, oracle, tokenizer, weighs):
     """The text equals that of transformers; a draft model in bfloat16 is right nearly always."""
     ids = oracle.greedy((0, *tokenizer.encode(PROMPT)), NUM_TOKENS)
     answer = drafted(pair_server, use_draft_logits=weighs)
@@ -40,13 +40,13 @@ def test_greedy_drafted_text_equals_the_targets(pair_server, oracle, tokenizer, 
     assert answer.finish_reason == "LENGTH" and accepted(answer) > 0.5
 
 
-def test_sampled_drafted_text_equals_the_targets_with_the_same_seed(pair_server):
+def test_sampled_drafted_text_equals_that_of_the_target_model_with_the_same_seed(pair_server):
     (plain,) = ask(pair_server.grpc, "ensemble", **REQUEST, **SAMPLED)
     answer = drafted(pair_server, **SAMPLED)
     assert answer.text == plain.text and accepted(answer) > 0.5
 
 
-def test_drafts_with_logits_of_nearly_the_same_model_are_nearly_always_accepted(pair_server):
+def test_sampled_drafts_of_nearly_the_same_model_are_nearly_always_accepted(pair_server):
     """Drafts sampled with another temperature than that of their logits would be rejected more often."""
     answers = [
         drafted(pair_server, use_draft_logits=True, top_p=1.0, temperature=0.5, seed=seed)
@@ -70,7 +70,7 @@ def test_streamed_drafted_texts_add_up_to_the_whole(pair_server):
         wait_for_several(streamed)
 
 
-def test_http_generate(pair_server):
+def test_http_generate_gives_the_drafted_text(pair_server):
     body = {**REQUEST, "num_draft_tokens": 4}
     assert generate(pair_server.http, "tensorrt_llm_bls", **body)["text_output"] == drafted(pair_server).text
 

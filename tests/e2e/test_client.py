@@ -41,7 +41,7 @@ def test_a_clients_stream_adds_up_to_the_completion(client):
 
 
 @pytest.mark.parametrize("prompt", [TEXT, IDS], ids=["text", "ids"])
-def test_beams_are_sorted_and_streamed_ones_end_the_same(client, prompt):
+def test_beams_are_sorted_and_the_last_streamed_ones_are_the_same(client, prompt):
     options = {"beam_width": 3, "return_log_probs": True, "end_id": -1}
     whole = client.generate(prompt, 10, **options)
     sums = [beam.cum_log_prob for beam in whole.sequences]

@@ -369,7 +369,7 @@ def test_the_seed_decides_the_sampled_tokens(exact_server, prompt):
 
 
 @pytest.mark.covers("runtime_top_p_decay", "runtime_top_p_min")
-def test_a_top_p_decayed_to_zero_is_greedy_and_a_floor_holds_it(exact_server, oracle, prompt):
+def test_top_p_decayed_to_zero_is_greedy_and_runtime_top_p_min_bounds_it(exact_server, oracle, prompt):
     nucleus = {"runtime_top_p": 0.95, "temperature": 1.0}
     plain = sampled(exact_server, prompt, **nucleus)
     decayed = sampled(exact_server, prompt, runtime_top_p_decay=0.001, **nucleus)
@@ -423,7 +423,9 @@ def test_several_sequences_are_sampled_independently(exact_server, prompt, strea
 
 
 @pytest.mark.covers("input_ids", "input_lengths", "text_input", "request_output_len", "max_tokens", "stop")
-def test_ids_ids_with_a_length_and_text_give_the_same_prompt(exact_server, oracle, tokenizer, prompt):
+def test_a_prompt_given_as_text_or_as_padded_ids_gives_the_same_tokens(
+    exact_server, oracle, tokenizer, prompt
+):
     expected = oracle.greedy(tuple(prompt), 8)
     by_length = completion(
         exact_server.grpc,

@@ -3,7 +3,7 @@
 "here" means this file. Names of tests are given without `test_`, and may be shortened.
 
 Defects of the Python model                       tested by
-  1  one id used twice at once hangs the server     here; test_tensors: an_id_in_flight_cannot_be_used_twice
+  1  one id used twice at once hangs the server     here; test_tensors: an_id_in_flight_is_refused
   2  batch_index on requests that are not a batch   here; triton/test_front_end_batches:
                                                     two_requests_of_one_call_are_not_a_batch
   3  `stop` in a batch fails the whole call         here; test_batches: a_stop_ends_the_whole_batch
@@ -24,7 +24,7 @@ Defects of the Python model                       tested by
                                                     parameters: tensors/test_request_parameters
 
 Defects of the C++ backend
-     runtime_top_p_min under another name           test_controls: a_floor_holds_it
+     runtime_top_p_min under another name           test_controls: runtime_top_p_min_bounds_it
      early_stopping declared BOOL, read as INT32    test_beams: beams_equal_those_of_transformers
      an output of `ensemble` listed twice           here
      `ensemble` fills outputs without a request     here

@@ -274,7 +274,7 @@ def test_logits_of_a_prompt_are_sent_once(remote, local, streaming):
     np.testing.assert_allclose(told[0], told[1], atol=1e-4)
 
 
-def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_server):
+def test_stopped_requests_and_sequences_end_at_once_with_one_final_response(slow_server):
     client = KServeEngineClient(slow_server.grpc, str(DEMO_MODEL))
     asked = Asked(client, make_request(LONG, streaming=True))
     asked.next()
@@ -295,7 +295,7 @@ def test_a_stopped_request_and_a_stopped_sequence_end_at_once_and_once(slow_serv
     assert len([r for r in responses if r.result.is_sequence_final]) == 2 and responses[-1].is_final
 
 
-def test_the_description_equals_the_engines_as_far_as_the_server_has_it(remote, local):
+def test_the_remote_description_equals_the_engines_own(remote, local):
     far, near = remote.describe(), local.describe()
     assert far.eos_token_ids == near.eos_token_ids and far.model_path == near.model_path
     assert far.tokenizer_dir == str(DEMO_MODEL)
@@ -563,7 +563,7 @@ def config_of(**parameters: str) -> dict[str, Any]:
     return {"name": "tensorrt_llm", "max_batch_size": 4, "parameters": given}
 
 
-def test_defaults_of_a_configuration_equal_the_engines():
+def test_defaults_of_a_configuration_equal_those_of_the_engine():
     of_model = describe(str(DEMO_MODEL))
     plain_one = of_model(config_of(tokens_per_block="${tokens_per_block}", of_a_newer_server="1"), None)
     limits = plain_one.limits

@@ -58,6 +58,6 @@ def test_ids_and_logits_have_the_declared_shapes(llmapi_server: TritonServer) ->
     assert answer.as_numpy("context_logits").shape == (0, 0)
 
 
-def test_http_generate(llmapi_server: TritonServer) -> None:
+def test_http_generate_answers_with_the_prompt_and_its_continuation(llmapi_server: TritonServer) -> None:
     answer = generate(llmapi_server.http, "tensorrt_llm", text_input=TEXT, sampling_param_max_tokens=4)
     assert answer["text_output"].startswith(TEXT)

@@ -24,9 +24,11 @@ PLAIN = [5, 6, 7, 8, 9]
 LOG_PROBS = ("cum_log_probs", "output_log_probs")
 TOP_LOG_PROBS = ("top_log_prob_ids", "top_log_probs")
 METRICS = [spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"]
-_OF_QUESTIONS = {"state", "adapters"}
-OF_GENERATION = [spec.name for spec in OUTPUTS.specs if spec.built and spec.name not in _OF_QUESTIONS]
-UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
+_OF_STATE_AND_ADAPTER_REQUESTS = {"state", "adapters"}
+OF_GENERATION = [
+    spec.name for spec in OUTPUTS.specs if spec.built and spec.name not in _OF_STATE_AND_ADAPTER_REQUESTS
+]
+SENT_BY_DEFAULT = {"output_ids", "sequence_length", "text_output", "finish_reason"}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ SAMPLED = {"runtime_top_p": 0.9, "temperature": 1.5, "repetition_penalty": 1.2, 
 @pytest.mark.covers("return_log_probs", "num_top_log_probs", *LOG_PROBS, *TOP_LOG_PROBS)
 @pytest.mark.parametrize("controls", [{}, SAMPLED], ids=["greedy", "sampled, penalized"])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, controls, streaming):
+def test_log_probs_equal_those_of_the_model_and_add_up(exact_server, oracle, prompt, controls, streaming):
     """Log probs are taken before temperature, penalties and top_p; cum_log_probs in a stream is the sum so
     far."""
     answers = ask(
@@ -91,7 +93,7 @@ def test_log_probs_are_the_models_and_add_up(exact_server, oracle, prompt, contr
     "generation_logits",
 )
 @pytest.mark.parametrize("streaming", [True, False])
-def test_logits_equal_the_models(exact_server, oracle, prompt, streaming):
+def test_logits_equal_those_of_the_model(exact_server, oracle, prompt, streaming):
     answers = ask(
         exact_server.grpc,
         input_ids=prompt,
@@ -206,10 +208,10 @@ def test_counts_of_a_stream_add_up(fake_server):
     assert sum(answer.outputs["num_output_tokens"].item() for answer in answers) == 7
 
 
-@pytest.mark.covers(*UNASKED)
+@pytest.mark.covers(*SENT_BY_DEFAULT)
 def test_four_outputs_are_sent_by_default(fake_server):
     answer = completion(fake_server.grpc, input_ids=PLAIN, request_output_len=3)
-    assert set(answer.outputs) == UNASKED
+    assert set(answer.outputs) == SENT_BY_DEFAULT
 
 
 @pytest.mark.parametrize(

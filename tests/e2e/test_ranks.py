@@ -46,9 +46,9 @@ def server(elsewhere, long_model) -> Iterator[TritonServer]:
 
 @pytest.fixture
 def rested(server) -> None:
-    """Make the next engine come back soon: the pause before a start grows with every loss in a row.
+    """Reload the model before pauses get long: the pause before a restart grows with every loss in a row.
 
-    If the last engine has not come back, the last test has failed; that is no failure of this test.
+    The model is reloaded too if an earlier test has left it without an engine.
     """
     if server.log_text().count("the engine is lost") % 3 == 2 or not Readiness(server).is_ready():
         reload(server)

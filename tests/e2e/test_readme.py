@@ -60,7 +60,7 @@ def test_a_command_of_the_pages_works(demo_server, command):
     assert done.stdout.strip() and '"error"' not in done.stdout  # the word may be in a sampled text
 
 
-def test_perf_analyzer_runs(demo_server):
+def test_the_documented_perf_analyzer_command_runs(demo_server):
     (command,) = [text for text in commands("bash", "docs/load-testing.md") if "perf_analyzer -m" in text]
     quick = " --measurement-interval 300 --stability-percentage 999"
     done = subprocess.run(

@@ -146,7 +146,7 @@ def test_classification_of_texts_is_refused_over_http(server):
     assert post(server, INFER, body)[0] == 200
 
 
-@pytest.mark.parametrize("unpacked", [b" " * (100 << 20), b"[" * 3_000_000], ids=["endless", "nested"])
+@pytest.mark.parametrize("unpacked", [b" " * (100 << 20), b"[" * 3_000_000], ids=["blanks", "nested"])
 def test_a_body_that_decompresses_to_too_much_is_refused(server, unpacked):
     status, says = post(server, INFER, gzip.compress(unpacked, 1), Content_Encoding="gzip")
     assert status == 500 and "decompression" in says

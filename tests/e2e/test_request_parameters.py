@@ -103,7 +103,7 @@ def test_llmapis_names_set_the_same_controls(demo_server, model) -> None:
 @pytest.mark.covers(
     "return_cumulative_logprob", "cumulative_logprob", "return_finish_reason", "finish_reason"
 )
-def test_llmapis_flags_request_outputs(demo_server) -> None:
+def test_outputs_can_be_requested_by_llmapis_flags(demo_server) -> None:
     flags = {"return_cumulative_logprob": True, "return_log_probs": True}
     (answer,) = ask(demo_server.grpc, "ensemble", **TEXT, **flags)
     assert answer.outputs["cumulative_logprob"] == answer.outputs["cum_log_probs"] < 0

@@ -33,14 +33,14 @@ class SmallServer:
     shared_memory: Path
 
 
-def in_a_small_place(*command: str) -> list[str]:
+def with_a_small_dev_shm(*command: str) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", MOUNT, *command]
 
 
 def permitted() -> bool:
     if not shutil.which("unshare"):
         return False
-    return subprocess.run(in_a_small_place("true"), capture_output=True, timeout=10).returncode == 0
+    return subprocess.run(with_a_small_dev_shm("true"), capture_output=True, timeout=10).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def server() -> Iterator[SmallServer]:
     if not permitted():
         pytest.skip("mounting a small /dev/shm needs the right to: run as root")
     ports = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--no-openai"]
-    command = in_a_small_place(sys.executable, "-m", "inflight.server", *ports)
+    command = with_a_small_dev_shm(sys.executable, "-m", "inflight.server", *ports)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         lines: list[str] = []
         reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)

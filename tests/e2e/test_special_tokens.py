@@ -20,7 +20,7 @@ from .test_text import curl, events
 
 END = "<|endoftext|>"
 PROMPT = "def read_lines(path):\n"
-GIVEN = {"exclude_input_in_output": True, "end_id": -1}
+DEFAULT_INPUTS = {"exclude_input_in_output": True, "end_id": -1}
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def server(request: pytest.FixtureRequest) -> TritonServer:
 
 
 def generate(server: TritonServer, **changes: object) -> dict:
-    body = {"text_input": PROMPT, "max_tokens": 80, **GIVEN, **changes}
+    body = {"text_input": PROMPT, "max_tokens": 80, **DEFAULT_INPUTS, **changes}
     return json.loads(
         curl(server, "ensemble/generate", {key: body[key] for key in body if body[key] is not None})
     )
 
 
 def stream(server: TritonServer, **changes: object) -> list[dict]:
-    body = {"text_input": PROMPT, "max_tokens": 80, **GIVEN, "stream": True, **changes}
+    body = {"text_input": PROMPT, "max_tokens": 80, **DEFAULT_INPUTS, "stream": True, **changes}
     return events(curl(server, "ensemble/generate_stream", body))
 
 
@@ -76,7 +76,7 @@ def test_a_special_token_stops_through_every_model_streamed_or_not(server):
     assert "".join(delta["text_output"] for delta in deltas) == ended["text_output"]
     assert deltas[-1]["finish_reason"] == "STOP_WORDS"
 
-    by_text = {"text_input": PROMPT, "request_output_len": 80, "stop_words": [END], **GIVEN}
+    by_text = {"text_input": PROMPT, "request_output_len": 80, "stop_words": [END], **DEFAULT_INPUTS}
     whole = infer(server.http, **by_text)
     assert whole.as_numpy("text_output").item().decode() == ended["text_output"]
     assert whole.as_numpy("output_ids").reshape(-1)[-1] == 0
@@ -100,7 +100,7 @@ def test_beams_stop_at_a_special_token(server):
 
 
 def test_a_special_token_as_a_bad_word_is_never_generated(server):
-    given = {"text_input": PROMPT, "request_output_len": 80, **GIVEN}
+    given = {"text_input": PROMPT, "request_output_len": 80, **DEFAULT_INPUTS}
     assert 0 in infer(server.http, **given).as_numpy("output_ids")
     assert 0 not in infer(server.http, bad_words=[END], **given).as_numpy("output_ids")
 
@@ -109,7 +109,7 @@ def test_every_model_shows_special_tokens_if_configured(showing_server, exact_se
     shown, skipped = generate(showing_server)["text_output"], generate(exact_server)["text_output"]
     assert END in shown and shown.replace(END, "") == skipped
     assert "".join(delta["text_output"] for delta in stream(showing_server)) == shown
-    given = {"text_input": PROMPT, "request_output_len": 80, **GIVEN}
+    given = {"text_input": PROMPT, "request_output_len": 80, **DEFAULT_INPUTS}
     whole = infer(showing_server.http, **given)
     assert whole.as_numpy("text_output").item().decode() == shown
     streamed = ask(showing_server.grpc, streaming=True, **given)
@@ -119,7 +119,7 @@ def test_every_model_shows_special_tokens_if_configured(showing_server, exact_se
         assert postprocessed(server, [[ids]]).reshape(-1).tolist() == [expected.encode()]
 
 
-def test_the_token_in_a_prompt_is_one_token(showing_server):
+def test_a_special_token_in_a_prompt_is_encoded_as_one_token(showing_server):
     answer = json.loads(
         curl(showing_server, "preprocessing/generate", {"QUERY": f"{END}def f():", "REQUEST_OUTPUT_LEN": 5})
     )
@@ -151,7 +151,7 @@ def postprocessed(server: TritonServer, ids: object, lengths: np.ndarray | None 
         return client.infer("postprocessing", inputs).as_numpy("OUTPUT")
 
 
-def test_a_text_that_cannot_fit_is_refused_and_one_that_may_fit_is_read(exact_server):
+def test_a_text_too_long_to_fit_is_refused_and_a_shorter_one_tokenized(exact_server):
     error = json.loads(
         curl(exact_server, "ensemble/generate", {"text_input": "x" * 100_000, "max_tokens": 1})
     )["error"]

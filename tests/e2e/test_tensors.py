@@ -234,7 +234,7 @@ def test_neutral_values_of_unsupported_tensors_are_accepted(fake_server):
     assert answer.ids == alone(PROMPT, 3)
 
 
-def test_an_id_in_flight_cannot_be_used_twice_but_reused_afterwards(fake_server):
+def test_an_id_in_flight_is_refused_and_may_be_reused_afterwards(fake_server):
     with Stream(fake_server.grpc) as first, Stream(fake_server.grpc) as second:
         first.send("tensorrt_llm", "same", input_ids=PROMPT, request_output_len=200, streaming=True)
         first.receive()

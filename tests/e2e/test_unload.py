@@ -124,7 +124,7 @@ class Client(Stream):
         return name, answer
 
 
-def say_what_is_wrong(server: TritonServer) -> list[str]:
+def errors_without_engine(server: TritonServer) -> list[str]:
     """Return the errors that clients of all three models get while there is no engine."""
     with pytest.raises(InferenceServerException) as over_http:
         infer(server.http, input_ids=PROMPT, request_output_len=3)
@@ -158,7 +158,7 @@ def busy_round(server: TritonServer) -> None:
     assert errors_of(answers) == set()
     assert {answer.finish_reason for answer in answers if "finish_reason" in answer.outputs} == {"LENGTH"}
     wait_until(lambda: has_no_engine(server))
-    by_http, of_ensemble, of_engine = say_what_is_wrong(server)
+    by_http, of_ensemble, of_engine = errors_without_engine(server)
     assert "cannot be reached" in by_http and "cannot be reached" in of_ensemble
     assert "tensorrt_llm" in of_engine
     load(server)
@@ -322,25 +322,25 @@ def demo_model() -> None:
         wait_until(lambda: Footprint.of(server).fits(footprints[1]))
 
 
-Story = Callable[[], None]
+Case = Callable[[], None]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def told(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Story, Future[None]]]:
+def case_runs(request: pytest.FixtureRequest, elsewhere) -> Iterator[dict[Case, Future[None]]]:
     """Run the selected slow cases at the same time, beside the tests above, because they mostly wait."""
-    stories = {
-        item.callspec.params["story"]
+    selected = {
+        item.callspec.params["case"]
         for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function) and "story" in item.fixturenames
+        if item.path == request.path and isinstance(item, pytest.Function) and "case" in item.fixturenames
     }
     with ThreadPoolExecutor() as pool:
-        yield {story: pool.submit(story) for story in stories}
+        yield {case: pool.submit(case) for case in selected}
 
 
 @pytest.mark.parametrize(
-    "story",
+    "case",
     with_all([slow_and_hanging, demo_model], [slow_and_hanging]),
-    ids=lambda story: story.__name__,
+    ids=lambda case: case.__name__,
 )
-def test_an_unload_of_an_engine_that_is_busy(told, story):
-    told[story].result()
+def test_requests_of_a_busy_engine_are_answered_when_it_is_unloaded(case_runs, case):
+    case_runs[case].result()

@@ -60,7 +60,7 @@ def test_tritons_configuration_has_the_filled_in_values(filled_server: TritonSer
     client.close()
 
 
-def test_normalized_log_probs_of_greedy_tokens_are_zero_and_the_sum_is_the_models(
+def test_normalized_log_probs_of_greedy_tokens_are_zero_and_cum_log_probs_are_not_normalized(
     filled_server: TritonServer,
 ) -> None:
     asked = {"input_ids": PROMPT, "request_output_len": 6, "return_log_probs": True}

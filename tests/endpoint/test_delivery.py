@@ -194,7 +194,7 @@ PUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max
 
 
 @given(PUTS, st.integers(0, 3), st.lists(st.booleans(), max_size=60))
-def test_order_holds_for_any_timing_of_the_consumer(
+def test_responses_keep_their_order_whenever_the_consumer_takes_them(
     puts: list[tuple[int, int]], limit: int, comes: list[bool]
 ) -> None:
     delivery = Delivery(limit)
@@ -217,7 +217,9 @@ def test_order_holds_for_any_timing_of_the_consumer(
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 4), min_size=1, max_size=200), st.integers(0, 3))
-def test_no_token_is_lost_or_reordered(num_consumers: int, requests: list[int], limit: int) -> None:
+def test_several_consumers_lose_and_reorder_no_token(
+    num_consumers: int, requests: list[int], limit: int
+) -> None:
     delivery = Delivery(limit)
     received: list[list[Response]] = [[] for _ in range(num_consumers)]
 

@@ -28,7 +28,7 @@ from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_log_probs, expected_tokens
 from tests.endpoint.factories import Batcher, Inbox, delta
 
-FEW = 5  # size of the vocabulary: another model's drafts are sometimes right
+FEW = 5  # a vocabulary so small that drafts of another model are sometimes right
 LIMITS = EngineLimits(
     vocab_size=FEW, max_sequence_length=200, max_num_sequences=8, num_blocks=100, tokens_per_block=4
 )
@@ -101,8 +101,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     client.close()
 
 
-only_itself = pytest.mark.parametrize("pair", ["itself"], indirect=True)
-only_another = pytest.mark.parametrize("pair", ["another"], indirect=True)
+with_itself_as_draft_model = pytest.mark.parametrize("pair", ["itself"], indirect=True)
+with_another_draft_model = pytest.mark.parametrize("pair", ["another"], indirect=True)
 
 
 @pytest.mark.parametrize("weighs", [False, True])
@@ -124,7 +124,7 @@ def test_the_tokens_are_those_of_the_target_alone(pair: Pair, drafts: int, weigh
         pair.target.requests.clear()
 
 
-@only_itself
+@with_itself_as_draft_model
 def test_an_accepted_draft_costs_the_target_one_pass(pair: Pair) -> None:
     inbox = pair.ask(new=20, drafts=4, output=METRICS)
     assert [len(r.result.output_token_ids[0]) for r in inbox.responses] == [5, 5, 5, 5]
@@ -136,7 +136,7 @@ def test_an_accepted_draft_costs_the_target_one_pass(pair: Pair) -> None:
     assert last.arrival_time_ns < last.first_token_time_ns < last.last_token_time_ns
 
 
-@only_another
+@with_another_draft_model
 def test_a_pass_gives_the_accepted_tokens_and_one_more(pair: Pair) -> None:
     inbox = pair.ask(new=30, drafts=4, output=METRICS)
     lengths = [len(r.result.output_token_ids[0]) for r in inbox.responses]
@@ -148,14 +148,14 @@ def test_a_pass_gives_the_accepted_tokens_and_one_more(pair: Pair) -> None:
     assert all(request.priority > 0.5 for request in later)
 
 
-@only_itself
+@with_itself_as_draft_model
 def test_the_last_token_needs_no_draft(pair: Pair) -> None:
     inbox = pair.ask(new=6, drafts=4)
     assert inbox.tokens == expected_tokens(PROMPT, 6, FEW)
     assert [r.draft_length for r in pair.target.requests] == [4, 0] and len(pair.draft.requests) == 1
 
 
-@only_another
+@with_another_draft_model
 def test_an_end_id_ends_the_request_as_without_drafts(pair: Pair) -> None:
     alone = expected_tokens(PROMPT, 40, FEW)
     for end_id in range(FEW):
@@ -166,7 +166,7 @@ def test_an_end_id_ends_the_request_as_without_drafts(pair: Pair) -> None:
         assert inbox.final().result.finish_reasons == (reason,)
 
 
-@only_another
+@with_another_draft_model
 def test_min_length_bans_end_ids_as_without_drafts(pair: Pair) -> None:
     inbox = pair.ask(new=8, sampling=SamplingConfig(min_length=5))
     inbox.final()
@@ -175,7 +175,7 @@ def test_min_length_bans_end_ids_as_without_drafts(pair: Pair) -> None:
     assert minima == [max(0, 5 - count) for count in known] and len(minima) > 2
 
 
-@only_another
+@with_another_draft_model
 def test_log_probs_cover_the_whole_sequence(pair: Pair) -> None:
     inbox = pair.ask(output=OutputOptions(return_log_probs=True))
     expected = expected_log_probs(PROMPT, inbox.tokens, FEW)
@@ -186,8 +186,8 @@ def test_log_probs_cover_the_whole_sequence(pair: Pair) -> None:
     assert sums == sorted(sums, reverse=True)
 
 
-@only_another
-def test_many_at_once_end_with_their_own_tokens(pair: Pair) -> None:
+@with_another_draft_model
+def test_concurrent_requests_get_their_own_tokens(pair: Pair) -> None:
     prompts = [(number % FEW, 1, 2, number % 3) for number in range(24)]
     inboxes = [Inbox() for _ in prompts]
 
@@ -265,7 +265,7 @@ def signals(batcher: Batcher) -> list[StopReason]:
     return [signal.reason for signal in batcher.stops(1)]
 
 
-def test_both_engines_get_ordinary_requests(played: Played) -> None:
+def test_each_round_sends_a_draft_request_and_a_verification(played: Played) -> None:
     _, inbox = played.ask(new=6, drafts=2, end_ids=(9,), client_id=3)
     asked = respond(played.draft, 7, 8)
     assert type(asked) is Request and not asked.streaming and asked.max_new_tokens == 2
@@ -282,7 +282,7 @@ def test_both_engines_get_ordinary_requests(played: Played) -> None:
     assert inbox.tokens == [7, 5, 1, 2, 4]
 
 
-def test_drafts_with_logits_are_drawn_from_these_logits(played: Played) -> None:
+def test_drafts_with_logits_are_sampled_from_these_logits(played: Played) -> None:
     """The target's filters, penalties and end conditions are not applied to drafts."""
     sampling = SamplingConfig(top_k=3, temperature=0.5, repetition_penalty=2.0, min_length=3, random_seed=8)
     played.ask(drafts=2, use_draft_logits=True, sampling=sampling, end_ids=(9,), bad_words=((4,),))

@@ -134,7 +134,7 @@ def travelled(frame: FromEngine | FromFrontEnd) -> Any:
 
 @settings(max_examples=examples(50, all=100))
 @given(st.from_type(Request))
-def test_every_field_of_a_request_survives(request: Request) -> None:
+def test_a_request_is_decoded_with_all_its_fields(request: Request) -> None:
     back = submit_travelled(request)
     assert dataclasses.asdict(back) == dataclasses.asdict(request)
     assert type(back.input_token_ids) is tuple
@@ -151,7 +151,7 @@ def test_a_stop_is_decoded_as_it_was_encoded(request_id: int, reason: StopReason
 
 
 @given(IDS, st.floats(0, 1e6), st.text(), st.text(), st.text())
-def test_a_question_and_its_answer_survive(
+def test_a_question_for_the_state_and_its_answer_are_decoded_as_encoded(
     question: int, timeout_s: float, text: str, code: str, message: str
 ) -> None:
     assert travelled(ReadState(question, timeout_s)) == ReadState(question, timeout_s)
@@ -249,7 +249,7 @@ def test_a_frame_in_the_wrong_direction_is_refused() -> None:
         None,
     ],
 )
-def test_a_message_must_be_a_known_one(content: object) -> None:
+def test_unknown_and_incomplete_messages_are_refused(content: object) -> None:
     with pytest.raises(BadFrame):
         decode_from_front_end(msgspec.msgpack.encode(content))
 
@@ -261,7 +261,7 @@ def test_a_frame_cut_short_is_an_error_and_not_an_end() -> None:
             list(received(whole[:length]))
 
 
-def test_size_is_limited_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_have_a_size_limit_when_sent_and_when_received(monkeypatch: pytest.MonkeyPatch) -> None:
     submit = Submit(Request(1, tuple(range(200)), 1))
     sent = encode(submit)
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 200)

@@ -52,7 +52,7 @@ def test_responses_reach_their_request_until_the_final_one(client) -> None:
     assert inboxes[1].tokens == [20]
 
 
-def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) -> None:
+def test_stopping_a_queued_request_keeps_it_from_the_batcher(client, notified) -> None:
     inbox = Inbox()
     handle = client.submit(make_request(), inbox)
     handle.stop(StopReason.TIMED_OUT)
@@ -66,7 +66,7 @@ def test_stop_of_a_queued_request_never_reaches_the_batcher(client, notified) ->
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(beam_width=2)])
-def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, sampling) -> None:
+def test_stopping_a_queued_request_answers_as_the_scheduler_does(client, streaming, sampling) -> None:
     output = OutputOptions(
         return_log_probs=True,
         num_top_log_probs=1,
@@ -88,7 +88,7 @@ def test_stop_in_the_queue_answers_as_the_scheduler_does(client, streaming, samp
     assert inbox.responses == [expected]
 
 
-def test_stop_in_the_queue_ends_every_sequence(client) -> None:
+def test_stopping_a_queued_request_ends_every_sequence(client) -> None:
     inbox = Inbox()
     request = make_request(sampling=SamplingConfig(num_return_sequences=3))
     client.submit(request, inbox).stop()
@@ -99,7 +99,9 @@ def test_stop_in_the_queue_ends_every_sequence(client) -> None:
 
 
 @pytest.mark.parametrize(("returned", "rows"), [(None, 4), (2, 2)])
-def test_stop_in_the_queue_has_a_row_for_each_beam(client, returned: int | None, rows: int) -> None:
+def test_stopping_a_queued_beam_search_answers_every_returned_beam(
+    client, returned: int | None, rows: int
+) -> None:
     inbox = Inbox()
     request = make_request(sampling=SamplingConfig(beam_width=4, num_return_sequences=returned))
     client.submit(request, inbox).stop()
@@ -114,7 +116,7 @@ def test_requests_have_their_time_of_arrival(client) -> None:
     assert 0 < first.arrival_time_ns <= second.arrival_time_ns
 
 
-def test_stop_of_a_running_request_becomes_a_signal(client) -> None:
+def test_stopping_a_running_request_sends_a_stop_signal(client) -> None:
     handle = client.submit(make_request(), Inbox())
     client.get_inference_requests(-1)
     handle.stop(StopReason.STOP_WORDS)
@@ -133,7 +135,7 @@ def test_a_stop_signal_has_its_time(client) -> None:
     assert request.arrival_time_ns <= before <= signal.requested_ns <= time.monotonic_ns()
 
 
-def test_stop_of_an_unknown_or_answered_request_is_ignored(client, notified) -> None:
+def test_stopping_an_unknown_or_answered_request_does_nothing(client, notified) -> None:
     handle = client.submit(make_request(), Inbox())
     client.get_inference_requests(-1)
     client.send_response(delta(handle.request_id, final=True))
@@ -187,7 +189,7 @@ def test_a_callback_that_raises_does_not_affect_other_requests(client, caplog) -
     assert caplog.text.count("failed to take a response") == 2
 
 
-def test_a_callback_may_call_back(client) -> None:
+def test_a_callback_may_stop_and_submit_requests(client) -> None:
     ids = []
 
     def again(response: Response) -> None:
@@ -199,7 +201,7 @@ def test_a_callback_may_call_back(client) -> None:
     assert ids == [2]
 
 
-def test_many_threads_against_one_loop() -> None:
+def test_requests_of_many_threads_are_all_answered() -> None:
     wake = threading.Event()
     client = LocalEngineClient(DESCRIPTION, wake.set)
     inboxes = [[Inbox() for _ in range(50)] for _ in range(4)]
@@ -284,7 +286,7 @@ def test_a_drain_ends_a_request_of_several_sequences_with_one_error(client) -> N
     assert len(inbox.responses) == 1
 
 
-def test_the_state_includes_requests_before_the_batcher() -> None:
+def test_the_state_counts_queued_and_unanswered_requests() -> None:
     asked: list[float] = []
 
     def read_state(timeout_s: float) -> str:

@@ -27,7 +27,9 @@ def test_a_path_is_unique_per_user_server_and_model(tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("runtime_dir", [None, "", "/does/not/exist", "/tmp/" + "x" * 100])
-def test_without_a_usable_runtime_folder_it_is_in_the_temporary_one(monkeypatch, runtime_dir) -> None:
+def test_without_a_usable_runtime_folder_the_path_is_in_the_temporary_folder(
+    monkeypatch, runtime_dir
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     expected = endpoint_path(1, MODEL)
     if runtime_dir is not None:
@@ -36,7 +38,7 @@ def test_without_a_usable_runtime_folder_it_is_in_the_temporary_one(monkeypatch,
 
 
 @pytest.mark.parametrize("name", [MODEL, "x" * 300, "模型" * 40, "../../etc/passwd"])
-def test_every_name_makes_a_path_that_fits(tmp_path, monkeypatch, name) -> None:
+def test_every_model_name_makes_a_path_short_enough_for_a_socket(tmp_path, monkeypatch, name) -> None:
     deep = tmp_path / ("d" * 90)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
@@ -67,7 +69,7 @@ def test_a_live_servers_socket_is_not_replaced(path) -> None:
 
 
 @pytest.mark.parametrize("place", ["", "folder", "missing/engine.sock", "x" * 120])
-def test_an_unusable_path_is_named(tmp_path, place) -> None:
+def test_the_error_names_an_unusable_path(tmp_path, place) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match=str(tmp_path)):
         EndpointServer(Batcher().client, str(tmp_path / place))

@@ -139,7 +139,7 @@ def test_waiting_for_an_engine_that_does_not_end_is_bounded(path, related):
     server.close()
 
 
-def test_a_server_without_a_retire_callback_goes_on(path, related):
+def test_a_server_without_a_retire_callback_is_not_retired(path, related):
     client = LocalEngineClient(DESCRIPTION, lambda: None)
     server = EndpointServer(client, path)
     assert retire_predecessor(path, 0.0, patience_s=0.05) is False

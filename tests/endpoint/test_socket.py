@@ -49,7 +49,7 @@ def test_a_response_too_large_to_be_sent_ends_only_its_request(front_end, batche
     assert small.final().error is None
 
 
-def test_logits_cross_between_small_responses(front_end, batcher) -> None:
+def test_large_logits_arrive_between_small_responses(front_end, batcher) -> None:
     inboxes = [Inbox() for _ in range(3)]
     for inbox in inboxes:
         front_end.submit(make_request(), inbox)
@@ -88,7 +88,7 @@ def test_an_error_arrives_as_its_class(front_end, batcher) -> None:
     )
 
 
-def test_front_ends_side_by_side_do_not_mix(server, batcher, path) -> None:
+def test_each_of_several_front_ends_gets_only_its_own_responses(server, batcher, path) -> None:
     clients = [SocketEngineClient(path) for _ in range(2)]
     inboxes = [Inbox(), Inbox()]
     ids = [
@@ -177,7 +177,7 @@ def test_responses_sent_before_the_end_still_arrive(front_end, server, batcher) 
         assert inbox.final().error is None
 
 
-def test_a_dead_batcher_answers_through_the_socket(front_end, batcher) -> None:
+def test_a_batcher_that_dies_answers_requests_over_the_socket(front_end, batcher) -> None:
     running = Inbox()
     front_end.submit(make_request(), running)
     batcher.take()

@@ -89,7 +89,7 @@ def test_waiting_weights_count_against_the_limit_until_their_request_is_stopped(
     assert batcher.take().lora == LoraRequest(7), "the number alone takes no room"
 
 
-def test_an_engine_that_disconnects_answers_adapter_commands(
+def test_adapter_commands_are_answered_when_the_engine_disconnects(
     front_end: SocketEngineClient, server: EndpointServer
 ) -> None:
     front_end.adapters(LIST, 5.0)

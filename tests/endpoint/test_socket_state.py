@@ -95,7 +95,7 @@ def test_stops_and_responses_overtake_a_slow_question(front_end, batcher) -> Non
     assert json.loads(asked.answer)["batcher"] == {}
 
 
-def test_an_engine_that_disconnects_answers_the_question(front_end, server, batcher) -> None:
+def test_a_question_for_the_state_is_answered_when_the_engine_disconnects(front_end, server, batcher) -> None:
     batcher.read_state = patient = Patient()
     asked = Asked(front_end)
     assert patient.asked.wait(PATIENCE_S)

@@ -162,7 +162,7 @@ def test_an_engine_that_awaits_a_successor_is_taken_over_once(setup, path):
     assert successor.has_been_told.wait(PATIENCE_S)
 
 
-def test_only_a_process_of_its_server_retires_it(setup, path):
+def test_only_a_process_of_the_same_server_retires_an_engine(setup, path):
     engine = setup.engine()
     assert retire_predecessor(path, 3.0, "another server", patience_s=0.1) is False
     retired = setup.threads.submit(retire_predecessor, path, 3.0, SERVER)

@@ -120,7 +120,7 @@ def test_adapters_in_half_precision_are_near_those_of_float32(zoo: Zoo, dtype: s
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
+def test_adapter_weights_may_have_any_float_type(zoo: Zoo, dtype: torch.dtype) -> None:
     """The engine computes with the adapter as rounded to the dtype."""
     model = zoo["gpt2"]
     oracle = adapter_of(model, 3).oracle
@@ -155,7 +155,7 @@ def test_weights_come_in_any_type(zoo: Zoo, dtype: torch.dtype) -> None:
         by_default_and(["llama-gqa", "gpt2"], ["llama-gqa", "gpt2"]), [("llama-gqa", "torch"), ("gpt2", None)]
     ),
 )
-def test_every_rank_has_its_slice(
+def test_ranks_with_slices_of_adapters_give_pefts_tokens(
     zoo: Zoo, case: str, topology: tuple[int, int], config: str, kernels: str | None
 ) -> None:
     """Slices of fused and row-parallel modules, key heads that several ranks hold, layers of other stages."""
@@ -172,7 +172,7 @@ def test_every_rank_has_its_slice(
 
 
 @pytest.mark.parametrize("fault", ["columns of A", "rows of B", "key rows", "layers"])
-def test_a_slice_of_the_wrong_rank_is_noticed(zoo: Zoo, fault: str) -> None:
+def test_a_planted_slice_of_the_wrong_rank_is_detected(zoo: Zoo, fault: str) -> None:
     """Checks that the test above can fail."""
     model, right = zoo["llama-gqa"], low_rank._slice
     adapter = adapter_of(model, 1)
@@ -215,7 +215,7 @@ class RanksDriver(Driver):
 # ---------------------------------------------------------------- memory
 
 
-def test_a_page_has_room_for_its_ranks_of_every_matrix_of_a_rank(zoo: Zoo) -> None:
+def test_page_bytes_is_the_memory_that_a_page_takes_on_each_rank(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     outputs = sum(size.outer for module, size in module_sizes(decoder).items() if module.text not in FUSED)
     magnitudes = 3 * outputs * 2

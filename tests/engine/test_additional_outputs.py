@@ -125,7 +125,9 @@ def assert_deltas(served: Served, request: Request) -> None:
 
 
 @every_case
-def test_only_requests_without_prompt_rows_reuse_blocks(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_only_requests_without_outputs_of_the_prompt_reuse_blocks(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model = zoo[case]
     engine = load_offering(model, kernels)
     rows_alone = [WantedOutput(each.name) for each in OUTPUTS]
@@ -176,7 +178,7 @@ def test_every_sequence_of_a_request_has_its_own_rows(zoo: Zoo, case: str, kerne
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
 @every_case
-def test_several_ranks_give_what_one_gives(
+def test_several_ranks_give_the_additional_outputs_of_one(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     model = zoo[case]
@@ -250,7 +252,7 @@ def test_hidden_states_are_not_kept_unless_a_request_asks_for_them(
     assert set(kept) <= {frozenset()}
 
 
-def test_a_native_call_ends_where_hidden_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_of_compiled_layers_end_where_hidden_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """An addition replaces the compiled layers, so that the test runs on every machine."""
     decoder = object.__new__(NativeDecoder)
     vars(decoder).update(

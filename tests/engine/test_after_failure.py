@@ -158,14 +158,14 @@ NUM_TOKENS = 12
 
 
 @dataclass
-class Company:
+class RunningSequences:
     """Sequences in generation and a beam search, started together."""
 
     rows: list[Row]
     search: Search
 
     @classmethod
-    def start(cls, driver: Driver, model: ZooModel, seed: int) -> Company:
+    def start(cls, driver: Driver, model: ZooModel, seed: int) -> RunningSequences:
         samplings = (PENALIZED, DECAYING)
         rows = [driver.start(model.prompt(20 + i, seed + i), each) for i, each in enumerate(samplings)]
         return cls(rows, driver.search(model.prompt(14, seed + 9), SEARCHED))
@@ -181,19 +181,19 @@ class Company:
             driver.release(Row(slot, [], self.search.row.start, []))
         driver.free_blocks[:0] = sorted({block for beam in self.search.beams for block in beam.blocks})
 
-    def start_again(self, driver: Driver) -> Company:
+    def start_again(self, driver: Driver) -> RunningSequences:
         """Restart sequences from their known tokens, and the search from its prompt."""
         rows = [
             driver.start(row.tokens, row.start.request.sampling, prompt_length=row.prompt_length)
             for row in self.rows
         ]
-        return Company(rows, driver.search(self.search.row.tokens, SEARCHED))
+        return RunningSequences(rows, driver.search(self.search.row.tokens, SEARCHED))
 
 
-def assert_undisturbed(company: Company, engine: ModelEngine, model: ZooModel, seed: int) -> None:
+def assert_undisturbed(company: RunningSequences, engine: ModelEngine, model: ZooModel, seed: int) -> None:
     """Check that all get the same results as in `engine` without any failure."""
     driver = Driver(engine)
-    alone = Company.start(driver, model, seed)
+    alone = RunningSequences.start(driver, model, seed)
     driver.step(alone.chunks(), searches=[alone.search])
     while len(alone.search.generated[0]) < len(company.search.generated[0]):
         driver.step(generation=alone.rows, searches=[alone.search])
@@ -213,7 +213,10 @@ def test_sequences_outside_a_failed_batch_continue(
     part, name, after, skipped = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after, skipped)
     driver = Driver(engine)
-    bystanders, victims = Company.start(driver, model, 100), Company.start(driver, model, 200)
+    bystanders, victims = (
+        RunningSequences.start(driver, model, 100),
+        RunningSequences.start(driver, model, 200),
+    )
     victims.search.copies_all = True
     ended = driver.start(model.prompt(9, 1))
     searches = [bystanders.search, victims.search]

@@ -80,7 +80,9 @@ def test_rows_have_the_same_tokens_and_logits_in_a_batch_and_alone(
     ),
 )
 @pytest.mark.parametrize("chunk", with_all([1, 7, 8, 33], [7]))
-def test_chunks_of_a_context(zoo: Zoo, case: str, dtype: str, chunk: int) -> None:
+def test_a_context_in_chunks_gives_the_logits_of_a_whole_one(
+    zoo: Zoo, case: str, dtype: str, chunk: int
+) -> None:
     model = zoo[case]
     engine = load_native(model.folder, dtype)
     prompt = model.prompt(75)
@@ -111,7 +113,7 @@ def test_rows_with_wide_windows_have_the_same_logits_alone_and_together(
     assert torch.equal(torch.stack(row.logits), torch.stack(whole.logits[NUM_TOKENS:]))
 
 
-def test_long_contexts(zoo: Zoo, dtype: str) -> None:
+def test_long_contexts_give_the_same_logits_together_and_alone(zoo: Zoo, dtype: str) -> None:
     """Contexts are longer than the keys scored at a time, in blocks that do not divide that number."""
     model = zoo["llama-gqa"]
     engine = load_native(model.folder, dtype, tokens_per_block=6, max_num_tokens=1024)
@@ -151,7 +153,9 @@ def logits_of(served: Served, request: Request) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3.5"])
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
-def test_requests_through_the_scheduler(zoo: Zoo, case: str, dtype: str, way: str) -> None:
+def test_scheduled_requests_get_the_same_logits_together_and_alone(
+    zoo: Zoo, case: str, dtype: str, way: str
+) -> None:
     """Mixed requests arrive one after the other, with chunks and pauses, and get the same results as alone."""
     model = zoo[case]
     requests = make_requests(model)

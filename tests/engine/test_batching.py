@@ -77,7 +77,7 @@ def test_chunked_context_gives_the_tokens_of_whole_context(engine: ModelEngine, 
 
 
 @every_case
-def test_shared_prefix_blocks_are_own_blocks(engine: ModelEngine) -> None:
+def test_shared_prefix_blocks_give_the_same_tokens_as_own_blocks(engine: ModelEngine) -> None:
     prefix, tails = _prompt(4 * TOKENS_PER_BLOCK, seed=1), (_prompt(5, seed=2), _prompt(9, seed=3))
     driver = Driver(engine)
     owner = driver.start((*prefix, *tails[0]))
@@ -191,7 +191,7 @@ def test_a_batch_over_the_limit_is_refused(zoo: Zoo) -> None:
         driver.step({driver.start(_prompt(17, seed=0)): 17})
 
 
-def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_grouped_by_similar_lengths(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long row must not make many short rows of the batch read padding of its length."""
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, max_num_sequences=8, kernels="torch")
@@ -217,7 +217,7 @@ def test_very_different_lengths_are_grouped(zoo: Zoo, monkeypatch: pytest.Monkey
         assert row.generated == model.greedy(tuple(row.tokens[: row.prompt_length]), 5)
 
 
-def test_a_closed_engine_closes_again(zoo: Zoo) -> None:
+def test_an_engine_may_be_closed_twice(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama"].folder)
     engine.close()
     engine.close()

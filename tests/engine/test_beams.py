@@ -129,7 +129,7 @@ def test_a_copied_block_may_be_overwritten_in_the_same_batch(
 
 
 def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
-    """Moves start its slots, iterations after its context."""
+    """Its beams get their slots several iterations after its context was computed."""
     engine, model = load(zoo, "llama-gqa"), zoo["llama-gqa"]
     driver = Driver(engine)
     expected = run(driver, driver.search(model.prompt(20), beams(3)))
@@ -142,7 +142,7 @@ def test_a_search_may_wait_while_others_run(zoo: Zoo) -> None:
     assert_same(search, expected)
 
 
-def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
+def test_log_probs_of_candidates_equal_those_of_the_model(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa"))
     output = OutputOptions(return_log_probs=True)
@@ -155,7 +155,7 @@ def test_log_probs_of_candidates_equal_the_models(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(zoo: Zoo, dtype: str) -> None:
+def test_beam_scores_in_half_precision_are_near_those_of_the_model(zoo: Zoo, dtype: str) -> None:
     """Tokens may differ in near-ties; the found tokens' scores are correct within the dtype's error."""
     model = zoo["llama-gqa"]
     driver = Driver(load(zoo, "llama-gqa", dtype=dtype))

@@ -595,7 +595,7 @@ def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
 
 @functools.cache
 def _model_class(config_class: type) -> Any:
-    """Return transformers' class of causal models, which takes it long to find."""
+    """Return transformers' class of causal models; cached, because finding it takes long."""
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
@@ -681,7 +681,7 @@ def _verdict(folder: Path, config: dict[str, Any], key: str, runs: list[_Run]) -
 
 
 @pytest.mark.parametrize("family", with_all(CONFIGS, ["gpt_oss"]))
-def test_a_key_is_understood_or_refused_by_name(tmp_path: Path, family: str) -> None:
+def test_each_config_key_gives_transformers_logits_or_is_refused_by_name(tmp_path: Path, family: str) -> None:
     torch.set_num_threads(1)  # more threads only slow models this small down
     verdicts, runs = {}, list[_Run]()
     for key in _keys(family):

@@ -123,7 +123,7 @@ def test_logits_are_computed_only_for_rows_that_are_sampled_or_asked_for(
     assert sizes == [2, 7, 7, 6, 3]
 
 
-def test_a_failed_batch_leaves_no_context_behind(
+def test_a_failed_batch_leaves_no_context_outputs(
     model: ZooModel, engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = Driver(engine)

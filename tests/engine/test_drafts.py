@@ -55,7 +55,7 @@ def assert_same(row: Row, expected: Row) -> None:
 @every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("num_right", "num_wrong"), with_all([(0, 3), (2, 4), (5, 0), (1, 1)], [(2, 4)]))
-def test_drafts_after_the_context(
+def test_drafts_after_the_context_change_no_token(
     engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig, num_right: int, num_wrong: int
 ) -> None:
     expected = alone(engine, prompt, NUM_TOKENS, sampling=sampling)
@@ -73,7 +73,9 @@ def test_drafts_after_the_context(
 
 @every_case
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_drafts_in_generation(engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig) -> None:
+def test_drafts_in_generation_change_no_token(
+    engine: ModelEngine, prompt: tuple[int, ...], sampling: SamplingConfig
+) -> None:
     """Right, wrong and partly right drafts across borders of blocks and windows, and iterations without drafts."""
     expected = alone(engine, prompt, NUM_TOKENS, sampling=sampling)
     driver = Driver(engine)
@@ -117,7 +119,7 @@ def test_rows_with_and_without_drafts_share_batches(engine: ModelEngine, zoo: Zo
 
 
 @every_case
-def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo: Zoo) -> None:
+def test_a_batch_may_be_made_before_the_previous_result_is_read(engine: ModelEngine, zoo: Zoo) -> None:
     """With two batches in flight, a row without drafts gets its last token on the device."""
     prompts = [zoo["llama"].prompt(length, length) for length in (9, 14)]
     driver = Driver(engine)
@@ -137,7 +139,9 @@ def test_batches_may_be_made_before_the_previous_result(engine: ModelEngine, zoo
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(zoo: Zoo, prompt: tuple[int, ...], dtype: str) -> None:
+def test_logits_of_drafts_in_half_precision_are_near_those_of_the_model(
+    zoo: Zoo, prompt: tuple[int, ...], dtype: str
+) -> None:
     """Logits of verified drafts equal those of the row alone, within the dtype's error."""
     engine = load_engine(zoo["llama-gqa"].folder, dtype=dtype)
     expected = alone(engine, prompt, 12)

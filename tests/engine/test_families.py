@@ -54,7 +54,9 @@ def test_greedy_tokens_and_logits_are_those_of_transformers(zoo: Zoo, case: str,
         ["mistral-window", "gpt2"],
     ),
 )
-def test_logits_after_every_prompt_token(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_logits_after_every_prompt_token_are_those_of_transformers(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model = zoo[case]
     prompt = model.prompt(40)
     driver = Driver(load_engine(model.folder, kernels=kernels))

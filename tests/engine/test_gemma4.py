@@ -54,7 +54,7 @@ def test_both_forms_of_the_sizes_of_full_layers_are_read(zoo: Zoo, tmp_path: Pat
 
 
 def test_projections_that_shared_layers_do_not_use_are_left_unread(zoo: Zoo, tmp_path: Path) -> None:
-    """Published files have them."""
+    """Published files have these projections too."""
     model = zoo["gemma4-shared"]
     folder = _changed(model, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -82,7 +82,7 @@ def test_a_block_has_room_for_the_heads_of_each_layer_alone(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
-def test_checks_of_kernels_take_layers_that_differ(zoo: Zoo, case: str) -> None:
+def test_checks_of_kernels_at_load_take_layers_of_different_sizes(zoo: Zoo, case: str) -> None:
     """A GPU's kernels are checked like this when a model is loaded."""
     decoder, cpu = read_model_description(zoo[case].folder).decoder, torch.device("cpu")
     check_operations(LayerOperations(decoder), LayerOperations(decoder), torch.float32, cpu)
@@ -154,7 +154,7 @@ def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(zoo: Zoo)
         ),
     ],
 )
-def test_files_that_cannot_be_followed_are_refused_by_the_key(
+def test_unsupported_files_are_refused_by_the_key(
     zoo: Zoo, tmp_path: Path, case: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

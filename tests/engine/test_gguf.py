@@ -48,7 +48,7 @@ def _check(model: ZooModel, **settings: str | None) -> None:
 
 
 @pytest.mark.parametrize("case", with_all(list(CASES), ["llama", "llama-3", "qwen3", "phi3", "gemma3"]))
-def test_logits_of_every_architecture_equal_the_models(tmp_path: Path, case: str) -> None:
+def test_logits_of_every_architecture_equal_those_of_the_model(tmp_path: Path, case: str) -> None:
     _check(write(tmp_path / "m.gguf", case, "F32"))
 
 
@@ -146,7 +146,7 @@ def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path: Path) -> None:
         check_weights(read_model_description(find_checkpoint(str(model.folder))))
 
 
-def test_the_folder_of_a_file_is_made_once_and_again_after_a_change(tmp_path: Path, cache: Path) -> None:
+def test_the_folder_of_a_gguf_file_is_made_once_and_after_each_change(tmp_path: Path, cache: Path) -> None:
     path = tmp_path / "Some-Model-Q8_0.gguf"
     write(path, "llama", "Q8_0")
     folder = find_checkpoint(str(path))
@@ -169,7 +169,7 @@ def test_ranks_split_a_gguf_files_weights(tmp_path: Path, tp: int, pp: int) -> N
         assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
 
 
-def test_the_demo_model_gives_its_tokens_from_a_file_of_it(tmp_path: Path) -> None:
+def test_the_demo_model_as_a_gguf_file_gives_the_same_tokens(tmp_path: Path) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     model = write_model(tmp_path / "demo.gguf", "llama", oracle, "F32")
     row, original = (

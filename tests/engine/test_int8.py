@@ -40,7 +40,7 @@ def _assert_rounded(is_: Linear, was: Linear) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied", "gpt2"])
-def test_torch_has_every_matrix_rounded_and_nothing_else(zoo: Zoo, case: str) -> None:
+def test_int8_with_torch_rounds_every_matrix_and_nothing_else(zoo: Zoo, case: str) -> None:
     description = read_model_description(zoo[case].folder)
     before = load_weights(description, torch.bfloat16, torch.device("cpu"))
     after = load_engine(zoo[case].folder, dtype="int8", kernels="torch").runner.decoder._weights

@@ -106,7 +106,7 @@ def oracle(model: ZooModel, kind: str, tokens: list[int]) -> Tensor:
 
 @every_kind
 @pytest.mark.parametrize("spread", [0.0, 3.0])
-def test_levels_are_those_of_the_formulas(kind: str, spread: float) -> None:
+def test_rounded_numbers_equal_those_of_the_formulas(kind: str, spread: float) -> None:
     draw = torch.Generator().manual_seed(1)
     sizes = torch.exp(spread * torch.randn((500, 3, 64), generator=draw))
     numbers = torch.randn((500, 3, 64), generator=draw) * sizes
@@ -162,7 +162,7 @@ def test_blocks_are_copied_and_cleared_with_their_scales(zoo: Zoo, kind: str) ->
     "case", with_all(["llama-gqa", "gpt-oss", "gemma2", "deepseek-v3"], ["gpt-oss", "deepseek-v3"])
 )
 @every_kind
-def test_all_rows_attend_to_what_is_stored(zoo: Zoo, case: str, kind: str) -> None:
+def test_all_rows_attend_to_the_rounded_keys_and_values(zoo: Zoo, case: str, kind: str) -> None:
     """Chunks of any number of rows, after any prefix, with and without windows, attend to the rounded values."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(5), AttentionWindow(40, 8))
@@ -313,7 +313,7 @@ def test_ranks_give_the_results_of_one(zoo: Zoo, kernels: str, kind: str, tp_siz
 
 
 @pytest.mark.parametrize("kind", with_all(["int8", "fp8"], ["fp8"]))
-def test_recorded_iterations_have_the_tokens_of_others(zoo: Zoo, kind: str) -> None:
+def test_recorded_iterations_give_the_same_tokens_as_launched_ones(zoo: Zoo, kind: str) -> None:
     """Includes beam searches, whose blocks are copied between replays."""
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)[:6]

@@ -76,7 +76,9 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @every_kernel
 @pytest.mark.parametrize("config", with_all(CONFIGS, ["rank-8", "dora", "patterns"]))
 @pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
-def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None) -> None:
+def test_an_adapter_gives_pefts_tokens_and_logits(
+    zoo: Zoo, case: str, config: str, kernels: str | None
+) -> None:
     model = zoo[case]
     adapter = adapter_of(model, config)
     driver = Driver(load_engine(model.folder, kernels=kernels))
@@ -107,7 +109,7 @@ def test_an_adapter_alone(zoo: Zoo, case: str, config: str, kernels: str | None)
         ],
     ),
 )
-def test_some_modules_alone_and_magnitudes_of_mixed_ranks(
+def test_adapters_of_some_modules_and_of_mixed_ranks_give_pefts_tokens(
     zoo: Zoo, case: str, config: str, kernels: str | None
 ) -> None:
     model = zoo[case]
@@ -120,7 +122,9 @@ def test_some_modules_alone_and_magnitudes_of_mixed_ranks(
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_base_and_two_adapters_in_turn_as_peft_mixes_them(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_tokens_of_a_batch_with_base_and_two_adapters_are_pefts(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model = zoo[case]
     oracle, weights = two_adapters(model)
     prompts = [model.prompt(17, seed) for seed in range(6)]
@@ -149,7 +153,9 @@ def test_base_and_two_adapters_in_turn_as_peft_mixes_them(zoo: Zoo, case: str, k
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_beams_of_base_and_two_adapters_as_peft_mixes_them(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_beams_of_a_batch_with_base_and_two_adapters_are_pefts(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     model, width, num_tokens = zoo[case], 3, 12
     oracle, weights = two_adapters(model)
     prompts = [model.prompt(13, seed) for seed in range(3)]
@@ -189,7 +195,9 @@ def test_peft_mixes_no_adapters_with_magnitudes(zoo: Zoo) -> None:
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_every_kind_of_adapter_in_one_batch(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_every_kind_of_adapter_in_one_batch_gives_pefts_tokens(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     """Contexts run in chunks beside generation; each row equals PEFT's result for the row alone."""
     model = zoo[case]
     names = ["rank-1", "dora", None, "rank-64", "patterns", "rslora"]

@@ -65,7 +65,7 @@ def test_the_smallest_limit_decides_the_number_of_blocks(
     "changes",
     [{"free_bytes": 9999}, {MAX_TOKENS: 127}, {"free_bytes": 0}, {"free_bytes": 9999, "on_gpu": False}],
 )
-def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
+def test_fewer_blocks_than_slots_fail_the_load(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="fewer than one for each of 4 sequences") as error:
         _size(**changes)
     assert f"{CPU_FRACTION if 'on_gpu' in changes else GPU_FRACTION} is 0.5" in str(error.value)
@@ -73,14 +73,14 @@ def test_fewer_blocks_than_slots_do_not_load(changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "deepseek-v3", "gemma4"])
-def test_block_bytes_are_what_a_block_takes(zoo: Zoo, case: str) -> None:
+def test_block_bytes_is_the_memory_that_a_block_takes(zoo: Zoo, case: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     cache = KvCache(decoder, 5, 16, torch.bfloat16, torch.device("cpu"))
     stored = sum(blocks.nbytes for blocks in cache._blocks)
     assert stored == block_bytes(decoder, 16, torch.bfloat16) * 6, "five blocks and the null block"
 
 
-def test_limits_of_an_engine(zoo: Zoo) -> None:
+def test_an_engines_limits_follow_from_its_parameters_and_model(zoo: Zoo) -> None:
     limits = load_engine(zoo["llama"].folder, max_tokens_in_paged_kv_cache=100, max_sequence_length=90).limits
     assert (limits.num_blocks, limits.max_sequence_length, limits.vocab_size) == (12, 90, 211)
     limits = load_engine(zoo["llama"].folder).limits
@@ -144,7 +144,9 @@ LORA_FRACTION = "lora_cache_gpu_memory_fraction"
         ({LORA_FRACTION: 0.2, "free_bytes": 0}, 0),
     ],
 )
-def test_pages_for_adapters(changes: dict[str, Any], num_pages: int) -> None:
+def test_the_number_of_adapter_pages_follows_from_memory_and_adapter_sizes(
+    changes: dict[str, Any], num_pages: int
+) -> None:
     """Pages have 1,000 bytes."""
     values = {"max_num_sequences": 4, "free_bytes": 100_000, **changes}
     free_bytes = values.pop("free_bytes")
@@ -371,11 +373,11 @@ def _bound(cpuset: str, policy: str) -> dict[str, str]:
         "v1",
     ],
 )
-def test_memory_of_the_machine_and_its_control_groups(
+def test_free_memory_respects_memory_nodes_and_control_groups(
     tmp_path: Path, files: dict[str, str], expected: int
 ) -> None:
     assert available_cpu_memory(_write(tmp_path, {**MEMINFO, **files})) == expected
 
 
-def test_memory_of_this_machine() -> None:
+def test_free_memory_of_this_machine_is_more_than_a_mebibyte() -> None:
     assert free_memory(torch.device("cpu")) > 2**20

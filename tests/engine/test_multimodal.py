@@ -74,7 +74,7 @@ def test_packed_chunked_and_reused_requests_give_transformers_tokens(zoo: Zoo, c
     ("case", "kernels"),
     [("qwen2.5-vl", "native"), ("qwen3-vl", "native"), ("gemma3-vision", "native"), ("mistral3", "native")],
 )
-def test_compiled_layers_compute_those_whose_family_has_them(zoo: Zoo, case: str, kernels: str) -> None:
+def test_compiled_layers_compute_text_parts_of_supported_families(zoo: Zoo, case: str, kernels: str) -> None:
     assert load_engine(zoo[case].folder).kernels == kernels
 
 

@@ -111,7 +111,7 @@ def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) 
 
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
-def test_ranks_split_blocks(tmp_path: Path, kernels: str | None) -> None:
+def test_tensor_parallel_splits_mxfp4_blocks(tmp_path: Path, kernels: str | None) -> None:
     """Two ranks have 48 of the 96 inputs each: blocks of 32 become groups of 16."""
     sizes = replace(SHAPES["tiny"], ffn=96)
     made = make_model(tmp_path, "gpt_oss", sizes, standard_deviation=0.1, quantize="mxfp4")
@@ -123,7 +123,7 @@ def test_ranks_split_blocks(tmp_path: Path, kernels: str | None) -> None:
     assert (to_torch(logits)[0] - exact).square().mean().sqrt() < BOUND * exact.std()
 
 
-def test_the_size_of_kept_weights(folder: Path) -> None:
+def test_num_weight_bytes_counts_4_bits_and_a_scale_for_experts(folder: Path) -> None:
     model = read_model_description(folder)
     assert quantized_kinds(model) == {MatrixKind.FLOAT4: 2 * 8 * 3}
     numbers = 2 * 8 * 3 * 64 * 128
@@ -133,7 +133,7 @@ def test_the_size_of_kept_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_float_with_every_scale(dtype: torch.dtype) -> None:
+def test_every_4_bit_float_is_exact_with_every_scale(dtype: torch.dtype) -> None:
     """value = float * 2 ** (scale - 127), exactly if that is a normal number of the dtype."""
     scales = torch.arange(_FINITE, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(_FINITE, 2)

@@ -73,7 +73,7 @@ def _only_the_head(tensors: Tensors) -> Tensors:
         (_head_of_another_type, False),
     ],
 )
-def test_embeddings_that_config_json_says_are_tied(
+def test_an_output_head_that_differs_from_tied_embeddings_is_used_and_logged(
     zoo: Zoo,
     tmp_path: Path,
     kernels: str | None,
@@ -187,7 +187,7 @@ def test_scaled_positions_reach_beyond_max_position_embeddings(
 
 
 @torch.inference_mode()
-def test_experts_packed_as_mxfp4(zoo: Zoo, tmp_path: Path) -> None:
+def test_experts_packed_as_mxfp4_give_transformers_tokens(zoo: Zoo, tmp_path: Path) -> None:
     """Tokens equal those of transformers, which unpacks all experts."""
     folder = tmp_path / "packed"
     shutil.copytree(zoo["gpt-oss"].folder, folder)

@@ -59,7 +59,7 @@ def load_vocab_size(model: ZooModel) -> int:
     return int(model.logits(model.prompt(2)).shape[-1])
 
 
-def undemanding(model: ZooModel) -> list[Request]:
+def without_host_waits(model: ZooModel) -> list[Request]:
     """Return requests of every kind that continues without the host; they end by length, end id and stop word."""
     shared, bias = model.prompt(18, 3), bias_of(model)
     requests = []
@@ -86,10 +86,10 @@ def undemanding(model: ZooModel) -> list[Request]:
 @cache
 def in_turn(model: ZooModel, way: str, kernels: str | None = None) -> Served:
     """Serve these requests without overlap: no batch starts before the previous batch's tokens are known."""
-    return serve(load(model.folder, 60, kernels=kernels), config_of(way), undemanding(model))
+    return serve(load(model.folder, 60, kernels=kernels), config_of(way), without_host_waits(model))
 
 
-def demanding(model: ZooModel) -> list[Request]:
+def with_host_waits(model: ZooModel) -> list[Request]:
     """Return requests of every kind that waits for the host."""
     kinds: list[dict[str, Any]] = [
         {"sampling": SamplingConfig(beam_width=3)},
@@ -124,7 +124,7 @@ def assert_same(ours: Served, theirs: Served) -> None:
 @pytest.mark.parametrize(("way", "kernels"), with_all(by_default_and(WAYS, list(WAYS)), FAST))
 def test_tokens_equal_those_without_overlap(zoo: Zoo, way: str, kernels: str | None) -> None:
     model = zoo[CASE]
-    requests, expected = undemanding(model), in_turn(model, way, kernels)
+    requests, expected = without_host_waits(model), in_turn(model, way, kernels)
     served = serve(ahead(load(model.folder, 60, kernels=kernels)), config_of(way), requests)
     assert (expected.most_in_flight, served.most_in_flight) == (1, 2)
     assert_same(served, expected)
@@ -135,7 +135,7 @@ def test_tokens_equal_those_without_overlap(zoo: Zoo, way: str, kernels: str | N
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 def test_overlap_pauses_the_same_requests_when_blocks_are_short(zoo: Zoo, way: str) -> None:
     model = zoo[CASE]
-    requests = undemanding(model)
+    requests = without_host_waits(model)
     expected = serve(load(model.folder, 14), config_of(way), requests)
     served = serve(ahead(load(model.folder, 14)), config_of(way), requests)
     assert served.most_in_flight == 2
@@ -144,9 +144,11 @@ def test_overlap_pauses_the_same_requests_when_blocks_are_short(zoo: Zoo, way: s
 
 
 @pytest.mark.parametrize(("way", "kernels"), with_all(by_default_and(TWO_WAYS, TWO_WAYS), FAST))
-def test_overlap_beside_requests_that_wait_for_the_host(zoo: Zoo, way: str, kernels: str | None) -> None:
+def test_overlap_beside_requests_that_wait_for_the_host_changes_no_token(
+    zoo: Zoo, way: str, kernels: str | None
+) -> None:
     model = zoo[CASE]
-    ours, theirs = undemanding(model), demanding(model)
+    ours, theirs = without_host_waits(model), with_host_waits(model)
     # Only a few at a time, so that iterations with and without overlap alternate.
     requests = [*ours[:5], *theirs[:4], *ours[5:9], *theirs[4:], *ours[9:]]
     expected = serve(load(model.folder, 80, kernels=kernels), config_of(way), requests, 1)
@@ -155,9 +157,9 @@ def test_overlap_beside_requests_that_wait_for_the_host(zoo: Zoo, way: str, kern
     assert_same(served, expected)
 
 
-def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
+def test_a_batch_takes_its_tokens_from_the_replayed_one_before_it(zoo: Zoo) -> None:
     model, tape = zoo[CASE], Tape()
-    requests = undemanding(model)
+    requests = without_host_waits(model)
     expected = serve(load_paged(model.folder, 60), config_of("no-evict"), requests)
     served = serve(ahead(load_paged(model.folder, 60, capture=tape)), config_of("no-evict"), requests)
     assert served.most_in_flight == 2 and tape.replayed
@@ -166,7 +168,7 @@ def test_a_replayed_batch_feeds_the_next_one(zoo: Zoo) -> None:
 
 def test_stopped_requests_do_not_affect_others(zoo: Zoo) -> None:
     model = zoo[CASE]
-    requests, expected = undemanding(model), in_turn(model, "chunked")
+    requests, expected = without_host_waits(model), in_turn(model, "chunked")
     stops = {0: 1, 3: 9, 6: 7, 10: 20}
     engine = ahead(load(model.folder, 60))
     served = serve(engine, config_of("chunked"), requests, stops=stops)
@@ -220,7 +222,7 @@ def test_tokens_of_a_batch_arrive_after_others_took_its_slots(zoo: Zoo) -> None:
     assert len(newcomer.generated) == 1
 
 
-def test_a_batch_without_a_token_to_choose_feeds_nothing(zoo: Zoo) -> None:
+def test_a_batch_of_unfinished_contexts_returns_no_token(zoo: Zoo) -> None:
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
     row = driver.start(model.prompt(20))
@@ -231,7 +233,7 @@ def test_a_batch_without_a_token_to_choose_feeds_nothing(zoo: Zoo) -> None:
     assert row.generated == model.greedy(model.prompt(20), 1)
 
 
-def test_logits_are_not_kept_after_the_choice(zoo: Zoo) -> None:
+def test_logits_are_not_kept_after_tokens_are_chosen(zoo: Zoo) -> None:
     model = zoo[CASE]
     driver = Driver(load_engine(model.folder))
     row = driver.start(model.prompt(9))
@@ -277,7 +279,7 @@ def test_the_host_does_not_wait_between_forward_passes(
     assert [row.generated for row in rows] == [row.generated for row in expected]
 
 
-def test_sent_arrays_arrive_with_their_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_sent_arrays_waits_for_one_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDevice() as device:
         monkeypatch.setattr(transfer, "mark", device.mark)
         values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32)
@@ -315,7 +317,7 @@ def test_failed_batches_change_no_token(
 ) -> None:
     """The next batch is in flight when the failure is noticed, and continues from the failed one."""
     model = zoo[CASE]
-    requests, expected = undemanding(model)[:8], in_turn(model, way)
+    requests, expected = without_host_waits(model)[:8], in_turn(model, way)
     engine = ahead(load(model.folder, 60))
     part, name, after = STAGES[stage]
     saboteur = Saboteur(monkeypatch, part(engine), name, after)
@@ -328,7 +330,7 @@ def test_failed_batches_change_no_token(
 
 def test_only_the_request_with_nan_logits_ends(zoo: Zoo, kernels: str | None) -> None:
     model = zoo[CASE]
-    requests, expected = undemanding(model), in_turn(model, "chunked")
+    requests, expected = without_host_waits(model), in_turn(model, "chunked")
     faulty = requests[5]
     engine = ahead(load(model.folder, 60, kernels=kernels))
     spoil(engine, faulty.request_id, num_tokens=faulty.prompt_length + 4)
@@ -371,7 +373,7 @@ def test_a_greedy_stream_gets_a_token_per_iteration_beside_a_request_that_needs_
     """Each request gets the same tokens as when it runs alone."""
     model = zoo[CASE]
     stream = Request(1, model.prompt(9), 40, streaming=True)
-    other = demanding(model)[kind]
+    other = with_host_waits(model)[kind]
     served = serve(ahead(load(model.folder, 60)), config_of("no-evict"), [stream, other])
     assert served.most_in_flight == 2
     assert served.num_iterations == 40, (
@@ -385,7 +387,7 @@ def test_a_greedy_stream_gets_a_token_per_iteration_beside_a_request_that_needs_
 def test_logits_that_the_host_needs_survive_the_replay_of_the_next_batch(zoo: Zoo) -> None:
     """The next batch of the same recorded size overwrites the logits."""
     model, tape = zoo[CASE], Tape()
-    ours, theirs = undemanding(model)[:4], demanding(model)
+    ours, theirs = without_host_waits(model)[:4], with_host_waits(model)
     requests = [each for pair in zip((*ours, *ours), theirs) for each in pair][:8]
     requests = [replace(each, request_id=number) for number, each in enumerate(requests)]
     expected = serve(load_paged(model.folder, 60), config_of("no-evict"), requests)
@@ -440,7 +442,7 @@ def test_failed_batches_with_rows_that_need_the_host_change_no_token(
     zoo: Zoo, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = zoo[CASE]
-    requests = [each for pair in zip(undemanding(model), demanding(model)) for each in pair]
+    requests = [each for pair in zip(without_host_waits(model), with_host_waits(model)) for each in pair]
     expected = serve(load(model.folder, 80), config_of("chunked"), requests)
     engine = ahead(load(model.folder, 80))
     part, name, after = STAGES[stage]
@@ -455,7 +457,7 @@ def test_failed_batches_with_rows_that_need_the_host_change_no_token(
 @pytest.mark.parametrize("number", [0, 1])
 def test_only_the_request_with_nan_logits_ends_if_one_needs_the_host(zoo: Zoo, number: int) -> None:
     model = zoo[CASE]
-    requests = [Request(1, model.prompt(9), 20), demanding(model)[1]]
+    requests = [Request(1, model.prompt(9), 20), with_host_waits(model)[1]]
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
     faulty = requests[number]
     engine = ahead(load(model.folder, 60))

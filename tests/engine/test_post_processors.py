@@ -133,7 +133,7 @@ def test_a_failing_post_processor_ends_its_own_request_alone(zoo: Zoo, name: str
             assert served.result(request) == alone.result(request)
 
 
-def test_a_batched_failure_ends_all_of_its_call_and_no_others(zoo: Zoo) -> None:
+def test_a_failed_batched_call_ends_all_of_its_requests_and_no_others(zoo: Zoo) -> None:
     model = zoo["llama"]
 
     def batched(req_ids, logits, ids, stream_ptr, client_ids):
@@ -177,7 +177,7 @@ def thread_of_rank() -> int:
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
 @pytest.mark.parametrize("replicate", [True, False])
-def test_ranks_give_the_results_of_one_and_the_right_ranks_call(
+def test_ranks_give_the_results_of_one_and_the_right_ranks_call_post_processors(
     zoo: Zoo, topology: tuple[int, int], replicate: bool
 ) -> None:
     """Every rank that has the logits makes the same calls, or only the rank that samples does."""

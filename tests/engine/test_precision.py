@@ -26,7 +26,7 @@ def _relative_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "case", with_all(["llama-gqa", "mistral-window", "qwen3", "gpt2"], ["llama-gqa", "gpt2"])
 )
-def test_error_is_bounded(zoo: Zoo, case: str, dtype: str, kernels: str | None) -> None:
+def test_error_of_each_dtype_is_bounded(zoo: Zoo, case: str, dtype: str, kernels: str | None) -> None:
     model = zoo[case]
     engine = load_engine(model.folder, dtype=dtype, kernels=kernels)
     prompt = model.prompt(32)

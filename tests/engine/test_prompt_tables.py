@@ -87,7 +87,9 @@ def test_logits_and_tokens_are_those_of_inputs_embeds(zoo: Zoo, case: str, kerne
 
 @of_llama
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse", "chunked"]))
-def test_every_way_of_serving_gives_the_same(zoo: Zoo, case: str, kernels: str | None, way: str) -> None:
+def test_every_way_of_serving_gives_the_tokens_of_inputs_embeds(
+    zoo: Zoo, case: str, kernels: str | None, way: str
+) -> None:
     """Chunked, paused and recomputed, with and without shared blocks."""
     model = zoo[case]
     requests, tables = mixed_requests(model, 24)
@@ -101,7 +103,7 @@ def test_every_way_of_serving_gives_the_same(zoo: Zoo, case: str, kernels: str |
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
-def test_several_ranks_give_the_same(
+def test_several_ranks_give_the_tokens_of_inputs_embeds(
     zoo: Zoo, case: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     model = zoo[case]
@@ -266,7 +268,7 @@ def test_a_table_may_be_of_another_type_than_the_model(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_other_types_of_models_take_tables(zoo: Zoo, dtype: str) -> None:
+def test_models_in_other_dtypes_take_tables(zoo: Zoo, dtype: str) -> None:
     """The model's own embeddings, given as a table, have the same effect as the tokens."""
     model = zoo["llama-gqa"]
     engine = load(model.folder, 200, dtype=dtype)

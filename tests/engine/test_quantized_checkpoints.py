@@ -280,7 +280,7 @@ def test_unsupported_quantizations_are_refused_by_their_key(
         ("fp8-tensor", "weight", lambda weight: weight.float(), "dtype float32, expected F8_E4M3 or I8"),
     ],
 )
-def test_misfitting_parts_are_refused_by_name(
+def test_quantized_tensors_that_do_not_fit_are_refused_by_name(
     copy: Copy, tmp_path: Path, name: str, part: str, change: Any, said: str
 ) -> None:
     copy(name, tmp_path)

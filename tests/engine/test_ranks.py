@@ -158,7 +158,7 @@ def _by_one_rank_through_faults(model: ZooModel) -> dict[tuple[int, int], Sequen
         ],
     ),
 )
-def test_everything_at_once_in_every_way(
+def test_mixed_requests_give_one_ranks_results_in_every_way_of_serving(
     zoo: Zoo, way: str, kernels: str | None, topology: tuple[int, int]
 ) -> None:
     """Sampling, penalties, beams, drafts, several sequences, log probs; with chunks, reuse and pauses."""
@@ -384,10 +384,10 @@ def test_a_rank_that_fails_alone_reports_it_and_computes_no_more(
             engine._ranks[rank].forward(batch)
 
 
-def test_a_rank_that_fails_in_a_collective_is_noticed_through_its_call(
+def test_a_rank_that_fails_in_a_collective_is_detected_by_its_failed_call(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other rank waits for it until the test ends the wait."""
+    """The other rank waits in the collective until the test ends the wait."""
     model = zoo["llama-gqa"]
     with ranks(model.folder, (2, 1), kernels="torch") as engine:
         saboteur = Saboteur(monkeypatch, _runner(engine.stages[1]).decoder, "_mlp", after=False)

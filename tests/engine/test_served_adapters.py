@@ -234,7 +234,7 @@ def test_alone_a_request_has_the_tokens_of_peft(zoo: Zoo, case: str, kernels: st
     ),
 )
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
-def test_all_together_in_every_way_with_few_pages_and_blocks(
+def test_mixed_adapters_with_few_pages_and_blocks_get_the_results_of_each_alone(
     zoo: Zoo, case: str, way: str, kernels: str | None
 ) -> None:
     """Chunks, reuse, pauses; adapters are evicted from the device while their requests wait, and reloaded."""
@@ -254,7 +254,7 @@ def test_all_together_in_every_way_with_few_pages_and_blocks(
 
 
 @one_kernel
-def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) -> None:
+def test_adapters_that_all_fit_are_loaded_once(zoo: Zoo, kernels: str | None) -> None:
     model = zoo["llama-gqa"]
     engine = load(model.folder, 200, 12, kernels=kernels)
     served = serve(engine, config_of("chunked"), requests_of(model), model, per_step=30)
@@ -267,7 +267,9 @@ def test_with_room_for_all_each_is_loaded_once(zoo: Zoo, kernels: str | None) ->
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
-def test_on_several_ranks(zoo: Zoo, topology: tuple[int, int], kernels: str | None) -> None:
+def test_mixed_adapters_on_several_ranks_get_the_results_of_each_alone(
+    zoo: Zoo, topology: tuple[int, int], kernels: str | None
+) -> None:
     model = zoo["llama-gqa"]
     with (
         few_pages(),
@@ -328,7 +330,7 @@ OF_A_POOL = ["adapter of a row", "stale pages"]
 
 
 @pytest.mark.parametrize("fault", [*OF_A_POOL, "adapter of a beam", "shared blocks"])
-def test_a_planted_fault_is_noticed(zoo: Zoo, fault: str) -> None:
+def test_a_planted_fault_is_detected(zoo: Zoo, fault: str) -> None:
     """Checks that the tests above can fail."""
     model, kernels = zoo["llama-gqa"], "torch" if fault in OF_A_POOL else None
     with few_pages():

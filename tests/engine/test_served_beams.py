@@ -96,7 +96,7 @@ def test_beams_are_those_of_transformers(zoo: Zoo, case: str) -> None:
 
 
 @cache
-def company_of(model: ZooModel) -> dict[Request, list[int]]:
+def sampling_requests_of(model: ZooModel) -> dict[Request, list[int]]:
     """Return sampling requests, and the tokens that each gets alone."""
     sampling = SamplingConfig(temperature=1.3, top_p=0.9, random_seed=4)
     requests = [
@@ -112,16 +112,19 @@ def company_of(model: ZooModel) -> dict[Request, list[int]]:
     with_all(["utilization", "chunked", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"]),
 )
 @every_case
-def test_every_way_with_sampling_requests_between(zoo: Zoo, case: str, way: str) -> None:
+def test_beams_beside_sampling_requests_are_those_of_transformers(zoo: Zoo, case: str, way: str) -> None:
     """The cache is so small that sampling requests are paused for each other, and searches wait."""
     answers = grid(zoo[case], case)[::2]
-    company = company_of(zoo[case])
+    sampling_requests = sampling_requests_of(zoo[case])
     requests = [
-        request for pair in itertools.zip_longest(company, dict(answers)) for request in pair if request
+        request
+        for pair in itertools.zip_longest(sampling_requests, dict(answers))
+        for request in pair
+        if request
     ]
     served = serve(load(zoo[case].folder, 34, SLOTS), config_of(way), requests, per_iteration=3)
     assert_same(served, answers)
-    assert {request: served.tokens(request) for request in company} == company
+    assert {request: served.tokens(request) for request in sampling_requests} == sampling_requests
     if "utilization" in way:
         assert served.num_pauses > 0
 
@@ -135,7 +138,7 @@ MASKS = {
 
 @every_case
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
+def test_beams_with_masked_tokens_are_those_of_transformers(zoo: Zoo, case: str, mask: str) -> None:
     """transformers masks log probs, and renormalizes them only on request; here, logits are masked."""
     model = zoo[case]
     changes, options = MASKS[mask]
@@ -149,7 +152,7 @@ def test_masks_with_beams(zoo: Zoo, case: str, mask: str) -> None:
 
 
 @every_case
-def test_bad_words_with_beams(zoo: Zoo, case: str) -> None:
+def test_beams_with_bad_words_are_those_of_transformers(zoo: Zoo, case: str) -> None:
     """Words of one token and of several tokens, taken from beams without bad words."""
     model = zoo[case]
     answers = []
@@ -179,7 +182,7 @@ def searched(model: ZooModel, request: Request) -> list[list[int]]:
 
 
 @every_case
-def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
+def test_beams_with_penalties_temperature_and_bias_are_those_of_the_reference(zoo: Zoo, case: str) -> None:
     """transformers combines these with beams differently; the expected beams are the reference's."""
     model = zoo[case]
     bias = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 2
@@ -197,7 +200,7 @@ def test_penalties_temperature_and_bias_with_beams(zoo: Zoo, case: str) -> None:
     assert_same(served, [(request, searched(model, request)) for request in requests])
 
 
-def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
+def test_log_probs_and_logits_of_beams_are_the_models_own(zoo: Zoo) -> None:
     """Log probs and logits are the model's own, before the search's bans and penalties."""
     model = zoo["llama-gqa"]
     output = OutputOptions(
@@ -233,7 +236,7 @@ def test_log_probs_and_logits_of_beams(zoo: Zoo) -> None:
             assert top == log_probs.topk(3).indices.tolist()
 
 
-def test_streamed_beams_have_everything_so_far(zoo: Zoo) -> None:
+def test_streamed_beams_have_all_tokens_so_far(zoo: Zoo) -> None:
     model = zoo["gpt2"]
     request = make_request(model, 1, streaming=True)
     served = serve(load(model.folder, 300, SLOTS), config_of("no-evict"), [request])

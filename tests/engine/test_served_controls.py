@@ -87,7 +87,9 @@ def processed(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
 
 @every_case
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
-def test_greedy_tokens_with_every_processor_in_one_batch(zoo: Zoo, case: str, way: str) -> None:
+def test_greedy_tokens_with_every_processor_in_one_batch_are_those_of_transformers(
+    zoo: Zoo, case: str, way: str
+) -> None:
     model = zoo[case]
     requests, expected = processed(model)
     served = serve(load(model.folder, 34, 5), config_of(way), requests)
@@ -120,7 +122,9 @@ def banned(model: ZooModel) -> tuple[list[Request], list[list[int]]]:
 
 @every_case
 @pytest.mark.parametrize("way", WAYS)
-def test_min_length_and_bad_words(zoo: Zoo, case: str, way: str) -> None:
+def test_tokens_with_min_length_and_bad_words_are_those_of_transformers(
+    zoo: Zoo, case: str, way: str
+) -> None:
     model = zoo[case]
     requests, expected = banned(model)
     served = serve(load(model.folder, 34, 5), config_of(way), requests)
@@ -138,7 +142,7 @@ def penalized(model: ZooModel, request: Request) -> list[int]:
 
 
 @every_case
-def test_presence_and_frequency_penalties(zoo: Zoo, case: str) -> None:
+def test_presence_and_frequency_penalties_give_the_expected_greedy_tokens(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     requests = [
         make_request(number, prompt_of(model, number), sampling)
@@ -195,7 +199,9 @@ def controlled(model: ZooModel) -> dict[Request, list[int]]:
 
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 @every_case
-def test_allowed_tokens_and_logit_biases(zoo: Zoo, case: str, kernels: str | None) -> None:
+def test_allowed_tokens_and_logit_biases_give_the_references_tokens(
+    zoo: Zoo, case: str, kernels: str | None
+) -> None:
     """Tokens equal those of `sampling.reference`, with and without prompt lookup."""
     model = zoo[case]
     expected = controlled(model)

@@ -69,7 +69,7 @@ def assert_details(model: ZooModel, request: Request, served: Served, sequence_i
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
-def test_all_details_of_a_response(zoo: Zoo, case: str, way: str) -> None:
+def test_log_probs_and_logits_are_the_models_own(zoo: Zoo, case: str, way: str) -> None:
     """Streamed or not, paused, in chunks, with drafts; penalties and bans have no influence."""
     model = zoo[case]
     requests = make_requests(model)

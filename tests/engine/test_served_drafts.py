@@ -65,7 +65,7 @@ def accepted(served: Served, request: Request) -> tuple[int, int]:
 
 @every_case
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
-def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
+def test_external_drafts_change_no_token(zoo: Zoo, case: str, way: str) -> None:
     """A batch has drafts that are entirely right, partly right, and wrong."""
     model = zoo[case]
     plain = make_requests(model)
@@ -83,7 +83,9 @@ def test_drafts_from_outside(zoo: Zoo, case: str, way: str) -> None:
 
 @every_case
 @pytest.mark.parametrize("threshold", [None, 0.5])
-def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> None:
+def test_drafts_with_logits_are_accepted_as_by_the_reference(
+    zoo: Zoo, case: str, threshold: float | None
+) -> None:
     """The expected tokens are computed by `sampling.reference` from transformers' logits."""
     model = zoo[case]
     requests = []
@@ -111,7 +113,7 @@ def test_drafts_with_logits(zoo: Zoo, case: str, threshold: float | None) -> Non
 
 @every_case
 @pytest.mark.parametrize("way", ["no-evict", "utilization", "utilization-chunked-no-reuse"])
-def test_prompt_lookup(zoo: Zoo, case: str, way: str) -> None:
+def test_prompt_lookup_changes_no_token(zoo: Zoo, case: str, way: str) -> None:
     """Prompts already contain much of the output, after n-grams that are repeated."""
     model = zoo[case]
     plain = make_requests(model)

@@ -62,7 +62,7 @@ def impossible(model: ZooModel, number: int, ban: str, sampling: str, **fields: 
     return Request(number, prompt, 8, sampling=SamplingConfig(**asked), **others, **fields)
 
 
-def innocent(model: ZooModel) -> list[Request]:
+def ordinary_requests(model: ZooModel) -> list[Request]:
     samplings = (SamplingConfig(), SamplingConfig(top_p=0.9, random_seed=3), SamplingConfig(beam_width=2))
     return [
         Request(100 + number, model.prompt(12, number), 10, sampling=samplings[number % 3], bad_words=((7,),))
@@ -77,7 +77,7 @@ def answers(served: Served, requests: list[Request]) -> list[list[list[int]]]:
 @one_kernel
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_requests_whose_bans_leave_no_token_fail_alone(zoo: Zoo, sampling: str, kernels: str | None) -> None:
-    model, others = zoo["llama-gqa"], innocent(zoo["llama-gqa"])
+    model, others = zoo["llama-gqa"], ordinary_requests(zoo["llama-gqa"])
     faulty = dict(enumerate(BANS))
     requests = [impossible(model, number, ban, sampling) for number, ban in faulty.items()]
     mixed = [each for pair in zip(requests, others) for each in pair] + others[len(requests) :]
@@ -124,7 +124,7 @@ def test_drafts_do_not_hide_that_no_token_is_left(
 @pytest.mark.parametrize("kernels", [DEFAULT, TORCH])
 def test_extreme_requests_fail_no_iteration(zoo: Zoo, kernels: str | None) -> None:
     """Every parameter at its limits; the request is answered or ends with its own error, without side effects."""
-    model, others, numbers = zoo["llama-gqa"], innocent(zoo["llama-gqa"]), random.Random(5)
+    model, others, numbers = zoo["llama-gqa"], ordinary_requests(zoo["llama-gqa"]), random.Random(5)
     requests = []
     for number in range(90):
         width, lookup = ((1, 0), (1, 4), (3, 0))[number % 3]

@@ -21,7 +21,7 @@ CPUS = tuple(range(8))
         (8, Processors(CPUS, CPUS, quota=3.5), 3),
         (1, Processors(CPUS, CPUS), 1),
     ],
-    ids=["cores", "two processors a core", "quota", "torch was told so"],
+    ids=["cores", "two processors a core", "quota", "torch's own setting"],
 )
 def test_threads_follow_torch_the_cores_and_the_quota(
     monkeypatch: pytest.MonkeyPatch,

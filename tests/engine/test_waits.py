@@ -39,7 +39,7 @@ def mixed(names: list[str]) -> list[SamplingConfig]:
 @pytest.mark.parametrize(
     "names", with_all([pytest.param(names, id="+".join(names)) for names in BATCHES], BATCHES[-1:])
 )
-def test_a_generation_batch_waits_once(zoo: Zoo, attention: str, names: list[str]) -> None:
+def test_a_generation_batch_waits_for_the_device_once(zoo: Zoo, attention: str, names: list[str]) -> None:
     """Sequences need new blocks in the batch; tokens equal the CPU's."""
     model = zoo["llama-gqa"]
     prompts = [model.prompt(5 + 4 * number, number) for number in range(len(names))]
@@ -111,7 +111,7 @@ def test_controls_add_no_waits(zoo: Zoo, name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["in place", "gathered"])
-def test_first_and_later_chunks_wait_once(zoo: Zoo, attention: str) -> None:
+def test_first_and_later_chunks_wait_for_the_device_once(zoo: Zoo, attention: str) -> None:
     model = zoo["llama-gqa"]
     with FakeDevice() as device:
         gathering = GATHERING if attention == "gathered" else None
@@ -127,7 +127,7 @@ def test_first_and_later_chunks_wait_once(zoo: Zoo, attention: str) -> None:
                 row.num_computed += length
 
 
-def test_a_replayed_batch_waits_once(zoo: Zoo) -> None:
+def test_a_replayed_batch_waits_for_the_device_once(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     with FakeDevice() as device:
         engine = load_paged(model.folder, device="meta", capture=lambda operations: operations)

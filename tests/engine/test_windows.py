@@ -142,7 +142,9 @@ def test_windows_and_sinks_have_the_effect_of_masks(
 
 @pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
 @pytest.mark.parametrize("chunk", with_all([1, 7, 8, 33, 90], [7, 33]))
-def test_chunks_of_a_context(zoo: Zoo, case: str, chunk: int, kernels: str | None) -> None:
+def test_a_context_in_chunks_gives_the_logits_of_a_whole_one(
+    zoo: Zoo, case: str, chunk: int, kernels: str | None
+) -> None:
     assert_chunks_are_whole(zoo[case], chunk, kernels)
 
 
@@ -168,7 +170,7 @@ def assert_chunks_are_whole(model: ZooModel, chunk: int, kernels: str | None) ->
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=0, atol=TOLERANCE)
 
 
-def test_rows_of_different_lengths(zoo: Zoo, kernels: str | None) -> None:
+def test_rows_of_different_lengths_give_the_masked_models_tokens(zoo: Zoo, kernels: str | None) -> None:
     """Rows shorter than the sinks, shorter than a window, or much longer, in one group of generation rows."""
     model = zoo["llama-gqa"]
     oracle = masked(model, (27, 40), 19)
@@ -277,7 +279,7 @@ def test_accepted_drafts_in_windows_change_no_token(zoo: Zoo, kernels: str | Non
         assert row.generated == tokens[: len(row.generated)]
 
 
-def test_windows_of_layers() -> None:
+def test_layer_windows_combine_the_checkpoints_and_the_parameters() -> None:
     assert layer_windows((None,) * 3, (), 4, 100) == (None,) * 3
     assert layer_windows((None, 20, 100), (), 0, 100) == (None, AttentionWindow(20), None)
     assert layer_windows((None,) * 5, (8, 100, 99), 0, 100) == (
@@ -290,7 +292,7 @@ def test_windows_of_layers() -> None:
     assert layer_windows((None, 20), (30,), 4, 100) == (AttentionWindow(26, 4), AttentionWindow(16, 4))
 
 
-def test_chunks_of_layers() -> None:
+def test_layer_windows_include_the_checkpoints_chunks() -> None:
     chunk = AttentionWindow(20, is_chunk=True)
     assert layer_windows((None,) * 3, (), 4, 100, (20, None, 100)) == (chunk, None, None)
     assert layer_windows((None,) * 2, (100,), 0, 100, (20, None)) == (chunk, None)

@@ -159,7 +159,7 @@ def test_the_executors_fields_have_the_originals_order_and_defaults() -> None:
     assert {name: getattr(config, name) for name in EXECUTOR_DEFAULTS} == EXECUTOR_DEFAULTS
 
 
-def test_ten_arguments_of_a_kv_cache_are_positional() -> None:
+def test_the_first_ten_arguments_of_kv_cache_config_are_positional() -> None:
     given = [False, 1, [2], 3, 0.5, 4, False, 0.4, 50, 1024]
     config = trtllm.KvCacheConfig(*given)
     assert [getattr(config, name) for name in parameters(trtllm.KvCacheConfig)[:10]] == given
@@ -225,7 +225,7 @@ def test_nested_getters_return_references() -> None:
     assert config.scheduler_config is config.scheduler_config
 
 
-def test_a_configuration_keeps_copies() -> None:
+def test_an_executor_config_copies_its_parts() -> None:
     cache = trtllm.KvCacheConfig()
     config, other = trtllm.ExecutorConfig(kv_cache_config=cache), trtllm.ExecutorConfig()
     cache.max_tokens = 42
@@ -280,7 +280,7 @@ def test_a_number_out_of_range_is_refused_at_assignment(cls: type, name: str, va
         setattr(made, name, value)
 
 
-def test_another_classs_object_is_a_type_error() -> None:
+def test_an_object_of_another_class_is_a_type_error() -> None:
     with pytest.raises(
         TypeError, match=r"ExecutorConfig\.scheduler_config must be SchedulerConfig, got KvCacheConfig"
     ):
@@ -363,7 +363,7 @@ def test_post_processors_may_have_no_callable_and_can_be_pickled() -> None:
     assert config.processor_batched is print
 
 
-def test_older_attributes_of_post_processors() -> None:
+def test_older_attributes_of_post_processors_set_the_newer_ones() -> None:
     config = trtllm.ExecutorConfig()
     assert config.logits_post_processor_map is None and config.logits_post_processor_batched is None
     config.logits_post_processor_map = {"a": change}

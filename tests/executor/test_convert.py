@@ -48,7 +48,7 @@ def convert(**fields: Any) -> CoreRequest:
 PLAIN = CoreRequest(0, (1, 2, 3), 5, sampling=CoreSamplingConfig(early_stopping=1))
 
 
-def test_a_plain_request() -> None:
+def test_a_plain_request_gets_the_defaults_of_the_servers_tensors() -> None:
     """If no end id is given, only early stopping has another default than the server's tensors."""
     assert convert() == PLAIN
 
@@ -96,12 +96,12 @@ def test_invalid_adapters_are_refused(weights: torch.Tensor, config: torch.Tenso
         convert(lora_config=trtllm.LoraConfig(1, weights, config))
 
 
-def test_arrays_of_tensors() -> None:
+def test_lists_and_bfloat16_tensors_become_arrays() -> None:
     assert to_host_array([1, 2]).tolist() == [1, 2]
     assert to_host_array(torch.ones(2, dtype=torch.bfloat16)).tolist() == [0x3F80] * 2
 
 
-def test_the_cache_of_adapters() -> None:
+def test_settings_of_the_adapter_cache_are_converted() -> None:
     peft = trtllm.PeftCacheConfig(
         optimal_adapter_size=16, max_adapter_size=128, device_cache_percent=0.1, host_cache_size=1 << 20,
         lora_prefetch_dir="/adapters",
@@ -161,7 +161,7 @@ FIELDS_OF_A_REQUEST: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS_OF_A_REQUEST)
-def test_a_field_of_a_request(name: str) -> None:
+def test_each_field_of_a_request_is_converted(name: str) -> None:
     value, expected = FIELDS_OF_A_REQUEST[name]
     assert convert(**{name: value}) == replace(PLAIN, **expected)
 
@@ -246,11 +246,11 @@ def test_a_number_of_sequences_may_be_assigned_to_the_request() -> None:
     ("time", "milliseconds"),
     [(None, 0), (timedelta(0), 1), (timedelta(microseconds=10), 1), (timedelta(days=1), 86_400_000)],
 )
-def test_a_time_of_zero_is_a_deadline(time: timedelta | None, milliseconds: int) -> None:
+def test_an_allotted_time_of_zero_is_a_deadline(time: timedelta | None, milliseconds: int) -> None:
     assert convert(allotted_time_ms=time).allotted_time_ms == milliseconds
 
 
-def test_a_time_is_not_negative() -> None:
+def test_a_negative_allotted_time_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="allotted_time_ms must not be negative"):
         convert(allotted_time_ms=timedelta(seconds=-1))
 
@@ -355,7 +355,7 @@ def parameters(**fields: Any) -> Parameters:
     return made
 
 
-def test_a_plain_configuration() -> None:
+def test_a_plain_configuration_gets_the_defaults() -> None:
     plain = parameters()
     assert plain.engine.gpt_model_path == "/checkpoint"
     assert plain.engine.max_num_sequences == DEFAULT_MAX_BATCH_SIZE
@@ -396,7 +396,7 @@ CONFIGURATION: dict[str, tuple[dict[str, Any], str, Any]] = {
 
 
 @pytest.mark.parametrize("what", CONFIGURATION)
-def test_a_field_of_the_configuration(what: str) -> None:
+def test_each_field_of_the_configuration_is_converted(what: str) -> None:
     fields, path, expected = CONFIGURATION[what]
     found: Any = parameters(**fields)
     for name in path.split("."):
@@ -464,7 +464,7 @@ def test_the_guided_decoding_backend_is_set() -> None:
     )
 
 
-def test_tensors_of_the_model() -> None:
+def test_additional_outputs_and_debug_tensors_are_converted() -> None:
     outputs = [
         trtllm.AdditionalModelOutput("top_3_logits", True),
         trtllm.AdditionalModelOutput("hidden_states_1"),

@@ -15,7 +15,7 @@ def answer(request_id: int, answers: Answers | None = None) -> EngineAnswer:
     return answers.add(Response(request_id, error=Unavailable("no"), is_final=True))
 
 
-def test_answers_of_one_request_or_of_all() -> None:
+def test_answers_can_be_taken_of_one_request_or_of_all() -> None:
     enqueued = EnqueuedRequests()
     one, other = answer(1), answer(2)
     for each in (one, other):

@@ -57,14 +57,16 @@ def test_the_basic_example_prints_the_models_tokens(checkpoint: Path, reference)
     assert rows(run_alone(checkpoint, "basic.py")) == [[[1, 2, 3, 4, *reference([1, 2, 3, 4], 10)]]]
 
 
-def test_generate(checkpoint: Path) -> None:
+def test_the_generate_example_prints_the_texts_of_all_prompts(checkpoint: Path) -> None:
     out = run(checkpoint, "generate.py", "--max_tokens", "5", "some text", "other").splitlines()
     assert [line.partition(" -> ")[0] for line in out[:2]] == ["'some text'", "'other'"]
     text = ast.literal_eval(out[0].partition(" -> ")[2].rpartition(" (")[0])
     assert "".join(map(ast.literal_eval, out[2:])).startswith(text)
 
 
-def test_adapters(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_adapters_example_prints_texts_with_and_without_the_adapter(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     ids = torch.tensor([tokenizer.encode("some text")])
@@ -98,7 +100,9 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_advanced(checkpoint: Path, reference, prompts: Path) -> None:
+def test_the_advanced_example_prints_prompts_and_greedy_tokens(
+    checkpoint: Path, reference, prompts: Path
+) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6")
     outputs = [reference(prompt, 6) for prompt in PROMPTS]
     out = run(checkpoint, "advanced.py", *given)
@@ -108,13 +112,15 @@ def test_advanced(checkpoint: Path, reference, prompts: Path) -> None:
 @pytest.mark.parametrize(
     "flag", with_all(["--streaming", "--exclude_input_from_output"], ["--exclude_input_from_output"])
 )
-def test_advanced_without_the_prompt(checkpoint: Path, reference, prompts: Path, flag: str) -> None:
+def test_the_advanced_example_can_leave_the_prompt_out(
+    checkpoint: Path, reference, prompts: Path, flag: str
+) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6", flag)
     assert rows(run(checkpoint, "advanced.py", *given)) == [reference(prompt, 6) for prompt in PROMPTS]
 
 
 @pytest.mark.exhaustive
-def test_advanced_writes_beams_to_a_file(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+def test_the_advanced_example_writes_beams_to_a_file(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6")
     written = tmp_path / "out.csv"
     beams = ("--beam_width", "2", "--streaming", "--output_tokens_csv_file", str(written))
@@ -124,7 +130,9 @@ def test_advanced_writes_beams_to_a_file(checkpoint: Path, prompts: Path, tmp_pa
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["orchestrator", "leader"])
-def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path, mode: str) -> None:
+def test_the_advanced_example_gives_the_same_tokens_on_several_ranks(
+    checkpoint: Path, reference, prompts: Path, mode: str
+) -> None:
     given = ("--input_tokens_csv_file", str(prompts), "--max_tokens", "6", "--streaming")
     outputs = [reference(prompt, 6) for prompt in PROMPTS]
     orchestrated = ("--use_orchestrator_mode", "--num_ranks", "2") if mode == "orchestrator" else ()
@@ -133,7 +141,7 @@ def test_advanced_on_several_ranks(checkpoint: Path, reference, prompts: Path, m
     assert rows(out) == outputs
 
 
-def test_debug_prints_the_tensors_of_each_iteration(checkpoint: Path) -> None:
+def test_the_debug_example_prints_the_tensors_of_each_iteration(checkpoint: Path) -> None:
     lines = run(checkpoint, "debug.py", "--max_iterations", "2").splitlines()
     assert [line.partition(": ")[2] for line in lines] == [
         "sequence_length [1] [7]",
@@ -142,7 +150,7 @@ def test_debug_prints_the_tensors_of_each_iteration(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("batched", with_all([False, True], [True]))
-def test_logits_processor(checkpoint: Path, batched: bool) -> None:
+def test_the_logits_processor_example_prints_only_allowed_tokens(checkpoint: Path, batched: bool) -> None:
     out = run(checkpoint, "logits_processor.py", *(["--batched"] if batched else [])).splitlines()
     first, bounded = (ast.literal_eval(line.partition(": ")[2])[4:] for line in out)
     assert [line.partition(":")[0] for line in out] == ["client 1", "client 7"]

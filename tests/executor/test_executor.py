@@ -110,7 +110,7 @@ def test_num_return_sequences_limits_the_beams(executor) -> None:
     assert len(result.finish_reasons) == 2 and result.sequence_index == 0
 
 
-def test_streamed_beams_have_everything_so_far(executor, caplog) -> None:
+def test_streamed_beams_have_all_tokens_so_far(executor, caplog) -> None:
     results = results_of(executor, request(streaming=True, sampling_config=trtllm.SamplingConfig(2)))
     assert [[len(beam) for beam in result.output_token_ids] for result in results] == [
         [n, n] for n in range(1, 7)
@@ -151,7 +151,7 @@ def test_log_probs_cover_all_tokens_so_far(executor) -> None:
     assert streamed[-1].log_probs == whole.log_probs
 
 
-def test_shapes_of_logits(executor) -> None:
+def test_logits_have_the_documented_shapes(executor) -> None:
     config = trtllm.OutputConfig(return_context_logits=True, return_generation_logits=True)
     (whole,) = results_of(executor, request(output_config=config))
     assert whole.context_logits.shape == (len(PROMPT), VOCABULARY)
@@ -180,7 +180,7 @@ def test_logits_after_the_end_are_zero(executor, reference) -> None:
     assert result.generation_logits[0, 2:].eq(0).all() and result.generation_logits[0, 1].ne(0).any()
 
 
-def test_perf_metrics(executor) -> None:
+def test_perf_metrics_have_times_and_iterations_in_order(executor) -> None:
     config = trtllm.OutputConfig(return_perf_metrics=True)
     first, *_, last = (
         result.request_perf_metrics
@@ -199,7 +199,7 @@ def test_perf_metrics(executor) -> None:
 # ---------------------------------------------------------------------- waiting
 
 
-def test_responses_of_any_request(executor) -> None:
+def test_await_responses_without_ids_returns_those_of_any_request(executor) -> None:
     ids = executor.enqueue_requests([request(), request()])
     found: list[int] = []
     while len(found) < 2:
@@ -220,7 +220,7 @@ def test_an_elapsed_timeout_returns_nothing(executor) -> None:
     responses_of(executor, request_id)
 
 
-def test_responses_of_several_requests(executor) -> None:
+def test_await_responses_of_several_ids_returns_a_list_for_each(executor) -> None:
     ids = executor.enqueue_requests([request(4), request(3)])
     both = executor.await_responses(ids, A_MINUTE)
     assert [[response.request_id for response in each] for each in both] == [[each] for each in ids]
@@ -435,7 +435,7 @@ def test_shutdown_wakes_waiting_threads(checkpoint: Path, monkeypatch: pytest.Mo
     assert len(found) == 2 and [] in found
 
 
-_FORGETFUL = """
+_PROGRAM_WITHOUT_SHUTDOWN = """
 import sys, threading
 import inflight.executor as trtllm
 
@@ -456,7 +456,10 @@ print("done")
 def test_an_unreferenced_executor_ends_and_so_does_its_program(checkpoint: Path) -> None:
     # In a process of its own: log records kept by pytest may refer to an executor.
     done = subprocess.run(
-        [sys.executable, "-c", _FORGETFUL, checkpoint], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _PROGRAM_WITHOUT_SHUTDOWN, checkpoint],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
@@ -464,7 +467,7 @@ def test_an_unreferenced_executor_ends_and_so_does_its_program(checkpoint: Path)
 # ---------------------------------------------------------------------- reports
 
 
-def test_statistics_are_drained(executor) -> None:
+def test_statistics_are_returned_once(executor) -> None:
     executor.get_latest_iteration_stats(), executor.get_latest_request_stats()
     request_id = executor.enqueue_request(request(4, streaming=True))
     responses_of(executor, request_id)
@@ -482,7 +485,7 @@ def test_statistics_are_drained(executor) -> None:
     assert all(each.iter > stats[-1].iter for each in later)
 
 
-def test_statistics_of_zero_iterations_are_off(checkpoint: Path) -> None:
+def test_statistics_are_off_if_zero_iterations_are_kept(checkpoint: Path) -> None:
     with make_executor(checkpoint, iter_stats_max_iterations=0) as executor:
         results_of(executor, request())
         assert executor.get_latest_iteration_stats() == []
@@ -498,7 +501,7 @@ def test_statistics_are_limited_to_the_given_number(checkpoint: Path) -> None:
         assert len(executor.get_latest_request_stats()) == 3
 
 
-def test_events_of_the_kv_cache(checkpoint: Path) -> None:
+def test_kv_cache_events_report_stored_updated_and_removed_blocks(checkpoint: Path) -> None:
     cache = trtllm.KvCacheConfig(max_tokens=256, event_buffer_max_size=100)
     with make_executor(checkpoint, kv_cache_config=cache) as executor:
         manager = executor.get_kv_cache_event_manager()

@@ -25,7 +25,7 @@ def tokenizer(checkpoint: Path):
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def test_ids_to_ids_and_text(executor, reference, tokenizer) -> None:
+def test_a_prompt_of_ids_is_answered_by_ids_and_their_text(executor, reference, tokenizer) -> None:
     answer = executor.generate(PROMPT, max_tokens=8, end_id=-1)
     assert answer.token_ids == tuple(reference(PROMPT, 8))
     assert answer.prompt_token_ids == tuple(PROMPT)
@@ -66,7 +66,7 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(executor) -> None:
     assert answer.sequences[0].finish_reason is FINISHED.STOP_WORDS
 
 
-def test_sequences_and_beams(executor) -> None:
+def test_several_sequences_differ_and_beams_are_sorted(executor) -> None:
     sampling = trtllm.SamplingConfig(num_return_sequences=3, top_k=50, seed=5)
     answer = executor.generate(
         PROMPT, max_tokens=6, sampling_config=sampling, end_id=-1, return_log_probs=True
@@ -100,7 +100,7 @@ class _Handed:
         return [None] * len(self.requests)
 
 
-def test_adapters_for_all_prompts_or_for_each(executor, monkeypatch) -> None:
+def test_adapters_are_given_for_all_prompts_or_for_each(executor, monkeypatch) -> None:
     monkeypatch.setattr(executor_module, "Generating", _Handed)
     prompts, adapter = [PROMPT, PROMPT], trtllm.LoraConfig(7)
     for lora, expected in (

@@ -65,14 +65,14 @@ def test_a_post_processor_is_used_by_name(processing, reference) -> None:
     assert found == [[3] * NUM_TOKENS, reference(PROMPT, NUM_TOKENS)]
 
 
-def test_the_batched_post_processor(processing) -> None:
+def test_the_batched_post_processor_is_used_by_its_name(processing) -> None:
     name = trtllm.Request.BATCHED_POST_PROCESSOR_NAME
     ids = processing.enqueue_requests([request(logits_post_processor_name=name, client_id=n) for n in (4, 5)])
     found = [responses_of(processing, each)[-1].result.output_token_ids[0] for each in ids]
     assert found == [[4] * NUM_TOKENS, [5] * NUM_TOKENS]
 
 
-def test_requests_may_bring_callables(processing) -> None:
+def test_a_request_may_have_a_callable_as_its_post_processor(processing) -> None:
     seen: list[tuple] = []
 
     def without_client_id(request_id, logits, token_ids, stream) -> None:
@@ -220,7 +220,7 @@ def test_outputs_of_the_model_equal_transformers(checkpoint: Path, reference) ->
     assert plain[-1].additional_outputs == []
 
 
-def test_debug_tensors_of_the_last_iterations(checkpoint: Path) -> None:
+def test_debug_tensors_of_the_last_iterations_are_returned_once(checkpoint: Path) -> None:
     debug = trtllm.DebugConfig(
         debug_tensor_names=["sequence_length", "logits"], debug_tensors_max_iterations=2
     )

@@ -115,7 +115,7 @@ def test_no_more_beams_are_returned_than_searched() -> None:
 
 
 @pytest.mark.parametrize(("older", "name"), [("random_seed", "seed"), ("min_length", "min_tokens")])
-def test_older_names_of_controls(older: str, name: str) -> None:
+def test_older_names_of_controls_set_the_newer_ones(older: str, name: str) -> None:
     config = trtllm.SamplingConfig(**{older: 4})
     assert getattr(config, name) == getattr(config, older) == 4
     setattr(config, older, 5)
@@ -526,8 +526,8 @@ def test_a_requests_num_return_sequences_is_deprecated_and_works() -> None:
     assert request.sampling_config.num_return_sequences == 3
 
 
-def test_a_request_keeps_copies() -> None:
-    """Like in the bindings, one configuration may be changed and used for many requests."""
+def test_a_request_copies_its_configurations() -> None:
+    """As in the bindings, a configuration may be changed after a request was made from it."""
     sampling, words = trtllm.SamplingConfig(), [[1]]
     request = trtllm.Request([1], 1, sampling_config=sampling, bad_words=words)
     sampling.top_k = 5

@@ -47,7 +47,7 @@ def assert_same(left: trtllm.Result, right: trtllm.Result) -> None:
     assert all(one.name == other.name and torch.equal(one.output, other.output) for one, other in outputs)
 
 
-def test_an_empty_result() -> None:
+def test_an_empty_result_has_no_values() -> None:
     result = trtllm.Result()
     assert (result.is_final, result.output_token_ids, result.finish_reasons) == (False, [], [])
     optional = (
@@ -86,7 +86,7 @@ def harmful_zip() -> bytes:
     [b"", b"abc", b"PK", pickle.dumps(make_result()), pickle.dumps(Harmful()), harmful_zip()],
     ids=["empty", "text", "broken", "pickle", "harmful", "harmful zip"],
 )
-def test_other_bytes_are_refused_and_not_executed(data: bytes) -> None:
+def test_bytes_that_are_no_result_are_refused_and_not_executed(data: bytes) -> None:
     with pytest.raises(RuntimeError, match=f"these {len(data)} bytes are no"):
         trtllm.deserialize_result(data)
 
@@ -98,7 +98,7 @@ def test_a_serialized_part_of_a_result_is_refused() -> None:
         trtllm.deserialize_result(buffer.getvalue())
 
 
-def test_a_response_with_an_error() -> None:
+def test_a_response_with_an_error_has_no_result() -> None:
     response = trtllm.Response(3, "it failed", 7)
     assert (response.request_id, response.client_id, response.has_error()) == (3, 7, True)
     assert response.error_msg == "it failed"
@@ -106,7 +106,7 @@ def test_a_response_with_an_error() -> None:
         _ = response.result
 
 
-def test_a_response_with_a_result() -> None:
+def test_a_response_with_a_result_has_no_error() -> None:
     result = make_result()
     response = trtllm.Response(1, result)
     assert not response.has_error() and response.client_id is None

@@ -40,7 +40,7 @@ def results(answers: Answers, *responses: Response) -> list:
     return [answer.to_response().result for answer in reversed(added)][::-1]
 
 
-def test_several_tokens_of_one_iteration() -> None:
+def test_several_tokens_of_one_iteration_are_in_one_result() -> None:
     first, last = results(
         make_answers(return_generation_logits=True),
         delta(5, 6, generation_logits=(logits(1, 2),), num_iterations=1),
@@ -63,7 +63,7 @@ def test_streams_may_repeat_all_tokens_of_each_sequence() -> None:
     assert [each.log_probs[0] for each in found] == [[-1.0], [-2.0], [-1.0, -3.0], [-2.0, -4.0]]
 
 
-def test_a_last_response_without_tokens() -> None:
+def test_a_last_response_without_tokens_has_no_logits_of_tokens() -> None:
     _, last = results(
         make_answers(return_generation_logits=True, return_context_logits=True),
         delta(5, generation_logits=(logits(1),), context_logits=logits(8, 9)),
@@ -107,7 +107,7 @@ def test_rows_of_beams_that_end_early_are_padded() -> None:
     assert found.generation_logits[:, :, 0].tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
 
 
-def test_counts_of_blocks_and_drafts() -> None:
+def test_counts_of_blocks_and_drafts_are_in_the_perf_metrics() -> None:
     metrics = PerfMetrics(1_000, 2_000, 3_000, 4_000, 5, 3, 1, 8, 6, 10, 12)
     (found,) = results(make_answers(return_perf_metrics=True), delta(5, final=True, perf_metrics=metrics))
     told = found.request_perf_metrics

@@ -112,6 +112,6 @@ except AttributeError as error:
     assert "has no attribute 'ModelConfig'" in run(installed, program)
 
 
-def test_importing_it_imports_no_torch(installed: Path) -> None:
+def test_importing_the_shim_imports_no_torch(installed: Path) -> None:
     program = "import sys, tensorrt_llm.bindings.executor; print('torch' in sys.modules)"
     assert run(installed, program).strip() == "False"

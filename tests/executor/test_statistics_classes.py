@@ -31,7 +31,7 @@ ITERATION_KEYS = {
 }
 
 
-def test_an_iteration_as_json() -> None:
+def test_statistics_of_an_iteration_have_tensorrt_llms_json_keys() -> None:
     stats = trtllm.IterationStats()
     stats.timestamp, stats.iter, stats.iter_latency_ms = "01:23:56", 1, 100.5
     stats.num_active_requests, stats.cpu_mem_usage = 2, 2048
@@ -62,7 +62,7 @@ def test_parts_of_an_iteration_are_null_or_objects() -> None:
     assert found["specDecodingStats"]["iterLatencyMS"] == 0.5
 
 
-def test_a_request_as_json() -> None:
+def test_statistics_of_a_request_have_tensorrt_llms_json_keys() -> None:
     stats = trtllm.RequestStats()
     stats.id, stats.stage = 1, trtllm.RequestStage.CONTEXT_IN_PROGRESS
     stats.context_prefill_position, stats.avg_num_decoded_tokens_per_iter = 2, 2.5
@@ -75,7 +75,7 @@ def test_a_request_as_json() -> None:
     assert json.loads(stats.to_json_str())["disServingStats"] == {"kvCacheTransferMS": 1.5, "kvCacheSize": 7}
 
 
-def test_requests_of_an_iteration_as_json() -> None:
+def test_statistics_of_an_iterations_requests_are_a_json_list() -> None:
     stats = trtllm.RequestStatsPerIteration()
     stats.iter = 1
     stats.request_stats = [trtllm.RequestStats(id=4)]

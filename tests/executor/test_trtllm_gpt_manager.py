@@ -279,7 +279,9 @@ COMMON = [
 ]  # fmt: skip
 
 
-def test_statistics_of_in_flight_batching(client: Client, manager: GptManager) -> None:
+def test_statistics_of_in_flight_batching_have_the_documented_keys(
+    client: Client, manager: GptManager
+) -> None:
     client.ask(make_request(1))
     stats = [json.loads(text) for text in client.stats]
     assert list(stats[0]) == [*COMMON, "Generation Requests", "Total Context Tokens", "MicroBatch ID"]
@@ -289,7 +291,7 @@ def test_statistics_of_in_flight_batching(client: Client, manager: GptManager) -
     assert counters == sorted(set(counters)), "it increases monotonically"
 
 
-def test_statistics_of_v1_batching(client: Client) -> None:
+def test_statistics_of_v1_batching_have_the_documented_keys(client: Client) -> None:
     with make_manager(client, model_type=TrtGptModelType.V1):
         client.ask(make_request(1))
     stats = json.loads(client.stats[0])
@@ -309,7 +311,7 @@ def test_the_callbacks_of_an_iteration_are_called_in_order(client: Client, manag
     assert calls[:4] == ["get", "send", "poll", "stats"]
 
 
-def test_one_worker_thread_calls_them_all(client: Client, manager: GptManager) -> None:
+def test_one_worker_thread_calls_all_callbacks(client: Client, manager: GptManager) -> None:
     client.ask(make_request(1))
     assert len(client.threads) == 1 and client.threads != {threading.current_thread()}
 

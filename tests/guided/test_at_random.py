@@ -61,7 +61,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", with_all(["llguidance", "xgrammar"], ["llguidance"]))
-def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
+def test_texts_of_a_random_model_follow_their_guides(zoo: Zoo, name: str) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     model = zoo["llama-gqa"]
     cases = make_cases(0, NUM_TINY) if name == "llguidance" else make_cases(1000, 60)
@@ -77,7 +77,7 @@ def test_texts_of_a_random_model(zoo: Zoo, name: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_texts_of_the_demo_model() -> None:
+def test_texts_of_the_demo_model_follow_their_guides() -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     tokens = tokenizer.token_bytes()

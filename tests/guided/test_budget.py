@@ -158,7 +158,7 @@ def test_the_budget_is_a_fixed_time_and_a_time_per_token(
 def test_a_guide_over_its_budget_does_not_affect_others(
     name: str, num_drafts: int, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two calls per token take the other guides as long as a token adds; the first token adds nothing."""
+    """The other guides make two calls per token, which take exactly the time that a token adds."""
     monkeypatch.setattr(budget, "thread_time", Clock(0.0025))
     grammars = grammars_with(LETTERS, name=name)
     matchers = [grammars.matcher(LETTERS) for _ in range(num_others + 1)]
@@ -341,5 +341,5 @@ def test_forced_text_is_not_computed_ahead(guide: Guide) -> None:
     ],
     ids=["anyOf", "enum", "properties", "tools", "sums"],
 )
-def test_large_guides_stay_within_the_counts(guide: Guide) -> None:
+def test_large_guides_stay_within_the_allowed_number_of_calls(guide: Guide) -> None:
     assert follow(guide, 40, tiny_backend()) > 0

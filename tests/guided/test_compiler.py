@@ -147,7 +147,7 @@ def test_xgrammar_accepts_keywords_without_an_effect(schema: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("rest", [{"sequence": {}}, {"triggers": ["<f>"]}])
-def test_xgrammar_refuses_white_space_of_a_structure(rest: dict[str, Any]) -> None:
+def test_xgrammar_refuses_white_space_options_of_a_structural_tag(rest: dict[str, Any]) -> None:
     pytest.importorskip("xgrammar", reason="the other library is not installed")
 
     def guide(options: Any) -> Guide:
@@ -289,7 +289,7 @@ def test_a_compiler_process_that_cannot_start_is_reported() -> None:
         assert "did not start" in event.error
 
 
-def test_closing_while_a_guide_compiles() -> None:
+def test_a_compiler_can_be_closed_while_a_guide_compiles() -> None:
     with compiling(bounds=GuideBounds(timeout_s=600)) as it:
         it.submit(1, make_bomb())
 

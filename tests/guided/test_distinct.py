@@ -84,7 +84,7 @@ def test_a_draft_that_completes_an_equal_item_is_rejected() -> None:
     matcher.consume(list(b'y" }]'))
 
 
-def test_drafts_to_a_dead_end_are_rejected_from_the_last_alternative_on() -> None:
+def test_drafts_into_a_dead_end_are_rejected_after_the_last_choice() -> None:
     followed = grammars()
     items = {"type": ["boolean", "null"], "not": {"const": []}}  # without `not` the arrays would be listed
     matcher = followed.matcher(guide(items))
@@ -140,7 +140,7 @@ def test_memory_grows_only_with_the_text() -> None:
     assert 0 < sum(trace.size for trace in traces) < 5e6
 
 
-def test_names_outside_the_schema_share_a_place() -> None:
+def test_properties_outside_the_schema_share_a_place() -> None:
     schema = {"properties": {"a": {}}, "additionalProperties": {"uniqueItems": True}}
     root = Places(json.dumps(schema)).root
     assert root.property("b") is root.property("c") and root.property("b").is_distinct

@@ -25,7 +25,7 @@ def test_masks_are_expanded_on_a_device_as_on_the_host() -> None:
     assert np.array_equal(banned_by(torch.from_numpy(masks), 77).numpy(), ~allowed[:, :77])
 
 
-def test_the_end_is_the_bit_after_the_vocabulary() -> None:
+def test_the_end_of_a_text_is_the_mask_bit_after_the_vocabulary() -> None:
     for size in (31, 32, 33):
         vocabulary = GuideVocabulary.of_size(size, [bytes([65 + each]) for each in range(26)], {3})
         assert vocabulary.end_id == size
@@ -34,7 +34,7 @@ def test_the_end_is_the_bit_after_the_vocabulary() -> None:
         assert vocabulary.without_text() == [3, *range(26, size), size]
 
 
-def test_special_tokens_are_no_text() -> None:
+def test_a_guide_of_text_bans_special_tokens() -> None:
     guide = Guide(GuideKind.REGEX, "[^a]*")
     for name in ("llguidance", "xgrammar"):
         backend = tiny_backend(name)
@@ -43,7 +43,7 @@ def test_special_tokens_are_no_text() -> None:
         assert [has_bit(masks[0], token) for token in (0, 1, 2, 5, 208)] == [False, False, False, True, False]
 
 
-def test_the_vocabulary_of_a_guided_decoding_config() -> None:
+def test_a_guided_decoding_configs_vocabulary_equals_the_tokenizers() -> None:
     tokenizer = Tokenizer.from_dir(DEMO_MODEL)
     text = (DEMO_MODEL / "tokenizer.json").read_text()
     vocabulary = guide_vocabulary(["unused"], text, [5])

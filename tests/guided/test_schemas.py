@@ -143,7 +143,7 @@ def test_known_formats_allow_exactly_the_valid_texts(
         ("", {"definitions": {"a": {"type": "null"}}, "$ref": "#/definitions/a", "const": None}, [None], [1]),
     ],
 )
-def test_keywords_of_every_draft_are_followed(
+def test_keywords_of_every_json_schema_version_are_followed(
     backend: GuideBackend, draft: str, schema: dict[str, Any], right: list[Any], wrong: list[Any]
 ) -> None:
     named = {"$schema": f"http://json-schema.org/{draft}/schema#"} if draft else {}
@@ -461,7 +461,7 @@ def test_id_does_not_change_the_base_uri_in_later_drafts(backend: GuideBackend, 
 
 
 @pytest.mark.parametrize("dialect", ["draft-03", "draft-04"])
-def test_id_is_the_base_of_drafts_3_and_4(backend: GuideBackend, dialect: str) -> None:
+def test_id_is_the_base_uri_in_drafts_3_and_4(backend: GuideBackend, dialect: str) -> None:
     inner = {"id": "http://a/thing", "definitions": {"x": {"type": "null"}}}
     schema: dict[str, Any] = {
         "$schema": f"http://json-schema.org/{dialect}/schema#",
@@ -632,8 +632,8 @@ ZOD = {
 }
 
 
-def test_an_equal_item_is_not_allowed_and_other_items_are(backend: GuideBackend) -> None:
-    """A string continues if its end would make it equal; without any other continuation there is an error."""
+def test_unique_items_allow_only_different_items(backend: GuideBackend) -> None:
+    """A string may not end where it would equal an earlier one; if it cannot go on either, there is an error."""
     matcher = compiled(backend, {"type": "array", "uniqueItems": True, "items": {"pattern": "^a{1,2}$"}})
     masks = np.zeros((1, BYTES.num_words), dtype=np.int32)
     matcher.consume(list(b'["a","a'))
@@ -653,7 +653,7 @@ def test_an_equal_item_is_not_allowed_and_other_items_are(backend: GuideBackend)
 
 
 @pytest.mark.parametrize("schema", [TypeAdapter(Tree).json_schema(), ZOD], ids=["pydantic", "zod"])
-def test_schemas_of_libraries_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
+def test_schemas_made_by_pydantic_and_zod_are_followed(backend: GuideBackend, schema: dict[str, Any]) -> None:
     matcher = compiled(backend, schema)
     validator = Draft202012Validator(schema)
     written = [write(backend, matcher, np.random.default_rng(seed), most=1500) for seed in range(8)]

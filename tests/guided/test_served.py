@@ -162,7 +162,7 @@ def test_drafts_accepted_by_chance_stay_within_the_guide(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("end_ids", [(2,), ()], ids=["end id", "no end id"])
-def test_beams_and_several_sequences(zoo: Zoo, end_ids: tuple[int, ...]) -> None:
+def test_beams_and_several_sequences_follow_their_guides(zoo: Zoo, end_ids: tuple[int, ...]) -> None:
     model = zoo["llama-gqa"]
     output = OutputOptions(return_log_probs=True)
     searches = [

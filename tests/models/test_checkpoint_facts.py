@@ -184,7 +184,7 @@ def test_invalid_sizes_count_as_not_stated(tmp_path: Path) -> None:
     assert facts.name == "unnamed"
 
 
-def test_the_first_folder_with_the_file_counts(tmp_path: Path) -> None:
+def test_facts_are_read_from_the_first_folder_with_a_config_json(tmp_path: Path) -> None:
     for name, size in (("first", None), ("second", 32), ("third", 48)):
         (tmp_path / name).mkdir()
         if size is not None:
@@ -212,7 +212,7 @@ def test_an_error_names_the_whole_path_of_a_key(tmp_path: Path) -> None:
         ("[]", r"config\.json holds a list, expected a JSON object"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_names_a_broken_file(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         CheckpointFacts.read(tmp_path)
@@ -239,7 +239,7 @@ def test_a_broken_file_is_named(tmp_path: Path, text: str, message: str) -> None
         ("model_type", {"model_type": 4}, "key 'model_type' is 4, expected a string"),
     ],
 )
-def test_a_fact_of_another_type_is_named(
+def test_the_error_names_a_key_of_the_wrong_type(
     tmp_path: Path, fact: str, config: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

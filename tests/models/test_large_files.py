@@ -89,7 +89,7 @@ def _with_another_head(shapes: Shapes) -> Shapes:
     return {**shapes, "lm_head.weight": (32001, 4096)}
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "both-stored-of-tied"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied-with-both-stored"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -102,7 +102,7 @@ def _with_another_head(shapes: Shapes) -> Shapes:
         (_with_another_head, "'lm_head.weight' has shape [32001, 4096], expected [32000, 4096]"),
     ],
 )
-def test_misfits_are_found_in_the_files_headers(
+def test_tensors_that_do_not_fit_are_found_in_the_files_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message: str, is_tied: bool
 ) -> None:
     config = {**_LLAMA_7B, "tie_word_embeddings": is_tied}

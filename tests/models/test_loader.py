@@ -80,7 +80,7 @@ def test_a_sharded_checkpoint_loads_the_weights_of_the_whole_one(zoo: Zoo, tmp_p
     _assert_equal(_load(sharded), _load(zoo[case].folder))
 
 
-def test_fused_projections(zoo: Zoo) -> None:
+def test_separate_projections_are_concatenated_in_order(zoo: Zoo) -> None:
     oracle = zoo["qwen2"].oracle.model.layers[1]
     layer = _load(zoo["qwen2"].folder).layers[1]
     attention, mlp = oracle.self_attn, oracle.mlp
@@ -134,7 +134,7 @@ def test_further_layers_are_unexpected_where_a_family_has_no_draft_layers(
         _load(folder)
 
 
-def test_the_choice_bias_of_experts_keeps_its_precision(zoo: Zoo) -> None:
+def test_the_routers_correction_bias_keeps_its_precision(zoo: Zoo) -> None:
     model = zoo["deepseek-v3"]
     layers = _load(model.folder, torch.bfloat16).layers
     stored = model.oracle.model.layers[1].mlp.gate.e_score_correction_bias

@@ -115,7 +115,7 @@ def test_model_type_decides_without_architectures(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sliding_windows(
+def test_sliding_windows_are_read_by_each_familys_keys(
     tmp_path: Path, architecture: str, values: dict[str, Any], expected: tuple[int | None, ...]
 ) -> None:
     assert _read(tmp_path, _as(architecture, **values)).sliding_windows == expected
@@ -314,7 +314,7 @@ def test_a_checkpoints_own_code_is_logged(tmp_path: Path, caplog: pytest.LogCapt
         (0, None, (0,)),
     ],
 )
-def test_eos_token_ids(
+def test_eos_token_ids_of_generation_config_override_those_of_config(
     tmp_path: Path, config_ids: Any, generation: dict[str, Any] | None, expected: tuple[int, ...]
 ) -> None:
     assert _read(tmp_path, {**LLAMA, "eos_token_id": config_ids}, generation).eos_token_ids == expected
@@ -330,7 +330,7 @@ def test_eos_token_ids(
         ({}, None),
     ],
 )
-def test_either_key_states_the_dtype_and_auto_states_none(
+def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
     tmp_path: Path, values: dict[str, Any], expected: str | None
 ) -> None:
     assert _read(tmp_path, {**LLAMA, **values}).dtype == expected
@@ -433,7 +433,7 @@ def test_a_folder_of_gguf_files_is_refused_with_advice_to_name_a_file(tmp_path: 
         Checkpoint(tmp_path)
 
 
-def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         read_model_description(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):

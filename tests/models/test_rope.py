@@ -51,7 +51,7 @@ def _read(tmp_path: Path, **values: Any) -> Any:
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_scaled_frequencies(tmp_path: Path, scaling: dict[str, Any], theta: float) -> None:
+def test_scaled_frequencies_equal_transformers(tmp_path: Path, scaling: dict[str, Any], theta: float) -> None:
     config = LlamaConfig(
         hidden_size=4 * HEAD_DIM,
         num_attention_heads=4,
@@ -68,13 +68,13 @@ def test_scaled_frequencies(tmp_path: Path, scaling: dict[str, Any], theta: floa
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
-def test_both_spellings_mean_the_same(tmp_path: Path, scaling: dict[str, Any]) -> None:
+def test_old_and_new_keys_of_rope_scaling_mean_the_same(tmp_path: Path, scaling: dict[str, Any]) -> None:
     new = _read(tmp_path, rope_parameters={"rope_theta": 5e5, **scaling})
     old = {("type" if key == "rope_type" else key): value for key, value in scaling.items()}
     assert _read(tmp_path, rope_theta=5e5, rope_scaling=old) == new
 
 
-def test_no_scaling(tmp_path: Path) -> None:
+def test_frequencies_without_scaling_equal_transformers(tmp_path: Path) -> None:
     plain = _read(tmp_path, rope_theta=1e6, rope_scaling=None)
     assert plain == _read(tmp_path, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     assert _read(tmp_path).theta == 10000.0

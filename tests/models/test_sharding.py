@@ -219,7 +219,7 @@ def test_groups_that_do_not_divide_the_experts_are_refused(
         Part.from_mapping(Mapping(tp_size, 1, 0, moe_ep_size), decoder)
 
 
-def test_groups_divide_the_ranks() -> None:
+def test_expert_groups_must_divide_the_ranks() -> None:
     with pytest.raises(ConfigError, match=r"moe_expert_parallel_size is 3, expected a divisor of .*, 4"):
         Mapping(4, 1, 0, 3)
 

@@ -172,7 +172,7 @@ def test_malformed_stacks_are_refused_by_name(
     assert message in str(error.value)
 
 
-def test_packed_columns_are_whole_blocks(zoo: Zoo, tmp_path: Path) -> None:
+def test_columns_of_packed_experts_must_be_whole_blocks(zoo: Zoo, tmp_path: Path) -> None:
     """A padded block would have numbers without a meaning."""
     folder = tmp_path / "edited"
     shutil.copytree(zoo["gpt-oss"].folder, folder)

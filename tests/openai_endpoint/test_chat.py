@@ -41,7 +41,7 @@ def test_an_answer_continues_the_rendered_prompt(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_stream_has_the_same_answer(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**ASKED, n=2, seed=5)
     chunks = list(
         client.chat.completions.create(
@@ -78,7 +78,7 @@ def client_length(client: openai.OpenAI) -> int:
     return client.models.retrieve("demo").model_extra["max_model_len"]  # type: ignore[index]
 
 
-def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
+def test_an_answer_may_continue_the_last_message(client: openai.OpenAI) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "def area("}]
     answer = client.chat.completions.create(
         **{**ASKED, "messages": messages}, extra_body={"continue_final_message": True}

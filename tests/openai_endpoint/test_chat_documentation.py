@@ -14,7 +14,7 @@ from tests.serving.chat.template_folders import TEMPLATES, source
 PAGE = (Path(__file__).parents[2] / "docs" / "chat.md").read_text(encoding="utf-8")
 
 
-def test_the_programs_run() -> None:
+def test_the_pages_programs_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 4
     with fake_engine() as engine, served(engine, chat_template=TEMPLATES / "qwen3.jinja") as url:

@@ -104,7 +104,7 @@ def test_prompts_may_be_texts_ids_or_batches(client: openai.OpenAI) -> None:
     )
 
 
-def test_several_choices_of_several_prompts(client: openai.OpenAI) -> None:
+def test_choices_of_several_prompts_are_numbered_in_order(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "demo", "prompt": [PROMPT, "x"], "n": 3, "max_tokens": 6, "seed": 7}
     whole = client.completions.create(**asked)
     assert [choice.index for choice in whole.choices] == list(range(6))

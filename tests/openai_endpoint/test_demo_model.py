@@ -48,7 +48,7 @@ def log_softmax() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.7, "top_k": 9, "min_p": 0.02, "repetition_penalty": 1.2}]
 )
-def test_tokens_equal_the_engines(
+def test_tokens_equal_those_of_the_engine(
     demo: tuple[EngineClient, str], demo_client: openai.OpenAI, sampling: dict[str, Any]
 ) -> None:
     ids = tuple(Tokenizer.from_dir(DEMO).encode(PROMPT))
@@ -193,7 +193,7 @@ def test_a_text_follows_its_guide(
     assert answer.choices[0].text in texts and answer.choices[0].finish_reason == "stop"
 
 
-def test_json_object_is_an_object(demo_client: openai.OpenAI) -> None:
+def test_response_format_json_object_gives_an_object(demo_client: openai.OpenAI) -> None:
     answer = demo_client.chat.completions.create(
         model="demo",
         messages=[{"role": "user", "content": "JSON"}],
@@ -359,7 +359,9 @@ def test_an_adapter_is_served_as_a_model(demo_client: openai.OpenAI, adapter: Pa
 
 
 @pytest.fixture
-def styleless(request: Any, demo: tuple[EngineClient, str], tmp_path: Path) -> Iterator[openai.OpenAI]:
+def client_without_call_style(
+    request: Any, demo: tuple[EngineClient, str], tmp_path: Path
+) -> Iterator[openai.OpenAI]:
     """A client of an application whose template does not show how calls are written, and ends as given."""
     file = tmp_path / "template.jinja"
     messages = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}{% endfor %}"
@@ -371,14 +373,14 @@ def styleless(request: Any, demo: tuple[EngineClient, str], tmp_path: Path) -> I
         yield client
 
 
-@pytest.mark.parametrize("styleless", [""], indirect=True)
-def test_calls_are_forced_on_a_model_without_a_style(styleless: openai.OpenAI) -> None:
+@pytest.mark.parametrize("client_without_call_style", [""], indirect=True)
+def test_calls_can_be_forced_if_the_template_shows_no_style(client_without_call_style: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as caught:
-        styleless.chat.completions.create(**CALLING)
+        client_without_call_style.chat.completions.create(**CALLING)
     assert caught.value.param == "tools"
     bias = {str(token_id): -100 for token_id in spaces()}
     required: dict[str, Any] = {"tool_choice": "required", "parallel_tool_calls": False, "logit_bias": bias}
-    choice = styleless.chat.completions.create(**CALLING, **required).choices[0]
+    choice = client_without_call_style.chat.completions.create(**CALLING, **required).choices[0]
     (call,) = choice.message.tool_calls or ()
     assert call.type == "function" and json.loads(call.function.arguments)["shape"] in (
         call.function.name,
@@ -386,12 +388,12 @@ def test_calls_are_forced_on_a_model_without_a_style(styleless: openai.OpenAI) -
     )
 
 
-@pytest.mark.parametrize("styleless", ["<think>"], indirect=True)
-def test_a_guide_ends_the_reasoning_first(styleless: openai.OpenAI) -> None:
+@pytest.mark.parametrize("client_without_call_style", ["<think>"], indirect=True)
+def test_a_guide_ends_the_reasoning_first(client_without_call_style: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "yes?"}]
     extra: dict[str, Any] = {"guided_choice": ["yes", "no"]}
     message = (
-        styleless.chat.completions.create(model="demo", messages=messages, extra_body=extra)
+        client_without_call_style.chat.completions.create(model="demo", messages=messages, extra_body=extra)
         .choices[0]
         .message
     )

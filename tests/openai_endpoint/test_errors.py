@@ -176,7 +176,7 @@ def test_token_ids_outside_the_vocabulary_are_refused(fake_url: str) -> None:
         (DetokenizeBody, {"tokens": [1.5] * 2000}),
     ],
 )
-def test_a_long_invalid_list_has_few_errors(kind: type[Body], body: dict[str, Any]) -> None:
+def test_an_invalid_list_gets_few_errors_however_long_it_is(kind: type[Body], body: dict[str, Any]) -> None:
     """An error for every item would take long on the event loop and delay all requests."""
     with pytest.raises(pydantic.ValidationError) as caught:
         kind.model_validate(body)
@@ -228,7 +228,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found" and "demo" in caught.value.message
 
 
-def test_health_version_and_metrics(fake_url: str) -> None:
+def test_health_version_and_metrics_are_answered(fake_url: str) -> None:
     assert httpx.get(f"{fake_url}/health").status_code == 200
     assert httpx.get(f"{fake_url}/version").json()["version"]
     assert httpx.get(f"{fake_url}/metrics").status_code == 404
@@ -471,7 +471,7 @@ def test_sequences_are_counted_before_anything_is_tokenized(
         assert len(httpx.post(f"{url}/v1/completions", json=allowed).json()["choices"]) == 4
 
 
-def test_only_the_parameter_bounds_the_sequences_of_a_body() -> None:
+def test_max_sequences_per_request_bounds_the_sequences_of_a_body() -> None:
     with fake_engine(max_sequences_per_request="5000") as client:
         model = ServingModel(client, OpenAiOptions())
         check_number_of_sequences(model, 5000, 1)

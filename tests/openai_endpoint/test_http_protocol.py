@@ -163,13 +163,13 @@ def post(body: str, more: str = "", path: str = "/", version: str = "1.1") -> st
     return f"POST {path} HTTP/{version}\r\nHost: x\r\n{more}Content-Length: {len(body)}\r\n\r\n{body}"
 
 
-def told(answer: bytes) -> list[Any]:
+def bodies_of(answer: bytes) -> list[Any]:
     """Return the bodies of all answers, each of them one JSON object."""
     return [json.loads(part.split(b"\r\n\r\n", 1)[1]) for part in answer.split(b"HTTP/1.1 ")[1:]]
 
 
 LAST = "GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-LAST_TOLD = {"method": "GET", "body": ""}
+LAST_BODY = {"method": "GET", "body": ""}
 
 
 @pytest.mark.parametrize("offer", UPGRADES)
@@ -179,23 +179,23 @@ def test_an_upgrade_offer_is_ignored_and_later_requests_answered(
 ) -> None:
     asked = post('{"a": 1}', offer) + LAST
     parts = (asked[:cut], asked[cut:]) if cut else (asked,)
-    assert told(talk(address, *parts)) == [{"method": "POST", "body": '{"a": 1}'}, LAST_TOLD]
+    assert bodies_of(talk(address, *parts)) == [{"method": "POST", "body": '{"a": 1}'}, LAST_BODY]
 
 
 def test_an_upgrade_offer_may_have_a_chunked_body(address: tuple[str, int]) -> None:
     head = f"POST / HTTP/1.1\r\nHost: x\r\n{UPGRADES[0]}Transfer-Encoding: chunked\r\n\r\n"
     answer = talk(address, head, "3\r\nabc\r\n", "2\r\nde\r\n0\r\n\r\n" + LAST)
-    assert told(answer) == [{"method": "POST", "body": "abcde"}, LAST_TOLD]
+    assert bodies_of(answer) == [{"method": "POST", "body": "abcde"}, LAST_BODY]
 
 
 def test_two_upgrade_offers_in_one_segment_are_ignored(address: tuple[str, int]) -> None:
     answer = talk(address, post("a", UPGRADES[0]) + post("b", UPGRADES[1]) + LAST)
-    assert [each["body"] for each in told(answer)] == ["a", "b", ""]
+    assert [each["body"] for each in bodies_of(answer)] == ["a", "b", ""]
 
 
 def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
     answer = talk(address, post("first", path="/slow") + post("second") + LAST)
-    assert [each["body"] for each in told(answer)] == ["first", "second", ""]
+    assert [each["body"] for each in bodies_of(answer)] == ["first", "second", ""]
 
 
 def test_a_stream_to_http_1_0_is_plain_and_ends_with_the_connection(address: tuple[str, int]) -> None:
@@ -208,7 +208,7 @@ def test_a_stream_to_http_1_0_is_plain_and_ends_with_the_connection(address: tup
 
 def test_http_1_0_keeps_a_content_length(address: tuple[str, int]) -> None:
     answer = talk(address, post("x", version="1.0"))
-    assert b"content-length: 31" in answer and told(answer) == [{"method": "POST", "body": "x"}]
+    assert b"content-length: 31" in answer and bodies_of(answer) == [{"method": "POST", "body": "x"}]
 
 
 def one_byte_too_many(begin: str, more: str) -> str:
@@ -231,7 +231,7 @@ def one_byte_too_many(begin: str, more: str) -> str:
 def test_malformed_http_is_refused_in_openais_form(address: tuple[str, int], sent: str, status: int) -> None:
     answer = talk(address, sent)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
-    assert told(answer)[0]["error"]["type"] == "invalid_request_error"
+    assert bodies_of(answer)[0]["error"]["type"] == "invalid_request_error"
     assert re.search(rb"(?m)^x-request-id: [0-9a-f]{32}\r$", answer)
 
 
@@ -245,16 +245,16 @@ def test_headers_after_a_body_are_bounded(address: tuple[str, int]) -> None:
 
 def test_invalid_bytes_after_a_request_do_not_interrupt_its_answer(address: tuple[str, int]) -> None:
     answer = talk(address, post("first", path="/slow") + "rubbish\r\n\r\n")
-    assert told(answer) == [{"method": "POST", "body": "first"}]
+    assert bodies_of(answer) == [{"method": "POST", "body": "first"}]
     broken = "POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"
-    first, second = told(talk(address, post("first", path="/slow") + broken))
+    first, second = bodies_of(talk(address, post("first", path="/slow") + broken))
     assert first["body"] == "first" and "error" in second
 
 
 def test_headers_after_a_body_are_not_the_next_requests(address: tuple[str, int]) -> None:
     head = "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     answer = talk(address, head + "1\r\na\r\n0\r\nExpect: 100-continue\r\nA: b\r\n\r\n" + LAST)
-    assert [each["body"] for each in told(answer)] == ["a", ""]
+    assert [each["body"] for each in bodies_of(answer)] == ["a", ""]
 
 
 def test_a_connection_without_a_request_is_closed() -> None:
@@ -273,13 +273,13 @@ def test_an_incomplete_body_times_out() -> None:
     with serving(ShortForBodies) as address:
         answer = talk(address, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
-    assert "3 bytes of the body have come" in told(answer)[0]["error"]["message"]
+    assert "3 bytes of the body have come" in bodies_of(answer)[0]["error"]["message"]
 
 
 def test_timeouts_apply_to_reused_connections() -> None:
     with serving(ShortForHeads) as address, connect(address) as connection:
         connection.sendall(post("x").encode())
-        assert told(read_answer(connection)) == [{"method": "POST", "body": "x"}]
+        assert bodies_of(read_answer(connection)) == [{"method": "POST", "body": "x"}]
         connection.sendall(b"GET / HT")
         assert read_to_end(connection).startswith(b"HTTP/1.1 408 ")
 
@@ -296,4 +296,4 @@ def test_a_slow_answer_does_not_time_out() -> None:
     with serving(ShortOnceAsked) as address, connect(address) as connection:
         for _ in range(3):
             connection.sendall(post("x", path="/slow").encode())
-            assert told(read_answer(connection)) == [{"method": "POST", "body": "x"}]
+            assert bodies_of(read_answer(connection)) == [{"method": "POST", "body": "x"}]

@@ -37,7 +37,7 @@ def test_invoke_stream_and_ainvoke_agree(chat: ChatOpenAI) -> None:
     assert asyncio.run(ask()) == (message.content, message.content)
 
 
-def test_batches_and_conversations(chat: ChatOpenAI) -> None:
+def test_a_batch_gives_the_answers_of_single_calls(chat: ChatOpenAI) -> None:
     conversation: list[Any] = [("system", "Be brief."), ("human", "hello"), ("ai", "hi"), ("human", "import")]
     first, second = chat.batch([conversation, "def"])
     assert first.content == chat.invoke(conversation).content != second.content

@@ -36,7 +36,7 @@ def test_offsets_are_character_positions_in_the_text() -> None:
     assert told.add([4, 1], [-1.0, -1.0], [], HIDDEN)["text_offset"] == [7, 7]
 
 
-@pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["a space too many", "as it came"])
+@pytest.mark.parametrize("ids", [[4, 0, 1], [4, 5, 1]], ids=["with a leading space", "without a space"])
 def test_offsets_after_a_prompt_start_at_its_end(ids: list[int]) -> None:
     told = CompletionLogProbs(TokenNames(TABLE), 0)
     told.start_with("Hello world", ids, HIDDEN)
@@ -59,7 +59,7 @@ def test_chat_log_probs_have_bytes() -> None:
 
 
 @pytest.mark.parametrize("num_top", [1, 5, 50])
-def test_likeliest_prompt_tokens_equal_torchs(num_top: int) -> None:
+def test_likeliest_prompt_tokens_equal_those_of_torch(num_top: int) -> None:
     logits = np.random.default_rng(1).normal(scale=5, size=(6, 50)).astype(np.float32)
     tops = top_of_prompt(FloatTensor(logits.shape, logits.tobytes()), list(range(6)), num_top)
     expected = torch.from_numpy(logits).double().log_softmax(-1).topk(num_top)

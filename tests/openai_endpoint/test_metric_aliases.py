@@ -133,7 +133,7 @@ def test_the_model_name_may_be_given():
     assert 'model_name="a\\"b\\\\c"' in vllm_aliases(page_of(ServiceMetrics().snapshot()), 'a"b\\c')
 
 
-def test_two_models_are_two_engines():
+def test_two_models_have_two_engine_labels():
     text = page_of(observed().snapshot())
     page = parse(vllm_aliases(text + text.replace('version="1"', 'version="2"')))
     assert page.series("vllm:generation_tokens_total", "engine") == {"0": 55, "1": 55}

@@ -37,7 +37,7 @@ def test_without_keys_all_requests_are_allowed() -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/playground/state"])
-def test_each_key_opens_everything(key: str, path: str) -> None:
+def test_each_key_allows_every_request(key: str, path: str) -> None:
     client = client_of(OpenAiOptions(api_keys=KEYS))
     assert client.get(path, headers=bearer(key)).status_code == 200
 

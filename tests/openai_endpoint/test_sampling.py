@@ -99,7 +99,9 @@ def test_only_usage_requests_perf_metrics() -> None:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 200, 255])
 @pytest.mark.parametrize("num_blocks", [4, 9, 16, 64])
-def test_longest_prompt_matches_the_engines_limit(width: int, length: int, num_blocks: int) -> None:
+def test_without_max_tokens_the_most_tokens_the_engine_accepts_are_requested(
+    width: int, length: int, num_blocks: int
+) -> None:
     limits = replace(LIMITS, num_blocks=num_blocks)
     room = limits.room(length, width)
     body = {"n": width, "use_beam_search": True}

@@ -201,7 +201,7 @@ def test_stop_strings_may_be_special_tokens(tmp_path: Path) -> None:
         check(url, {"content": "one"}, "stop", stop=f" {marker}", skip_special_tokens=False)
 
 
-def test_default_lengths_of_answers(tmp_path: Path) -> None:
+def test_completions_have_16_tokens_by_default_and_chats_all_that_fit(tmp_path: Path) -> None:
     """By default, 16 tokens for completions, and all that fit for chats."""
     file = template(tmp_path, "{{ messages[0].content }}")
 

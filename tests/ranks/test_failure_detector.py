@@ -34,7 +34,7 @@ def test_a_peer_that_left_is_not_lost(failure_detector):
     assert failure_detector.loss(201.0, 0) is None
 
 
-def test_forgiving_restarts_the_timeout(failure_detector):
+def test_forgiving_a_rank_restarts_its_timeout(failure_detector):
     failure_detector.failed(1, 7, 100.0)
     failure_detector.forgive(160.0)
     assert failure_detector.loss(165.0, 7) is None

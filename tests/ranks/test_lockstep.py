@@ -163,7 +163,7 @@ def drawn(kind: Any, rng: random.Random) -> Any:
     return rng.choice(choices[kind])
 
 
-def test_every_field_of_an_input_arrives():
+def test_followers_get_every_field_of_an_input():
     rng = random.Random(0)
     shared = [drawn(IterationInput, rng) for _ in range(examples(100, all=500))]
     worlds = make_worlds(2)

@@ -133,7 +133,7 @@ def pair() -> Pair:
     return Pair()
 
 
-def test_the_output_is_the_same_to_the_last_bit(pair: Pair) -> None:
+def test_all_ranks_have_bitwise_the_same_output(pair: Pair) -> None:
     batch = ScheduledBatch(0)
     begun = pair.forward(batch)
     outputs = [rank.decode(batch, flight) for rank, flight in zip(pair.ranks, begun, strict=True)]

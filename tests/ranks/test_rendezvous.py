@@ -185,7 +185,7 @@ def test_a_rank_that_reaches_no_peer_lists_the_addresses_tried():
 # -------------------------------------------------------------------- hosts
 
 
-def test_this_host_is_described():
+def test_a_gathered_host_equals_this_host_and_its_processors():
     worlds = make_worlds(2)
     host = on_all(2, lambda rank: gather_hosts(worlds[rank]))[1][0]
     assert host == this_host()

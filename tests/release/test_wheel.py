@@ -57,7 +57,7 @@ def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Insta
     return Installation(wheel, tmp_path_factory.mktemp("installation"))
 
 
-def test_the_wheels_name_has_the_c_library_it_needs(wheel: Path) -> None:
+def test_wheel_has_a_manylinux_tag(wheel: Path) -> None:
     assert "-py3-none-manylinux_2_" in wheel.name
 
 

@@ -107,7 +107,7 @@ def test_rows_may_begin_anywhere_in_memory(row_kernels: RowKernels, offset: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mask_of_each_kind(row_kernels: RowKernels, kind: str) -> None:
+def test_masks_of_every_kind_ban_exactly_their_tokens(row_kernels: RowKernels, kind: str) -> None:
     numbers = np.random.default_rng(3)
     allowed = np.stack([make_allowed(kind, 333, numbers) for _ in range(NUM_ROWS)])
     logits = make_logits(333, numbers)
@@ -144,7 +144,9 @@ def test_masks_of_another_shape_are_an_error_and_change_nothing(
 
 
 @pytest.mark.parametrize("indices", [[0], [8, 0, 3], list(range(NUM_ROWS))])
-def test_the_likeliest_tokens_of_selected_rows(row_kernels: RowKernels, indices: list[int]) -> None:
+def test_the_likeliest_tokens_of_selected_rows_equal_numpys(
+    row_kernels: RowKernels, indices: list[int]
+) -> None:
     for size in SIZES:
         logits = make_logits(size, np.random.default_rng(size))
         found = row_kernels.find_likeliest(as_rows(logits), np.array(indices)).tolist()

@@ -247,7 +247,7 @@ def test_the_cases_cover_every_ending(model):
     assert len(lengths) > 3
 
 
-def test_early_stopping_makes_a_difference(model):
+def test_early_stopping_changes_some_results(model):
     found = [
         tuple(
             search(
@@ -263,7 +263,7 @@ def test_early_stopping_makes_a_difference(model):
     assert len(set(found)) > 1
 
 
-def test_log_probs_are_the_models_and_their_sum_excludes_the_end_id(model):
+def test_log_probs_equal_those_of_the_model_and_their_sum_excludes_the_end_id(model):
     request = make_request(PROMPTS[0], SEVERAL_END_IDS, beam_width=4)
     for hypothesis in search(model, request):
         ids = torch.tensor([request.input_token_ids + hypothesis.token_ids])

@@ -39,7 +39,7 @@ def _logits(rows: int, vocab_size: int = 300) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_tokens_are_the_references(kind: dict) -> None:
+def test_tokens_with_controls_equal_those_of_the_reference(kind: dict) -> None:
     """Rows with controls equal the reference, and plain rows of the same batch do not depend on them."""
     rows = [
         Row(make_request((4, 299, 8), random_seed=seed, **kind, **controls))
@@ -83,7 +83,7 @@ def test_draft_tokens_are_counted(kind: dict, with_logits: bool) -> None:
 
 
 @pytest.mark.parametrize("controls", CONTROLLED)
-def test_beam_candidates_equal_the_references(controls: dict) -> None:
+def test_beam_candidates_equal_those_of_the_reference(controls: dict) -> None:
     request = make_request((4, 8), beam_width=2, **controls)
     logits = _logits(2)
     tokens, scores = [[4, 8, 3], [4, 8, 7]], [-1.0, -1.5]

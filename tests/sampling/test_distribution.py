@@ -60,7 +60,7 @@ def _check_frequencies(drawn: Iterable[int], probabilities: dict[int, float]) ->
     ),
     ids=str,
 )
-def test_frequencies_are_the_probabilities(sampling: dict[str, float]) -> None:
+def test_frequencies_of_sampled_tokens_are_their_probabilities(sampling: dict[str, float]) -> None:
     """Rows are different sequences and positions of the same request."""
     request = make_request(random_seed=len(sampling), **sampling)
     logits = _logits(1)

@@ -53,7 +53,7 @@ def test_greedy_drafts_are_accepted_while_they_equal_the_token(
 
 @given(st.data())
 @seeded
-def test_random_acceptance_is_the_references(data: st.DataObject) -> None:
+def test_randomly_accepted_drafts_equal_those_of_the_reference(data: st.DataObject) -> None:
     vocab_size, count = data.draw(st.sampled_from([3, 10])), data.draw(st.integers(1, 3))
     rows = data.draw(logits_rows(count + 1, vocab_size))
     proposed = data.draw(logits_rows(count, vocab_size))

@@ -36,7 +36,7 @@ def refusing_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "pipeline_steps", with_refusal)
 
 
-def liking(*tokens: int) -> torch.Tensor:
+def logits_preferring(*tokens: int) -> torch.Tensor:
     """Make rows of logits whose highest ones are these tokens'."""
     logits = torch.zeros(len(tokens), VOCAB_SIZE)
     logits[range(len(tokens)), tokens] = 9.0
@@ -49,20 +49,22 @@ def refusable(**fields):
 
 def test_other_rows_get_their_tokens():
     rows = [Row(), Row(refusable()), Row(refusable()), Row(make_request(top_k=2))]
-    output = decode_rows(liking(1, REFUSED, 2, 3), rows)
+    output = decode_rows(logits_preferring(1, REFUSED, 2, 3), rows)
     assert output.token_ids == [(1,), (), (2,), (3,)]
     assert {slot: str(error) for slot, error in output.failures.items()} == {1: "row 1"}
 
 
 def test_a_failed_rows_logits_do_not_affect_others(monkeypatch):
-    output = decode_rows(liking(REFUSED, 2), [Row(refusable(top_p=0.5)), Row(make_request(top_p=0.5))])
+    output = decode_rows(
+        logits_preferring(REFUSED, 2), [Row(refusable(top_p=0.5)), Row(make_request(top_p=0.5))]
+    )
     assert output.token_ids[1] == (2,) and list(output.failures) == [0]
 
 
 def test_a_failed_row_has_no_details():
     wanting = OutputOptions(return_log_probs=True, return_generation_logits=True)
     rows = [Row(refusable(output=wanting)), Row(refusable(output=wanting))]
-    logits = liking(REFUSED, 2)
+    logits = logits_preferring(REFUSED, 2)
     output = decode_rows(logits.clone(), rows)
     assert list(output.failures) == [0] and list(output.details) == [1]
     assert output.details[1].logits == (logits[1].numpy().tobytes(),)
@@ -79,7 +81,7 @@ def test_a_failed_row_has_no_details():
 )
 def test_a_failed_row_after_drafts_counts_if_the_drafts_are_accepted(liked, expected):
     rows = [Row(refusable(), drafts=(1, 2)), Row()]
-    output = decode_rows(liking(*liked, 2), rows)
+    output = decode_rows(logits_preferring(*liked, 2), rows)
     assert output.token_ids == [expected or (), (2,)]
     assert list(output.failures) == ([] if expected else [0])
 
@@ -90,5 +92,5 @@ def test_a_failed_row_of_a_search_fails_the_search():
     batch, positions = start_batch([Row(search), Row(search), Row()])
     batch = replace(batch, beam_groups=(BeamGroup((0, 1), (0.0, -1.0), 4),))
     decoder.apply(batch)
-    output = decoder.decode(batch, liking(1, REFUSED, 2), positions)
+    output = decoder.decode(batch, logits_preferring(1, REFUSED, 2), positions)
     assert output.token_ids == [(), (), (2,)] and list(output.failures) == [1] and len(output.beams) == 1

@@ -44,7 +44,7 @@ def _poison(logits: torch.Tensor, row: int, value: float, everywhere: bool) -> t
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_a_greedy_batch_names_the_row(value: float, everywhere: bool) -> None:
+def test_the_error_of_a_greedy_batch_names_the_faulty_row(value: float, everywhere: bool) -> None:
     rows = [Row(make_request(PROMPT)) for _ in range(4)]
     logits = _poison(torch.randn(4, 50), 2, value, everywhere)
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_banned_tokens_are_not_reported_as_nan(kind: str) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("with_logits", [False, True])
 def test_a_draft_row_with_nan_is_named(sampling: dict[str, float], with_logits: bool) -> None:
-    """Rows after a rejected draft are not checked; the row that rejects it, and those before it, are."""
+    """Rows up to the one that rejects a draft are checked, later ones are not."""
     logits = torch.full((4, 50), -9.0)
     for row, token in enumerate((10, 11, 12, 13)):
         logits[row, token] = 9.0

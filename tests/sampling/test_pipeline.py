@@ -237,7 +237,7 @@ def test_requested_logits_are_not_changed() -> None:
     assert changed == [1]
 
 
-def test_an_infinite_bias_is_certainty_or_ban() -> None:
+def test_an_infinite_bias_forces_or_bans_a_token() -> None:
     bias = [-math.inf] * 20
     bias[7] = math.inf
     kinds = [{}, {"top_k": 3}, {"top_p": 0.9}, {"top_p": 1.0, "temperature": 0.1}, {"min_p": 0.1}]

@@ -68,7 +68,7 @@ def error_of(output: ModelOutput, slot: int = 0) -> str:
 # ---------------------------------------------------------------------- arguments
 
 
-def test_arguments_of_a_post_processor() -> None:
+def test_a_post_processor_gets_id_logits_tokens_stream_and_client_id() -> None:
     """The batch also has rows of requests with other post-processors and without one."""
     calls = []
 
@@ -114,9 +114,7 @@ def test_a_processor_with_four_parameters_gets_no_client_id() -> None:
         (max, True),  # does not say
     ],
 )
-def test_the_number_of_arguments_says_whether_the_client_id_is_given(
-    function: Callable, expected: bool
-) -> None:
+def test_the_client_id_is_given_to_functions_of_five_arguments(function: Callable, expected: bool) -> None:
     assert takes_client_id("p", function) == expected
 
 
@@ -156,7 +154,7 @@ def test_names_list_the_processors_and_batched() -> None:
 
 @pytest.mark.parametrize("returns", [False, True])
 def test_a_processor_of_transformers_equals_the_control_of_that_name(returns: bool) -> None:
-    """Over several tokens it agrees with a request with the control, as the seen tokens grow."""
+    """Each of several tokens equals that of a request with the control."""
     processor = NoRepeatNGramLogitsProcessor(2)
 
     def process(req_id, logits, ids, stream_ptr, client_id):

@@ -50,7 +50,7 @@ def _logits(num_rows: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)).bfloat16().float()
 
 
-def test_tokens_are_the_references_beside_rows_without_tables() -> None:
+def test_tokens_of_rows_with_and_without_tables_equal_those_of_the_reference() -> None:
     rows = [row for pair in zip(_rows(), _rows(0)) for row in pair]
     logits = _logits(len(rows))
     expected = [
@@ -82,7 +82,7 @@ def test_an_ngram_with_a_table_row_may_repeat(virtual: list[int], plain: list[in
     assert choose_tokens(logits, rows) == [7, 0]
 
 
-def test_drafts_and_beams() -> None:
+def test_drafts_and_beams_with_prompt_tables_equal_those_of_the_reference() -> None:
     logits = _logits(3)
     controls = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "num_table_rows": 9}
     for seed in range(20):

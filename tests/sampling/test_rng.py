@@ -21,7 +21,7 @@ def _uniforms(seeds: object, indices: object, positions: object) -> np.ndarray:
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 2**31))
-def test_arrays_and_integers_agree(seed: int, index: int, position: int) -> None:
+def test_random_numbers_are_the_same_by_arrays_and_by_integers(seed: int, index: int, position: int) -> None:
     expected = reference.uniform(seed, index, position, Purpose.SAMPLE)
     assert 0.0 <= expected < 1.0
     got = uniforms(np.array([seed], dtype=np.uint64), np.array([index]), np.array([position]), Purpose.SAMPLE)

@@ -32,6 +32,6 @@ def test_threads_are_restored_after_an_error() -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_another_device_is_left_alone() -> None:
+def test_sampling_on_another_device_does_not_change_threads() -> None:
     with threads_for(torch.empty(1, 8, device="meta")):
         assert torch.get_num_threads() == 3

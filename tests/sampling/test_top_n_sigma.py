@@ -59,7 +59,7 @@ def test_sampled_tokens_are_those_that_llama_cpp_keeps(n: float, temperature: fl
 
 @given(st.data())
 @many_examples
-def test_tokens_are_the_references_with_any_other_control(data: st.DataObject) -> None:
+def test_tokens_with_any_other_control_equal_those_of_the_reference(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([5, 40, 300]))
     made = [data.draw(requests(vocab_size)) for _ in range(4)]
     limited = [
@@ -109,7 +109,7 @@ def test_top_n_sigma_alone_samples_and_greedy_requests_ignore_it() -> None:
     ]
 
 
-def test_rows_with_equal_logits_or_all_tokens_banned() -> None:
+def test_equal_logits_keep_all_tokens_and_banned_ones_keep_none() -> None:
     alike, nothing = torch.zeros(1, 6), torch.full((1, 6), -math.inf)
     rows = [Row(make_request(top_n_sigma=0.1, random_seed=seed)) for seed in range(60)]
     assert set(choose_tokens(alike.repeat(60, 1), rows)) == set(range(6))

@@ -44,7 +44,9 @@ def _logits(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("changes", "processors"), CASES)
 @pytest.mark.parametrize("generated", [(), (12,), (3, 3), (5, 9), (5, 9, 5), (3, 5, 9, 5)], ids=str)
-def test_processed_logits(changes: dict, processors: list, generated: tuple[int, ...]) -> None:
+def test_processed_logits_equal_those_of_transformers(
+    changes: dict, processors: list, generated: tuple[int, ...]
+) -> None:
     row = Row(make_request(PROMPT, **changes), generated)
     logits = _logits(len(generated))
     expected = LogitsProcessorList(processors)(torch.tensor([row.tokens]), logits.clone())
@@ -72,7 +74,9 @@ def test_processed_logits(changes: dict, processors: list, generated: tuple[int,
         (0, 0.9, 0.02),
     ],
 )
-def test_filtered_distributions(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filtered_distributions_equal_those_of_transformers(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     """Filters are temperature, top-k, top-p and min-p. transformers' top-p keeps a token if later ones do not
     reach 1 - p."""
     warpers = [TemperatureLogitsWarper(temperature)]

@@ -64,7 +64,7 @@ def restrictions(apis: ClientApis) -> list[tuple[str, str, str]]:
     return words
 
 
-def test_without_an_operators_key_it_is_random_and_its_header_cannot_be_sent() -> None:
+def test_without_an_operators_key_a_random_one_is_used_whose_header_cannot_be_sent() -> None:
     first, second = restrictions(ClientApis()), restrictions(ClientApis())
     assert first[0] == first[1] and first != second
     names, header, key = first[0]

@@ -110,7 +110,7 @@ class Stage:
             region.unlink(missing_ok=True)
 
 
-@pytest.fixture(params=["", PATIENT], ids=["willing", "stubborn"])
+@pytest.fixture(params=["", PATIENT], ids=["ends at SIGTERM", "ignores SIGTERM"])
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     made = Stage(tmp_path, request.param)
     yield made
@@ -163,7 +163,7 @@ def test_a_models_process_may_end_after_dismissing_its_guard(stage: Stage):
     assert not stage.other.wait(0)
 
 
-def test_a_resting_guard_lives_as_long_as_the_server(stage: Stage):
+def test_a_resting_guard_ignores_the_end_of_its_model_and_lives_until_the_server_ends(stage: Stage):
     stage.have_told("rest")
     os.kill(stage.model.pid, signal.SIGKILL)
     assert not stage.guard.wait(1)

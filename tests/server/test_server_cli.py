@@ -33,7 +33,7 @@ def test_adapters_have_a_name_and_a_folder() -> None:
 
 
 @pytest.mark.parametrize("weights", ["memory", "mmap"])
-def test_weights_may_be_mapped(weights: str) -> None:
+def test_weights_may_be_in_memory_or_mapped(weights: str) -> None:
     assert cli.parse(["--weights", weights]).wanted.weights == weights
 
 

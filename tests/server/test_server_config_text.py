@@ -51,7 +51,7 @@ def test_a_missing_entry_is_appended() -> None:
     assert set_parameters(text, {"new": "value"}).startswith('name: "m"\n')
 
 
-def test_parameters_inside_other_blocks_are_not_the_models() -> None:
+def test_parameters_inside_other_blocks_do_not_belong_to_the_model() -> None:
     text = 'model_warmup [ { parameters { key: "a" value { string_value: "no" } } } ]'
     assert read_parameters(text) == {}
 
@@ -67,7 +67,7 @@ def test_parameters_that_were_set_are_read_back(values: dict[str, str]) -> None:
 
 
 @given(st.text())
-def test_quoting_round_trip(text: str) -> None:
+def test_unquoting_a_quoted_text_gives_the_text(text: str) -> None:
     assert unquote(quote(text)) == text
 
 
@@ -87,7 +87,7 @@ POLICY = 'name: "m"\nmodel_transaction_policy { decoupled: %s }\ninput [ ]\n'
 
 @pytest.mark.parametrize("before", ["true", "false", "True"])
 @pytest.mark.parametrize(("decoupled", "after"), [(True, "true"), (False, "false")])
-def test_decoupled_replaces_any_value(before: str, decoupled: bool, after: str) -> None:
+def test_setting_decoupled_replaces_any_value(before: str, decoupled: bool, after: str) -> None:
     assert set_decoupled(POLICY % before, decoupled) == POLICY % after
     lines = (POLICY % before).replace("{ dec", "{\n  dec").replace(" }\ni", "\n}\ni")
     assert f"decoupled: {after}\n}}" in set_decoupled(lines, decoupled)
@@ -102,7 +102,7 @@ def test_the_type_of_an_input_is_set_in_each_form() -> None:
     assert set_input_type(ours, "b", "TYPE_BF16") == ours
 
 
-def test_a_model_without_a_transaction_policy_has_no_decoupled() -> None:
+def test_set_decoupled_changes_no_text_without_a_transaction_policy() -> None:
     assert set_decoupled('name: "m"', False) == 'name: "m"'
 
 

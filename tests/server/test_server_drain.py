@@ -23,11 +23,11 @@ class Readings:
 
 
 @pytest.mark.parametrize(("used", "expected"), [(0.0, 3), (0.03, 3), (0.3, 0)])
-def test_processor_time_decides_whether_a_model_drains(used: float, expected: int) -> None:
+def test_a_model_with_processor_time_counts_as_draining(used: float, expected: int) -> None:
     assert Readings().after(3, used) == expected
 
 
-def test_work_restarts_the_idle_watch() -> None:
+def test_work_restarts_the_time_until_a_server_counts_as_idle() -> None:
     readings = Readings()
     assert [readings.after(1), readings.after(1, used=0.5), readings.after(1)] == [1, 0, 1]
 

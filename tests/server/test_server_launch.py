@@ -54,7 +54,7 @@ def test_a_ready_server_answers_and_leaves_nothing_behind(counting_repository: P
     assert not folder.exists()
 
 
-def test_a_model_that_fails_to_load_is_the_cause(counting_repository: Path) -> None:
+def test_the_reason_of_a_model_that_fails_to_load_is_reported(counting_repository: Path) -> None:
     with (
         pytest.raises(ServeError, match="the reason it gave"),
         serve(counting_repository, settings={"fail_with": "the reason it gave"}),
@@ -73,7 +73,7 @@ def test_a_server_that_dies_is_reported(counting_repository: Path) -> None:
     assert group_members(server) == []
 
 
-def test_a_server_stopped_before_it_is_ready(counting_repository: Path) -> None:
+def test_a_server_stopped_before_it_is_ready_leaves_no_folder(counting_repository: Path) -> None:
     server = TritonServer(ServerOptions(model_repository=counting_repository))
     server.start()
     assert server.wait_ready(30, interrupted=lambda: True) is False

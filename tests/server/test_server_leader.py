@@ -181,7 +181,7 @@ def test_a_stopped_rank_does_not_delay_the_end_of_the_server(ranked_repository: 
     assert runtime_directory.find_processes(folder) == []
 
 
-def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
+def test_a_server_stopped_before_it_is_ready_leaves_no_process(ranked_repository: Path) -> None:
     server = TritonServer(ServerOptions(ranked_repository, tp=3, mode="leader"))
     folder = server.repository.path.parent
     server.start()
@@ -191,7 +191,7 @@ def test_a_server_stopped_before_it_is_ready(ranked_repository: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_model_that_fails_to_load_is_the_cause(ranked_repository: Path) -> None:
+def test_the_reason_of_a_model_that_fails_to_load_is_reported(ranked_repository: Path) -> None:
     with (
         pytest.raises(ServeError, match="the reason it gave"),
         serve(ranked_repository, settings={"fail_with": "the reason it gave"}, options=OPTIONS),

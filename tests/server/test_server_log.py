@@ -49,7 +49,7 @@ def test_without_errors_the_cause_is_the_end_of_the_log() -> None:
     assert find_cause("") == ""
 
 
-def test_lines_are_kept_and_copied() -> None:
+def test_log_lines_are_kept_and_copied_to_the_output() -> None:
     echo = io.StringIO()
     log = ServerLog(io.BytesIO(b"one\n\xff two\nthree"), echo, has_gpu=False)
     log.join(5)

@@ -26,7 +26,7 @@ def test_transformers_loads_exactly_the_written_tensors(family: str, tmp_path: P
     assert tokenizer.eos_token_id == 2
 
 
-def test_mxfp4_experts_are_near_the_drawn_weights(tmp_path: Path) -> None:
+def test_mxfp4_experts_are_close_to_the_random_weights(tmp_path: Path) -> None:
     """transformers unpacks the MXFP4 experts for the comparison; all other tensors must be identical."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     plain, packed = (

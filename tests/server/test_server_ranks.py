@@ -144,7 +144,7 @@ def test_ranks_share_cores_unless_arguments_place_them() -> None:
     assert "oversubscribe" not in placed
 
 
-def test_named_hosts_get_slots() -> None:
+def test_mpirun_gets_the_hostfile_without_oversubscribing() -> None:
     over_hosts = command("--hostfile 'my hosts'")
     assert "--bind-to none --hostfile 'my hosts' -n 1" in over_hosts
     assert "oversubscribe" not in over_hosts
@@ -203,7 +203,7 @@ def test_expert_groups_divide_the_tensor_parallel_ranks() -> None:
     assert (launch.num_ranks, launch.tp, launch.ep) == (4, 4, 2)
 
 
-def test_gpt2s_names_of_sizes_are_known(tmp_path: Path) -> None:
+def test_gpt2s_config_keys_of_sizes_are_read(tmp_path: Path) -> None:
     gpt2 = checkpoint(tmp_path, hidden_size=None, n_layer=2, n_head=4, n_embd=16)
     check_rank_sizes(gpt2, 4, 2)
     with pytest.raises(OptionError, match="has 2 layers"):

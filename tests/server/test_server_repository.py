@@ -71,11 +71,11 @@ def demo_in(source: Path) -> str:
     return str(folder)
 
 
-def test_weights_fill_their_parameter() -> None:
+def test_the_weights_option_sets_its_parameter() -> None:
     assert filled(Wanted(weights="mmap"), PRESENT | {"weights": "memory"})["weights"] == "mmap"
 
 
-def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
+def test_model_and_dtype_options_set_their_parameters(tmp_path: Path) -> None:
     values = filled(Wanted(model=tmp_path, dtype="bfloat16"))
     assert values == PRESENT | {
         "gpt_model_path": str(tmp_path),
@@ -84,7 +84,9 @@ def test_model_and_dtype_fill_their_parameters(tmp_path: Path) -> None:
     }
 
 
-def test_plans_fill_the_engine_and_how_many_sequences_run(counting_repository: Path, tmp_path: Path) -> None:
+def test_plans_set_the_engine_their_paths_and_the_batch_size(
+    counting_repository: Path, tmp_path: Path
+) -> None:
     """The folder of plans has a tokenizer; with --model, the checkpoint is the model's path."""
     plans = tmp_path / "plans"
     plans.mkdir()
@@ -166,7 +168,7 @@ def test_adapter_folders_are_relative_to_the_users_folder(
     assert (values["lora_dir"], values["lora_prefetch_dir"]) == (f"{tmp_path}/sql", "/p")
 
 
-def test_impossible_adapters_are_refused(tmp_path: Path) -> None:
+def test_missing_duplicate_and_ambiguous_lora_options_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a,b").mkdir()
     for adapters, settings, message in (
         ((("a", tmp_path / "none"),), {}, "--lora a=.*/none: there is no such folder"),
@@ -199,7 +201,7 @@ def test_a_filled_in_template_keeps_its_declared_input_type(tmp_path: Path) -> N
     assert '"lora_weights" data_type: TYPE_FP32 dims' in text
 
 
-def test_the_queue_bound_is_the_batchers_and_not_tritons(tmp_path: Path) -> None:
+def test_max_queue_size_sets_no_dynamic_batcher_of_triton(tmp_path: Path) -> None:
     """Triton's dynamic batcher would bring the bound of its own queue, and half-second waits."""
     runtime = assemble(default_repository(), tmp_path / "out", Wanted(settings={"max_queue_size": "5"}))
     assert parameters_of(runtime.path)["max_queue_size"] == "5"

@@ -42,7 +42,7 @@ def test_one_port_for_two_services_is_refused() -> None:
         resolve_ports(LOCALHOST, Ports(http=port, metrics=port))
 
 
-def test_hosts_are_resolved_or_refused() -> None:
+def test_a_host_that_cannot_be_resolved_is_refused() -> None:
     assert resolve_host("localhost") == LOCALHOST
     with pytest.raises(OptionError, match="--host"):
         resolve_host("no such host")
@@ -78,7 +78,7 @@ def test_a_temporary_folder_with_letters_outside_ascii_is_not_used(
     runtime_directory.remove(folder)
 
 
-def test_an_environment_with_letters_outside_ascii_is_linked_to(
+def test_an_environment_with_a_non_ascii_path_is_used_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert installation.embedded(tmp_path / "plain").interpreter == Path(sys.executable).parent
@@ -98,7 +98,7 @@ def test_a_dismissed_keeper_removes_nothing(tmp_path: Path) -> None:
     assert tmp_path.exists()
 
 
-def test_the_embedded_server_is_laid_out(tmp_path: Path) -> None:
+def test_the_embedded_server_has_its_program_backend_and_libraries(tmp_path: Path) -> None:
     found = installation.embedded(tmp_path)
     backend = Path(found.arguments[1]) / "python"
     assert os.access(found.program, os.X_OK)

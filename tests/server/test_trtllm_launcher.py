@@ -38,7 +38,7 @@ def ranks_of(translation: trtllm_launcher.Translation) -> tuple[int | None, str 
     return options.tp, options.mode
 
 
-def test_the_defaults_equal_the_originals(translate) -> None:
+def test_the_defaults_equal_those_of_the_original_launcher(translate) -> None:
     translation = translate()
     options = cli.parse(list(translation.arguments))
     assert (options.ports.http, options.ports.grpc, options.ports.metrics) == (8000, 8001, 8002)

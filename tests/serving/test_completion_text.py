@@ -61,7 +61,7 @@ def test_prompt_ids_in_the_output_are_not_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_request_ended_early_has_its_text_so_far(reason: FinishReason) -> None:
+def test_a_cancelled_or_expired_request_has_its_text_so_far(reason: FinishReason) -> None:
     assert only_text(make_text(lead=True), make_result(ids_of("cd"), reason)) == "abcd"
     assert only_text(make_text(lead=True), make_result((), reason)) == "ab"
     assert only_text(make_text(), make_result((), reason)) == ""
@@ -141,7 +141,7 @@ STOPS = st.lists(st.sampled_from(["a", "ab", "aab", "ba", "b a", "🎉", "é", "
 @given(DATA, STOPS, st.lists(st.integers(0, 5), max_size=8))
 @example([b"a", "🎉".encode(), b"b"], ["🎉"], [3])
 @example([b"a", b"\xff"], ["\ufffd"], [])
-def test_text_and_tokens_do_not_depend_on_portions(
+def test_text_and_tokens_do_not_depend_on_how_results_are_divided(
     name: str, data: list[bytes], stops: list[str], sizes: list[int]
 ) -> None:
     ids = tuple(byte_ids(name, b"".join(data)))
@@ -320,7 +320,7 @@ def test_a_special_token_completes_a_stop_string(name: str, skip: bool, size: in
 @pytest.mark.parametrize("size", [1, 99])
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma", "metaspace"])
-def test_a_special_token_within_a_stop_string(name: str, skip: bool, size: int) -> None:
+def test_a_stop_string_may_contain_a_special_token(name: str, skip: bool, size: int) -> None:
     space = (
         "" if name in ("byte_level", "gemma") else " "
     )  # the other tokenizers put a space before a word that is spelled alone

@@ -15,28 +15,28 @@ from inflight.serving.reply import Output, new_text
 from tests.triton.factories import FakeEngineClient, make_prompt, make_response
 from tests.triton.letters import letter_tokenizer
 
-Told = list[list[tuple[int, int, tuple[int, ...]]]]
+ReceivedOutputs = list[list[tuple[int, int, tuple[int, ...]]]]
 """Outputs received together: batch index, sequence index, token ids."""
 
 
-def told(outputs: list[Output]) -> list[tuple[int, int, tuple[int, ...]]]:
+def as_tuples(outputs: list[Output]) -> list[tuple[int, int, tuple[int, ...]]]:
     return [
         (each.batch_index, each.result.sequence_index, each.result.output_token_ids[0]) for each in outputs
     ]
 
 
-async def read(stream: OutputStream) -> Told:
-    return [told(outputs) async for outputs in stream]
+async def read(stream: OutputStream) -> ReceivedOutputs:
+    return [as_tuples(outputs) async for outputs in stream]
 
 
-def run(story: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> FakeEngineClient:
-    """Run `story` on an event loop; return the client after all requested stops."""
+def run(scenario: Callable[[EngineSession, FakeEngineClient], Awaitable[None]]) -> FakeEngineClient:
+    """Run `scenario` on an event loop; return the client after all requested stops."""
     client = FakeEngineClient(answers_stops=False)
 
     async def main() -> None:
         session = EngineSession(client)
         try:
-            await story(session, client)
+            await scenario(session, client)
         finally:
             session.close()
 
@@ -52,19 +52,19 @@ async def started(session: EngineSession, count: int = 1) -> OutputStream:
 
 
 def test_responses_for_a_slow_reader_are_joined() -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session)
         for token in range(50):
             client.respond(make_response(client.last_id, (token,)))
-        first = told(await anext(stream))
+        first = as_tuples(await anext(stream))
         client.respond(make_response(client.last_id, (50,), FinishReason.LENGTH))
         assert [first, *await read(stream)] == [[(0, 0, tuple(range(50)))], [(0, 0, (50,))]]
 
-    assert run(story).stopped == []
+    assert run(scenario).stopped == []
 
 
 def test_outputs_have_their_indices_and_end_with_the_final_response() -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         first, second = client.submitted
         client.respond(make_response(second, (1,), sequence_index=1))
@@ -77,11 +77,11 @@ def test_outputs_have_their_indices_and_end_with_the_final_response() -> None:
         of_first = [each for each in outputs if each[0] == 0]
         assert of_first[-1] == (0, 1, (2, 4))
 
-    run(story)
+    run(scenario)
 
 
 def test_the_event_loop_is_woken_once_for_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         streams = [await started(session) for _ in range(3)]
         loop, calls = asyncio.get_running_loop(), []
         call = loop.call_soon_threadsafe
@@ -94,11 +94,11 @@ def test_the_event_loop_is_woken_once_for_all_streams(monkeypatch: pytest.Monkey
         monkeypatch.undo()
         assert [await read(stream) for stream in streams] == [[[(0, 0, (7, 8))]]] * 3
 
-    run(story)
+    run(scenario)
 
 
-def test_an_error_of_one_prompt_ends_the_others() -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+def test_an_error_of_one_prompt_ends_the_other_prompts() -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         first = min(client.submitted)
         client.respond(make_response(first, (1,)))
@@ -107,12 +107,12 @@ def test_an_error_of_one_prompt_ends_the_others() -> None:
             await anext(stream)
         assert await read(stream) == []
 
-    client = run(story)
+    client = run(scenario)
     assert (max(client.submitted), StopReason.CANCELLED) in client.stopped
 
 
 def test_a_gone_client_ends_its_requests_once() -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         stream = await started(session, 2)
         reading = asyncio.create_task(read(stream))
         await asyncio.sleep(0)
@@ -121,12 +121,12 @@ def test_a_gone_client_ends_its_requests_once() -> None:
         with pytest.raises(Cancelled):
             await reading
 
-    client = run(story)
+    client = run(scenario)
     assert client.stopped == [(engine_id, StopReason.CANCELLED) for engine_id in client.submitted]
 
 
 def test_a_stop_string_ends_only_its_sequence() -> None:
-    async def story(session: EngineSession, client: FakeEngineClient) -> None:
+    async def scenario(session: EngineSession, client: FakeEngineClient) -> None:
         tokenizer = letter_tokenizer()
         prompt = make_prompt(options={"streaming": True, "stop_strings": ("b",)}, streaming=True)
         stream = session.open([(prompt, new_text(prompt, tokenizer, True))])
@@ -136,7 +136,7 @@ def test_a_stop_string_ends_only_its_sequence() -> None:
         assert output.texts == ("a",) and output.result.sequence_index == 1
         stream.close()
 
-    client = run(story)
+    client = run(scenario)
     assert client.stopped == [
         (client.last_id, StopReason.STOP_WORDS, 1),
         (client.last_id, StopReason.CANCELLED),

@@ -104,7 +104,7 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     assert in_flight.stop_admitting() == ()
 
 
-def test_one_sequence_of_one_prompt_may_be_stopped_for_its_text() -> None:
+def test_one_sequence_of_one_prompt_may_be_stopped_by_a_stop_string() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 2)
     entry.handles[1].stop(StopReason.STOP_WORDS, 3)
@@ -175,7 +175,7 @@ def test_stop_without_an_id_is_refused() -> None:
         in_flight.stop("")
 
 
-def test_cancel_stops_once() -> None:
+def test_a_request_cancelled_twice_is_stopped_once() -> None:
     in_flight, client = make_in_flight()
     entry = start(in_flight)
     in_flight.cancel(entry)

@@ -51,7 +51,7 @@ def delta(text: str, reason: FinishReason = NOT_FINISHED, **changes: object) -> 
     return replace(made, **changes)
 
 
-class Talk:
+class PromptReplies:
     """The replies of one prompt, added one after another."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Talk:
         outputs = self.reply.add(0, result, is_last)
         return outputs[0] if outputs else None
 
-    def said(self, *results: SequenceResult) -> list[tuple[str, tuple[str, ...] | None, str]]:
+    def outputs(self, *results: SequenceResult) -> list[tuple[str, tuple[str, ...] | None, str]]:
         """Return (ids as text, text, finish reason) of every output."""
         outputs = [output for result in results if (output := self.take(result))]
         return [
@@ -80,8 +80,8 @@ class Talk:
 
 
 def test_deltas_are_passed_on_at_once() -> None:
-    talk = Talk(new_text())
-    assert talk.said(delta("c"), delta("de"), delta("", LENGTH)) == [
+    its_replies = PromptReplies(new_text())
+    assert its_replies.outputs(delta("c"), delta("de"), delta("", LENGTH)) == [
         ("c", ("c",), "NOT_FINISHED"),
         ("de", ("de",), "NOT_FINISHED"),
         ("", ("",), "LENGTH"),
@@ -89,28 +89,30 @@ def test_deltas_are_passed_on_at_once() -> None:
 
 
 def test_a_stream_may_repeat_its_text_so_far() -> None:
-    talk = Talk(new_text(), repetition=Repetition(text=True))
-    assert talk.said(delta("c"), delta("de"), delta("", LENGTH)) == [
+    its_replies = PromptReplies(new_text(), repetition=Repetition(text=True))
+    assert its_replies.outputs(delta("c"), delta("de"), delta("", LENGTH)) == [
         ("c", ("c",), "NOT_FINISHED"),
         ("de", ("cde",), "NOT_FINISHED"),
         ("", ("cde",), "LENGTH"),
     ]
-    stopped = Talk(new_text("de"), repetition=Repetition(text=True))
-    assert [texts for _, texts, _ in stopped.said(delta("c"), delta("de"), delta("x", STOP_WORDS))] == [
+    stopped = PromptReplies(new_text("de"), repetition=Repetition(text=True))
+    assert [texts for _, texts, _ in stopped.outputs(delta("c"), delta("de"), delta("x", STOP_WORDS))] == [
         ("c",), ("c",), ("c",),
     ]  # fmt: skip
-    whole = Talk(new_text(), streaming=False, repetition=Repetition(text=True))
-    assert whole.said(delta("c"), delta("de", LENGTH)) == [("cde", ("cde",), "LENGTH")]
-    assert Talk(repetition=Repetition(text=True)).said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
+    whole = PromptReplies(new_text(), streaming=False, repetition=Repetition(text=True))
+    assert whole.outputs(delta("c"), delta("de", LENGTH)) == [("cde", ("cde",), "LENGTH")]
+    assert PromptReplies(repetition=Repetition(text=True)).outputs(delta("c", LENGTH)) == [
+        ("c", None, "LENGTH")
+    ]
 
 
 def test_without_a_tokenizer_there_is_no_text() -> None:
-    assert Talk().said(delta("c", LENGTH)) == [("c", None, "LENGTH")]
+    assert PromptReplies().outputs(delta("c", LENGTH)) == [("c", None, "LENGTH")]
 
 
 def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
-    talk = Talk(new_text("de"))
-    assert talk.said(delta("c"), delta("d"), delta("efg"), delta("h"), delta("i", STOP_WORDS)) == [
+    its_replies = PromptReplies(new_text("de"))
+    assert its_replies.outputs(delta("c"), delta("d"), delta("efg"), delta("h"), delta("i", STOP_WORDS)) == [
         ("c", ("c",), "NOT_FINISHED"),
         ("d", ("",), "NOT_FINISHED"),
         ("e", ("",), "STOP_WORDS"),
@@ -118,9 +120,9 @@ def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it() -> None:
     ]
 
 
-def test_values_of_tokens_are_cut_with_them() -> None:
-    talk = Talk(new_text("de"))
-    output = talk.take(delta("cdefg"))
+def test_values_of_tokens_after_a_stop_string_are_cut_too() -> None:
+    its_replies = PromptReplies(new_text("de"))
+    output = its_replies.take(delta("cdefg"))
     assert output is not None
     result = output.result
     assert text_of(result.output_token_ids[0]) == "cde" and result.num_output_tokens == (3,)
@@ -132,10 +134,10 @@ def test_values_of_tokens_are_cut_with_them() -> None:
 
 def test_cum_log_prob_is_fixed_after_a_stop_string() -> None:
     """The engine's sum over tokens after the stop string does not count."""
-    talk = Talk(new_text("de"))
-    talk.take(delta("cdefg"))
+    its_replies = PromptReplies(new_text("de"))
+    its_replies.take(delta("cdefg"))
     metrics = PerfMetrics(last_token_time_ns=5)
-    last = talk.take(delta("h", STOP_WORDS, cum_log_probs=(-99.0,), perf_metrics=metrics))
+    last = its_replies.take(delta("h", STOP_WORDS, cum_log_probs=(-99.0,), perf_metrics=metrics))
     assert last is not None
     assert last.result.cum_log_probs == (-12.0,)
     assert last.result.log_probs == ((),) and last.result.top_log_probs == ((),)
@@ -144,27 +146,27 @@ def test_cum_log_prob_is_fixed_after_a_stop_string() -> None:
 
 
 def test_a_stop_is_reported_once() -> None:
-    talk = Talk(new_text("d"))
+    its_replies = PromptReplies(new_text("d"))
     told = []
     for result in (delta("c"), delta("d"), delta("e"), delta("f", STOP_WORDS)):
-        talk.take(result)
-        told.append(talk.reply.has_just_stopped)
+        its_replies.take(result)
+        told.append(its_replies.reply.has_just_stopped)
     assert told == [False, True, False, False]
 
 
 def test_sequences_stop_independently() -> None:
-    talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    its_replies = PromptReplies(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
     told = []
     for index, text in ((0, "c"), (0, "d"), (1, "c"), (0, "e"), (1, "d")):
-        talk.take(delta(text, sequence_index=index), is_last=False)
-        told.append(talk.reply.has_just_stopped)
+        its_replies.take(delta(text, sequence_index=index), is_last=False)
+        told.append(its_replies.reply.has_just_stopped)
     assert told == [False, True, False, False, True]
 
 
 def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
-    talk = Talk(new_text("d"))
-    talk.take(delta("cd"))
-    last = talk.take(delta("e", FinishReason.CANCELLED))
+    its_replies = PromptReplies(new_text("d"))
+    its_replies.take(delta("cd"))
+    last = its_replies.take(delta("e", FinishReason.CANCELLED))
     assert last is not None and last.result.finish_reasons == (STOP_WORDS,)
     assert last.result.output_token_ids == ((),)
 
@@ -172,13 +174,15 @@ def test_a_cancellation_after_a_stop_string_does_not_undo_it() -> None:
 @pytest.mark.parametrize("in_one", [True, False], ids=["in one", "decoupled"])
 @pytest.mark.parametrize("exclude", [True, False], ids=["completion", "with the prompt"])
 def test_an_unstreamed_answer_is_gathered_from_engine_deltas(in_one: bool, exclude: bool) -> None:
-    talk = Talk(
+    its_replies = PromptReplies(
         new_text("ef", prompt="ab", lead=not exclude),
         streaming=False,
         in_one=in_one,
         output=OutputOptions(exclude_input_from_output=exclude),
     )
-    outputs = [talk.take(result) for result in (delta("c"), delta("de"), delta("fgh"), delta("", STOP_WORDS))]
+    outputs = [
+        its_replies.take(result) for result in (delta("c"), delta("de"), delta("fgh"), delta("", STOP_WORDS))
+    ]
     assert outputs[:-1] == [None] * 3
     (whole,) = outputs[-1:]
     assert whole is not None
@@ -191,21 +195,25 @@ def test_an_unstreamed_answer_is_gathered_from_engine_deltas(in_one: bool, exclu
     assert whole.result.generation_logits[0].shape == (4, 1)
 
 
-def test_a_gathered_answer_without_stop_string_is_the_plain_one() -> None:
-    talk = Talk(new_text("xyz"), streaming=False)
-    assert talk.said(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
+def test_a_gathered_answer_without_stop_string_equals_that_of_the_engine() -> None:
+    its_replies = PromptReplies(new_text("xyz"), streaming=False)
+    assert its_replies.outputs(delta("c"), delta("dx"), delta("y", LENGTH)) == [("cdxy", ("cdxy",), "LENGTH")]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.TIMED_OUT])
-def test_a_gathered_answer_ended_early_has_its_tokens_so_far(reason: FinishReason) -> None:
-    talk = Talk(new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputOptions())
-    assert talk.said(delta("c"), delta("dx"), delta("", reason)) == [("abcdx", ("abcdx",), reason.name)]
+def test_a_cancelled_or_expired_gathered_answer_has_its_tokens_so_far(reason: FinishReason) -> None:
+    its_replies = PromptReplies(
+        new_text("xy", prompt="ab", lead=True), streaming=False, output=OutputOptions()
+    )
+    assert its_replies.outputs(delta("c"), delta("dx"), delta("", reason)) == [
+        ("abcdx", ("abcdx",), reason.name)
+    ]
 
 
 def test_a_stop_string_of_one_sequence_does_not_end_another() -> None:
     """A stop string of the first sequence does not end the second one."""
-    talk = Talk(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
-    said = talk.said(
+    its_replies = PromptReplies(new_text("d"), sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+    said = its_replies.outputs(
         delta("cd", sequence_index=0),
         delta("c", sequence_index=1),
         delta("x", STOP_WORDS, sequence_index=0),
@@ -216,22 +224,22 @@ def test_a_stop_string_of_one_sequence_does_not_end_another() -> None:
 
 
 def test_streamed_beams_have_all_tokens_each_time() -> None:
-    talk = Talk(new_text("e"), sampling=SamplingConfig(beam_width=2))
+    its_replies = PromptReplies(new_text("e"), sampling=SamplingConfig(beam_width=2))
     first = make_beams(ids_of("cd"), ids_of("ce"), reason=NOT_FINISHED, is_cumulative=True)
     second = make_beams(ids_of("cfg"), ids_of("cde"), reason=LENGTH, is_cumulative=True)
-    outputs = [talk.take(first), talk.take(second)]
+    outputs = [its_replies.take(first), its_replies.take(second)]
     assert [output and output.texts for output in outputs] == [("cd", "c"), ("cfg", "cd")]
     assert outputs[1] is not None and outputs[1].result.finish_reasons == (LENGTH, STOP_WORDS)
-    assert not talk.reply.has_just_stopped
+    assert not its_replies.reply.has_just_stopped
 
 
 def test_sequences_are_rows_of_one_response() -> None:
-    talk = Talk(
+    its_replies = PromptReplies(
         new_text(), streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=3, top_k=5)
     )
-    assert talk.take(delta("c", LENGTH, sequence_index=2), is_last=False) is None
-    assert talk.take(delta("de", LENGTH, sequence_index=0), is_last=False) is None
-    output = talk.take(delta("f", FinishReason.END_ID, sequence_index=1), is_last=True)
+    assert its_replies.take(delta("c", LENGTH, sequence_index=2), is_last=False) is None
+    assert its_replies.take(delta("de", LENGTH, sequence_index=0), is_last=False) is None
+    output = its_replies.take(delta("f", FinishReason.END_ID, sequence_index=1), is_last=True)
     assert output is not None
     result = output.result
     assert [text_of(ids) for ids in result.output_token_ids] == ["de", "f", "c"]
@@ -243,10 +251,12 @@ def test_sequences_are_rows_of_one_response() -> None:
     assert output.texts == ("de", "f", "c")
 
 
-def test_a_sequence_ended_early_is_a_row_of_its_tokens_so_far() -> None:
-    talk = Talk(streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
-    talk.take(delta("def", LENGTH, sequence_index=0), is_last=False)
-    output = talk.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
+def test_cancelled_sequence_returns_its_tokens_so_far() -> None:
+    its_replies = PromptReplies(
+        streaming=False, in_one=True, sampling=SamplingConfig(num_return_sequences=2, top_k=5)
+    )
+    its_replies.take(delta("def", LENGTH, sequence_index=0), is_last=False)
+    output = its_replies.take(delta("c", FinishReason.CANCELLED, sequence_index=1), is_last=True)
     assert output is not None
     assert output.result.output_token_ids == (ids_of("def"), ids_of("c"))
     assert output.result.log_probs == ((-4.0, -5.0, -6.0), (-3.0,))
@@ -254,7 +264,7 @@ def test_a_sequence_ended_early_is_a_row_of_its_tokens_so_far() -> None:
     assert [tensor.shape[0] for tensor in output.result.generation_logits] == [3, 1]
 
 
-def test_a_batch_in_one_response_is_in_its_order() -> None:
+def test_a_batch_in_one_response_keeps_the_order_of_its_prompts() -> None:
     reply = make_reply(make_prompt(), make_prompt(), make_prompt(), in_one=True)
     assert reply.add(2, delta("c", LENGTH), is_last=False) == ()
     assert reply.add(0, delta("a", LENGTH), is_last=False) == ()
@@ -271,16 +281,18 @@ def test_separate_responses_of_a_batch_have_batch_indices() -> None:
 
 # ---------------------------------------------------------------- values that a stream repeats
 
-CURIOUS = OutputOptions(return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True)
+WITH_CONTEXT_OUTPUTS = OutputOptions(
+    return_log_probs=True, return_prompt_log_probs=True, return_context_logits=True
+)
 PROMPT_LOGITS = FloatTensor((2, 1), bytes(8))
 
 
 def streamed(*results: SequenceResult, repetition: Repetition = AS_UPSTREAM) -> list[SequenceResult]:
     """Return the stream of one prompt with all outputs, for these results of the engine."""
-    talk = Talk(new_text("xyz"), output=CURIOUS, repetition=repetition)
+    its_replies = PromptReplies(new_text("xyz"), output=WITH_CONTEXT_OUTPUTS, repetition=repetition)
     first, *others = results
     first = replace(first, context_logits=PROMPT_LOGITS, prompt_log_probs=(0.0, -1.0))
-    outputs = [talk.take(result) for result in (first, *others)]
+    outputs = [its_replies.take(result) for result in (first, *others)]
     return [output.result for output in outputs if output]
 
 
@@ -321,25 +333,29 @@ def test_a_stream_ended_by_a_stop_string_repeats_context_outputs() -> None:
     assert results[-1].generation_logits == (FloatTensor((0, 0), b""),)
 
 
-def test_sequences_repeat_their_own_values() -> None:
-    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(num_return_sequences=2, top_k=5))
+def test_each_sequence_of_a_stream_repeats_its_own_log_probs() -> None:
+    its_replies = PromptReplies(
+        new_text(), output=WITH_CONTEXT_OUTPUTS, sampling=SamplingConfig(num_return_sequences=2, top_k=5)
+    )
     texts = (("c", 0), ("d", 1), ("e", 0), ("f", 1))
-    outputs = [talk.take(delta(text, sequence_index=index), is_last=False) for text, index in texts]
+    outputs = [its_replies.take(delta(text, sequence_index=index), is_last=False) for text, index in texts]
     log_probs = [output.result.log_probs for output in outputs if output]
     assert log_probs == [((-3.0,),), ((-4.0,),), ((-3.0, -5.0),), ((-4.0, -6.0),)]
 
 
 def test_streamed_beams_need_no_repetition() -> None:
-    talk = Talk(new_text(), output=CURIOUS, sampling=SamplingConfig(beam_width=2))
+    its_replies = PromptReplies(
+        new_text(), output=WITH_CONTEXT_OUTPUTS, sampling=SamplingConfig(beam_width=2)
+    )
     said = {"is_cumulative": True, "log_probs": ((-3.0,), (-4.0,))}
     beams = make_beams(ids_of("c"), ids_of("d"), reason=NOT_FINISHED, **said)
-    results = [output.result for _ in range(2) if (output := talk.take(beams))]
+    results = [output.result for _ in range(2) if (output := its_replies.take(beams))]
     assert [result.log_probs for result in results] == [((-3.0,), (-4.0,))] * 2
 
 
 def test_a_client_that_does_not_stream_gets_context_logits_once() -> None:
-    talk = Talk(new_text("xyz"), streaming=False, output=CURIOUS)
-    assert talk.take(delta("c", context_logits=PROMPT_LOGITS)) is None
-    output = talk.take(delta("d", LENGTH))
+    its_replies = PromptReplies(new_text("xyz"), streaming=False, output=WITH_CONTEXT_OUTPUTS)
+    assert its_replies.take(delta("c", context_logits=PROMPT_LOGITS)) is None
+    output = its_replies.take(delta("d", LENGTH))
     assert output is not None and output.result.log_probs == ((-3.0, -4.0),)
     assert output.result.context_logits == PROMPT_LOGITS

@@ -80,12 +80,12 @@ def send(budget: ResponseBudget, ticket: int, mib: int) -> None:
         ({"return_generation_logits": True}, "generation_logits", 10 * MIB),
     ],
 )
-def test_an_output_counts_if_it_is_requested(output: dict[str, object], name: str, size: int) -> None:
+def test_only_requested_outputs_count_in_the_size(output: dict[str, object], name: str, size: int) -> None:
     assert sizes_of(make_request(**output))[name] == size
     assert sizes_of(make_request())[name] == 0
 
 
-def test_every_returned_beam_counts() -> None:
+def test_every_returned_beam_counts_in_the_size() -> None:
     beams = SamplingConfig(beam_width=4, num_return_sequences=3)
     assert (
         sizes_of(make_request(sampling=beams, return_generation_logits=True))["generation_logits"] == 30 * MIB
@@ -113,7 +113,7 @@ def test_a_response_of_a_stream_has_at_most_the_joined_logits() -> None:
     assert sizes_of(beams, streaming=True)["generation_logits"] == 0
 
 
-def test_the_prompt_counts_if_it_is_returned() -> None:
+def test_the_prompt_counts_in_the_size_if_it_is_returned() -> None:
     request = Request(0, tuple(range(100)), 10)
     whole, streamed = sizes_of(request), sizes_of(request, streaming=True)
     assert whole["output_ids and text"] == 11 * streamed["output_ids and text"]
@@ -149,13 +149,13 @@ def test_prompts_of_a_batch_in_one_response_count_together() -> None:
         reserve(budget, half, half, in_one=True)
 
 
-def test_lists_are_limited_by_the_endpoints_frames() -> None:
+def test_lists_in_a_response_are_limited_by_the_size_of_endpoint_frames() -> None:
     budget = ResponseBudget(Memory(1 << 20, 1 << 20))
     with pytest.raises(InvalidArgument, match=r"at most 256\.0 MiB"):
         reserve(budget, make_request(new=100_000, num_top_log_probs=1000))
 
 
-def test_more_than_all_shared_memory_is_invalid() -> None:
+def test_a_response_larger_than_shared_memory_is_an_invalid_request() -> None:
     with pytest.raises(InvalidArgument) as caught:
         reserve(ResponseBudget(Memory(total_mib=64, free_mib=64)), with_logits(61))
     for word in (
@@ -169,7 +169,7 @@ def test_more_than_all_shared_memory_is_invalid() -> None:
         assert word in str(caught.value)
 
 
-def test_more_than_free_shared_memory_is_unavailable() -> None:
+def test_a_response_larger_than_free_shared_memory_is_unavailable() -> None:
     memory = Memory(total_mib=64, free_mib=40)
     budget = ResponseBudget(memory)
     with pytest.raises(Unavailable, match=r"40\.0 MiB are free and 0\.0 MiB may be needed"):

@@ -40,8 +40,8 @@ class Accounts:
         self._prompt_tokens = 0
         self._seen: Counter[tuple[int, int]] = Counter()  # tokens by (request id, sequence index)
         self._ended: set[tuple[int, int]] = set()  # sequences that had a final result
-        self._gains: Counter[int] = Counter()  # by sequence key: updates in which it got tokens
-        self._have_token: set[int] = set()  # requests
+        self._gains: Counter[int] = Counter()  # number of updates in which a sequence key got tokens
+        self._have_token: set[int] = set()  # request ids
         self._begin_iteration()
 
     def _begin_iteration(self) -> None:

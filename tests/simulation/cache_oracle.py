@@ -41,11 +41,11 @@ class CacheOracle:
         self._scheduler = scheduler
         self._shares_all = config.enable_kv_cache_reuse
         self._size = scheduler.kv_cache.tokens_per_block
-        self._numbers: dict[Hashable, int] = {}  # of all prefixes that ever came up
+        self._numbers: dict[Hashable, int] = {}  # one for every prefix seen so far
         self._known: set[int] = set()
-        self._chains: dict[int, list[int]] = {}  # by sequence key, of all its full blocks
-        self._num_promised: dict[int, int] = {}  # by sequence key, blocks that it has promised
-        self._num_known: Counter[int] = Counter()  # by sequence key, since it started
+        self._chains: dict[int, list[int]] = {}  # prefix numbers of all full blocks, by sequence key
+        self._num_promised: dict[int, int] = {}  # promised blocks by sequence key
+        self._num_known: Counter[int] = Counter()  # by sequence key: its full blocks in _known
         self._num_taken = 0
 
     # ---------------------------------------------------------------- prefixes

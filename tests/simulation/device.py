@@ -27,7 +27,7 @@ class _Breakdown(Enum):
 
 
 _COMPUTED = (_Breakdown.COMPUTED, _Breakdown.CARRIES_ON)
-_LATE = 0.4  # of failures, if tokens are chosen in `decode`
+_LATE = 0.4  # share of failures that are raised in `decode`, if it chooses the tokens
 
 
 class SimulatedDevice(FakeEngine):

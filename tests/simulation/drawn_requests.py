@@ -122,7 +122,7 @@ def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
         vocab_size + token_id % num_rows if sum(ids[: place + 1]) % 3 == 0 else token_id
         for place, token_id in enumerate(ids)
     )
-    output = replace(request.output, return_prompt_log_probs=False)  # a row has none
+    output = replace(request.output, return_prompt_log_probs=False)  # a table row has no log prob
     return replace(request, input_token_ids=prompt, output=output)
 
 

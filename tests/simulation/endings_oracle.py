@@ -33,7 +33,7 @@ class EndingsOracle:
             assert ended.total() <= self._most, "an iteration ended more than it may"
         if self._scheduler._to_end:
             self.num_divided += 1
-            # One that ended by itself meanwhile is passed over, and counts as one.
+            # A request that ended by itself meanwhile is skipped, but counts as ended here.
             assert first is None or pending[0] is not first, (
                 "an iteration did not end whoever was next to end"
             )

@@ -79,7 +79,7 @@ class HostCache:
         self._rng = random.Random(f"adapters {seed}")
         self._now = 0
         self._next_handle = 1
-        self._due: dict[int, tuple[int, LoraRequest]] = {}  # by request id, when, and what it wants
+        self._due: dict[int, tuple[int, LoraRequest]] = {}  # (time, adapter) by request id
         self._stored: dict[LoraRequest, StoredAdapter] = {}
         self._versions: dict[LoraRequest, int] = {}
         self._users: dict[int, LoraRequest] = {}  # by request id

@@ -28,10 +28,10 @@ class Shares:
     """Tokens that clients were served: a naive start-time fair queueing."""
 
     def __init__(self) -> None:
-        self._settled: dict[int, int] = {}  # by sequences that have ended
-        self._promised: Counter[int] = Counter()  # by running sequences
+        self._settled: dict[int, int] = {}  # tokens of sequences that have ended, by client
+        self._promised: Counter[int] = Counter()  # cost of running sequences, by client
         self._present: Counter[int] = Counter()
-        self._queued: Counter[int] = Counter()  # never ran
+        self._queued: Counter[int] = Counter()  # sequences by client that have never run
         self._away: dict[int, int] = {}
         self._virtual_time = 0
 
@@ -113,15 +113,15 @@ class QueueOracle:
     ) -> None:
         self.shares = Shares()
         self.num_adapter_waits = 0  # how often admission left a sequence waiting for adapter pages
-        self.starts: list[LlmRequest] = []  # first starts, in order
+        self.starts: list[LlmRequest] = []  # sequences in the order of their first start
         self.ended: list[LlmRequest] = []
         self._scheduler = scheduler
         self._config = config
         self._cache = cache
-        self._started: set[int] = set()  # keys
+        self._started: set[int] = set()  # sequence keys
         self._present: dict[int, LlmRequest] = {}
-        self._held: dict[int, Request] = {}  # by id
-        self._queued_at: dict[int, int] = {}  # by request id, its place among all that were queued
+        self._held: dict[int, Request] = {}  # by request id
+        self._queued_at: dict[int, int] = {}  # place of each request id among all that were queued
         self._admit = scheduler._admission.admit
         scheduler._admission.admit = self._watched_admit
 

@@ -33,7 +33,8 @@ class RowsOracle:
         self._size = limits.tokens_per_block
         self._num_stages = limits.num_micro_batches
         self._num_selections = 0
-        self._last_chosen: dict[int, int] = {}  # by key: the selection in which it was to generate
+        # By sequence key: the number of the last selection in which it was to generate.
+        self._last_chosen: dict[int, int] = {}
         self._equally = config.context_chunking_policy is ChunkingPolicy.EQUAL_PROGRESS
         self._generation_was_left_out = False
         self._select = scheduler._micro_batch.select

@@ -84,7 +84,7 @@ class Scenario:
         """Return the scenario for a device that overlaps iterations."""
         return replace(self, limits=replace(self.limits, num_micro_batches=1, overlaps_iterations=True))
 
-    def undemanding(self) -> Scenario:
+    def without_host_waits(self) -> Scenario:
         """Return the scenario with requests that never wait for the host."""
         arrivals = {at: tuple(map(_without_host, requests)) for at, requests in self.arrivals.items()}
         return replace(self, arrivals=arrivals)

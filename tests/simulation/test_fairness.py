@@ -77,7 +77,7 @@ def starts_while_both_wait(server: SimulatedServer, pair: tuple[int, int]) -> li
 
 
 @pytest.mark.parametrize("seed", with_all(range(40), range(15)))
-def test_two_backlogged_clients_differ_by_a_largest_request_each(seed):
+def test_served_tokens_of_two_waiting_clients_differ_by_at_most_a_largest_request_each(seed):
     """In any interval, the difference between two clients' shares changes by at most one largest request of
     each."""
     server = run_to_the_end(draw_backlog(seed))

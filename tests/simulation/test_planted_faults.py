@@ -50,15 +50,17 @@ def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
 
 def _notices_with_state(seed: int) -> bool:
     ahead, bad = draw(seed).with_state().ahead(), draw_with_a_bad_device(seed).with_state()
-    return _is_noticed(ahead.in_turn(), ahead.undemanding(), bad.in_turn(), bad.ahead().undemanding())
+    return _is_noticed(
+        ahead.in_turn(), ahead.without_host_waits(), bad.in_turn(), bad.ahead().without_host_waits()
+    )
 
 
 def _notices(seed: int) -> bool:
     ahead = draw(seed).ahead()
-    bad = draw_with_a_bad_device(seed).ahead().undemanding()
+    bad = draw_with_a_bad_device(seed).ahead().without_host_waits()
     leaving = draw_with_everybody_leaving(seed)
     return _is_noticed(
-        ahead.in_turn(), ahead, ahead.undemanding(), bad, draw_with_failing_rows(seed), leaving
+        ahead.in_turn(), ahead, ahead.without_host_waits(), bad, draw_with_failing_rows(seed), leaving
     )
 
 

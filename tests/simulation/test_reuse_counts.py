@@ -107,7 +107,7 @@ def test_every_prefix_is_computed_once(seed):
     assert sum(each.num_reused_blocks for each in told) == stats.num_reused_blocks
 
 
-def test_the_families_share_prefixes():
+def test_many_requests_of_a_family_share_prefixes():
     outcomes = [run(draw_family(seed)) for seed in range(20)]
     assert sum(outcome.reused.total() >= outcome.missed.total() for outcome in outcomes) > 5
     assert sum(outcome.missed.total() > 10 for outcome in outcomes) > 5
@@ -116,8 +116,8 @@ def test_the_families_share_prefixes():
 # ---------------------------------------------------------------------- eviction
 
 SIZE = 4
-PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks
-OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three
+PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks and a token
+OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three full blocks and a token
 
 
 def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:
@@ -134,7 +134,7 @@ def make_request(
     return Request(request_id, prompt, 1, retention=RetentionConfig(ranges))
 
 
-def pressed_by(num_blocks: int, first_token: int = 500) -> tuple[int, ...]:
+def unrelated_prompt(num_blocks: int, first_token: int = 500) -> tuple[int, ...]:
     """A prompt without a common beginning with the others."""
     return tuple(range(first_token, first_token + num_blocks * SIZE))
 
@@ -145,7 +145,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
         10,
         make_request(1, PROMPT),
         make_request(2, OTHER),
-        make_request(3, pressed_by(4)),
+        make_request(3, unrelated_prompt(4)),
         make_request(4, PROMPT),
     )
     assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (3, 3)
@@ -156,7 +156,7 @@ def test_a_block_of_low_priority_stays_while_its_children_do():
     low, high = Retention(0), Retention(100)
     kept = make_request(1, PROMPT, (0, 2 * SIZE, low), (2 * SIZE, None, high))
     outcome = run_one_after_another(
-        10, kept, make_request(2, OTHER), make_request(3, pressed_by(4)), make_request(4, PROMPT)
+        10, kept, make_request(2, OTHER), make_request(3, unrelated_prompt(4)), make_request(4, PROMPT)
     )
     assert (outcome.reused[4, 0], outcome.missed[4, 0]) == (6, 0)
 
@@ -166,6 +166,6 @@ def test_a_timed_priority_holds_for_its_duration(duration_ms, num_found):
     """The iterations between take 50 ms; after 40 ms the prompt has the default priority again."""
     kept = make_request(1, PROMPT, (0, None, Retention(100, duration_ms)))
     outcome = run_one_after_another(
-        10, kept, make_request(2, OTHER), make_request(3, pressed_by(4)), make_request(4, PROMPT)
+        10, kept, make_request(2, OTHER), make_request(3, unrelated_prompt(4)), make_request(4, PROMPT)
     )
     assert outcome.reused[4, 0] == num_found

@@ -25,7 +25,7 @@ def with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scenarios(seed: int) -> list[Scenario]:
     ahead = draw(seed).ahead()
-    kinds = [ahead.in_turn(), ahead.undemanding(), draw_with_failing_rows(seed)]
+    kinds = [ahead.in_turn(), ahead.without_host_waits(), draw_with_failing_rows(seed)]
     return [kinds[seed % 3], draw_with_a_bad_device(seed)] if seed % 5 == 0 else [kinds[seed % 3]]
 
 

@@ -157,7 +157,12 @@ def _unarmed() -> Iterator[None]:
 
 def scenario_of(seed: int) -> Scenario:
     """Draw a scenario without device failures, with one of the possible kinds of batches in flight."""
-    kind = (Scenario.in_turn, Scenario.ahead, lambda s: s.ahead().undemanding(), lambda s: s.pipelined(2))
+    kind = (
+        Scenario.in_turn,
+        Scenario.ahead,
+        lambda s: s.ahead().without_host_waits(),
+        lambda s: s.pipelined(2),
+    )
     scenario = replace(kind[seed % 4](draw(seed)), breakdowns=Breakdowns())
     # Earlier cache hits of a restarted request are not counted.
     arrivals = {

@@ -63,7 +63,7 @@ def two_in_flight(scenario: Scenario) -> Scenario:
     """Return the scenario with two batches in flight. With every other seed, its requests never need the
     host."""
     ahead = scenario.ahead()
-    return ahead.undemanding() if scenario.seed % 2 else ahead
+    return ahead.without_host_waits() if scenario.seed % 2 else ahead
 
 
 def two_stages(scenario: Scenario) -> Scenario:
@@ -182,7 +182,7 @@ def test_the_seeds_cover_every_ending(outcomes, seeds):
 
 
 @pytest.mark.parametrize("policy", [CapacityPolicy.GUARANTEED_NO_EVICT, CapacityPolicy.STATIC_BATCH])
-def test_policies_that_reserve_to_the_end_never_pause(outcomes, seeds, policy):
+def test_policies_that_reserve_blocks_for_max_new_tokens_never_pause(outcomes, seeds, policy):
     of_policy = [outcome for its_policy, outcome in outcomes if its_policy is policy]
     assert len(of_policy) > len(seeds) // 4 and not any(outcome.num_pauses for outcome in of_policy)
 

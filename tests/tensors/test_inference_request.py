@@ -112,7 +112,7 @@ def test_controls_and_outputs_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("batch_dimension", [True, False], ids=["[1, 2, n]", "[2, n]"])
-def test_word_lists_come_in_both_layouts(batch_dimension: bool) -> None:
+def test_word_lists_may_have_either_layout(batch_dimension: bool) -> None:
     tokens = expected_tokens(PROMPT, 6, VOCABULARY)
     words = np.array([[tokens[1], tokens[2], 49], [2, 3, -1]], np.int32)
     with running() as library:
@@ -122,15 +122,15 @@ def test_word_lists_come_in_both_layouts(batch_dimension: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-def test_scalars_come_in_any_shape(shape: tuple[int, ...]) -> None:
+def test_scalars_may_have_any_shape_of_one_element(shape: tuple[int, ...]) -> None:
     assert to_request(end_id=np.full(shape, 9, np.int32)).end_ids == (9,)
 
 
-def test_ids_come_with_or_without_the_batch_dimension() -> None:
+def test_ids_may_have_the_batch_dimension() -> None:
     assert to_request(input_ids=np.array(PROMPT, np.int32)) == to_request()
 
 
-def test_the_id_and_the_defaults() -> None:
+def test_a_request_of_mandatory_tensors_has_its_id_and_the_defaults() -> None:
     assert to_request() == Request(7, tuple(PROMPT), 6)
 
 
@@ -169,6 +169,8 @@ def test_the_id_and_the_defaults() -> None:
     ],
     ids=lambda part: "",
 )
-def test_refusals(tensors: dict[str, np.ndarray], error: type[Exception], message: str) -> None:
+def test_invalid_tensors_are_refused_by_name(
+    tensors: dict[str, np.ndarray], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         to_request(**tensors)

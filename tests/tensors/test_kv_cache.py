@@ -30,12 +30,12 @@ def test_a_request_without_the_tensors_has_default_retention_and_identity() -> N
     assert (request.retention, request.identity) == (RetentionConfig(), PrefixIdentity())
 
 
-def test_durations_may_be_left_out() -> None:
+def test_durations_of_retention_may_be_left_out() -> None:
     (request,) = requests_of(**ranges(starts=[[0]], ends=[[2]], priorities=[[90]]))
     assert request.retention.ranges == (TokenRangeRetention(0, 2, Retention(90, None)),)
 
 
-def test_empty_arrays_are_no_ranges() -> None:
+def test_empty_arrays_mean_no_retention_ranges() -> None:
     (request,) = requests_of(**ranges(starts=[[]], ends=[[]], priorities=[[]], durations_ms=[[]]))
     assert request.retention == RetentionConfig()
 
@@ -111,6 +111,6 @@ def test_every_row_of_a_batch_has_its_own_salt_and_retention() -> None:
         ({"retention_decode_priority": 101}, r"retention_decode_priority must be in \[0, 100\], got 101"),
     ],
 )
-def test_ranges_of_values(tensors: dict[str, object], message: str) -> None:
+def test_values_out_of_range_are_refused_by_name(tensors: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         requests_of(**tensors)

@@ -68,7 +68,7 @@ def values(name: str, *outputs: Output) -> list:
 SPECS = [spec for spec in OUTPUTS.specs if spec.name not in ("state", "adapters") and spec.built]
 
 # The values of FULL, by name.
-SAID = {
+VALUES_OF_FULL = {
     "output_ids": [[[8, 9]]],
     "sequence_length": [[2]],
     "text_output": [b"t"],
@@ -103,12 +103,12 @@ SAID = {
 def test_every_output_has_the_rank_in_the_table(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output()])
     assert array is not None
-    assert array.tolist() == SAID[spec.name]
+    assert array.tolist() == VALUES_OF_FULL[spec.name]
     assert array.ndim == len(spec.dims) + spec.is_batched
-    assert array.astype(NUMPY_TYPES[spec.dtype]).tolist() == SAID[spec.name]
+    assert array.astype(NUMPY_TYPES[spec.dtype]).tolist() == VALUES_OF_FULL[spec.name]
 
 
-SILENT = {
+LEFT_OUT = {
     "text_output",
     "cum_log_probs",
     "cumulative_logprob",
@@ -127,7 +127,7 @@ SILENT = {
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
 def test_outputs_without_a_value_are_left_out(spec: TensorSpec) -> None:
     array = make_array(spec.name, [make_output(make_result(), texts=None)])
-    assert (array is None) == (spec.name in SILENT)
+    assert (array is None) == (spec.name in LEFT_OUT)
 
 
 def test_ragged_beams_are_padded() -> None:
@@ -155,7 +155,7 @@ def test_without_a_pad_id_ids_are_padded_with_minus_one() -> None:
     assert values("output_ids", make_output(make_beams((8, 9), (7,)))) == [[[8, 9], [7, -1]]]
 
 
-def test_a_batch_of_different_shapes() -> None:
+def test_outputs_of_a_batch_are_padded_to_the_largest_shape() -> None:
     beams = make_beams((8, 9), (7,), cum_log_probs=(-1.0, -2.0), num_input_tokens=4)
     outputs = [
         make_output(beams, ("a", "b"), pad_id=50),

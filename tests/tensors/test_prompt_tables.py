@@ -55,7 +55,7 @@ def request_of(vocabulary: Vocabulary = Vocabulary.TOKENS, **tensors: Any) -> Re
     return prompt.request
 
 
-def test_ids_and_a_table() -> None:
+def test_ids_table_and_extra_ids_are_read() -> None:
     request = request_of(
         input_ids=[[1002, 5, 1000]],
         prompt_embedding_table=TABLE,
@@ -80,7 +80,7 @@ def test_extra_ids_of_a_padded_prompt_are_cut_with_it() -> None:
 
 
 @pytest.mark.parametrize("extra_id", [None, 0, EXTRA])
-def test_the_rows_of_a_texts_table_come_first(extra_id: int | None) -> None:
+def test_virtual_tokens_come_before_those_of_the_text(extra_id: int | None) -> None:
     request = request_of(
         Vocabulary.TEXT, text_input=b"ab", prompt_embedding_table=TABLE, prompt_table_extra_id=extra_id
     )
@@ -90,7 +90,7 @@ def test_the_rows_of_a_texts_table_come_first(extra_id: int | None) -> None:
     assert plain.input_token_ids == (97, 98) and plain.identity.extra_ids == ()
 
 
-def test_text_input_with_the_table_names_of_tensorrt_llm() -> None:
+def test_text_input_may_have_a_table_under_tensorrt_llms_names() -> None:
     sent = {"input_ids": None, "text_input": b"ab", "prompt_embedding_table": TABLE}
     request = request_of(**sent, prompt_table_extra_ids=[[7, 7, 7, 0, 0]])
     assert request.input_token_ids == (1000, 1001, 1002, 97, 98)
@@ -110,7 +110,7 @@ def test_each_prompt_of_a_batch_has_its_table() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, BFLOAT16], ids=["FP16", "FP32", "BF16"])
-def test_every_data_type(dtype: Any) -> None:
+def test_a_table_may_have_every_declared_data_type(dtype: Any) -> None:
     table = np.zeros((1, 2, HIDDEN), dtype)
     name = "bfloat16" if dtype is BFLOAT16 else np.dtype(dtype).name
     found = request_of(prompt_embedding_table=table).prompt_table
@@ -148,13 +148,13 @@ def test_invalid_prompt_tables_are_refused_by_name(tensors: dict[str, Any], mess
         request_of(**tensors)
 
 
-def test_an_engine_without_tables() -> None:
+def test_an_engine_without_tables_refuses_them() -> None:
     rows = make_rows(token_inputs(prompt_embedding_table=TABLE))
     with pytest.raises(Unsupported, match="prompt_embedding_table is not available"):
         convert(rows, make_context())
 
 
-def test_a_table_of_finite_numbers() -> None:
+def test_the_largest_bfloat16_is_finite_and_the_dtype_changes_the_digest() -> None:
     assert are_finite(np.array([[0x7F7F, 0xFF7F]], np.uint16).view(BFLOAT16)), "the largest of bfloat16"
     digests = {to_prompt_table(np.zeros((2, 3), dtype), "x").digest for dtype in (np.float16, np.float32)}
     assert len(digests) == 2

@@ -98,14 +98,14 @@ def test_a_batch_is_refused_with_advice_if_only_one_row_is_read() -> None:
         make_reader({"end_id": np.zeros([4], np.int32)}).integer("end_id")
 
 
-def test_a_wrong_rank_names_shape_and_expectation() -> None:
+def test_the_error_of_a_wrong_rank_names_the_shape_and_the_expected_one() -> None:
     with pytest.raises(InvalidArgument, match=r"input_ids must have shape \[1, n\], got \[1, 1, 3\]"):
         make_reader({"input_ids": np.zeros([1, 1, 3], np.int32)}).array("input_ids")
     with pytest.raises(InvalidArgument, match=r"stop_words_list must have shape \[1, 2, n\], got \[3, 2\]"):
         make_reader({"stop_words_list": np.zeros([3, 2], np.int32)}).array("stop_words_list")
 
 
-def test_a_wrong_type_names_both() -> None:
+def test_the_error_of_a_wrong_type_names_both_types() -> None:
     with pytest.raises(InvalidArgument, match="end_id must be INT32, got int64"):
         make_reader({"end_id": np.array([1], np.int64)}).integer("end_id")
 
@@ -114,7 +114,7 @@ def test_an_alias_names_the_same_tensor() -> None:
     assert make_reader({"seed": np.array([5], np.uint64)}).integer("random_seed") == 5
 
 
-def test_both_names_must_agree() -> None:
+def test_a_tensor_and_its_alias_must_have_the_same_value() -> None:
     five, six = np.array([5], np.uint64), np.array([6], np.uint64)
     assert make_reader({"seed": five, "random_seed": five}).integer("random_seed") == 5
     with pytest.raises(InvalidArgument, match="seed is 6 but random_seed is 5: they are two names"):

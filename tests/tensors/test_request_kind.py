@@ -19,7 +19,9 @@ ASKING = {
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
 @pytest.mark.parametrize("kind", ASKING)
-def test_only_a_tensor_that_asks_makes_it_another_kind(kind: RequestKind, vocabulary: Vocabulary) -> None:
+def test_only_a_tensor_set_to_true_or_a_command_makes_a_special_request(
+    kind: RequestKind, vocabulary: Vocabulary
+) -> None:
     name, asks, does_not = ASKING[kind]
     dtype = np.object_ if kind is RequestKind.ADAPTERS else np.bool_
     assert request_kind(make_rows({name: np.array(asks, dtype)}, vocabulary)) is kind
@@ -35,7 +37,7 @@ def test_one_special_row_decides_the_kind_of_its_batch(kind: RequestKind) -> Non
     assert request_kind(make_rows({name: np.array(does_not * 2, dtype)})) is RequestKind.GENERATE
 
 
-def test_a_stop_goes_before_a_state_and_a_state_before_a_command() -> None:
+def test_stop_takes_precedence_over_state_and_state_over_a_command() -> None:
     true, command = np.array([True]), np.array([b"x"], np.object_)
     every = {"lora_command": command, "state": true, "stop": true}
     assert request_kind(make_rows(every)) is RequestKind.STOP

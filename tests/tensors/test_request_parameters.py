@@ -30,7 +30,7 @@ def read(timeout_us: int = 0, **parameters: object) -> RequestParameters:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"Streaming": true, "model": "m", "priority": 3}'])
 def test_a_request_without_parameters_reads_none(text: str) -> None:
-    """Triton's own priority has a meaning for Triton only, if a server passes it on at all."""
+    """Triton's own priority is ignored: it has a meaning for Triton only."""
     assert read_request_parameters(text, 0, Vocabulary.TEXT) == NO_PARAMETERS
 
 
@@ -68,18 +68,18 @@ def test_parameters_configured_as_ignored_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "context_and_generation"])
-def test_asking_for_both_phases_of_a_request_has_no_effect(kind: str) -> None:
+def test_a_request_for_both_phases_is_an_ordinary_one(kind: str) -> None:
     assert read(triton_trtllm_request_type=kind) == NO_PARAMETERS
 
 
 @pytest.mark.parametrize("kind", ["context_only", "generation_only"])
-def test_one_phase_alone_is_refused(kind: str) -> None:
+def test_a_request_for_the_context_or_generation_phase_alone_is_refused(kind: str) -> None:
     with pytest.raises(Unsupported, match=f"triton_trtllm_request_type is not available .*got '{kind}'"):
         read(triton_trtllm_request_type=kind)
 
 
 @pytest.mark.parametrize("value", [0.75, "0.75"])
-def test_a_priority(value: object) -> None:
+def test_a_priority_may_be_a_number_or_a_text(value: object) -> None:
     assert read(request_priority=value) == RequestParameters(priority=0.75)
 
 
@@ -110,7 +110,9 @@ def test_a_client_id_is_read(value: object, expected: int) -> None:
         (0, {"timeout": 0}, None),
     ],
 )
-def test_a_deadline(timeout_us: int, parameters: dict[str, object], allotted_time_ms: int | None) -> None:
+def test_allotted_time_ms_overrides_the_timeout_in_microseconds(
+    timeout_us: int, parameters: dict[str, object], allotted_time_ms: int | None
+) -> None:
     assert read(timeout_us, **parameters) == RequestParameters(allotted_time_ms=allotted_time_ms)
 
 
@@ -135,7 +137,7 @@ def test_a_deadline(timeout_us: int, parameters: dict[str, object], allotted_tim
         ("timeout", "soon"),
     ],
 )
-def test_a_bad_value_is_named(name: str, value: object) -> None:
+def test_the_error_of_a_bad_value_names_the_parameter(name: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=f"^request parameter {name} must be a.* in \\[0, .*got "):
         read(**{name: value})
 
@@ -143,7 +145,7 @@ def test_a_bad_value_is_named(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "end_ids"), [("2", (2,)), ("128001,128008, 128009", (128001, 128008, 128009)), ("", ())]
 )
-def test_several_end_ids(value: str, end_ids: tuple[int, ...]) -> None:
+def test_several_end_ids_are_separated_by_commas(value: str, end_ids: tuple[int, ...]) -> None:
     assert read(end_ids=value).end_ids == end_ids
 
 
@@ -186,16 +188,16 @@ def converted(parameters: RequestParameters, **tensors: object) -> list[Request]
     return [prompt.request for prompt in prompts]
 
 
-SAID = RequestParameters(priority=0.25, client_id=7, allotted_time_ms=900)
+READ_VALUES = RequestParameters(priority=0.25, client_id=7, allotted_time_ms=900)
 
 
 def test_parameters_replace_absent_tensors() -> None:
-    (request,) = converted(SAID)
+    (request,) = converted(READ_VALUES)
     assert (request.priority, request.client_id, request.allotted_time_ms) == (0.25, 7, 900)
 
 
 def test_a_tensor_overrides_a_parameter() -> None:
-    (request,) = converted(SAID, priority=0.0, client_id=0, allotted_time_ms=0)
+    (request,) = converted(READ_VALUES, priority=0.0, client_id=0, allotted_time_ms=0)
     assert (request.priority, request.client_id, request.allotted_time_ms) == (0.0, 0, 0)
 
 
@@ -211,5 +213,5 @@ def test_the_end_ids_parameter_replaces_the_default_and_not_the_tensor() -> None
 
 def test_parameters_apply_to_every_row_of_a_batch() -> None:
     rows = {"input_ids": [[1], [2]], "request_output_len": np.array([4, 4], np.int32)}
-    requests = converted(SAID, priority=np.array([0.5, 1.0], np.float32), **rows)
+    requests = converted(READ_VALUES, priority=np.array([0.5, 1.0], np.float32), **rows)
     assert [(r.priority, r.client_id) for r in requests] == [(0.5, 7), (1.0, 7)]

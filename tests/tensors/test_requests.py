@@ -65,7 +65,7 @@ def convert_text(context: ServingContext | None = None, **tensors: object) -> tu
     return prompt.request, prompt.options
 
 
-def test_defaults_are_the_specifications() -> None:
+def test_defaults_equal_those_of_the_specification() -> None:
     request, options = convert_tokens()
     assert request == Request(0, (5, 6, 7), 4)
     assert not options.streaming and options.include_prompt
@@ -91,7 +91,7 @@ def test_end_id_of_the_request_replaces_those_of_the_model(
 
 
 @pytest.mark.parametrize("top_p", [0.0, -1.0])
-def test_top_p_up_to_zero_is_unset(top_p: float) -> None:
+def test_a_top_p_of_zero_or_less_counts_as_unset(top_p: float) -> None:
     assert convert_tokens(runtime_top_p=top_p)[0].sampling.top_p == 0.0
 
 
@@ -256,7 +256,9 @@ REFUSED: list[tuple[dict[str, object], type[InflightError], str]] = [
 
 
 @pytest.mark.parametrize(("tensors", "error", "message"), REFUSED, ids=lambda part: str(part)[:40])
-def test_refusals(tensors: dict[str, object], error: type[InflightError], message: str) -> None:
+def test_invalid_tensors_are_refused_by_name(
+    tensors: dict[str, object], error: type[InflightError], message: str
+) -> None:
     with pytest.raises(error, match=message):
         convert_tokens(**tensors)
 
@@ -302,7 +304,7 @@ def test_both_values_that_turn_no_repeat_ngram_size_off_are_accepted() -> None:
         assert convert_tokens(no_repeat_ngram_size=off)[0].sampling.no_repeat_ngram_size == 0
 
 
-def test_a_bias_of_zeros_is_none() -> None:
+def test_a_bias_of_zeros_counts_as_none() -> None:
     zeros = np.zeros([1, 1000], np.float32)
     assert convert_tokens(embedding_bias=zeros)[0].embedding_bias is None
     nothing = {"embedding_bias_words": [[b""]], "embedding_bias_weights": [[0.0]]}
@@ -355,7 +357,7 @@ def test_a_batch_is_a_request_for_each_row() -> None:
     assert all("batch_index" in prompt.options.outputs for prompt in prompts)
 
 
-def test_a_wrong_row_is_named() -> None:
+def test_the_error_names_the_wrong_row_of_a_batch() -> None:
     with pytest.raises(InvalidArgument, match=r"^row 1 of the batch: temperature must be"):
         convert_all(**batch(temperature=np.array([1.0, -1.0], np.float32)))
 

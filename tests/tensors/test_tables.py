@@ -102,13 +102,13 @@ SPECIFIED_OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", SPECIFIED_INPUTS)
-def test_the_specified_inputs_are_there(name: str) -> None:
+def test_every_specified_input_is_in_the_table(name: str) -> None:
     spec = INPUTS[name]
     assert (spec.dtype, max(len(spec.dims), 1) + 1) == SPECIFIED_INPUTS[name]
 
 
 @pytest.mark.parametrize("name", SPECIFIED_OUTPUTS)
-def test_the_specified_outputs_are_there(name: str) -> None:
+def test_every_specified_output_is_in_the_table(name: str) -> None:
     assert (OUTPUTS[name].dtype, len(OUTPUTS[name].dims) + 1) == SPECIFIED_OUTPUTS[name]
 
 
@@ -148,7 +148,7 @@ def test_early_stopping_may_be_declared_as_bool(value: int) -> None:
 
 def test_draft_logits_may_be_declared_as_fp16() -> None:
     sent = {"draft_input_ids": [[1, 2]], "draft_logits": DRAFT_LOGITS.astype(np.float16)}
-    assert landed(converted(**sent), "draft.logits") == FloatTensor(
+    assert field_value(converted(**sent), "draft.logits") == FloatTensor(
         (2, VOCABULARY_SIZE), DRAFT_LOGITS.tobytes()
     )
 
@@ -186,7 +186,7 @@ def test_messages_give_neutral_values_as_clients_send_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["embedding_bias_words", "embedding_bias_weights", "prompt_table_extra_id"])
-def test_the_ensembles_own_tensors_are_there(name: str) -> None:
+def test_the_ensembles_own_tensors_are_in_the_table(name: str) -> None:
     assert INPUTS.sent_as(name, Vocabulary.TEXT) is not None
 
 
@@ -203,7 +203,7 @@ BIAS = np.frombuffer(bias({7: 2.0}).data, np.float32).reshape(1, -1)
 DRAFT_LOGITS = np.ones([1, 2, VOCABULARY_SIZE], np.float32)
 
 # (name, value, field that it sets, the field's value)
-LANDINGS = [
+FIELDS_SET = [
     ("input_ids", [[1, 2]], "input_token_ids", (1, 2)),
     ("input_lengths", 2, "input_token_ids", (5, 6)),
     ("request_output_len", 9, "max_new_tokens", 9),
@@ -309,19 +309,19 @@ ASKING = {
 }
 
 
-def landed(pair: tuple[Request, ReplyOptions], path: str) -> object:
+def field_value(pair: tuple[Request, ReplyOptions], path: str) -> object:
     value: object = pair[0] if hasattr(pair[0], path.split(".")[0]) else pair[1]
     for part in path.split("."):
         value = getattr(value, part)
     return value
 
 
-@pytest.mark.parametrize(("name", "value", "path", "expected"), LANDINGS, ids=lambda part: str(part))
+@pytest.mark.parametrize(("name", "value", "path", "expected"), FIELDS_SET, ids=lambda part: str(part))
 def test_each_tensor_sets_its_field_of_the_request(
     name: str, value: object, path: str, expected: object
 ) -> None:
-    assert landed(converted(), path) != expected
-    assert landed(converted(**{name: value}), path) == expected
+    assert field_value(converted(), path) != expected
+    assert field_value(converted(**{name: value}), path) == expected
 
 
 def test_text_input_becomes_prompt_ids_and_prompt_text() -> None:
@@ -338,11 +338,11 @@ def test_tensors_that_need_others_set_their_field_of_the_request(
     name: str, tensors: dict[str, object], path: str, expected: object
 ) -> None:
     assert name in tensors
-    assert landed(converted(**tensors), path) == expected
+    assert field_value(converted(**tensors), path) == expected
 
 
 def test_every_built_input_is_covered_above() -> None:
-    covered = {name for name, *_ in LANDINGS} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
+    covered = {name for name, *_ in FIELDS_SET} - ALIASES | {name for name, *_ in COMPANIONS} | ASKING
     # test_additional_outputs.py, test_prompt_tables.py, test_lora.py
     elsewhere = {"additional_outputs"} | PROMPT_TABLES
     elsewhere |= {name for name in BUILT if name.startswith("lora_")}
@@ -350,7 +350,7 @@ def test_every_built_input_is_covered_above() -> None:
     assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT  # test_request_kind.py
 
 
-TEXT_LANDINGS = [
+FIELDS_SET_BY_TEXT = [
     ("max_tokens", 9, "max_new_tokens", 9),
     ("stream", True, "streaming", True),
     ("end_id", 4, "end_ids", (4,)),
@@ -383,13 +383,15 @@ TEXT_LANDINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "path", "expected"), TEXT_LANDINGS, ids=lambda part: str(part))
+@pytest.mark.parametrize(
+    ("name", "value", "path", "expected"), FIELDS_SET_BY_TEXT, ids=lambda part: str(part)
+)
 def test_each_tensor_of_ensemble_sets_its_field_of_the_request(
     name: str, value: object, path: str, expected: object
 ) -> None:
-    assert landed(converted(Vocabulary.TEXT), path) != expected
+    assert field_value(converted(Vocabulary.TEXT), path) != expected
     given = {"max_tokens": None} if name == "sampling_param_max_tokens" else {}
-    assert landed(converted(Vocabulary.TEXT, **given, **{name: value}), path) == expected
+    assert field_value(converted(Vocabulary.TEXT, **given, **{name: value}), path) == expected
 
 
 def test_llmapis_best_of_must_be_at_most_one() -> None:
@@ -423,15 +425,15 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
 
 ASKED_FOR = [spec for spec in OUTPUTS.specs if spec.asked_by]
 # Outputs that are returned without being requested, if there is a value.
-UNASKED = {"output_ids", "sequence_length", "text_output", "finish_reason"}
-TOLD_APART = {"batch_index", "sequence_index"}
+SENT_BY_DEFAULT = {"output_ids", "sequence_length", "text_output", "finish_reason"}
+DISTINGUISHING = {"batch_index", "sequence_index"}
 
 
 def test_every_output_is_requested_or_default_or_distinguishes_responses() -> None:
-    assert {spec.name for spec in ASKED_FOR} | UNASKED | TOLD_APART == {
+    assert {spec.name for spec in ASKED_FOR} | SENT_BY_DEFAULT | DISTINGUISHING == {
         spec.name for spec in OUTPUTS.specs if spec.built
     }
-    assert converted()[1].outputs == UNASKED
+    assert converted()[1].outputs == SENT_BY_DEFAULT
 
 
 def vocabulary_of(spec: TensorSpec) -> Vocabulary:
@@ -447,12 +449,12 @@ def test_a_flag_asks_for_its_outputs(spec: TensorSpec) -> None:
     vocabulary = vocabulary_of(spec)
     value = asking_value(spec)
     asked = {other.name for other in ASKED_FOR if other.asked_by == spec.asked_by}
-    unasked = UNASKED & {name for name, _ in OUTPUTS.declared(vocabulary)}
+    unasked = SENT_BY_DEFAULT & {name for name, _ in OUTPUTS.declared(vocabulary)}
     assert converted(vocabulary, **{spec.asked_by: value})[1].outputs == unasked | asked
 
 
 @pytest.mark.parametrize("spec", OUTPUTS.specs, ids=lambda spec: spec.name)
-def test_an_outputs_flag_decides_and_not_its_name(spec: TensorSpec) -> None:
+def test_an_output_is_returned_by_its_flag_and_not_by_its_name(spec: TensorSpec) -> None:
     """A Triton ensemble names every output that it passes on: without the flag nothing is computed for it."""
     vocabulary, named = vocabulary_of(spec), frozenset({spec.name})
     for unset in ({}, {spec.asked_by: type(asking_value(spec))()}) if spec.asked_by else ():

@@ -123,7 +123,10 @@ PARTS = st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.booleans())
 
 
 def cut_of_parts(parts: list[tuple[str, bool]], strings: list[str]) -> tuple[str, bool]:
-    """Return the shown text, and whether it was cut; every part is checked with the hidden text and without."""
+    """Return the shown text, and whether it was cut.
+
+    Stop strings are searched in all text and in the shown text.
+    """
     full = [(character, is_shown) for text, is_shown in parts for character in text]
     for end in range(1, len(full) + 1):
         starts = []
@@ -152,7 +155,7 @@ def test_strings_are_found_with_and_without_hidden_text(
     assert (shown + finder.flush(), finder.stopped) == (wanted, is_cut)
 
 
-def test_a_copy_is_independent() -> None:
+def test_a_copy_of_a_finder_is_independent() -> None:
     finder = StopStringFinder(StopStrings(["abc"]))
     assert finder.add("xab") == "x"
     other = finder.copy()

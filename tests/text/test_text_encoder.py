@@ -38,7 +38,7 @@ def encode(made: tokenizers.Tokenizer, special_tokens: SpecialTokens, text: str)
 
 @pytest.mark.parametrize("text", [BARE, TEMPLATED])
 @pytest.mark.parametrize("special_tokens", [SpecialTokens.ADDED, SpecialTokens.LEFT_OUT])
-def test_special_tokens_always_and_never_agree_with_transformers(
+def test_adding_and_omitting_special_tokens_gives_transformers_ids(
     made: tokenizers.Tokenizer, special_tokens: SpecialTokens, text: str
 ) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=made)

@@ -47,7 +47,7 @@ def size(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "llama", "gemma"])
-def test_the_longest_token_is_the_bound(name: str) -> None:
+def test_the_bound_is_the_length_of_the_longest_token(name: str) -> None:
     bound = tokenizer(name).max_bytes_per_token
     spelled = [len(token) if name == "byte_level" else size(token) for token in backend(name).get_vocab()]
     assert bound == max(spelled)
@@ -69,7 +69,7 @@ def changed_by(change: Callable[[str], str]) -> list[str]:
 
 
 def longest_sources(form: str) -> dict[str, int]:
-    """Return the bytes of the longest character that normalizes to another one, by that one."""
+    """Return the most bytes of a character that normalizes to another one, by that other one."""
     longest: dict[str, int] = defaultdict(int)
     for character in changed_by(partial(unicodedata.normalize, form)):
         parts = unicodedata.normalize(form, character)
@@ -118,7 +118,7 @@ def test_tokenizers_that_may_drop_text_have_no_bound(reason: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_a_token_that_strips_spaces_leaves_no_bound(side: str) -> None:
+def test_tokenizers_with_a_token_that_strips_spaces_have_no_bound(side: str) -> None:
     stripping = changed("byte_level")
     stripping.add_tokens([AddedToken("<strip>", **{side: True})])
     assert max_bytes_per_token(stripping) is None
@@ -127,7 +127,7 @@ def test_a_token_that_strips_spaces_leaves_no_bound(side: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("byte_level", "llama", "gemma")])
-def test_unknown_words_leave_no_bound(name: str) -> None:
+def test_tokenizers_with_unknown_words_have_no_bound(name: str) -> None:
     assert tokenizer(name).max_bytes_per_token is None
 
 

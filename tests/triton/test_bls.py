@@ -106,7 +106,9 @@ def test_a_stop_string_ends_a_drafted_stream_between_rounds(bls: Bls) -> None:
 
 
 @pytest.mark.parametrize("num_draft_tokens", [None, 3])
-def test_texts_accumulate(engines: None, folder: Path, num_draft_tokens: int | None) -> None:
+def test_accumulated_texts_continue_each_other_and_end_with_the_whole(
+    engines: None, folder: Path, num_draft_tokens: int | None
+) -> None:
     model = make_bls(folder, accumulate_tokens="true", **with_draft(folder))
     (whole,) = texts(ask(model, exclude_input_in_output=True))
     streamed = texts(ask(model, stream=True, num_draft_tokens=num_draft_tokens))

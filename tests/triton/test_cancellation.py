@@ -46,7 +46,7 @@ class AskedSender(ResponseSender):
         return super().is_cancelled()
 
 
-class Scene:
+class WatchedRequests:
     def __init__(self, num_requests: int, cost: float, period: float = 0.02) -> None:
         self.clock = ManualClock()
         self.client = FakeEngineClient(answers_stops=False)
@@ -61,7 +61,7 @@ class Scene:
 
 
 def longest_silence(num_requests: int, cost: float) -> float:
-    scene = Scene(num_requests, cost)
+    scene = WatchedRequests(num_requests, cost)
     for _ in range(5):
         scene.round()
     times = [sender.asked_at for sender in scene.senders]
@@ -69,7 +69,7 @@ def longest_silence(num_requests: int, cost: float) -> float:
 
 
 def test_few_streams_are_checked_once_per_period() -> None:
-    scene = Scene(num_requests=2, cost=0.0001)
+    scene = WatchedRequests(num_requests=2, cost=0.0001)
     scene.round()
     assert abs(scene.clock.now - 0.02) < 1e-9
     assert [sender.times_asked for sender in scene.senders] == [1, 1]
@@ -94,13 +94,13 @@ def test_every_stream_is_checked_in_time_under_load() -> None:
 def test_cancellation_checks_take_a_bounded_share_of_the_time(
     num_requests: int, cost: float, share: float
 ) -> None:
-    scene = Scene(num_requests, cost)
+    scene = WatchedRequests(num_requests, cost)
     scene.round()
     assert num_requests * cost / scene.clock.now <= share + 1e-9
 
 
 def test_cancellation_is_polled_in_bursts() -> None:
-    scene = Scene(num_requests=64, cost=0.0001)
+    scene = WatchedRequests(num_requests=64, cost=0.0001)
     scene.round()
     times = [asked for sender in scene.senders for asked in sender.asked_at]
     pauses = [later - earlier > 0.01 for earlier, later in itertools.pairwise(times)]
@@ -108,7 +108,7 @@ def test_cancellation_is_polled_in_bursts() -> None:
 
 
 def test_the_request_of_a_disconnected_client_is_cancelled_once() -> None:
-    scene = Scene(num_requests=3, cost=0.0001)
+    scene = WatchedRequests(num_requests=3, cost=0.0001)
     scene.senders[1].cancelled = True
     scene.round()
     scene.round()
@@ -118,7 +118,7 @@ def test_the_request_of_a_disconnected_client_is_cancelled_once() -> None:
 
 
 def test_finished_requests_are_not_checked_for_cancellation() -> None:
-    scene = Scene(num_requests=2, cost=0.0001)
+    scene = WatchedRequests(num_requests=2, cost=0.0001)
     entries = scene.in_flight.wait_for_requests()
     entries[0].stream.finish()
     scene.watch.round(entries)

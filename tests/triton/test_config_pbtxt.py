@@ -110,7 +110,7 @@ def test_upstreams_tensors_are_declared_with_upstreams_types_and_dims(name: str,
 
 
 @pytest.mark.parametrize("name", upstream_files.PARAMETERS)
-def test_upstreams_parameters_load(name: str) -> None:
+def test_a_config_with_all_parameters_of_upstream_loads(name: str) -> None:
     keys = upstream_files.PARAMETERS[name].split()
     given = {key: {"string_value": upstream_files.FILLED.get(key, f"${{{key}}}")} for key in keys}
     role = next(model.role for model in MODELS if model.name == name)

@@ -251,7 +251,7 @@ def test_every_tensor_is_in_the_file(messages: dict[str, dict[str, str]]) -> Non
     assert list(messages) == list(EXPECTED)
 
 
-def test_every_tensor_is_refused_for_something_by_its_name() -> None:
+def test_every_tensor_has_a_refused_value_and_an_error_that_names_it() -> None:
     for subject, told in EXPECTED.items():
         name = subject.rpartition(" ")[2]
         if subject.startswith(tuple(each.value for each in Vocabulary)) and "parameters" not in subject:

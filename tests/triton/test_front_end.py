@@ -43,7 +43,7 @@ def ids_of(text: str) -> list[int]:
     return letter_tokenizer().encode(text)
 
 
-def test_token_ids_in_token_ids_out(build: Build) -> None:
+def test_a_prompt_of_ids_is_answered_with_ids(build: Build) -> None:
     stage = build()
     sender = stage.take(make_triton_request())
     assert stage.client.submitted[stage.client.last_id].input_token_ids == (5, 6, 7)
@@ -53,7 +53,7 @@ def test_token_ids_in_token_ids_out(build: Build) -> None:
     assert value_of(sent, "finish_reason") == [b"LENGTH"]
 
 
-def test_text_in_text_out_starts_with_the_prompt(build: Build) -> None:
+def test_a_text_prompt_is_answered_with_text_that_starts_with_it(build: Build) -> None:
     stage = build(Vocabulary.TEXT)
     sender = stage.take(make_triton_request(text_inputs(text_input=b"ab")))
     assert stage.client.submitted[stage.client.last_id].end_ids == (2, 3)
@@ -68,7 +68,7 @@ def test_exclude_input_in_output_leaves_the_prompt_out_of_the_text(build: Build)
     assert value_of(sender.wait_final()[0], "text_output") == [b"cd"]
 
 
-def test_token_ids_in_text_out(build: Build) -> None:
+def test_a_prompt_of_ids_is_answered_with_text_if_requested(build: Build) -> None:
     stage = build()
     prompt = ids_of("ab")
     sender = stage.take(make_triton_request(token_inputs(input_ids=[prompt])))
@@ -151,7 +151,7 @@ def test_the_engines_refusal_keeps_its_code(build: Build, error: Unavailable | S
     assert (code, message) == (getattr(TritonError, error.code), str(error))
 
 
-def test_unavailable_until_the_engine_can_be_described(build: Build) -> None:
+def test_requests_are_unavailable_until_the_engine_can_be_described(build: Build) -> None:
     stage = build()
     stage.client.description = Unavailable("no engine yet")
     assert error_of(stage.take(make_triton_request()).wait_final()[0])[0] == TritonError.UNAVAILABLE
@@ -301,7 +301,7 @@ def test_known_parameters_of_clients_are_accepted(build: Build) -> None:
     assert len(stage.client.submitted) == 1
 
 
-def test_special_tokens_follow_the_parameter_in_text_and_always_stop() -> None:
+def test_special_tokens_are_hidden_if_configured_and_can_always_be_stop_words() -> None:
     the, special, dog = tokenizer("byte_level").encode("the"), 2, tokenizer("byte_level").encode(" dog")
     for skip, shown in (("true", b"the dog"), ("false", b"the</s> dog")):
         stage = Stage(Vocabulary.TEXT)

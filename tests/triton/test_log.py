@@ -9,7 +9,7 @@ from tests.triton.fake_pb_utils import FakePbUtils
 from tests.triton.logging_restored import logging_restored
 
 
-def test_log_levels_become_those_of_triton() -> None:
+def test_log_lines_appear_once_at_tritons_levels() -> None:
     fake = FakePbUtils()
     with logging_restored() as logger:
         log_to_triton(fake)

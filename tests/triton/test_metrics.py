@@ -98,7 +98,7 @@ def test_gauges_and_the_log_line_have_the_same_values(stats):
         (STATIC, "nv_trt_llm_v1_metrics", "nv_trt_llm_inflight_batcher_metrics"),
     ],
 )
-def test_the_kind_of_batching_decides_one_family(stats, there, absent):
+def test_in_flight_and_static_batching_have_their_own_family(stats, there, absent):
     with stage(stats=stats) as on:
         on.publish(stats)
         assert on.page.has(there) and not on.page.has(absent)
@@ -164,7 +164,7 @@ def test_counters_start_at_zero_and_grow():
     assert page.value("inflight_kv_cache_missed_tokens_total") == 32
 
 
-def test_levels_rise_and_fall_and_new_labels_appear():
+def test_adapter_gauges_rise_and_fall_and_new_names_appear():
     metrics = ServiceMetrics(adapters=AdapterStats(3, 2, 8, 4, 5, 1))
     metrics.running_by_adapter = Counter({"tidy": 2})
     with stage() as on:
@@ -433,7 +433,11 @@ def test_device_memory_is_the_memory_reserved_by_torch():
     assert _torch_memory(fake_torch(True, **cuda)) == (201, 64)
 
 
-@pytest.mark.parametrize("torch", [None, SimpleNamespace(), fake_torch(False)], ids=["none", "half", "idle"])
+@pytest.mark.parametrize(
+    "torch",
+    [None, SimpleNamespace(), fake_torch(False)],
+    ids=["not imported", "being imported", "without a device"],
+)
 def test_torch_is_not_called_without_a_device_in_use(torch):
     assert _torch_memory(torch) == (0, 0)
 

@@ -39,7 +39,7 @@ def test_name_folder_and_decoupling_are_read():
         [{"count": 1, "gpus": [3]}],
     ],
 )
-def test_an_engine_has_one_instance(groups):
+def test_an_engine_with_one_instance_is_accepted(groups):
     assert read(instance_group=groups).name == "a_model"
 
 

@@ -191,7 +191,7 @@ def words(*texts: bytes) -> np.ndarray:
     return np.array([texts], dtype=np.object_)
 
 
-def test_preprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_preprocessing_returns_ids_lengths_and_word_lists(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
         make_text_model(Preprocessing, folder),
         QUERY=words(b"abc"),
@@ -236,7 +236,9 @@ def test_preprocessing_turns_words_into_a_bias(pb_utils: FakePbUtils, folder: Pa
     assert arrays["EMBEDDING_BIAS"].shape == (1, 32)
 
 
-def test_preprocessing_puts_the_rows_of_a_table_first(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_preprocessing_puts_virtual_tokens_of_the_prompt_table_first(
+    pb_utils: FakePbUtils, folder: Path
+) -> None:
     (folder / "config.json").write_text(json.dumps({"vocab_size": 32}))
     arrays = answer(
         make_text_model(Preprocessing, folder),
@@ -250,7 +252,7 @@ def test_preprocessing_puts_the_rows_of_a_table_first(pb_utils: FakePbUtils, fol
     assert arrays["OUT_PROMPT_TABLE_EXTRA_IDS"].tolist() == [[5, 5, 0, 0, 0], [2**64 - 1, 0, 0, 0, 0]]
 
 
-def test_preprocessing_needs_to_know_where_the_vocabulary_ends(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_preprocessing_of_a_table_needs_the_vocabulary_size(pb_utils: FakePbUtils, folder: Path) -> None:
     for rows, words_of_error in ((2, "config.json"), (-1, "got -1")):
         asked = {"QUERY": words(b"abc"), "PROMPT_VOCAB_SIZE": np.array([[rows]], np.int32)}
         error = answer(make_text_model(Preprocessing, folder), **asked).error()
@@ -268,7 +270,7 @@ def test_preprocessing_returns_the_tokenizers_end_and_pad_tokens(pb_utils: FakeP
     assert arrays["OUT_PAD_ID"].item() == 24
 
 
-def test_postprocessing(pb_utils: FakePbUtils, folder: Path) -> None:
+def test_postprocessing_returns_the_text_of_each_beam(pb_utils: FakePbUtils, folder: Path) -> None:
     arrays = answer(
         make_text_model(Postprocessing, folder),
         TOKENS_BATCH=np.array([[[0, 1, 2], [3, 4, 5]]], np.int32),

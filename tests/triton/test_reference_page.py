@@ -15,7 +15,7 @@ def test_the_tensors_page_matches_the_tables() -> None:
     assert text == fill_in(text, tensor_tables()), "run scripts/write_configs"
 
 
-def test_text_around_the_tables_stays() -> None:
+def test_rewriting_the_tables_keeps_the_text_around_them() -> None:
     filled = fill_in("before\n<!-- tables: begin -->what it said before<!-- tables: end -->\nafter\n", "new")
     assert filled.startswith("before\n") and filled.endswith("\nafter\n") and "said before" not in filled
 

@@ -180,7 +180,7 @@ class BusySender(ResponseSender):
 
 @pytest.mark.parametrize("num_streams", [1, 2, 16])
 @pytest.mark.parametrize("tokens_per_send", [1, 3])
-def test_a_stream_waits_for_at_most_one_response_to_each_other_stream(
+def test_a_stream_waits_for_at_most_one_response_of_each_other_stream(
     desk: Desk, num_streams: int, tokens_per_send: int
 ) -> None:
     """The lag of a stream is bounded by the number of streams, and all streams have the same bound."""

@@ -20,7 +20,7 @@ from tests.triton.factories import make_triton_request
 from tests.triton.letters import letter_tokenizer
 from tests.triton.stage import Stage
 
-MINE = [spec for spec in OUTPUTS.specs if spec.in_stream and not spec.text_only]
+STREAMED_OUTPUTS = [spec for spec in OUTPUTS.specs if spec.in_stream and not spec.text_only]
 VOCABULARY = 3
 
 
@@ -54,9 +54,11 @@ def every_output(stage: Stage, streaming: bool, *parts: str) -> list[dict[str, n
     stage.client.description = make_description(
         tokenizer_dir="letters", limits=make_limits(vocab_size=VOCABULARY)
     )
-    flags = {spec.asked_by: 1 for spec in MINE if spec.asked_by}
+    flags = {spec.asked_by: 1 for spec in STREAMED_OUTPUTS if spec.asked_by}
     inputs = token_inputs(input_ids=[[0, 1, 2]], streaming=streaming, exclude_input_in_output=True, **flags)
-    sender = stage.take(make_triton_request(inputs, outputs=frozenset(spec.name for spec in MINE)))
+    sender = stage.take(
+        make_triton_request(inputs, outputs=frozenset(spec.name for spec in STREAMED_OUTPUTS))
+    )
     for number, ids in enumerate(parts):
         result = engine_result(ids, number == 0, number == len(parts) - 1)
         stage.client.respond(Response(stage.client.last_id, result, is_final=result.is_sequence_final))
@@ -65,7 +67,7 @@ def every_output(stage: Stage, streaming: bool, *parts: str) -> list[dict[str, n
     return [sent.response.arrays() for sent in sender.wait_final() if sent.response is not None]
 
 
-@pytest.mark.parametrize("spec", MINE, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", STREAMED_OUTPUTS, ids=lambda spec: spec.name)
 def test_every_output_of_a_stream_matches_the_table(stage: Stage, spec: TensorSpec) -> None:
     (whole,) = every_output(stage, False, "cde")
     first, second = every_output(stage, True, "c", "de")

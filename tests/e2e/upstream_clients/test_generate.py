@@ -200,7 +200,7 @@ def test_sampling_params_can_request_metrics(demo_server):
     assert answer["arrival_time_ns"] > 0 and answer["text_output"].startswith(PROMPT)
 
 
-def test_sampling_params_are_tensors_too(demo_server):
+def test_sampling_params_may_be_sent_as_tensors(demo_server):
     """llmapi_client.py sends two tensors; here they have this model's batch dimension."""
     arrays = {"text_input": texts(PROMPT), "sampling_param_max_tokens": integer(5)}
     arrays |= {"sampling_param_temperature": real(1.0), "sampling_param_top_k": integer(1)}

@@ -67,7 +67,7 @@ def test_preprocessing_returns_the_outputs_that_clients_read(demo_server, tokeni
         assert prepared.as_numpy(name).shape[:2] == (1, 2)
 
 
-def test_given_ids_are_passed_through(demo_server):
+def test_given_end_and_pad_ids_are_passed_through(demo_server):
     prepared = preprocess(demo_server, END_ID=integer(7), PAD_ID=integer(9))
     assert prepared.as_numpy("OUT_END_ID").tolist() == [[7]]
     assert prepared.as_numpy("OUT_PAD_ID").tolist() == [[9]]

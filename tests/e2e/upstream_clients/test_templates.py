@@ -22,7 +22,7 @@ def test_every_name_of_a_command_line_is_in_the_file(documented, model):
 
 
 @pytest.mark.parametrize("model", templates.QUICK_START)
-def test_the_values_are_in_the_file_afterwards(model):
+def test_filled_in_values_are_in_the_file(model):
     text = (templates.SOURCE / model / "config.pbtxt").read_text(encoding="utf-8")
     command_line = templates.QUICK_START[model]
     filled = templates.fill(text, command_line, DEMO_MODEL)

@@ -38,7 +38,7 @@ WINDOWS = (
 
 @dataclass(frozen=True)
 class MemoryEfficient:
-    """torch's kernel for CUDA, with its defect: wrong heads, except the first, of a last row alone in its tile.
+    """torch's kernel for CUDA with its defect: in a last tile of one row, all heads but the first are wrong.
 
     Attributes:
         tile_rows: Number of rows in a tile.
@@ -62,7 +62,7 @@ class MemoryEfficient:
         return read
 
 
-def useless(*_: Any, **__: Any) -> Tensor:
+def raising_kernel(*_: Any, **__: Any) -> Tensor:
     raise RuntimeError("no kernel image is available")
 
 
@@ -77,7 +77,7 @@ def check(zoo: Zoo, attention: Attention, tokens_per_block: int, dtype: torch.dt
     "dtype", with_all([torch.float32, torch.bfloat16, torch.float16], [torch.float32, torch.bfloat16])
 )
 @pytest.mark.parametrize("tokens_per_block", with_all([3, 32], [3]))
-def test_gathered_attention_is_right_for_all_tried_numbers_of_rows(
+def test_gathered_attention_passes_the_check_at_load(
     zoo: Zoo, dtype: torch.dtype, tokens_per_block: int
 ) -> None:
     check(zoo, GATHERING, tokens_per_block, dtype)
@@ -92,7 +92,9 @@ def test_a_kernel_that_is_wrong_for_a_last_tile_of_one_row_never_gets_one(zoo: Z
 @pytest.mark.parametrize(
     ("num_before", "num_rows"), [*product((1, 23), (1, 33, 63, 64, 65)), (0, 33), (0, 64), (0, 65)]
 )
-def test_logits_equal_the_models(zoo: Zoo, case: str, num_before: int, num_rows: int) -> None:
+def test_logits_of_a_chunks_last_row_equal_those_of_the_model(
+    zoo: Zoo, case: str, num_before: int, num_rows: int
+) -> None:
     """The kernel with the defect gives correct logits of a chunk's last row, which is sampled."""
     model = zoo[case]
     prompt = model.prompt(num_before + num_rows)
@@ -108,7 +110,7 @@ def test_logits_equal_the_models(zoo: Zoo, case: str, num_before: int, num_rows:
 @pytest.mark.parametrize("tile_rows", [64, 128])
 @pytest.mark.parametrize("num_rows", [64, 65])
 def test_the_check_finds_a_wrong_tile(zoo: Zoo, tile_rows: int, num_rows: int) -> None:
-    """A kernel with a wrong first row of a second tile, or a wrong last row of a full tile."""
+    """The kernel computes the first row of a second tile wrongly, or the last row of a full tile."""
 
     def spoilt(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         read = F.scaled_dot_product_attention(query, *args, **kwargs)
@@ -185,7 +187,7 @@ def find(zoo: Zoo, kernel: Any) -> Attention:
         return find_attention(EngineConfig(""), decoder, WINDOWS, torch.float32, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("kernel", [useless, lambda query, *_, **__: torch.zeros_like(query)])
+@pytest.mark.parametrize("kernel", [raising_kernel, lambda query, *_, **__: torch.zeros_like(query)])
 def test_products_are_used_without_a_correct_kernel(
     zoo: Zoo, kernel: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -204,7 +206,7 @@ def test_a_correct_kernel_is_used(zoo: Zoo, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("windows", [{}, {"max_attention_window_size": (12, 40), "sink_token_length": 4}])
-def test_products_give_the_models_tokens(
+def test_attention_by_matrix_products_gives_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are the model's even if memory suffices for only a part of the scores at a time."""

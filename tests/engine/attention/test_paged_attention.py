@@ -42,7 +42,7 @@ def paged(**changes: Any) -> PagedAttention:
     "case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "mistral-window", "gpt-oss"]
 )
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_tokens_equal_the_models(zoo: Zoo, case: str, chunk: int | None) -> None:
+def test_tokens_and_logits_equal_those_of_the_model(zoo: Zoo, case: str, chunk: int | None) -> None:
     model = zoo[case]
     engine = load_paged(model.folder)
     row = alone(engine, model.prompt(19), 12)
@@ -112,7 +112,7 @@ def test_a_correct_paged_kernel_is_used(zoo: Zoo, dtype: torch.dtype, window: An
 
 
 @pytest.mark.parametrize("tokens_per_block", with_all([1, 2, 3, 5], [1, 3]))
-def test_a_kernel_is_tried_with_blocks_of_any_size(zoo: Zoo, tokens_per_block: int) -> None:
+def test_the_check_at_load_accepts_blocks_of_any_size(zoo: Zoo, tokens_per_block: int) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     check_attention(paged(), decoder, tokens_per_block, (None,), torch.float32, CPU)
 
@@ -170,7 +170,7 @@ class Misplaced(FixedRowsAttention):
 @pytest.mark.parametrize(
     "windows", with_all([[AttentionWindow(20)], [None, AttentionWindow(20)]], [[AttentionWindow(20)]])
 )
-def test_recorded_batches_are_tried_too(zoo: Zoo, windows: list[AttentionWindow | None]) -> None:
+def test_the_check_at_load_tries_recorded_batches(zoo: Zoo, windows: list[AttentionWindow | None]) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     check_attention(FixedRowsAttention(), decoder, 16, windows, torch.float32, CPU)
     with pytest.raises(CannotAttend, match=r"off by .* with a chunk of"):
@@ -194,7 +194,9 @@ def find(zoo: Zoo, kernel: Any, other: Any = no_other) -> Any:
 
 
 def on_the_cpu(attention: Attention, *arguments: Any) -> None:
-    if not isinstance(attention, FixedRowsAttention):  # which test_recorded_batches_are_tried_too tries
+    if not isinstance(
+        attention, FixedRowsAttention
+    ):  # which test_the_check_at_load_tries_recorded_batches tries
         check_attention(attention, *arguments[:4], CPU)
 
 
@@ -232,7 +234,7 @@ def test_a_kernel_that_cannot_read_in_place_gathers_and_logs_once(
     assert "blocks of 32 tokens" in record.message and "must be divisible by 256" in record.message
 
 
-def test_a_torch_without_a_kernel_for_blocks_gathers(zoo: Zoo) -> None:
+def test_without_a_kernel_for_blocks_in_torch_attention_gathers_blocks(zoo: Zoo) -> None:
     assert find(zoo, mock.Mock(side_effect=CannotAttend("torch 2.6 has none"))) is GATHERING
 
 
@@ -248,7 +250,7 @@ class WithSums(ReferenceVarlen):
 
 
 @pytest.mark.parametrize("dtype", with_all([torch.float32, torch.bfloat16], [torch.bfloat16]))
-def test_learned_sinks_are_tried_too(zoo: Zoo, dtype: torch.dtype) -> None:
+def test_the_check_at_load_tries_learned_sinks(zoo: Zoo, dtype: torch.dtype) -> None:
     decoder = read_model_description(zoo["gpt-oss"].folder).decoder
     windows = (None, AttentionWindow(5))
     check_attention(PagedAttention(WithSums(), True), decoder, 16, windows, dtype, CPU)
@@ -273,7 +275,7 @@ class IgnoringSinks:
         return self.attention.attend(*args[:-1])
 
 
-def test_a_cpu_gathers(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_attention_on_a_cpu_gathers_blocks(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     engine: ModelEngine = load_engine(zoo["llama"].folder, kernels="torch")
     assert not engine.runner.decoder.has_fixed_shapes
     assert not caplog.records

@@ -1,6 +1,7 @@
-"""AMX's products, by a stand-in for its instructions (source/amx.h): never run on a processor with AMX.
+"""Products by AMX, with a stand-in for its instructions (source/amx.h).
 
-Whole models, for which the library is compiled with the stand-in, are in the exhaustive tier.
+These tests have not been run on a processor with AMX. Whole models, for which the library is compiled with the
+stand-in, are in the exhaustive tier.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ int main(int count, char** arguments) {
   return check_tiles<Bf16>();
 }
 """
-"""Sums up pairs without an argument, or else tries products with the stand-in's fault of this number."""
+"""Without an argument it sums up pairs; with a number it tries products with that fault of the stand-in."""
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_products_are_tried_before_they_are_used(program: Path, fault: int, foun
     assert exit_status(program, str(fault)) == found
 
 
-def test_the_stand_in_sums_up_as_the_manual_says(program: Path) -> None:
+def test_the_amx_stand_in_adds_products_as_the_manual_says(program: Path) -> None:
     assert exit_status(program) == 0
 
 

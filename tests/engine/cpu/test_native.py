@@ -40,7 +40,7 @@ def _tokens(served: Served) -> list[Any]:
 @needs_native
 @pytest.mark.parametrize(("windows", "num_sinks"), [((12,), 0), ((12,), 3), ((9, 1000), 0)])
 @pytest.mark.parametrize("tokens_per_block", with_all([7, 16, 32], [7, 32]))
-def test_windows_sinks_and_blocks_of_any_size(
+def test_windows_sinks_and_blocks_of_any_size_give_torchs_logits(
     zoo: Zoo, windows: tuple[int, ...], num_sinks: int, tokens_per_block: int
 ) -> None:
     model = zoo["llama-gqa"]
@@ -118,7 +118,7 @@ def test_unsupported_sizes_are_computed_by_torch(
 
 @needs_native
 @pytest.mark.parametrize(("shape", "tokens_per_block"), [((96, 12, 1), 7), ((512, 2, 2), 1)])
-def test_the_largest_supported_sizes(
+def test_the_largest_supported_sizes_give_torchs_logits(
     tmp_path: Path, shape: tuple[int, int, int], tokens_per_block: int
 ) -> None:
     hidden, heads, kv_heads = shape
@@ -146,8 +146,8 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @needs_native
-@pytest.mark.exhaustive  # the next test, and those of test_team.py
-def test_threads_run_once_the_engine_is_loaded(zoo: Zoo) -> None:
+@pytest.mark.exhaustive  # by default the next test and test_team.py test threads
+def test_threads_are_started_when_the_engine_is_loaded(zoo: Zoo) -> None:
     """Runs in its own process, in which no other code starts threads."""
     program = [sys.executable, "-c", _COUNT_THREADS, str(zoo["llama"].folder)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[3])
@@ -174,7 +174,7 @@ def test_threads_that_cannot_be_started_fail_the_load(zoo: Zoo, monkeypatch: pyt
 
 
 @needs_native
-def test_peaks_equal_torchs(zoo: Zoo) -> None:
+def test_the_highest_logits_and_their_tokens_equal_those_of_torch(zoo: Zoo) -> None:
     engine = load_engine(zoo["llama-gqa"].folder, kernels="native")
     alone(engine, PROMPT, 1)
     generator = torch.Generator().manual_seed(5)
@@ -193,7 +193,7 @@ def test_peaks_equal_torchs(zoo: Zoo) -> None:
 
 @needs_native
 @pytest.mark.parametrize("shape", [(7, 33), (100, 576), (3, 4)])
-def test_int8_weights_equal_torchs(shape: tuple[int, int]) -> None:
+def test_int8_weights_equal_those_of_torch(shape: tuple[int, int]) -> None:
     packer = Packer(load_library("bfloat16", int8=True), torch.bfloat16, int8=True, num_threads=2)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[1] = 0

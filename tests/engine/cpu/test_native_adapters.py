@@ -70,8 +70,10 @@ def assert_equal(row: Row, other: Row) -> None:
 
 
 @pytest.mark.parametrize("rank", with_all([1, 3, 8, 64], [3]))
-@pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))  # the next but one has all of them
-def test_all_modules_of_one_rank(zoo: Zoo, case: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    "case", with_all(CASES, ["llama-gqa"])
+)  # test_mixed_ranks_and_magnitudes_equal_merged_weights runs all cases
+def test_an_adapter_of_all_modules_equals_merged_weights(zoo: Zoo, case: str, rank: int) -> None:
     model = zoo[case]
     adapter = make_adapter(model, rank)
     row = serve(load_native(model), adapter, model.prompt(27))
@@ -80,7 +82,7 @@ def test_all_modules_of_one_rank(zoo: Zoo, case: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe"])
-def test_attention_beside_experts(zoo: Zoo, case: str) -> None:
+def test_an_adapter_of_attention_beside_experts_equals_merged_weights(zoo: Zoo, case: str) -> None:
     """Adapters change attention; one layer of the second model has an MLP without experts, which they do not
     change."""
     model = zoo[case]
@@ -97,7 +99,7 @@ def _mixed(module: Module, layer: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_mixed_ranks_and_magnitudes(zoo: Zoo, case: str) -> None:
+def test_mixed_ranks_and_magnitudes_equal_merged_weights(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     adapter = make_adapter(model, _mixed, has_magnitude=lambda module: module % 2 == 0)
     assert_as(serve(load_native(model), adapter, model.prompt(27)), adapter.model)
@@ -105,7 +107,9 @@ def test_mixed_ranks_and_magnitudes(zoo: Zoo, case: str) -> None:
 
 @pytest.mark.parametrize("module", {**LLAMA_FUSED, **LLAMA})
 @pytest.mark.parametrize("has_magnitude", with_all([False, True], [True]))
-def test_one_module(zoo: Zoo, module: Module, has_magnitude: bool) -> None:
+def test_an_adapter_of_one_module_equals_merged_weights(
+    zoo: Zoo, module: Module, has_magnitude: bool
+) -> None:
     """An adapter of one module in one layer leaves all other columns unchanged."""
     model = zoo["llama-odd-sizes"]
     names = {**LLAMA_FUSED, **LLAMA}[module]
@@ -117,14 +121,14 @@ def test_one_module(zoo: Zoo, module: Module, has_magnitude: bool) -> None:
     "case", with_all(["llama-gqa", "llama-odd-sizes", "llama-odd-heads"], ["llama-odd-sizes"])
 )
 @pytest.mark.parametrize("has_magnitude", [False, True])
-def test_fused_modules(zoo: Zoo, case: str, has_magnitude: bool) -> None:
+def test_an_adapter_of_fused_modules_equals_merged_weights(zoo: Zoo, case: str, has_magnitude: bool) -> None:
     model = zoo[case]
     adapter = make_adapter(model, 6, LLAMA_FUSED, has_magnitude=lambda _: has_magnitude)
     assert_as(serve(load_native(model), adapter, model.prompt(27)), adapter.model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_numbers_of_other_types(zoo: Zoo, dtype: torch.dtype) -> None:
+def test_an_adapter_in_16_bits_equals_merged_weights(zoo: Zoo, dtype: torch.dtype) -> None:
     model = zoo["llama-gqa"]
     adapter = make_adapter(model, dtype=dtype)
     assert_as(serve(load_native(model), adapter, model.prompt(27)), adapter.model)
@@ -169,7 +173,7 @@ def test_rows_of_a_batch_are_as_each_alone(zoo: Zoo, case: str, dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("chunk", with_all([1, 7, 33], [33]))  # more rows than a tile, and fewer
-def test_chunks_of_a_context(zoo: Zoo, dtype: str, chunk: int) -> None:
+def test_chunks_of_a_context_give_the_logits_of_a_whole_one(zoo: Zoo, dtype: str, chunk: int) -> None:
     model = zoo["llama-gqa"]
     engine = load_native(model, dtype)
     adapter = make_adapter(model)
@@ -177,7 +181,7 @@ def test_chunks_of_a_context(zoo: Zoo, dtype: str, chunk: int) -> None:
     assert_equal(serve(engine, adapter, prompt, chunk), serve(engine, adapter, prompt))
 
 
-def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
+def test_long_contexts_with_different_adapters_equal_merged_weights(zoo: Zoo) -> None:
     """Contexts have more rows than a product processes at a time, so that an adapter's rows are in several
     parts."""
     model = zoo["llama-gqa"]
@@ -198,10 +202,10 @@ def test_long_contexts_beside_each_other(zoo: Zoo) -> None:
     "case", with_all(["llama-gqa", "qwen3", "gpt2", "llama-odd-sizes"], ["llama-gqa", "gpt2"])
 )
 @pytest.mark.parametrize("rank", with_all([1, 8, 64], [8]))
-def test_error_is_that_of_the_merged_weights(
+def test_error_in_low_precision_is_near_that_of_merged_weights(
     zoo: Zoo, tmp_path: Path, case: str, rank: int, dtype: str
 ) -> None:
-    """The error of an adapter is that of merged weights in the same dtype, against the model in float32."""
+    """Compared with the model in float32, an adapter's error is about that of merged weights in the same dtype."""
     model = zoo[case]
     adapter = make_adapter(model, rank, has_magnitude=lambda module: module is Module.MLP_4H_TO_H)
     adapter.model.oracle.save_pretrained(tmp_path)
@@ -298,10 +302,10 @@ def _adapters_of(engine: ModelEngine) -> PackedAdapters:
     return engine.runner.decoder._adapters
 
 
-def test_no_memory_for_the_deltas_of_adapters(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_for_adapters_fails_the_iteration(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo["llama-gqa"]
     engine = load_native(model)
-    monkeypatch.setattr(_adapters_of(engine), "addresses", _of_an_adapter_of_endless_ranks)
+    monkeypatch.setattr(_adapters_of(engine), "addresses", _addresses_of_huge_rank_adapter)
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     # Some kernels promise any amount of memory.
@@ -313,15 +317,15 @@ def test_no_memory_for_the_deltas_of_adapters(zoo: Zoo, monkeypatch: pytest.Monk
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def _of_an_adapter_of_endless_ranks(first_pages: Any) -> Any:
-    _ENDLESS.ranks = 2**31 - 4
-    return np.full(len(first_pages), ctypes.addressof(_ENDLESS), dtype=np.uint64)
+def _addresses_of_huge_rank_adapter(first_pages: Any) -> Any:
+    _HUGE_RANK_ADAPTER.ranks = 2**31 - 4
+    return np.full(len(first_pages), ctypes.addressof(_HUGE_RANK_ADAPTER), dtype=np.uint64)
 
 
-_ENDLESS = AdapterStruct()
+_HUGE_RANK_ADAPTER = AdapterStruct()
 
 
-def test_memory_of_adapters_is_reused(zoo: Zoo) -> None:
+def test_memory_of_replaced_adapters_is_reused(zoo: Zoo) -> None:
     model = zoo["llama-gqa"]
     adapters = _adapters_of(load_native(model))
     for number in range(12):

@@ -258,7 +258,7 @@ ERROR = {"float32": 2e-6, "bfloat16": 0.01, "int8": 0.03}
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", CASES)
-def test_experts_equal_torchs(name: str, dtype: str) -> None:
+def test_experts_equal_those_of_torch(name: str, dtype: str) -> None:
     layer = Layer(CASES[name], dtype)
     x = layer.rows()
     found, expected = layer.compiled(x).float(), layer.plain(x)

@@ -90,8 +90,10 @@ def test_products_are_those_of_the_dequantized_weights(
     assert 0 < error < 0.02 * exact.square().mean().sqrt(), "what rounding activations costs"
 
 
-@pytest.mark.parametrize("others", [(), (3,), (40,)], ids=["all", "but one", "but one behind"])
-def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "others", [(), (3,), (40,)], ids=["all equal", "another in column 3", "another in column 40"]
+)
+def test_products_with_equal_or_different_zero_points_are_exact(others: tuple[int, ...]) -> None:
     """A panel whose zero points are all 8 is corrected by a shift, any other panel by a product."""
     matrix, packer = draw(64, 256, 128), make_packer()
     zeros = torch.full_like(matrix.zeros, 8)
@@ -106,7 +108,9 @@ def test_symmetric_zero_points(others: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (40, 96), (5, 32), (32, 8192)])
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 12, 13, 33])
-def test_products_of_4_bit_floats(outputs: int, inputs: int, num_rows: int) -> None:
+def test_products_with_4_bit_floats_are_those_of_the_dequantized_weights(
+    outputs: int, inputs: int, num_rows: int
+) -> None:
     matrix, packer = draw_floats(outputs, inputs), make_packer()
     x = torch.randn(num_rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = multiply(packer, packer.linear(matrix, None), x)
@@ -114,7 +118,7 @@ def test_products_of_4_bit_floats(outputs: int, inputs: int, num_rows: int) -> N
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
-def test_every_4_bit_float_with_every_scale() -> None:
+def test_every_4_bit_float_is_right_with_every_scale() -> None:
     """value = float * 2 ** (scale - 127), where that is finite and a normal float32 number."""
     scales = torch.arange(253, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(len(scales), 2)
@@ -146,7 +150,7 @@ def test_a_row_does_not_depend_on_other_rows(is_float: bool) -> None:
         assert torch.equal(multiply(packer, packed, x[row : row + 1]), together[row : row + 1])
 
 
-def test_inputs_in_another_order() -> None:
+def test_products_with_permuted_inputs_are_those_of_the_dequantized_weights() -> None:
     matrix, packer = draw(48, 96, 32), make_packer()
     order = torch.randperm(96, generator=torch.Generator().manual_seed(4))
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -193,7 +197,7 @@ def test_int8_levels_are_unchanged() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6 * expected.abs().max().item())
 
 
-def test_groups_that_a_part_cuts_become_smaller() -> None:
+def test_quantization_groups_cut_by_a_rank_become_smaller() -> None:
     """A rank has the inputs from 48 on, of groups of 32."""
     whole = draw(16, 96, 32)
     levels = Levels(whole.values, whole.scales, whole.zeros, None, 4)

@@ -15,11 +15,11 @@ from tests.models.zoo import Zoo, ZooModel
 
 pytestmark = [needs_native, on_own_and_generic, pytest.mark.usefixtures("target")]
 CHUNKS = {"absorbed": 3, "decompressed": 150, "both": 40}
-"""A chunk after the first one of 3 tokens is absorbed, and one of 40 up to a certain length."""
+"""Tokens per chunk, by the form in which chunks after the first are computed; 40 use both forms."""
 
 
 def _logits(model: ZooModel, chunk: int, **changes: Any) -> torch.Tensor:
-    """Return the logits of the last rows of growing prompts, and of generated tokens."""
+    """Logits of the last token of each prefill chunk and of six decode steps, for three prompts."""
     driver = Driver(load_engine(model.folder, max_num_sequences=20, **changes))
     rows = [driver.start(model.prompt(length, seed=length)) for length in (5, 66, 147)]
     for row in rows:

@@ -560,7 +560,7 @@ def test_a_failing_compiler_is_reported_and_leaves_no_files(machine: Machine, fa
 
 @needs_native
 @pytest.mark.parametrize("body", ["", "sleep 300"])
-def test_a_compiler_that_cannot_be_run_or_does_not_end(
+def test_a_compiler_that_cannot_be_run_or_does_not_end_is_an_error(
     machine: Machine, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One compiler is not a program; the other has a hanging child that holds the pipes, and must be killed."""

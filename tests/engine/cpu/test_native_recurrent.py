@@ -235,7 +235,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", KINDS)
-def test_a_recurrent_layer_equals_torchs(name: str, dtype: str) -> None:
+def test_a_recurrent_layer_equals_that_of_torch(name: str, dtype: str) -> None:
     layer = Layer(KINDS[name], dtype)
     for batch, tokens in batches():
         assert error(layer.compiled(batch), layer.plain(batch)) < ERROR[dtype]

@@ -170,7 +170,7 @@ def test_each_rank_has_a_file(zoo: Zoo, cache: Path) -> None:
     assert len(files(cache)) == 4
 
 
-def test_a_file_is_private_and_nothing_else_stays(folder: Path, cache: Path) -> None:
+def test_the_packed_file_is_private_and_the_only_file_left(folder: Path, cache: Path) -> None:
     load(folder)
     (file,) = files(cache)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -121,14 +121,16 @@ def check_product(kind: str, outputs: int, inputs: int) -> None:
 
 @in_float32_on_others
 @SIZES
-def test_products_in_float32_of_any_number_of_rows(outputs: int, inputs: int) -> None:
+def test_float32_products_are_right_for_any_number_of_rows(outputs: int, inputs: int) -> None:
     check_product("float32", outputs, inputs)
 
 
 @in_fewer_bits_on_others
 @SIZES
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4", "float4"])
-def test_products_of_any_number_of_rows(kind: str, outputs: int, inputs: int) -> None:
+def test_products_in_fewer_bits_are_right_for_any_number_of_rows(
+    kind: str, outputs: int, inputs: int
+) -> None:
     check_product(kind, outputs, inputs)
 
 
@@ -153,7 +155,7 @@ def test_the_largest_levels_do_not_overflow(kind: str) -> None:
 
 @in_float32_on_others
 @pytest.mark.parametrize("rank", [3, 8])
-def test_adapters(zoo: Zoo, rank: int) -> None:
+def test_an_adapter_of_all_modules_equals_merged_weights(zoo: Zoo, rank: int) -> None:
     model = zoo["llama-gqa"]
     adapter = make_adapter(model, rank)
     engine = load_engine(model.folder, dtype="float32", **{**NATIVE, "max_num_sequences": 20})
@@ -167,7 +169,9 @@ def row_kernels(target: str) -> RowKernels:
 
 
 @in_float32_on_others
-def test_tokens_of_rows_of_logits(row_kernels: RowKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_tokens_equal_those_of_torch(
+    row_kernels: RowKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choices = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.02, "temperature": 1.5}]
     rows = [
         Row(
@@ -187,13 +191,13 @@ def test_tokens_of_rows_of_logits(row_kernels: RowKernels, monkeypatch: pytest.M
 
 @in_float32_on_others
 @pytest.mark.parametrize("size", [7, 64, 1000])
-def test_masks_of_rows_of_logits(row_kernels: RowKernels, size: int) -> None:
+def test_masked_logits_equal_those_of_torch(row_kernels: RowKernels, size: int) -> None:
     for seed, indices in enumerate(SUBSETS.values()):
         check_masks(row_kernels, size, list(indices), seed)
 
 
 @in_float32_on_others
-def test_the_highest_logits(row_kernels: RowKernels) -> None:
+def test_the_highest_logits_and_their_tokens_equal_those_of_torch(row_kernels: RowKernels) -> None:
     logits = normal(40, 1003)
     logits[3, 77] = logits[3, 900] = 50.0
     logits[5, 11] = torch.nan

@@ -88,7 +88,7 @@ def test_no_thread_passes_a_barrier_before_the_others_reach_it(program: Path) ->
     assert exit_status(program, "barriers") == 0
 
 
-def test_threads_of_a_team_run_once_it_is_made(program: Path) -> None:
+def test_threads_of_a_team_are_started_when_it_is_made(program: Path) -> None:
     assert exit_status(program, "threads") == 0
 
 
@@ -107,9 +107,7 @@ def test_logits_are_the_same_however_long_threads_spin(
 
 
 @pytest.mark.parametrize("value", ["-1", "1000001", "50us", "\u0661"])
-def test_a_wrong_time_of_spinning_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_an_invalid_spin_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("INFLIGHT_CPU_SPIN_US", value)
     with pytest.raises(ConfigError, match=f"INFLIGHT_CPU_SPIN_US is '{value}', expected 0 to 1000000"):
         load_engine(make_model(tmp_path, shape="tiny"), kernels="native")

@@ -68,7 +68,7 @@ def test_where_nothing_is_recorded_the_log_says_why_once(
 
 
 @pytest.mark.parametrize("mapping", [Mapping(), Mapping(tp_size=2)])
-def test_one_pipeline_stage_records(
+def test_iterations_of_one_pipeline_stage_are_recorded(
     mapping: Mapping, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = object()
@@ -77,7 +77,7 @@ def test_one_pipeline_stage_records(
     assert not caplog.records
 
 
-def test_scores_that_the_kernel_cannot_compute_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_refuses_models_whose_scores_it_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(CannotAttend, match="no cap on scores"):
         torch_paged_attention(CUDA, scores(attention_soft_cap=50.0))
@@ -91,7 +91,7 @@ def test_scores_that_the_kernel_cannot_compute_are_left_to_others(monkeypatch: p
     assert attention._varlen(torch.ones(1)).item() == 0.5
 
 
-def test_a_model_with_learned_sinks_asks_for_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_sinks_request_the_log_sums_of_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     attention = torch_paged_attention(CUDA, scores(learned_sinks=True))
     asked = inspect.signature(varlen_attn).bind_partial(**attention._varlen.keywords).arguments

@@ -40,7 +40,7 @@ from tests.engine.layers.test_kept_levels import draw
 from tests.engine.lora import make_adapter, stored
 from tests.engine.paged_rows import Rows, largest_error
 from tests.engine.serving import Served, config_of, load, serve, to_torch
-from tests.engine.test_overlapped_iterations import assert_same, undemanding
+from tests.engine.test_overlapped_iterations import assert_same, without_host_waits
 from tests.engine.test_post_processors import by_post_processor, no_repeats, some_of_everything
 from tests.models.quantized import FORMATS, write
 from tests.models.zoo import Zoo, ZooModel
@@ -75,7 +75,7 @@ needs_varlen_blocks = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_in_float32(zoo: Zoo, case: str) -> None:
+def test_greedy_tokens_and_logits_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     prompt = model.prompt(27)
     engine = load_engine(model.folder, device="cuda", kv_cache_free_gpu_mem_fraction=0.05)
@@ -100,7 +100,9 @@ def test_attention_is_right_at_the_edges_of_tiles(
 @pytest.mark.parametrize("tokens_per_block", [1, 16, 31, 32, 33, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama", "llama-gqa", "llama-head-dim", "gpt2", "gemma2", "gpt-oss"])
-def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, tokens_per_block: int) -> None:
+def test_triton_attention_passes_the_check_at_load(
+    zoo: Zoo, case: str, dtype: torch.dtype, tokens_per_block: int
+) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(1), AttentionWindow(5), AttentionWindow(40, 8), AttentionWindow(300))
     for head_dim in (decoder.head_dim, 64, 128):
@@ -120,7 +122,7 @@ def test_kernels_in_tritons_language(zoo: Zoo, case: str, dtype: torch.dtype, to
         (1, 8, 256, 16),
     ],
 )
-def test_kernels_at_edges_of_tiles_and_of_blocks(
+def test_triton_attention_is_right_at_edges_of_tiles_and_blocks(
     zoo: Zoo, dtype: torch.dtype, kv_heads: int, group: int, head_dim: int, tokens_per_block: int
 ) -> None:
     """Chunks and generation rows after 31, 32 and 33 blocks, one token less and one more."""
@@ -158,7 +160,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2", "gemma2", "granite", "gpt-oss"])
-def test_operations_of_layers(
+def test_every_layer_kernel_passes_the_check_at_load(
     zoo: Zoo, case: str, dtype: torch.dtype, head_dim: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Every kernel of the layers passes the check that loading makes, at edges of tiles."""
@@ -177,7 +179,7 @@ def test_operations_of_layers(
 @pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])
-def test_kernels_over_kv_blocks_of_8_bits(
+def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
     zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvRounding, caplog: pytest.LogCaptureFixture
 ) -> None:
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
@@ -196,7 +198,7 @@ def test_kernels_over_kv_blocks_of_8_bits(
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 4097, 128_256])
-def test_the_highest_logits(vocab_size: int) -> None:
+def test_the_highest_logits_and_their_tokens_equal_those_of_torch(vocab_size: int) -> None:
     from inflight.engine.cuda.kernels.peaks import KernelRowKernels  # imports triton
 
     check_peaks_of(KernelRowKernels(), vocab_size, CUDA)
@@ -207,7 +209,7 @@ def test_the_highest_logits(vocab_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
+def test_float8_rounding_equals_that_of_torch(dtype: torch.dtype) -> None:
     """Kernels round to the same levels as torch's operators."""
     found = find_float8_rounding(CUDA, dtype)
     assert found is not quantize_float8
@@ -229,7 +231,7 @@ def test_rows_rounded_to_float8(dtype: torch.dtype) -> None:
         ("mistral-window", {}),
     ],
 )
-def test_chunks_at_the_edges_of_tiles(
+def test_chunks_at_the_edges_of_tiles_have_the_cpus_logits(
     zoo: Zoo, case: str, windows: dict[str, Any], num_rows: int, recorded: bool
 ) -> None:
     """The last row of a chunk, which is sampled, is correct with and without an earlier chunk of its prompt."""
@@ -254,14 +256,14 @@ def test_chunks_at_the_edges_of_tiles(
     torch.testing.assert_close(*logits, rtol=0, atol=1e-3)
 
 
-def test_a_load_finds_nothing_wrong_with_gathering(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
+def test_gathered_attention_passes_the_check_at_load(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
     for case in ("llama-gqa", "mistral-window"):
         load_engine(zoo[case].folder, device="cuda", max_tokens_in_paged_kv_cache=4096)
     assert "matrix products" not in caplog.text
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
-def test_a_mixed_batch_with_sampling(zoo: Zoo, case: str) -> None:
+def test_sampled_tokens_of_a_mixed_batch_equal_the_cpus(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     engines = [
         load_engine(model.folder, device=device, max_tokens_in_paged_kv_cache=4096)
@@ -286,7 +288,7 @@ def test_a_mixed_batch_with_sampling(zoo: Zoo, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs(zoo: Zoo, dtype: str) -> None:
+def test_error_in_half_precision_is_bounded(zoo: Zoo, dtype: str) -> None:
     model = zoo["llama-gqa"]
     engine = load_engine(model.folder, device="cuda", dtype=dtype, max_tokens_in_paged_kv_cache=4096)
     row = alone(engine, model.prompt(32), 24)
@@ -347,7 +349,7 @@ def test_without_the_kernels_torchs_attention_reads_in_place_and_generation_is_r
 
 @needs_varlen_blocks
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_learned_sinks_with_blocks_in_place(zoo: Zoo, dtype: torch.dtype) -> None:
+def test_learned_sinks_over_blocks_in_place_pass_the_check_at_load(zoo: Zoo, dtype: torch.dtype) -> None:
     decoder = replace(read_model_description(zoo["gpt-oss"].folder).decoder, head_dim=64)
     device, windows = torch.device("cuda"), (None, AttentionWindow(128), AttentionWindow(5))
     check_attention(torch_paged_attention(device, decoder), decoder, 256, windows, dtype, device)
@@ -367,7 +369,7 @@ def test_graphs_give_exactly_the_results_of_their_operations(zoo: Zoo, case: str
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_adapters_recorded_and_launched_one_by_one(zoo: Zoo, case: str) -> None:
+def test_recorded_adapters_give_exactly_the_results_of_launched_ones(zoo: Zoo, case: str) -> None:
     """In float32, tokens are PEFT's. In bfloat16, recorded results are bitwise those of launches one by one,
     and their logits are near those of float32."""
     model = zoo[case]
@@ -416,7 +418,7 @@ def test_half_precision_is_close_however_blocks_are_read(zoo: Zoo, case: str) ->
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.2), ("fp8", 0.6)])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen3", "gpt2"])
-def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> None:
+def test_error_of_8_bit_weights_is_bounded(zoo: Zoo, case: str, kind: str, most: float) -> None:
     """A recorded run in bfloat16 is compared with the unrounded weights."""
     model = zoo[case]
     row = alone(_load_graphed(model, dtype=kind), model.prompt(60), 30)
@@ -426,7 +428,7 @@ def test_weights_in_eight_bits(zoo: Zoo, case: str, kind: str, most: float) -> N
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 129])
-def test_a_product_with_eight_bits(kind: str, num_rows: int) -> None:
+def test_8_bit_products_are_near_float64_and_use_the_gpus_own_operator(kind: str, num_rows: int) -> None:
     """Products are compared with float64, in sizes for which processors have special instructions."""
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(num_rows)
@@ -468,7 +470,7 @@ def test_quantized_checkpoints_stay_quantized(zoo: Zoo, tmp_path: Path, name: st
 
 @pytest.mark.parametrize("kind", ["int4", "int4-zeros", "int8", "uint8-zeros", "float8", "float4"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 63, 64, 65, 128, 300])
-def test_a_product_with_levels(kind: str, num_rows: int) -> None:
+def test_products_with_quantized_weights_are_near_float64(kind: str, num_rows: int) -> None:
     """The kernel, and for many rows torch's product, are compared with float64."""
     device = torch.device("cuda")
     for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
@@ -531,10 +533,9 @@ def test_the_host_does_not_wait_between_forward_passes(zoo: Zoo, sampling: dict[
 
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
-def test_requests_that_continue_without_the_host(zoo: Zoo, way: str) -> None:
-    """Requests that do not need the host run with two iterations in flight."""
+def test_requests_that_do_not_need_the_host_run_with_two_iterations_in_flight(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
-    requests = undemanding(model)
+    requests = without_host_waits(model)
     expected = serve(load(model.folder, 60), config_of("no-evict"), requests)
     served = serve(load(model.folder, 60, device="cuda"), config_of(way), requests)
     assert served.most_in_flight == 2
@@ -599,7 +600,7 @@ def _assert_close(served: Served, expected: Served, request: Request, index: int
 
 @pytest.mark.parametrize("way", ["no-evict", "utilization-chunked-no-reuse"])
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "gpt2"])
-def test_beams_drafts_and_log_probs(zoo: Zoo, case: str, way: str) -> None:
+def test_beams_drafts_and_log_probs_equal_the_cpus(zoo: Zoo, case: str, way: str) -> None:
     model = zoo[case]
     requests = _mixed_requests(model)
     expected = serve(load(model.folder, 80, 12), config_of("no-evict"), requests)
@@ -619,7 +620,7 @@ def test_beams_and_drafts_in_half_precision_run(zoo: Zoo, dtype: str) -> None:
             assert len(tokens) <= 20
 
 
-def test_post_processors_do_what_the_control_does_and_get_the_stream(zoo: Zoo) -> None:
+def test_post_processors_get_the_stream_and_equal_the_same_control(zoo: Zoo) -> None:
     """Post-processors written like TensorRT-LLM's example run on the given stream, beside sampling, drafts
     and beams."""
     model, streams = zoo["llama-gqa"], set()

@@ -40,7 +40,7 @@ def test_few_sizes_are_recorded_up_to_the_number_of_slots(most: int, sizes: list
     assert RecordedKinds(tuple(sizes)).num_bytes == len(sizes) << 25
 
 
-def test_sizes_waste_at_most_a_quarter() -> None:
+def test_recorded_sizes_are_at_most_8_rows_or_a_quarter_apart() -> None:
     for most in range(1, 700):
         sizes = recorded_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
@@ -57,9 +57,7 @@ def test_sizes_waste_at_most_a_quarter() -> None:
                 *range(512, 1025, 128)]),
     ],
 )  # fmt: skip
-def test_batches_with_chunks_are_recorded_up_to_where_launching_is_hidden(
-    most: int, sizes: list[int]
-) -> None:
+def test_batches_with_chunks_are_recorded_up_to_1024_rows(most: int, sizes: list[int]) -> None:
     assert mixed_sizes(most) == sizes
 
 
@@ -96,7 +94,7 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
-def test_tokens_with_chunks_are_the_same(zoo: Zoo, case: str) -> None:
+def test_tokens_of_batches_with_chunks_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
     """Padding rows get NaN from attention, which no sequence sees."""
     model, tape = zoo[case], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
@@ -153,7 +151,7 @@ def test_batches_with_more_rows_or_chunks_than_recorded_run_without_a_recording(
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse", "chunked"], ["utilization-chunked-no-reuse"])
 )
-def test_everything_that_is_served_is_the_same_with_recorded_chunks(zoo: Zoo, way: str) -> None:
+def test_served_requests_get_the_same_results_with_recorded_chunks(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, tape = requests_of(model)[: examples(5, all=10)], Tape()
     expected = serve(load_paged(model.folder, 60), config_of(way), requests)
@@ -186,7 +184,7 @@ def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **opt
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
-def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
+def test_tokens_with_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
     """Results are equal although the adapters' pages and numbers of rows differ between replays."""
     model, tape = zoo[case], Tape()
     recorded = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
@@ -201,7 +199,7 @@ def test_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_searches_drafts_and_sampling_are_the_same(zoo: Zoo, way: str) -> None:
+def test_searches_drafts_and_sampling_are_the_same_recorded_and_not(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, tape = requests_of(model)[: examples(5, all=10)], Tape()
     expected = serve(load_paged(model.folder, 60), config_of(way), requests)

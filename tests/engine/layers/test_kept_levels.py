@@ -124,7 +124,7 @@ def test_weights_are_unpacked_to_a_given_dtype(
 
 @pytest.mark.parametrize("kernels", [None, "torch"])
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_rounding_levels_again_is_logged(
+def test_quantizing_quantized_weights_again_is_logged(
     zoo: Zoo, tmp_path: Path, dtype: str, kernels: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], dtype="bfloat16")
@@ -139,10 +139,10 @@ def test_rounding_levels_again_is_logged(
     "case", with_all(["mixtral", "qwen3-moe", "qwen2", "phi3", "qwen3"], ["mixtral", "phi3"])
 )
 @pytest.mark.parametrize("name", with_all(["gptq-one-group", "ct-int8"], ["gptq-one-group"]))
-def test_kept_levels_of_other_families_give_the_models_tokens(
+def test_kept_quantized_weights_of_other_families_give_the_models_tokens(
     zoo: Zoo, tmp_path: Path, case: str, name: str
 ) -> None:
-    """With experts, a token near the border between two may go to the other one; most do not."""
+    """A token may go to another expert where two have nearly equal scores; most do not."""
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     engine = load_engine(tmp_path)
     layers = [layer.struct for layer in engine.runner.decoder._packed]
@@ -167,7 +167,9 @@ def test_kept_levels_of_other_families_give_the_models_tokens(
 @pytest.mark.parametrize(
     "topology", with_all([pytest.param((2, 1), id="tp2"), pytest.param((1, 2), id="pp2")], [(2, 1)])
 )
-def test_ranks_split_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]) -> None:
+def test_tensor_parallel_splits_quantization_groups(
+    zoo: Zoo, tmp_path: Path, name: str, topology: tuple[int, int]
+) -> None:
     """Two ranks have 48 of 96 inputs each: groups of 32 become groups of 16; in another order none are kept."""
     from tests.engine.test_ranks import _some_of_everything
 
@@ -189,7 +191,7 @@ def test_ranks_split_groups(zoo: Zoo, tmp_path: Path, name: str, topology: tuple
 
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_native), "torch"])
 @pytest.mark.parametrize("name", ["gptq-act-order", "ct-int8"])
-def test_adapters(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
+def test_adapters_work_beside_quantized_weights(zoo: Zoo, tmp_path: Path, name: str, kernels: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     adapter = make_adapter(model, 8, LLAMA, seed=1)
     driver = Driver(load_engine(tmp_path, kernels=kernels, max_num_sequences=8))
@@ -276,7 +278,7 @@ def test_a_module_multiplies_by_the_dequantized_matrix(
 
 
 @pytest.mark.parametrize(("inputs", "tile"), [(128, 64), (96, 32), (100, 64), (16, 16), (48, 16)])
-def test_a_byte_has_two_levels(inputs: int, tile: int) -> None:
+def test_two_4_bit_levels_are_packed_into_a_byte(inputs: int, tile: int) -> None:
     levels = torch.randint(0, 16, (3, inputs), dtype=torch.uint8)
     assert torch.equal(unpack(pack(levels, tile), tile)[:, :inputs], levels)
 
@@ -321,7 +323,9 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
 
 
 @pytest.mark.parametrize("name", with_all(["gptq", "gptq-act-order", "fbgemm"], ["gptq-act-order"]))
-def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_tensor_parallel_ranks_on_torchs_operators_have_the_models_logits(
+    zoo: Zoo, tmp_path: Path, name: str
+) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS[name], dtype="bfloat16")
     request = Request(90, model.prompt(30), 1, output=OutputOptions(return_generation_logits=True))
     with ranks(tmp_path, (2, 1), 64, 8, dtype=None, kernels="torch") as engine:
@@ -335,7 +339,7 @@ def test_ranks_on_torchs_operators(zoo: Zoo, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("quantize", WRITTEN)
-def test_written_checkpoints_are_near_the_drawn_weights(tmp_path: Path, quantize: str) -> None:
+def test_quantized_test_checkpoints_are_close_to_the_random_weights(tmp_path: Path, quantize: str) -> None:
     plain, made = tmp_path / "plain", tmp_path / "made"
     make_model(plain, standard_deviation=0.1)
     make_model(made, standard_deviation=0.1, quantize=quantize)
@@ -351,7 +355,7 @@ def test_written_checkpoints_are_near_the_drawn_weights(tmp_path: Path, quantize
         assert 0 < error < (0.02 if quantize == "int8" else 0.05 if quantize == "fp8" else 0.2)
 
 
-def test_the_size_of_kept_weights(tmp_path: Path) -> None:
+def test_num_weight_bytes_counts_quantized_weights_of_models_and_ranks(tmp_path: Path) -> None:
     make_model(tmp_path, quantize="gptq")
     model = read_model_description(tmp_path)
     matrices = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)

@@ -143,7 +143,7 @@ def test_tokens_do_not_depend_on_the_batch(zoo: Zoo, case: str, kind: str, in_fl
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "gpt-oss", "deepseek-v3"])
-def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
+def test_experts_are_quantized_but_not_routers_and_latent_projections(zoo: Zoo, case: str, kind: str) -> None:
     """Every expert's matrix is quantized; routers and the inner projections of latent attention are not."""
     model = zoo[case]
     weights = weights_of(load_quantized(model, kind))
@@ -161,7 +161,7 @@ def test_experts_and_latent_attention(zoo: Zoo, case: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_multiplied_without_the_operator_too(
+def test_without_an_8_bit_operator_weights_are_multiplied_as_float32(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
@@ -179,7 +179,7 @@ def test_weights_are_multiplied_without_the_operator_too(
     assert caplog.text.rstrip().endswith("not here")
 
 
-def test_a_wrong_product_is_not_used(
+def test_an_8_bit_operator_with_wrong_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     right = quantized_linear.dequantizing_product
@@ -197,7 +197,7 @@ def test_a_wrong_product_is_not_used(
         torch.testing.assert_close(linear(x), F.linear(x, rounded("int8", weight)), rtol=1e-5, atol=1e-4)
 
 
-def test_int8_without_the_package_of_kernels(
+def test_a_missing_triton_package_is_logged_for_int8_on_a_gpu_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a GPU a missing package is logged; on a CPU the package is not needed."""
@@ -223,7 +223,7 @@ def test_a_processor_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) 
     Quantizing("int8", torch.bfloat16, torch.device("cuda"))
 
 
-def test_compiled_layers_have_no_fp8(zoo: Zoo) -> None:
+def test_fp8_is_refused_for_compiled_layers_and_computed_by_torch(zoo: Zoo) -> None:
     with pytest.raises(
         ConfigError,
         match=r"kernels is native, .*: compiled layers do not support fp8",

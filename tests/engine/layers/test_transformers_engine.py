@@ -63,7 +63,7 @@ def loaded(
 
 
 @every_family
-def test_a_batch_of_greedy_requests(zoo: Zoo, case: str) -> None:
+def test_greedy_tokens_of_every_family_are_those_of_transformers(zoo: Zoo, case: str) -> None:
     model, engine = zoo[case], loaded(zoo, case)
     assert isinstance(engine.runner.decoder, TransformersDecoder) and engine.kernels == "transformers"
     requests = [
@@ -107,7 +107,9 @@ def test_blocks_of_equal_prefixes_are_reused(zoo: Zoo, way: str) -> None:
         ({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 1}),
     ],
 )
-def test_controls_of_decoding(zoo: Zoo, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def test_sampling_controls_give_the_tokens_of_transformers(
+    zoo: Zoo, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     model = zoo["helium"]
     prompts = [model.prompt(length, length) for length in (9, 30)]
     requests = [Request(n, prompt, 24, sampling=SamplingConfig(**ours)) for n, prompt in enumerate(prompts)]
@@ -117,7 +119,7 @@ def test_controls_of_decoding(zoo: Zoo, ours: dict[str, Any], theirs: dict[str, 
         assert served.tokens(request) == model.generate(prompt, 24, **theirs) != model.greedy(prompt, 24)
 
 
-def test_drawn_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
+def test_sampled_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
     sampling = SamplingConfig(temperature=0.9, top_k=40, top_p=0.9, random_seed=7)
     requests = [Request(n, zoo["llama-gqa"].prompt(20 + n, n), 16, sampling=sampling) for n in range(3)]
     found = [
@@ -128,7 +130,7 @@ def test_drawn_tokens_are_those_of_our_own_layers(zoo: Zoo) -> None:
     assert tokens[0] == tokens[1] != [zoo["llama-gqa"].greedy(each.input_token_ids, 16) for each in requests]
 
 
-def test_windows_given_by_a_parameter(zoo: Zoo) -> None:
+def test_attention_windows_by_a_parameter_give_the_tokens_of_our_own_layers(zoo: Zoo) -> None:
     model, options = zoo["llama-gqa"], {"max_attention_window_size": (13, 24), "sink_token_length": 3}
     requests = [Request(n, model.prompt(30 + n, n), 16) for n in range(3)]
     theirs, ours = (
@@ -139,7 +141,7 @@ def test_windows_given_by_a_parameter(zoo: Zoo) -> None:
         assert theirs.tokens(request) == ours.tokens(request) != model.greedy(request.input_token_ids, 16)
 
 
-def test_rows_of_prompt_tables(zoo: Zoo) -> None:
+def test_prompt_tables_give_the_tokens_of_inputs_embeds(zoo: Zoo) -> None:
     rows = make_table(4)
     prompt = (*range(VOCAB_SIZE, VOCAB_SIZE + 4), *zoo["nemotron"].prompt(20))
     request = with_table(0, prompt, rows, 24)
@@ -148,7 +150,7 @@ def test_rows_of_prompt_tables(zoo: Zoo) -> None:
 
 
 @torch.inference_mode()
-def test_logits_and_hidden_states(zoo: Zoo) -> None:
+def test_logits_and_hidden_states_are_those_of_transformers(zoo: Zoo) -> None:
     model = zoo["cohere"]
     names = ["hidden_states_0", "hidden_states_2", "hidden_states_3", "last_hidden_state"]
     outputs = parse_outputs(",".join(f"{name}:context" for name in names))

@@ -56,7 +56,9 @@ def read_adapter(model: ZooModel, folder: Path, **options: Any) -> tuple[LoraWei
 
 @pytest.mark.parametrize("options", with_all(list(OPTIONS), ["dora"]))
 @pytest.mark.parametrize("case", with_all(list(TARGETS), ["qwen3.5", "granite-hybrid"]))
-def test_an_adapter_changes_attention_and_mlp(zoo: Zoo, tmp_path: Path, case: str, options: str) -> None:
+def test_an_adapter_of_attention_and_mlp_gives_pefts_tokens_and_logits(
+    zoo: Zoo, tmp_path: Path, case: str, options: str
+) -> None:
     """A sequence with the adapter, and one without it in the same batch."""
     model = zoo[case]
     weights, oracle = read_adapter(model, tmp_path, target_modules=TARGETS[case], **OPTIONS[options])
@@ -111,7 +113,7 @@ def test_an_adapter_of_a_recurrent_projection_is_refused(
 @pytest.mark.parametrize(
     ("case", "enabled"), [("qwen3.5", r"mlp_h_to_4h \(5\)"), ("qwen3.5-moe", "those of other layers")]
 )
-def test_a_row_of_attention_in_a_recurrent_layer_is_refused(zoo: Zoo, case: str, enabled: str) -> None:
+def test_an_adapter_of_attention_in_a_recurrent_layer_is_refused(zoo: Zoo, case: str, enabled: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
     weights = make_weights(decoder, [(Module.ATTN_Q, 1, 4), (Module.ATTN_K, 0, 4)])
     message = rf"attn_k not enabled for layer 0, which is recurrent: row 1 .* expected one of {enabled}"

@@ -48,7 +48,7 @@ def test_a_scan_equals_the_gated_delta_rule_of_transformers(num_tokens: int) -> 
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, DIMENSION_PIECE, 3 * DIMENSION_PIECE - 7])
-def test_a_scan_with_decays_of_dimensions_equals_kimi_delta_attention(num_tokens: int) -> None:
+def test_a_scan_with_a_decay_for_each_dimension_equals_kimi_delta_attention(num_tokens: int) -> None:
     queries, keys, values, log_decay, beta = draw(num_tokens, has_beta=True, by_dimension=True)
     state = draw_state()
     expected, expected_state = modeling_kimi_linear.recurrent_kimi_delta_attention(
@@ -61,14 +61,14 @@ def test_a_scan_with_decays_of_dimensions_equals_kimi_delta_attention(num_tokens
     torch.testing.assert_close(new_state, expected_state[0], rtol=1e-4, atol=1e-4)
 
 
-def test_equal_decays_of_all_dimensions_are_a_decay_of_the_head() -> None:
+def test_equal_decays_of_all_dimensions_equal_one_decay_of_the_head() -> None:
     queries, keys, values, log_decay, beta = draw(50, has_beta=False)
     whole = scan(queries, keys, values, log_decay, beta, draw_state())
     of_dimensions = log_decay[..., None].expand(-1, -1, KEY_DIM)
     torch.testing.assert_close(scan(queries, keys, values, of_dimensions, beta, draw_state()), whole)
 
 
-def test_strong_decays_of_dimensions_do_not_overflow() -> None:
+def test_strong_decays_do_not_overflow() -> None:
     queries, keys, values, log_decay, beta = draw(50, has_beta=True, by_dimension=True)
     outputs, state = scan(queries, keys, values, 200 * log_decay, beta, draw_state())
     assert outputs.isfinite().all() and state.isfinite().all()

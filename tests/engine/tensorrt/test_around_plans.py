@@ -20,7 +20,7 @@ from tests.models.zoo import Zoo
 from tests.ranks.mpirun import run_ranks
 
 
-def test_gpt_manager(zoo: Zoo, plans: Plans) -> None:
+def test_a_gpt_manager_over_plans_gives_transformers_tokens(zoo: Zoo, plans: Plans) -> None:
     """A GptManager runs an engine of plans on a thread of its own."""
     model = zoo["llama-gqa"]
     engine = load(plans(model), 40)
@@ -43,7 +43,7 @@ def test_gpt_manager(zoo: Zoo, plans: Plans) -> None:
         assert list(tokens[request.prompt_length :]) == model.greedy(request.input_token_ids, 12)
 
 
-def test_executor(zoo: Zoo, plans: Plans) -> None:
+def test_an_executor_over_plans_gives_transformers_tokens_and_beams(zoo: Zoo, plans: Plans) -> None:
     """An executor over plans runs as many sequences as the plans have slots, and releases all resources at
     the end."""
     model = zoo["llama-gqa"]
@@ -69,7 +69,7 @@ def test_executor(zoo: Zoo, plans: Plans) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_ranks_over_mpi(zoo: Zoo, plans: Plans) -> None:
+def test_two_ranks_over_mpi_give_transformers_tokens(zoo: Zoo, plans: Plans) -> None:
     """The plans' sums over ranks use the engine's own collectives."""
     model = zoo["llama-gqa"]
     folder = plans(model, tensor_parallel_size=2)

@@ -67,7 +67,7 @@ def test_error_in_half_precision_is_bounded(zoo: Zoo, tmp_path: Path, name: str)
     assert 0 < relative_error(model, texts) < BOUND["float16"]
 
 
-def test_experts_in_4_bits(zoo: Zoo, tmp_path: Path) -> None:
+def test_experts_stay_in_4_bits_and_give_the_dequantized_logits(zoo: Zoo, tmp_path: Path) -> None:
     model = write(zoo["mixtral"], tmp_path / "checkpoint", FORMATS["awq"], skipped=(".gate",))
     (engine,) = build(model.folder, tmp_path / "engine")
     assert sum(node.kind == "DEQUANTIZE" for node in engine.layers.nodes) == 4 * 3

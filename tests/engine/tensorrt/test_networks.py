@@ -109,7 +109,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> One:
     "case",
     with_all([case for case in CASES if case not in REFUSED], ["llama-gqa", "mixtral", "gemma3", "gpt2"]),
 )
-def test_every_family(zoo: Zoo, one: One, case: str) -> None:
+def test_logits_of_every_family_are_those_of_transformers(zoo: Zoo, one: One, case: str) -> None:
     model, texts = zoo[case], texts_of(zoo[case])
     run(Runner(one(model)), texts)
     assert largest_error(model, texts) < EXACT
@@ -163,7 +163,7 @@ def test_quantized_weights_equal_rounded_matrices(
         ["llama-gqa-tied", "mixtral", "gpt2"],  # test_served_plans.py has float32
     ),
 )
-def test_weights_as_inputs_give_the_same(zoo: Zoo, one: One, case: str, dtype: str) -> None:
+def test_weights_as_inputs_give_the_same_logits(zoo: Zoo, one: One, case: str, dtype: str) -> None:
     model = zoo[case]
     both: list[list[Text]] = []
     for weights in ("constants", "inputs"):
@@ -172,7 +172,7 @@ def test_weights_as_inputs_give_the_same(zoo: Zoo, one: One, case: str, dtype: s
     assert all(torch.equal(a, b) for text, other in zip(*both) for a, b in zip(text.logits, other.logits))
 
 
-def test_packed_attention_gives_the_same(zoo: Zoo, one: One) -> None:
+def test_packed_attention_gives_transformers_logits(zoo: Zoo, one: One) -> None:
     model, texts = zoo["llama-gqa"], texts_of(zoo["llama-gqa"])
     engine = one(model, attention="packed")
     assert "ctx_q_gather" not in engine.layers.inputs
@@ -181,13 +181,13 @@ def test_packed_attention_gives_the_same(zoo: Zoo, one: One) -> None:
 
 
 @pytest.mark.parametrize("chunk", with_all([1, 3, 40], [1, 40]))  # the other tests' chunks have 5
-def test_chunks_of_any_size(zoo: Zoo, one: One, chunk: int) -> None:
+def test_chunks_of_any_size_give_transformers_logits(zoo: Zoo, one: One, chunk: int) -> None:
     model, texts = zoo["mistral-window"], texts_of(zoo["mistral-window"])
     run(Runner(one(model, max_num_tokens=192)), texts, chunk)
     assert largest_error(model, texts) < EXACT
 
 
-def test_only_what_a_batch_writes_changes(zoo: Zoo, one: One) -> None:
+def test_a_batch_changes_only_the_cache_entries_that_it_writes(zoo: Zoo, one: One) -> None:
     model = zoo["llama-gqa"]
     runner = Runner(one(model))
     before = {name: cache.clone() for name, cache in runner.caches.items()}
@@ -306,7 +306,7 @@ def test_experts_that_a_row_does_not_go_to_may_be_infinite(tmp_path: Path, one: 
     torch.testing.assert_close(logits[is_there], expected[is_there], rtol=0, atol=EXACT)
 
 
-def test_hidden_states_between_layers(zoo: Zoo, one: One) -> None:
+def test_hidden_states_between_layers_are_those_of_transformers(zoo: Zoo, one: One) -> None:
     model = zoo["gemma3"]
     names = ("hidden_states_0", "hidden_states_2")
     runner = Runner(one(model, additional_outputs=names))
@@ -322,7 +322,7 @@ def test_hidden_states_between_layers(zoo: Zoo, one: One) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gemma3"])
-def test_rows_of_prompt_tables(zoo: Zoo, one: One, case: str) -> None:
+def test_prompt_tables_give_the_logits_of_inputs_embeds(zoo: Zoo, one: One, case: str) -> None:
     model = zoo[case]
     runner = Runner(one(model))
     tokens, virtual = model.prompt(9), torch.randn((3, 64), generator=torch.Generator().manual_seed(1))

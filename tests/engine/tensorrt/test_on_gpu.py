@@ -48,7 +48,9 @@ def load(model: ZooModel, folder: Path, changes: dict[str, Any] | None = None, *
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral-window", "qwen3", "gpt2", "gemma3", "mixtral"])
-def test_greedy_tokens_in_float32(zoo: Zoo, tmp_path: Path, case: str) -> None:
+def test_greedy_tokens_and_logits_in_float32_are_those_of_transformers(
+    zoo: Zoo, tmp_path: Path, case: str
+) -> None:
     model = zoo[case]
     output = OutputOptions(return_generation_logits=True)
     requests = [
@@ -64,7 +66,9 @@ def test_greedy_tokens_in_float32(zoo: Zoo, tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_everything_at_once_in_every_way(zoo: Zoo, tmp_path: Path, way: str) -> None:
+def test_mixed_requests_give_transformers_tokens_in_every_way_of_serving(
+    zoo: Zoo, tmp_path: Path, way: str
+) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model)
     served = serve(load(model, tmp_path), config_of(way, max_beam_width=3), requests, 4)
@@ -72,7 +76,9 @@ def test_everything_at_once_in_every_way(zoo: Zoo, tmp_path: Path, way: str) -> 
 
 
 @pytest.mark.parametrize("options", [{"attention": "packed"}, {"weights": "inputs"}], ids=str)
-def test_other_forms_of_plans(zoo: Zoo, tmp_path: Path, options: dict[str, str]) -> None:
+def test_packed_attention_and_weights_as_inputs_give_transformers_tokens(
+    zoo: Zoo, tmp_path: Path, options: dict[str, str]
+) -> None:
     """TensorRT for RTX does not build packed attention; these tests show whether and where TensorRT does."""
     model = zoo["llama-gqa"]
     try:
@@ -98,7 +104,7 @@ def test_recorded_batches_give_the_same_tokens(zoo: Zoo, tmp_path: Path) -> None
     assert tokens == replay_everything(eager, model.prompt)
 
 
-def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
+def test_adapters_give_the_tokens_of_torchs_operators(zoo: Zoo, tmp_path: Path) -> None:
     model = zoo["llama-gqa"]
     requests = [each for each in adapters.requests_of(model) if not each.lora or each.lora.task_id != 3]
     engine = load(model, tmp_path, max_lora_rank=24)

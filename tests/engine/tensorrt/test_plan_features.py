@@ -44,7 +44,7 @@ def without_magnitudes(requests: tuple[Request, ...]) -> list[Request]:
 
 
 @pytest.mark.parametrize("way", with_all(["chunked", "utilization"], ["chunked"]))
-def test_adapters_of_a_batch_together(zoo: Zoo, plans: Plans, way: str) -> None:
+def test_adapters_in_one_batch_give_the_results_of_each_alone(zoo: Zoo, plans: Plans, way: str) -> None:
     """More adapters than a plan takes at once are computed in parts; with few pages, they are often reloaded."""
     model = zoo["llama-gqa"]
     requests = without_magnitudes(adapters.requests_of(model)[:NUM_WITH_ADAPTERS])
@@ -76,7 +76,7 @@ def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, plans: Plans, where:
     assert_contained(engine, zoo["llama-gqa"], where)
 
 
-def test_a_page_for_adapters_is_no_larger_than_the_plans_room(zoo: Zoo, plans: Plans) -> None:
+def test_an_adapter_page_has_no_more_ranks_than_the_plan_takes(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model, max_lora_rank=4), 60)
     assert (engine.limits.adapter_page_rank, engine.limits.max_adapter_rank) == (4, 4)
@@ -86,7 +86,7 @@ def test_a_page_for_adapters_is_no_larger_than_the_plans_room(zoo: Zoo, plans: P
     assert row.generated == adapter.merged().greedy(model.prompt(9), 1)
 
 
-def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> None:
+def test_plans_built_without_adapters_have_no_adapter_pages(zoo: Zoo, plans: Plans) -> None:
     assert load(plans(zoo["llama-gqa"])).limits.num_adapter_pages == 0
 
 
@@ -94,7 +94,7 @@ def test_plans_without_room_for_adapters_take_none(zoo: Zoo, plans: Plans) -> No
 
 
 @pytest.mark.parametrize("way", with_all(["no-evict", "chunked"], ["chunked"]))
-def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
+def test_prompt_tables_give_the_logits_of_inputs_embeds(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, rows = tables.mixed_requests(model, output=tables.LOGITS)
     folder = plans(model, max_context_chunks=2, max_num_tokens=10)  # fewer than a prompt's table rows
@@ -115,7 +115,7 @@ def test_prompt_tables_and_logits(zoo: Zoo, plans: Plans, way: str) -> None:
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_additional_outputs(zoo: Zoo, plans: Plans, way: str) -> None:
+def test_additional_outputs_are_those_of_transformers(zoo: Zoo, plans: Plans, way: str) -> None:
     model = zoo["llama-gqa"]
     names = tuple(f"hidden_states_{number}" for number in range(3))
     folder = plans(model, additional_outputs=names, max_context_chunks=1)
@@ -171,7 +171,7 @@ class Replays:
     ("case", "max_chunks"), with_all([("llama-gqa", 8), ("mistral-window", 1)], ["llama-gqa"])
 )
 def test_recorded_batches_give_the_same_tokens(zoo: Zoo, plans: Plans, case: str, max_chunks: int) -> None:
-    """Padding rows are written after its sequences, and no sequence sees them."""
+    """Padding rows are written after the sequences in the cache, and no sequence reads them."""
     model, replays = zoo[case], Replays()
     engine = load(plans(model, max_batch_size=12, max_context_chunks=max_chunks), 200, max_num_sequences=11)
     record(engine, replays)
@@ -231,7 +231,7 @@ def test_batches_too_large_for_plans_are_not_recorded(zoo: Zoo, plans: Plans) ->
         assert each.generated == model.greedy(each.tokens[: each.prompt_length], len(each.generated))
 
 
-def test_recorded_adapters(zoo: Zoo, plans: Plans) -> None:
+def test_recorded_batches_with_adapters_give_the_tokens_of_each_alone(zoo: Zoo, plans: Plans) -> None:
     model, replays = zoo["llama-gqa"], Replays()
     requests = without_magnitudes(adapters.requests_of(model)[:NUM_WITH_ADAPTERS])
     engine = load(plans(model, max_lora_rank=LORA_RANKS), 60, max_num_sequences=6)
@@ -244,7 +244,7 @@ def test_recorded_adapters(zoo: Zoo, plans: Plans) -> None:
     assert min(replays.ran) < 2 * len(engine.runner.recorded.mixed_sizes) <= max(replays.ran)
 
 
-def test_everything_but_the_plan_can_be_recorded(
+def test_operations_around_a_plan_can_be_recorded(
     zoo: Zoo, plans: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No operation around a plan asks the host for a value: a tape replays them without Python."""
@@ -295,7 +295,7 @@ def test_an_iteration_that_fails_changes_no_tokens(
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "llama-gqa-tied"], ["llama-gqa-tied"]))
-def test_two_ranks_give_the_same(zoo: Zoo, plans: Plans, case: str) -> None:
+def test_two_ranks_of_plans_give_transformers_tokens(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))
     requests = [

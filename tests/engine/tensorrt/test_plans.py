@@ -84,7 +84,7 @@ def _build(model: Path, folder: Path, **options: Any) -> list[Sidecar]:
 @pytest.mark.parametrize(
     "family", with_all([name for name in FAMILY_NAMES if name not in REFUSED], ["mixtral"])
 )
-def test_every_family_builds(zoo: Zoo, tmp_path: Path, family: str) -> None:
+def test_plans_of_every_family_can_be_built(zoo: Zoo, tmp_path: Path, family: str) -> None:
     (sidecar,) = _build(zoo[WITH_KERNELS.get(family, CASE_OF[family])].folder, tmp_path)
     for plan in (sidecar.layers, sidecar.head):
         assert (tmp_path / plan.file.name).stat().st_size > 100_000
@@ -116,7 +116,7 @@ def test_other_families_are_refused_by_name_before_a_build(zoo: Zoo, tmp_path: P
     ),
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_every_option_builds(zoo: Zoo, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_plans_can_be_built_with_every_option(zoo: Zoo, tmp_path: Path, options: dict[str, Any]) -> None:
     sidecars = _build(zoo["llama-heads-16"].folder, tmp_path, **options)
     assert [sidecar.rank for sidecar in sidecars] == list(range(options.get("tensor_parallel_size", 1)))
     for sidecar in sidecars:
@@ -125,7 +125,7 @@ def test_every_option_builds(zoo: Zoo, tmp_path: Path, options: dict[str, Any]) 
 
 
 @pytest.mark.exhaustive
-def test_experts_build_in_8_bits(zoo: Zoo, tmp_path: Path) -> None:
+def test_plans_of_experts_can_be_built_in_8_bits(zoo: Zoo, tmp_path: Path) -> None:
     _build(zoo["mixtral-heads-16"].folder, tmp_path, dtype="int8")
 
 
@@ -244,7 +244,7 @@ def test_digests_tell_checkpoints_apart(zoo: Zoo, tmp_path: Path) -> None:
         checkpoint_digest(tmp_path)
 
 
-def test_which_processors_run_a_plan() -> None:
+def test_a_plan_runs_on_its_gpus_and_if_portable_on_later_ones() -> None:
     portable, exact = GpuTargets((80, 86, 89, 120), and_later=True), GpuTargets((89, 120), and_later=False)
     assert [portable.include(each) for each in (75, 80, 89, 90, 120, 121)] == [
         False,
@@ -302,14 +302,14 @@ def test_a_build_that_fails_at_its_last_rank_leaves_no_files(zoo: Zoo, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_is_not_built_of_an_engine(zoo: Zoo, tmp_path: Path) -> None:
+def test_plans_cannot_be_built_from_a_folder_of_plans(zoo: Zoo, tmp_path: Path) -> None:
     build_engine(zoo["llama-gqa"].folder, tmp_path / "first", BuildOptions(**SIZES), serialize=dump)
     with pytest.raises(ConfigError, match=r"first is a folder of plans, expected the checkpoint that they"):
         build_engine(tmp_path / "first", tmp_path / "second", BuildOptions(**SIZES), serialize=dump)
 
 
 @pytest.mark.exhaustive
-def test_the_smallest_engine_builds(zoo: Zoo, tmp_path: Path) -> None:
+def test_plans_of_the_smallest_sizes_can_be_built(zoo: Zoo, tmp_path: Path) -> None:
     _build(zoo["llama-heads-16"].folder, tmp_path, max_batch_size=1, max_num_tokens=2, max_seq_len=2)
 
 

@@ -66,7 +66,9 @@ def spoil(name: str) -> Callable[[Path], None]:
         (lambda folder: (folder / "rank0.json").unlink(), r"has no rank0\.json, expected a folder that"),
     ],
 )
-def test_files_that_do_not_match_are_refused(copied: Path, do: Callable[[Path], None], message: str) -> None:
+def test_plans_and_descriptions_that_do_not_match_are_refused(
+    copied: Path, do: Callable[[Path], None], message: str
+) -> None:
     load(copied)
     do(copied)
     with pytest.raises(ConfigError, match=message):
@@ -254,7 +256,7 @@ def test_a_folder_of_plans_is_recognized(model: ZooModel, plans: Plans, tmp_path
             assert loaded.engine.runner.cache._blocks is not None
 
 
-def test_blocks_are_kept_where_something_may_be_shared(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+def test_plans_have_kv_blocks_only_for_reuse_or_beams(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
     given = parameters(gpt_model_path=str(plans(model)))
     for reuse, width, are_kept in ((True, 1, True), (False, None, True), (False, 2, True), (False, 1, False)):
         scheduler = replace(given.scheduler, enable_kv_cache_reuse=reuse, max_beam_width=width)
@@ -263,7 +265,7 @@ def test_blocks_are_kept_where_something_may_be_shared(model: ZooModel, plans: P
         assert (loaded.engine.runner.cache._blocks is not None) == are_kept
 
 
-def test_another_engine_does_not_take_plans(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
+def test_an_engine_refuses_a_folder_of_another_kind(model: ZooModel, plans: Plans, tmp_path: Path) -> None:
     given = parameters(gpt_model_path=str(plans(model)), implementation="torch")
     with pytest.raises(ConfigError, match=r"engine is torch, but .* is a folder of plans"):
         load_model(given, str(tmp_path), None)

@@ -23,7 +23,9 @@ FAMILIES = ["llama-gqa", "qwen3", "gpt2", "mistral-window", "gemma3", "mixtral"]
 
 
 @pytest.mark.parametrize("way", with_all(WAYS, ["utilization-chunked-no-reuse"]))
-def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> None:
+def test_mixed_requests_give_transformers_tokens_in_every_way_of_serving(
+    zoo: Zoo, plans: Plans, way: str
+) -> None:
     model = zoo["llama-gqa"]
     requests = some_of_everything(model, examples(18, all=30))
     served = serve(load(plans(model), num_blocks=18), config_of(way, max_beam_width=3), requests, 4)
@@ -33,7 +35,7 @@ def test_everything_at_once_in_every_way(zoo: Zoo, plans: Plans, way: str) -> No
 
 
 @pytest.mark.parametrize("case", with_all(FAMILIES[1:], ["mistral-window"]))
-def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
+def test_every_family_gives_transformers_tokens(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     requests = [
         request for request in some_of_everything(model, NUM_TOKENS) if not request.sampling.uses_beams
@@ -43,7 +45,7 @@ def test_families_in_flight(zoo: Zoo, plans: Plans, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", with_all(["awq", "gptq-act-order"], ["gptq-act-order"]))
-def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> None:
+def test_plans_in_4_bits_give_the_tokens_of_dequantized_weights(zoo: Zoo, tmp_path: Path, name: str) -> None:
     """Served in float32, the tokens are those of transformers with the dequantized weights."""
     model = write(zoo["llama-gqa"], tmp_path / "checkpoint", FORMATS[name])
     folder = build(model.folder, tmp_path / "plans", dtype=None)
@@ -53,7 +55,7 @@ def test_matrices_in_4_bits_in_flight(zoo: Zoo, tmp_path: Path, name: str) -> No
     assert_as_transformers(model, served, requests)
 
 
-def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Plans) -> None:
+def test_a_batch_larger_than_a_plan_takes_is_computed_in_parts(zoo: Zoo, plans: Plans) -> None:
     """The batch is computed in parts, one after the other."""
     model = zoo["llama-gqa"]
     engine = load(plans(model, max_context_chunks=1, max_num_tokens=7), num_blocks=60)
@@ -62,7 +64,7 @@ def test_a_batch_with_more_chunks_and_rows_than_a_plan_takes(zoo: Zoo, plans: Pl
     assert_as_transformers(model, served, requests)
 
 
-def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
+def test_without_reuse_and_beams_requests_are_served_without_blocks(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), None, shares_blocks=False)
     assert engine.limits.num_blocks == 4 * 16, "as many as the slots' sequences can have"
@@ -76,7 +78,7 @@ def test_without_blocks_where_nothing_is_shared(zoo: Zoo, plans: Plans) -> None:
     assert [served.tokens(99, index) for index in range(3)] == [model.greedy(model.prompt(21, 9), 12)] * 3
 
 
-def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans) -> None:
+def test_without_blocks_a_given_number_of_blocks_still_limits_tokens(zoo: Zoo, plans: Plans) -> None:
     model = zoo["llama-gqa"]
     engine = load(plans(model), 18, shares_blocks=False)
     assert engine.limits.num_blocks == 18
@@ -91,7 +93,7 @@ def test_without_blocks_fewer_tokens_are_kept_on_request(zoo: Zoo, plans: Plans)
     assert served.num_pauses > 0
 
 
-def test_a_continued_conversation_finds_its_row(zoo: Zoo, plans: Plans) -> None:
+def test_a_conversation_continued_in_its_slot_loads_no_blocks(zoo: Zoo, plans: Plans) -> None:
     """Only tokens missing from a slot's row are read from blocks; a slot that continues its own conversation
     reads none."""
     model = zoo["llama-gqa"]
@@ -133,7 +135,9 @@ FORMS = [{"attention": "packed"}, {"weights": "inputs"}, {"weights": "inputs", "
 
 
 @pytest.mark.parametrize("options", with_all(FORMS, FORMS[2:]), ids=str)
-def test_other_forms_of_plans(zoo: Zoo, plans: Plans, options: dict[str, str]) -> None:
+def test_packed_attention_and_weights_as_inputs_give_transformers_tokens(
+    zoo: Zoo, plans: Plans, options: dict[str, str]
+) -> None:
     """Weights bound to inputs; attention that TensorRT for RTX cannot build."""
     model = zoo["qwen3"]
     requests = some_of_everything(model, NUM_TOKENS)[:5]

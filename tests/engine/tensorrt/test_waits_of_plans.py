@@ -25,7 +25,7 @@ from tests.engine.fake_device import DEVICE, FakeDevice, _OnDevice, _values
 from tests.engine.serving import config_of, serve
 from tests.engine.tensorrt import engines, interpreter
 from tests.engine.tensorrt.conftest import Plans
-from tests.engine.test_overlapped_iterations import undemanding
+from tests.engine.test_overlapped_iterations import without_host_waits
 from tests.engine.test_waits import ONE_COPY
 from tests.models.zoo import Zoo
 from tests.tiers import examples
@@ -79,7 +79,7 @@ def load(folder: Path, num_blocks: int = 80) -> ModelEngine:
     return make_engine(ModelRunner(made, cache, limits, 512))
 
 
-def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
+def test_each_batch_waits_for_the_device_once(zoo: Zoo, plans: Plans) -> None:
     """Batches have chunks, chunks beside generation, or generation only; some rows are filled from other
     sequences' blocks."""
     model = zoo["llama-gqa"]
@@ -111,10 +111,12 @@ def test_batches_wait_once(zoo: Zoo, plans: Plans) -> None:
         assert row.generated == model.greedy(prompt, len(row.generated))
 
 
-def test_overlapped_iterations_give_the_same(zoo: Zoo, plans: Plans, monkeypatch) -> None:
+def test_overlapped_iterations_give_the_same_tokens(zoo: Zoo, plans: Plans, monkeypatch) -> None:
     """A batch is queued before the previous one's tokens are read, as on a GPU."""
     model = zoo["llama-gqa"]
-    requests = [replace(each, output=OutputOptions()) for each in undemanding(model)[: examples(6, all=12)]]
+    requests = [
+        replace(each, output=OutputOptions()) for each in without_host_waits(model)[: examples(6, all=12)]
+    ]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)
     with FakeDevice() as device:
         monkeypatch.setattr("inflight.sampling.transfer.mark", device.mark)

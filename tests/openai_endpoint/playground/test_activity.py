@@ -23,12 +23,12 @@ BLOCKS = {
 
 
 class Session:
-    """An engine whose state is `told`, as `EngineClient.state` returns it."""
+    """An engine client whose `state` returns `reported` as JSON."""
 
     def __init__(self) -> None:
         self.client = self
         self.num_asked = 0
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self.generated(0)
 
     def generated(self, count: int, running: int = 2) -> None:
@@ -39,11 +39,11 @@ class Session:
             "blocks": BLOCKS,
             "generated_tokens": count,
         }
-        self.told = {"queued_requests": 3, "unanswered_requests": 6, "batcher": {"state": state}}
+        self.reported = {"queued_requests": 3, "unanswered_requests": 6, "batcher": {"state": state}}
 
     def state(self, timeout_s: float) -> str:
         self.num_asked += 1
-        return json.dumps(self.told)
+        return json.dumps(self.reported)
 
     async def wait_for(self, function):
         await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def read(session: Session, clock: Clock):
     return read
 
 
-def test_figures_are_sums(read) -> None:
+def test_waiting_requests_and_used_blocks_are_sums(read) -> None:
     assert read(0) == {
         "running": 2,
         "waiting": 4,
@@ -121,13 +121,13 @@ def test_many_pages_ask_the_engine_once(session, clock) -> None:
 
 def test_a_hanging_engine_is_reported_as_a_problem(read, session) -> None:
     stuck = "iteration 7 has been running for 61.0 s"
-    session.told["batcher"] |= {
+    session.reported["batcher"] |= {
         "unanswered": "the generation loop finished no iteration within 2 s",
         "stuck": stuck,
     }
     figures = read(0)
     assert figures["problem"] == stuck and figures["running"] == 2
-    session.told["batcher"] = {
+    session.reported["batcher"] = {
         "unanswered": "the generation loop finished no iteration within 2 s",
         "stuck": None,
         "state": None,

@@ -213,7 +213,7 @@ def watch_states(asked: list[str]):
     return before
 
 
-def test_keyboard_navigation_and_accessible_names(open_page) -> None:
+def test_keys_navigate_and_every_input_has_an_accessible_name(open_page) -> None:
     """Shift+Enter breaks the line, arrows move between tokens, and every input has an accessible name."""
     page = open_page()
     page.press("#input", "a")

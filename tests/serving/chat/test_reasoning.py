@@ -43,7 +43,9 @@ def split(parts: list[str], starts_inside: bool = False, parser: str = "think") 
         ("", True, "", ""),
     ],
 )
-def test_examples(text: str, starts_inside: bool, reasoning: str, content: str) -> None:
+def test_examples_of_reasoning_are_separated_from_content(
+    text: str, starts_inside: bool, reasoning: str, content: str
+) -> None:
     assert split([text], starts_inside) == (reasoning, content)
     assert split(list(text), starts_inside) == (reasoning, content)
 
@@ -78,14 +80,14 @@ def test_reasoning_does_not_depend_on_how_the_text_is_divided(
         ("answer", False, "", "answer"),
     ],
 )
-def test_reasoning_without_an_opening_mark(
+def test_deepseek_r1_reasoning_may_lack_its_opening_mark(
     text: str, starts_inside: bool, reasoning: str, content: str
 ) -> None:
     for parts in ([text], list(text)):
         assert split(parts, starts_inside, "deepseek_r1") == (reasoning, content)
 
 
-def test_starts_inside_by_parser_and_prompt() -> None:
+def test_parser_and_prompt_decide_whether_an_answer_starts_with_reasoning() -> None:
     def begins(parser: str, prompt: str, final_content: str | None = None) -> bool:
         final = None if final_content is None else {"role": "assistant", "content": final_content}
         return starts_inside(parser, prompt, final)

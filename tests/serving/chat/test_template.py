@@ -71,7 +71,9 @@ def lost(text: str, messages: Messages) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_renders_as_transformers(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def test_chats_are_rendered_as_by_transformers(
+    transformers_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
     num_rendered = 0
     for label, messages in CONVERSATIONS.items():
         for tools in (None, TOOLS) if name not in WITHOUT_TOOLS else (None,):
@@ -154,7 +156,9 @@ def test_tools_are_refused_by_a_template_without_tools() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_are_rendered_or_joined(transformers_tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def test_parts_of_a_message_are_rendered_by_the_template_or_joined(
+    transformers_tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
     parts = [{"type": "text", "text": "Two"}, {"type": "text", "text": "parts."}]
     text = template(name).render([{"role": "user", "content": parts}])
     joined = template(name).render([{"role": "user", "content": "Two\nparts."}])
@@ -493,7 +497,7 @@ ODD_MESSAGES = st.lists(
 
 @given(st.sampled_from(NAMES), ODD_MESSAGES, st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_odd_messages_are_rendered_or_refused(name: str, messages: Any, continued: bool) -> None:
+def test_odd_messages_raise_nothing_but_invalid_argument(name: str, messages: Any, continued: bool) -> None:
     try:
         text = template(name).render(
             messages, add_generation_prompt=not continued, continue_final_message=continued
@@ -519,5 +523,5 @@ def test_nothing_in_a_message_is_compiled(content: str) -> None:
         ("{% for m in messages %}{% set y = m %}{{ y }}{{ loop.index }}{% endfor %}", {"messages"}),
     ],
 )
-def test_variables_of_a_template(text: str, names: set[str]) -> None:
+def test_the_variables_that_a_template_reads_are_found(text: str, names: set[str]) -> None:
     assert names_in(text) == names

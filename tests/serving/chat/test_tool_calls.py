@@ -25,7 +25,7 @@ WEATHER = {"city": "Zürich", "days": 3, "nested": {"a": [1, {"b": "}"}]}}
 
 
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS)
-def test_calls_are_found(parser: str) -> None:
+def test_calls_of_every_style_are_parsed(parser: str) -> None:
     calls = [("weather", WEATHER), ("time", {}), ("weather", {"city": 'a "b" \\ {'})]
     answer = read(parser, [write_calls(parser, calls)])
     assert answer == Answer("", tuple(calls))
@@ -88,7 +88,7 @@ def test_a_text_without_calls_is_content_unchanged() -> None:
         ("json", "[1]", "[1]", []),
     ],
 )  # fmt: skip
-def test_examples(parser: str, text: str, content: str, calls: list[str]) -> None:
+def test_examples_of_each_style_are_parsed(parser: str, text: str, content: str, calls: list[str]) -> None:
     answer = read(parser, [text])
     assert (answer.content, [name for name, _ in answer.calls]) == (content, calls)
     assert read(parser, list(text)) == answer
@@ -121,7 +121,7 @@ def test_a_cut_call_has_its_arguments_so_far() -> None:
     assert (content, [(c["name"], c["arguments"]) for c in calls]) == ("", [("f", '{"a": "b')])
 
 
-def test_ids_have_the_templates_form() -> None:
+def test_ids_of_calls_have_the_form_that_the_style_needs() -> None:
     for parser in TOOL_CALL_PARSERS:
         _, calls = joined(parser, [write_calls(parser, [("f", {}), ("g", {})])])
         ids = [call["id"] for call in calls]

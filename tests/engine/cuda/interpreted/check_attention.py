@@ -96,7 +96,9 @@ def test_results_are_those_of_plain_products(
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.float16), (4, torch.float32)])
 @pytest.mark.parametrize("blocks", [31, 32, 33])
-def test_edges_of_tiles_and_of_blocks(zoo: Zoo, blocks: int, group: int, dtype: torch.dtype) -> None:
+def test_results_are_right_at_edges_of_tiles_and_blocks(
+    zoo: Zoo, blocks: int, group: int, dtype: torch.dtype
+) -> None:
     """The cases that test_gpu.py runs for all sizes; tiles and parts have the sizes of a GPU."""
     shape = {"num_heads": group, "num_kv_heads": 1, "head_dim": 16}
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **shape)
@@ -126,7 +128,7 @@ def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("window", [None, AttentionWindow(20), AttentionWindow(24, 3)])
-def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow | None) -> None:
+def test_results_of_a_context_do_not_depend_on_its_chunks(zoo: Zoo, window: AttentionWindow | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0), KernelAttention(decoder)
     whole = rows.attend(attention, pack_rows((PackedChunk(0, 0, 70, 0),), (), (), rows.tables), window)
@@ -138,7 +140,7 @@ def test_a_chunk_is_the_same_however_it_is_cut(zoo: Zoo, window: AttentionWindow
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_memory_after_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, rounding: KvRounding | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
@@ -155,7 +157,7 @@ def test_memory_after_a_row_may_be_anything(zoo: Zoo, rounding: KvRounding | Non
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "mistral-window", "gpt-oss", "gemma2"])
-def test_tokens_equal_the_models(zoo: Zoo, case: str) -> None:
+def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     decoder = read_model_description(model.folder).decoder
     row = alone(load_paged(model.folder, attention=KernelAttention(decoder)), model.prompt(19), 8)
@@ -185,7 +187,7 @@ def by_gathering(folder: Any, windows: dict[str, Any]) -> Any:
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
-def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
+def test_replayed_batches_give_the_models_tokens(zoo: Zoo) -> None:
     """Batches are padded up to the recording's size, and a replay reuses the recording's memory."""
     model = zoo["llama-gqa"]
     replays: list[int] = []
@@ -211,7 +213,7 @@ def test_recorded_batches_have_the_tokens_of_others(zoo: Zoo) -> None:
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize("windows", [(None,), (None, AttentionWindow(20, 3))])
-def test_chunks_by_both_kernels_and_as_recorded(zoo: Zoo, windows: Any) -> None:
+def test_the_check_at_load_accepts_both_kernels_for_chunks(zoo: Zoo, windows: Any) -> None:
     """`check_attention`, which runs at every load, accepts both kernels for chunks and the sizes of recordings."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     for_chunks = PagedAttention(ReferenceVarlen(), True) if windows == (None,) else None

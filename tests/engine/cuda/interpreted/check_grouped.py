@@ -42,7 +42,7 @@ def test_products_are_those_of_torch(kind: str, shape: tuple[int, int, int], dty
     assert linear(x[:0]).shape == (0, shape[0])
 
 
-def test_every_float8() -> None:
+def test_every_float8_is_exact() -> None:
     bits = torch.arange(256, dtype=torch.uint8).view(16, 16)
     bits[(bits & 127) == 127] = 0  # NaN
     levels = bits.view(torch.float8_e4m3fn)
@@ -50,7 +50,7 @@ def test_every_float8() -> None:
     assert torch.equal(linear(torch.eye(16)), levels.float().T)
 
 
-def test_every_4_bit_float_with_every_scale() -> None:
+def test_every_4_bit_float_is_exact_with_every_scale() -> None:
     """value = float * 2 ** (scale - 127), for all scales with which the largest float is finite."""
     count = 253
     scales = torch.arange(count, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
@@ -61,14 +61,14 @@ def test_every_4_bit_float_with_every_scale() -> None:
     assert torch.equal(linear(torch.eye(32)), exact.float())
 
 
-def test_rows_that_are_not_contiguous_and_a_bias() -> None:
+def test_strided_rows_and_a_bias_give_torchs_product() -> None:
     linear = replace(module(draw("int4", 40, 96, 32), torch.float32), bias=torch.randn(40))
     wide = torch.randn(6, 200)
     expected = F.linear(wide[:, 3:99], linear.dequantized(), linear.bias)
     torch.testing.assert_close(linear(wide[:, 3:99]), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_the_check_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_at_load_reports_wrong_results_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = module(draw("int4", 40, 96, 32), torch.float32)
     assert why_not(linear, CPU) == ""
     from inflight.engine.cuda.kernels import grouped

@@ -121,7 +121,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding,
     assert caches[1].gather(0, torch.arange(5))[0][places[2], 0].isnan().all()
 
 
-def off(function: Any) -> Any:
+def with_one_wrong_number(function: Any) -> Any:
     """Wrap a function so that one number of its first result is wrong."""
 
     def changed(*arguments: Any) -> Any:
@@ -141,7 +141,7 @@ def test_a_load_detects_each_wrong_or_raising_kernel(
     decoder = decoder_of(zoo)
     given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU
     check_operations(*given)
-    monkeypatch.setattr(kernel_operations, name, off(getattr(layers, name)))
+    monkeypatch.setattr(kernel_operations, name, with_one_wrong_number(getattr(layers, name)))
     with pytest.raises(IsOff, match=r"of 3 rows is off by 0\.3"):
         check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, lambda *_: 1 / 0)
@@ -182,7 +182,7 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
     assert isinstance(found, KernelLayerOperations) and found.parts == {ADD_NORM, HEADS, ACTIVATION}
     assert isinstance(find_row_kernels(300, gpu), KernelRowKernels) and not caplog.records
 
-    monkeypatch.setattr(kernel_operations, "add_norm", off(layers.add_norm))
+    monkeypatch.setattr(kernel_operations, "add_norm", with_one_wrong_number(layers.add_norm))
     monkeypatch.setattr(kernel_operations, "gated_activation", lambda *_: 1 / 0)
     monkeypatch.setattr(peaks, "find_peaks", lambda logits: Peaks(logits[:, 0], logits[:, 0].long()))
     found = find_operations(decoder, torch.float32, gpu)
@@ -206,7 +206,7 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
         ("deepseek-v3", {ADD_NORM, ACTIVATION}),
     ],
 )
-def test_tokens_equal_the_models(zoo: Zoo, case: str, parts: set[str]) -> None:
+def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str, parts: set[str]) -> None:
     """Parts for which there is a kernel use it; the others use torch."""
     model = zoo[case]
     operations = KernelLayerOperations(decoder_of(zoo, case))
@@ -269,7 +269,7 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("with_kernels", "count"), [(True, 10), (False, 17)])
-def test_the_number_of_launches_of_a_layer(
+def test_a_layer_takes_the_documented_number_of_launches(
     zoo: Zoo, with_kernels: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count the launches that docs/performance.md states, as the difference that one layer makes.
@@ -352,7 +352,7 @@ class _LastOfEqual(KernelRowKernels):
 
 @pytest.mark.parametrize("size", [7, 64, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
+def test_float8_rounding_equals_that_of_torch_for_most_numbers(size: int, dtype: torch.dtype) -> None:
     """The interpreter (triton 3.7) halves some results of rounding up to a power of two, among other errors."""
     x = torch.randn((9, size), generator=torch.Generator().manual_seed(size)).to(dtype)
     x[3], x[4] = 0, x[4] / 1000
@@ -362,12 +362,12 @@ def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
     assert (levels.float() == expected.float()).float().mean() > 0.9
 
 
-def test_a_rounding_to_other_levels_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rounding_kernel_with_other_levels_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
     assert "rounds to float8 is left out" in caplog.text
 
 
-def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rounding_kernel_with_the_same_levels_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, least_scale: quantize_float8(x))
     found = find_float8_rounding(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
@@ -378,7 +378,9 @@ def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch)
     ("num_rows", "outputs", "inputs"),
     [(1, 70, 300), (16, 32, 256), (17, 33, 130), (64, 65, 7), (65, 129, 64), (129, 3, 200)],
 )
-def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_int8_products_are_right_at_edges_of_tiles(
+    num_rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
     """Products are correct at edges of tiles, and do not read memory after a row of activations."""
     draw = torch.Generator().manual_seed(num_rows)
     levels, scales = quantize_int8(torch.randn((outputs, inputs), generator=draw))
@@ -392,7 +394,7 @@ def test_int8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dt
     assert product.int8_product(x[:0], levels, scales).shape == (0, outputs)
 
 
-def test_the_number_of_launches_of_an_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_int8_product_takes_one_launch_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """With few outputs and rows, several programs share a sum, and a second launch adds the parts."""
     for num_rows, outputs, added in ((3, 40, ["_add_parts"]), (33, 40, []), (3, 8200, [])):
         x, (levels, scales) = torch.randn(num_rows, 64), quantize_int8(torch.randn(outputs, 64))
@@ -406,7 +408,9 @@ def test_the_number_of_launches_of_an_int8_product(monkeypatch: pytest.MonkeyPat
     ("num_rows", "outputs", "inputs"),
     [(1, 70, 300), (16, 32, 512), (17, 33, 1030), (32, 8200, 40), (5, 3, 7)],
 )
-def test_float8_products(num_rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_float8_products_equal_those_of_torch(
+    num_rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(num_rows)
     levels, scales = quantize_float8(torch.randn((outputs, inputs), generator=draw))
     x = torch.randn((num_rows, inputs), generator=draw).to(dtype)
@@ -428,7 +432,9 @@ def test_an_int8_row_is_the_same_alone_and_among_others() -> None:
     assert found[3].isnan().all() and torch.equal(found[4:], together[4:])
 
 
-def test_int8_weights_on_the_kernel(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_weights_use_the_kernel_and_give_torchs_tokens(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loading accepts the kernel and uses it for every matrix, as on a GPU."""
     monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: product.int8_product)
     monkeypatch.setattr(load_decoder, "computed_dtype", lambda config, model: torch.float32)
