@@ -1,11 +1,13 @@
-"""Integers from clients, however large, never become a size beyond the model's limits."""
+"""Integers from clients, however large, never become a size beyond the model's limits.
+
+Run by test_large_integers.py, in a process of its own, as its memory is limited.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +39,12 @@ _INTEGERS = ("INT32", "INT64", "UINT8", "UINT64")
 _ROOM_BYTES = 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def little_memory() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def little_memory() -> None:
     """Limit memory to a gigabyte more than is used, so that two billion elements raise MemoryError."""
     (kilobytes,) = re.findall(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (int(kilobytes) * 1024 + _ROOM_BYTES, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_DATA, before)
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (int(kilobytes) * 1024 + _ROOM_BYTES, most))
 
 
 def extremes(spec: TensorSpec) -> list[np.ndarray]:
