@@ -53,7 +53,9 @@ def test_busy_loops_run_until_the_block_ends() -> None:
 def test_a_run_prints_the_shares(tmp_path: Path) -> None:
     options = ["--requests", "2", "--loops", "1", "--spin-us", "0", "50", "--max-num-tokens", "256"]
     command = [sys.executable, "-m", "benchmarks.busy", "--model", str(make_model(tmp_path, shape="tiny"))]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     figures = json.loads(last)["figures"]
