@@ -25,7 +25,7 @@ def test_a_process_that_runs_has_not_ended_and_is_its_parents_child():
         myself = ProcessId.of(os.getpid())
         assert myself is not None and found in myself.children()
         found.signal(signal.SIGKILL)
-        assert found.wait(10)
+        assert found.wait(60)
     assert found.wait(0)
     assert ProcessId.of(child.pid) != found
     found.signal(signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import threading
 
 import pytest
@@ -183,7 +184,7 @@ def test_the_thread_finishes_active_requests_before_it_ends():
     for round_ in range(3):
         harness.pending.append(Request(round_, (1, 2, 3), 5))
         harness.manager.notify()
-        assert harness.finals.acquire(timeout=10)
+        assert harness.finals.acquire(timeout=60)
     iterations = len(harness.asked_for)
     harness.pending.append(Request(9, (1, 2, 3), 20))
     harness.manager.shutdown()
@@ -196,7 +197,7 @@ def test_requests_beyond_the_bound_are_fetched_without_another_notification():
     harness = Harness(config=SchedulingConfig(max_num_requests=2))
     harness.pending += [Request(number, (1, 2), 3) for number in range(5)]
     harness.manager._thread.start()
-    assert all(harness.finals.acquire(timeout=10) for _ in range(5))
+    assert all(harness.finals.acquire(timeout=60) for _ in range(5))
     harness.manager.shutdown()
 
 
@@ -207,16 +208,30 @@ def test_shutdown_takes_waiting_requests_beyond_the_bound():
     assert sorted(response.request_id for response in harness.responses) == [0, 1, 2]
 
 
+class Work(threading.Event):
+    """The loop's event; the timeouts of its waits are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: queue.Queue[float | None] = queue.Queue()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.timeouts.put(timeout)
+        return super().wait(timeout)
+
+
 def test_an_idle_loop_does_not_iterate():
-    harness = Harness(start=True)
+    """After the request it asks once more, and waits without a timeout until it is notified."""
+    harness = Harness()
+    harness.manager._work = work = Work()
     harness.pending.append(Request(1, (1,), 1))
-    harness.manager.notify()
-    assert harness.finals.acquire(timeout=10)
-    idle = threading.Event()
-    seen = len(harness.asked_for)
-    idle.wait(0.2)
-    assert len(harness.asked_for) <= seen + 1
+    harness.manager._thread.start()
+    for num_iterations in (2, 3):
+        assert work.timeouts.get(timeout=60) is None
+        assert len(harness.asked_for) == num_iterations and work.timeouts.empty()
+        harness.manager.notify()
     harness.manager.shutdown()
+    assert harness.responses[-1].is_final
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError(), asyncio.CancelledError()])

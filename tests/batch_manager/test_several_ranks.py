@@ -150,7 +150,7 @@ class Group:
         self.leader.notify()
 
     def await_finals(self, count: int) -> None:
-        assert all(self.finals.acquire(timeout=10) for _ in range(count))
+        assert all(self.finals.acquire(timeout=60) for _ in range(count))
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
@@ -161,11 +161,11 @@ def test_followers_sleep_between_requests_and_end_when_their_leader_does(num_mic
         prompts = {10 * round_ + i: (i, 2, 3) for i in range(5)}
         group.submit(*(Request(request_id, prompt, 7) for request_id, prompt in prompts.items()))
         group.await_finals(5)
-        assert json.loads(group.leader.state(timeout_s=10))["state"]["running"] == []
+        assert json.loads(group.leader.state(timeout_s=60))["state"]["running"] == []
     assert not any(follower.join(timeout_s=0) for follower in group.followers)
-    assert group.leader.shutdown(timeout_s=10)
-    assert all(follower.join(timeout_s=10) for follower in group.followers)
-    assert all(follower.shutdown(timeout_s=10) for follower in group.followers)
+    assert group.leader.shutdown(timeout_s=60)
+    assert all(follower.join(timeout_s=60) for follower in group.followers)
+    assert all(follower.shutdown(timeout_s=60) for follower in group.followers)
     assert not group.deaths
     for response in group.responses:
         prompt = (response.request_id % 10, 2, 3)
@@ -180,7 +180,7 @@ def test_a_follower_does_not_end_before_its_leader():
     assert not follower.shutdown(timeout_s=0.05)
     group.submit(Request(1, (1, 2), 3))
     group.await_finals(1)
-    assert group.leader.shutdown(timeout_s=10) and follower.shutdown(timeout_s=10)
+    assert group.leader.shutdown(timeout_s=60) and follower.shutdown(timeout_s=60)
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -191,20 +191,20 @@ def test_when_a_rank_is_lost_every_loop_ends_and_every_request_is_answered(is_id
 
     def held_up(batch):
         entered.set()
-        is_lost.wait(10)
+        is_lost.wait(60)
         return forward(batch)
 
     group.engines[0].forward = held_up
     group.start()
     if not is_idle:
         group.submit(*(Request(i, (1, 2), 90) for i in range(3)))
-        assert entered.wait(10)
+        assert entered.wait(60)
     with caplog.at_level(logging.ERROR):
         group.ranks[0].lose(Unavailable("rank 2 is lost"))
         is_lost.set()
         if is_idle:
             group.submit(*(Request(i, (1, 2), 90) for i in range(3)))
-        assert all(manager.join(timeout_s=10) for manager in group.managers)
+        assert all(manager.join(timeout_s=60) for manager in group.managers)
     ended = [response for response in group.responses if response.is_final]
     assert len(ended) == 3 and group.deaths == ["rank 2 is lost"] * 3
     assert {str(response.error) for response in ended} == {"rank 2 is lost"}

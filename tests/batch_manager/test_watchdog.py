@@ -193,7 +193,7 @@ class Waits:
 
     def next(self) -> float | None:
         """Return the timeout of the next wait, as soon as it begins."""
-        return self.begun.get(timeout=10)
+        return self.begun.get(timeout=60)
 
     def wake(self) -> None:
         """Let a timeout pass."""

@@ -1,4 +1,4 @@
-"""By default each benchmark runs a smoke test only; `scripts/test --all` runs the other tests here."""
+"""By default only smoke tests of the benchmarks run; `scripts/test --all` runs the other tests here."""
 
 from __future__ import annotations
 

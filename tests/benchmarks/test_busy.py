@@ -14,7 +14,6 @@ from benchmarks.busy import Round, busy_loops, fair_share, summarize
 from inflight.testing.make_model import make_model
 
 
-@pytest.mark.smoke
 def test_shares_are_relative_to_the_same_time_of_spinning_without_loops() -> None:
     rounds = {
         (0, 0): [Round(90.0, 1.9), Round(100.0, 2.0), Round(400.0, 1.8)],
@@ -50,10 +49,13 @@ def test_busy_loops_run_until_the_block_ends() -> None:
     assert not any(each.is_running() for each in loops)
 
 
+@pytest.mark.smoke
 def test_a_run_prints_the_shares(tmp_path: Path) -> None:
     options = ["--requests", "2", "--loops", "1", "--spin-us", "0", "50", "--max-num-tokens", "256"]
     command = [sys.executable, "-m", "benchmarks.busy", "--model", str(make_model(tmp_path, shape="tiny"))]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
     figures = json.loads(last)["figures"]

@@ -154,14 +154,17 @@ def pair_server(elsewhere: Path, pair_repository: Path) -> Iterator[TritonServer
 
 @pytest.fixture(scope="session")
 def narrow_server(elsewhere: Path) -> Iterator[TritonServer]:
-    """A fake engine with one slot, 5 ms per step, a queue of four, and state requests."""
+    """A fake engine with one slot, 5 ms per step, a queue of four, and state requests.
+
+    A long request holds the slot for minutes.
+    """
     settings = {
         "fake_engine": f"vocab={FAKE_VOCABULARY},step_us={NARROW_STEP_MS * 1000}",
         "max_batch_size": "1",
         "max_queue_size": str(NARROW_QUEUE),
         "enable_state_requests": "true",
-        "max_sequence_length": "2048",
-        "max_tokens_in_paged_kv_cache": "8192",
+        "max_sequence_length": "32768",
+        "max_tokens_in_paged_kv_cache": "65536",
         "tokenizer_dir": str(DEMO_MODEL),
     }
     with serve_fake(settings=settings) as server:

@@ -33,7 +33,7 @@ def test_requests_in_flight_finish_and_longer_ones_are_answered_unavailable(else
 @pytest.mark.parametrize("model", with_all(["tensorrt_llm", "ensemble"], ["ensemble"]))
 def test_a_used_server_ends_in_spite_of_an_idle_stream_and_leaves_nothing_behind(elsewhere, model):
     with (
-        serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=4)) as server,
+        serve_fake(settings=SLOW, options=ServerOptions(exit_timeout_s=30)) as server,
         Stream(server.grpc) as stream,
     ):
         folder = server.repository.path.parent

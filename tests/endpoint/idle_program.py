@@ -25,11 +25,12 @@ def main() -> None:
             lines = [line for text in texts for line in text.splitlines()]
             return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
-        before = -1
-        while before != (before := num_switches()):  # let the request's work finish
-            time.sleep(0.05)
-        time.sleep(0.3)
-        print(len(threads), num_switches() - before)
+        for _ in range(20):  # the request's work may not have finished
+            before = num_switches()
+            time.sleep(0.3)
+            if not (num_wakes := num_switches() - before):
+                break
+        print(len(threads), num_wakes)
         front_end.close()
         server.close()
 

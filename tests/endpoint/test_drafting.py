@@ -399,7 +399,7 @@ def test_draining_engines_finish_a_drafted_request(played: Played) -> None:
         assert respond(played.target, *tokens).is_continuation
     assert inbox.final().error is None and inbox.tokens == [7, 5, 1, 2, 1, 3]
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -413,7 +413,7 @@ def test_a_drain_ends_a_drafted_request_at_its_timeout(played: Played) -> None:
     ended = replace(delta(second.request_id, final=True).result, finish_reasons=(FinishReason.CANCELLED,))
     played.draft.client.send_response(Response(second.request_id, ended, is_final=True))
     assert inbox.final().error.code == "UNAVAILABLE" and inbox.tokens == [7, 5]
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

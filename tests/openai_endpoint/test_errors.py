@@ -259,18 +259,22 @@ def test_without_an_engine_requests_are_answered_503(
 
 
 def test_a_full_queue_is_answered_429_with_retry_after() -> None:
+    """One request runs until its client disconnects, and another fills the queue."""
+    long = {**ASKED, "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with (
-        fake_engine(step_us=10_000, max_batch_size="1", max_beam_width="1", max_queue_size="1") as engine,
+        fake_engine(step_us=20_000, max_batch_size="1", max_beam_width="1", max_queue_size="1") as engine,
         served(engine) as url,
-        ThreadPoolExecutor(8) as pool,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+        ThreadPoolExecutor(1) as pool,
     ):
-        asked = {**ASKED, "max_tokens": 30}
-        answers = list(
-            pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=asked, timeout=60), range(8))
-        )
-    statuses = [answer.status_code for answer in answers]
-    assert 200 in statuses and 429 in statuses and set(statuses) <= {200, 429}
-    refused = answers[statuses.index(429)]
+        with client.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()  # closes the stream when garbage-collected
+            next(lines)
+            waiting = pool.submit(client.post, "/v1/completions", json=ASKED)
+            wait_until(lambda: num_unanswered(engine) == 2)
+            refused = client.post("/v1/completions", json=ASKED)
+        assert waiting.result().status_code == 200
+    assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "rate_limit_error" and refused.headers["retry-after"]
 
 

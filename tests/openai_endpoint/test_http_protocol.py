@@ -294,6 +294,6 @@ def test_a_client_that_reads_nothing_is_disconnected() -> None:
 
 def test_a_slow_answer_does_not_time_out() -> None:
     with serving(ShortOnceAsked) as address, connect(address) as connection:
+        connection.sendall(3 * post("x", path="/slow").encode())
         for _ in range(3):
-            connection.sendall(post("x", path="/slow").encode())
             assert bodies_of(read_answer(connection)) == [{"method": "POST", "body": "x"}]

@@ -137,16 +137,29 @@ def test_another_engines_template_and_tokenizer_are_used(
     far.close()
 
 
+class Clock:
+    """A replacement of `time` in the serving model."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 class Slow:
     """A slow engine client that counts its calls.
 
     Attributes:
         may_answer: Adapters are listed only after it is set.
-        takes_s: Seconds for the first description; later calls raise Unavailable.
+        clock: Time at which it describes itself.
+        takes_s: Seconds by which a description advances the clock.
+        is_away: Whether descriptions raise Unavailable.
     """
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
+        self.clock = Clock()
         self.may_answer = threading.Event()
         self.num_lists = 0
         self.num_descriptions = 0
@@ -159,7 +172,7 @@ class Slow:
 
     def describe(self) -> EngineDescription:
         self.num_descriptions += 1
-        time.sleep(self.takes_s)
+        self.clock.now_s += self.takes_s
         if self.is_away:
             raise Unavailable("no packet comes back")
         return self._engine.describe()
@@ -183,7 +196,7 @@ def test_requests_waiting_for_the_engine_delay_no_others() -> None:
         ]
         while not slow.num_lists:
             time.sleep(0.01)
-        answer = httpx.post(f"{url}/v1/completions", json={**asked, "model": "demo"}, timeout=5.0)
+        answer = httpx.post(f"{url}/v1/completions", json={**asked, "model": "demo"}, timeout=PATIENCE_S)
         assert answer.status_code == 200 and not any(each.done() for each in waiting)
         slow.may_answer.set()
         assert {each.result().status_code for each in waiting} == {404}
@@ -193,22 +206,23 @@ def test_adapters_are_not_listed_for_every_request(monkeypatch: pytest.MonkeyPat
     with fake_engine() as engine:
         slow = Slow(engine)
         slow.may_answer.set()
+        monkeypatch.setattr(serving_model, "time", slow.clock)
         model = ServingModel(cast(EngineClient, slow), OpenAiOptions(served_model_names=("demo",)))
         assert [model.adapter_of("sql") for _ in range(50)] == ["sql"] * 50 and slow.num_lists == 1
         assert model.adapter_of("demo") == "" and slow.num_lists == 1
         slow.names.append("new")  # a newly loaded adapter is found at once
         assert model.adapter_of("new") == "new" and slow.num_lists == 2
         slow.names.clear()
-        monkeypatch.setattr(serving_model, "_ADAPTERS_FRESH_S", 0.0)
+        slow.clock.now_s += 1.1 * serving_model._ADAPTERS_FRESH_S
         with pytest.raises(ApiError, match="does not exist"):
             model.adapter_of("sql")
 
 
 def test_an_unresponsive_engine_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving_model, "_SLOW_S", 0.8)
     with fake_engine() as engine, ThreadPoolExecutor(8) as pool:
         slow = Slow(engine)
-        slow.is_away, slow.takes_s = True, 0.9
+        monkeypatch.setattr(serving_model, "time", slow.clock)
+        slow.is_away, slow.takes_s = True, 1.1 * serving_model._SLOW_S
         model = ServingModel(cast(EngineClient, slow), OpenAiOptions())
 
         def ask(_: int) -> str:
@@ -217,7 +231,7 @@ def test_an_unresponsive_engine_is_waited_for_once(monkeypatch: pytest.MonkeyPat
             return str(away.value)
 
         assert set(pool.map(ask, range(8))) == {"no packet comes back"} and slow.num_descriptions == 1
-        time.sleep(0.8)  # after this time the engine is asked again
+        slow.clock.now_s += 1.1 * serving_model._SLOW_S  # after this time the engine is asked again
         slow.is_away, slow.takes_s = False, 0.0
         assert model.describe() is engine.describe() and slow.num_descriptions == 2
         slow.is_away = True  # an immediate refusal delays no request

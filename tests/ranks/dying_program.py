@@ -20,7 +20,7 @@ from inflight.ranks.mpi import MpiWorld
 from inflight.ranks.rank_context import attend, lead
 from inflight.testing.fake_server import load_fake
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PARAMETERS = {
     "gpt_model_path": "vocab=64,step_us=5000",
     "tensor_parallel_size": "2",

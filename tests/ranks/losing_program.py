@@ -25,7 +25,7 @@ from inflight.ranks.rank_context import attend, lead
 
 VERSION_DIR = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1"
 NUM_REQUESTS = 3
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 PARAMETERS = {
     "tensor_parallel_size": "2",
     "gpt_model_type": "inflight_batching",

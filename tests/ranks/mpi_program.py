@@ -107,7 +107,7 @@ def check_that_a_settled_outcome_needs_nothing_more(
         if mapping.is_sampler:
             outcomes.tell(message(3_000_000))
             outcomes.settle()
-            listener.settimeout(20)
+            listener.settimeout(60)
             listener.accept()[0].close()
         else:
             assert outcomes.hear() == message(3_000_000)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import queue
-import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -47,6 +45,23 @@ class Losses:
 @pytest.fixture
 def losses() -> Losses:
     return Losses()
+
+
+class Clock:
+    """A heartbeat's clock: it stands still, or each look at it advances it by a step.
+
+    Attributes:
+        jump_s: Seconds to add at once.
+        step_s: Seconds to add at each look.
+        stepped_s: The sum of all steps.
+    """
+
+    def __init__(self) -> None:
+        self.jump_s = self.step_s = self.stepped_s = 0.0
+
+    def __call__(self) -> float:
+        self.stepped_s += self.step_s
+        return self.jump_s + self.stepped_s
 
 
 Make = Callable[..., Heartbeat]
@@ -125,7 +140,8 @@ def test_an_early_wake_is_kept(make_heartbeat):
 def test_a_peer_that_does_not_read_delays_no_other_and_loses_no_wake(make_heartbeat, pair):
     near, far = pair
     near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    leader = make_heartbeat({1: near}, timeout_s=5.0)  # what the peer has not read is sent with the next beat
+    # What the peer has not read is sent with the next beat.
+    leader = make_heartbeat({1: near}, timeout_s=0.5, loading_timeout_s=600.0)
     wakes = 5_000
     for _ in range(wakes):
         leader.wake()
@@ -152,20 +168,30 @@ def test_after_a_goodbye_no_rank_is_lost_or_woken(make_heartbeat, losses):
     assert losses.is_empty()
 
 
-def test_a_rank_that_left_is_not_lost_and_cannot_be_woken(make_heartbeat, losses, pair):
+def test_a_rank_that_left_is_not_lost_and_cannot_be_woken(make_heartbeat, losses, pair, monkeypatch):
     near, far = pair
-    looks = itertools.count()
-    leader = make_heartbeat({2: near}, timeout_s=0.1, clock=lambda: next(looks) and time.monotonic())
+    unwatched: queue.Queue[socket.socket] = queue.Queue()
+
+    class Selector(selectors.DefaultSelector):
+        def unregister(self, fileobj):
+            unwatched.put(fileobj)
+            return super().unregister(fileobj)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Selector)
+    clock = Clock()
+    leader = make_heartbeat({2: near}, timeout_s=0.1, clock=clock)
     far.sendall(message(BEAT) + message(GOODBYE))
     far.close()
-    deadline = time.monotonic() + PATIENCE_S
+    assert unwatched.get(timeout=PATIENCE_S) is near, "its closed connection is not looked at any more"
     with pytest.raises(Unavailable, match="rank 2 of 3 has left"):
-        while time.monotonic() < deadline:
-            leader.wake()
-    time.sleep(0.5)
+        leader.wake()
+    clock.step_s = 0.005
+    deadline = time.monotonic() + PATIENCE_S
+    while clock.stepped_s < 0.3:  # three timeouts
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     leader.close()
     assert losses.is_empty()
-    assert next(looks) < 200, "its closed connection was looked at all the time"
 
 
 # -------------------------------------------------------------------- losses
@@ -209,9 +235,12 @@ def test_a_lost_rank_is_reported_by_all_other_ranks(make_heartbeat):
 
 def test_a_silent_rank_is_lost(make_heartbeat, losses, pair):
     near, far = pair
-    make_heartbeat({1: near}, timeout_s=0.5)
-    far.sendall(message(BEAT))
-    assert losses.take().startswith("rank 1 of 3 (ant, pid 101) is lost: it has been silent for ")
+    clock = Clock()
+    heartbeat = make_heartbeat({1: near}, timeout_s=0.1, clock=clock)
+    far.sendall(message(BEAT) + message(WAKE))
+    heartbeat.wait()  # both have been read
+    clock.step_s = 0.005
+    assert losses.take() == "rank 1 of 3 (ant, pid 101) is lost: it has been silent for 0.1 s"
     kinds = {kind for kind, _ in read_messages(far)}
     assert kinds == {BEAT}, "whoever has lost a rank says no goodbye"
 
@@ -236,30 +265,27 @@ def test_the_end_of_a_process_is_a_loss_while_the_ranks_load(make_heartbeat, los
 
 def test_after_a_stop_a_process_gives_its_peers_another_timeout(make_heartbeat, losses, pair):
     near, far = pair
-    jump_s = 0.0
-    make_heartbeat({1: near}, timeout_s=1.0, clock=lambda: time.monotonic() + jump_s)
-    far.sendall(message(BEAT))
-    for _ in range(2):  # when the second arrives, ours has been read
-        assert far.recv(len(message(BEAT))) == message(BEAT)
-    jump_s = 1000.0
-    assert re.search(r"silent for \d\.\d s", losses.take()), "silence of 1000 s was the process's own"
+    clock = Clock()
+    heartbeat = make_heartbeat({1: near}, timeout_s=0.1, clock=clock)
+    far.sendall(message(BEAT) + message(WAKE))
+    heartbeat.wait()  # both have been read
+    clock.jump_s, clock.step_s = 1000.0, 0.005
+    assert "silent for 0.1 s" in losses.take(), "silence of 1000 s was the process's own"
 
 
 def test_a_rank_that_failed_alone_is_lost(make_heartbeat, losses, pair):
+    """It beats at each look at the clock."""
     near, far = pair
-    make_heartbeat({1: near}, timeout_s=0.2, iteration=17)
+    clock = Clock()
+
+    def look() -> float:
+        far.sendall(message(BEAT, 18))
+        return clock()
+
+    clock.step_s = 0.005
     far.sendall(message(FAILED, 17))
-
-    def beat() -> None:
-        with contextlib.suppress(OSError):  # the heartbeat hangs up after the loss
-            while True:
-                far.sendall(message(BEAT, 18))
-                time.sleep(0.02)
-
-    beating = threading.Thread(target=beat, daemon=True)
-    beating.start()
+    make_heartbeat({1: near}, timeout_s=0.1, iteration=17, clock=look)
     said = losses.take()
-    beating.join(PATIENCE_S)
     assert said.endswith("is lost: it failed alone in iteration 17: the others wait for it")
 
 
@@ -268,10 +294,11 @@ def test_failures_reach_rank_0_with_the_progress_of_all_ranks(make_heartbeat, fa
     """Rank 0 or 1 fails in iteration 4, which all ranks pass, and in iteration 9, in which rank 2 hangs."""
     told = Losses()
     first, second = socket.socketpair(), socket.socketpair()
+    timeouts = {"timeout_s": 2.0, "loading_timeout_s": 600.0}  # a rank may be silent, but not stay behind
     heartbeats = [
-        make_heartbeat({1: first[0], 2: second[0]}, 2.0, on_loss=told, iteration=10),
-        make_heartbeat({0: first[1]}, 2.0, on_loss=Losses(), iteration=10),
-        make_heartbeat({0: second[1]}, 2.0, on_loss=Losses(), iteration=9),
+        make_heartbeat({1: first[0], 2: second[0]}, on_loss=told, iteration=10, **timeouts),
+        make_heartbeat({0: first[1]}, on_loss=Losses(), iteration=10, **timeouts),
+        make_heartbeat({0: second[1]}, on_loss=Losses(), iteration=9, **timeouts),
     ]
     heartbeats[failing].report_failure(4)
     heartbeats[failing].report_failure(9)

@@ -153,7 +153,7 @@ def test_a_lost_engine_is_started_for_the_models_next_process(stage: Stage):
     heirs_ranks = stage.ranks(control.heirs_guard)
     assert len(heirs_ranks) == 2
     control.successor.close()
-    assert all(rank.wait(5) for rank in heirs_ranks) and not Path(guard.folder).exists()
+    assert all(rank.wait(PATIENCE_S) for rank in heirs_ranks) and not Path(guard.folder).exists()
 
 
 def test_pauses_between_restarts_grow(stage: Stage):
@@ -188,7 +188,7 @@ def test_a_successor_with_other_parameters_starts_its_own_ranks(stage: Stage):
     engine.close()
     assert control.successor is not None
     assert control.successor.client.describe().limits.vocab_size == 50
-    assert guard.launcher is not None and guard.launcher.wait(5) and not Path(guard.folder).exists()
+    assert guard.launcher is not None and guard.launcher.wait(PATIENCE_S) and not Path(guard.folder).exists()
 
 
 def test_a_successor_replaces_an_engine_that_is_served(stage: Stage):

@@ -187,7 +187,7 @@ def test_a_hanging_loop_answers_all_requests(path, hanging, caplog):
     front_end = SocketEngineClient(path)
     inboxes = [Inbox() for _ in range(6)]
     engine.client.submit(make_request(50), inboxes[0])
-    assert hanging.begun.wait(10)
+    assert hanging.begun.wait(60)
     for client, inbox in zip([engine.client, front_end] * 2, inboxes[1:5]):
         client.submit(make_request(400), inbox)
     engine.client.submit(make_request(400, beam_width=2), inboxes[5])
@@ -198,7 +198,7 @@ def test_a_hanging_loop_answers_all_requests(path, hanging, caplog):
     assert "the generation loop hangs" in caplog.text and "it waits for the device" in caplog.text
 
     hanging.let_go.set()
-    engine._manager._thread.join(10)
+    engine._manager._thread.join(60)
     assert engine.close() is True
     for inbox in inboxes:
         inbox.final()  # no response may follow
@@ -220,7 +220,7 @@ def test_a_successor_ends_a_hanging_engine(path, hanging, monkeypatch):
     front_end = SocketEngineClient(path)
     engine.client.submit(make_request(50), inbox)
     front_end.submit(make_request(50), front_end_s)
-    assert hanging.begun.wait(10)
+    assert hanging.begun.wait(60)
 
     assert endpoint_client.retire_predecessor(path, 0.0) is True
     assert [i.final().error.code for i in (inbox, front_end_s)] == ["UNAVAILABLE"] * 2

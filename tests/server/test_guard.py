@@ -43,6 +43,7 @@ if sys.argv[2]:
         print(word, flush=True)
 time.sleep(600)
 """
+PATIENCE_S = 60.0
 PATIENT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -90,7 +91,7 @@ class Stage:
         assert self.server.stdout is not None and self.server.stdout.readline() == f"{word}\n"
 
     def is_gone(self) -> bool:
-        assert self.guard.wait(15)
+        assert self.guard.wait(PATIENCE_S)
         self.ranks.poll()
         processes = [self.model.wait(0), self.other.wait(0), self.server.poll() is not None]
         return all(processes) and self.ranks.returncode is not None
@@ -148,8 +149,8 @@ def test_a_guard_stopped_together_with_the_model_does_not_end_the_server(stage: 
 
 def test_a_killed_server_ends_the_ranks(stage: Stage):
     stage.server.kill()
-    assert stage.guard.wait(15)
-    stage.ranks.wait(1)
+    assert stage.guard.wait(PATIENCE_S)
+    stage.ranks.wait(PATIENCE_S)
     stage.model.signal(signal.SIGKILL)
     stage.other.signal(signal.SIGKILL)
     assert stage.cause() == ""
@@ -158,7 +159,7 @@ def test_a_killed_server_ends_the_ranks(stage: Stage):
 
 def test_a_models_process_may_end_after_dismissing_its_guard(stage: Stage):
     stage.have_told("dismiss")
-    assert stage.guard.wait(15)
+    assert stage.guard.wait(PATIENCE_S)
     assert stage.server.poll() is None and stage.ranks.poll() is None
     assert not stage.other.wait(0)
 
@@ -169,5 +170,5 @@ def test_a_resting_guard_ignores_the_end_of_its_model_and_lives_until_the_server
     assert not stage.guard.wait(1)
     assert stage.server.poll() is None and stage.ranks.poll() is None
     stage.server.kill()
-    assert stage.guard.wait(15)
+    assert stage.guard.wait(PATIENCE_S)
     assert stage.ranks.poll() is None

@@ -52,7 +52,7 @@ def test_without_errors_the_cause_is_the_end_of_the_log() -> None:
 def test_log_lines_are_kept_and_copied_to_the_output() -> None:
     echo = io.StringIO()
     log = ServerLog(io.BytesIO(b"one\n\xff two\nthree"), echo, has_gpu=False)
-    log.join(5)
+    log.join(60)
     assert log.text() == "one\n\ufffd two\nthree"
     assert echo.getvalue() == log.text()
 
@@ -60,7 +60,7 @@ def test_log_lines_are_kept_and_copied_to_the_output() -> None:
 def test_messages_about_a_missing_gpu_are_left_out_without_a_gpu() -> None:
     for has_gpu, expected in ((True, DRIVER_LINE + "x\n"), (False, "x\n")):
         log = ServerLog(io.BytesIO(DRIVER_LINE.encode() + b"x\n"), None, has_gpu)
-        log.join(5)
+        log.join(60)
         assert log.text() == expected
 
 
@@ -68,7 +68,7 @@ def test_a_closed_output_does_not_stop_the_log() -> None:
     echo = io.StringIO()
     echo.close()
     log = ServerLog(io.BytesIO(b"one\ntwo\n"), echo, has_gpu=True)
-    log.join(5)
+    log.join(60)
     assert log.text() == "one\ntwo\n"
 
 
@@ -85,7 +85,7 @@ def test_running_out_of_descriptors_is_explained_once() -> None:
     echo = io.StringIO()
     line = "[warn] Error from accept() call: Too many open files\n"
     log = ServerLog(io.BytesIO(3 * line.encode()), echo, has_gpu=True)
-    log.join(5)
+    log.join(60)
     assert echo.getvalue() == f"{line}serve: {descriptors.explanation()}\n{line}{line}"
 
 
@@ -120,7 +120,7 @@ def test_different_lines_are_all_copied() -> None:
 def test_the_number_of_repeated_lines_is_reported_at_the_end() -> None:
     lines = record("again", 0).encode() * 1000
     log = ServerLog(io.BytesIO(lines), None, has_gpu=True)
-    log.join(5)
+    log.join(60)
     assert log.text().endswith("s: server.cc:17] again\n") and log.num_lines < 30
 
 
@@ -129,13 +129,13 @@ def test_stacks_and_verbose_logs_are_copied_completely() -> None:
     lines = [record("a stack", 1), *["  in wait\n"] * 30]
     assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
     verbose = ServerLog(io.BytesIO(record("again", 0).encode() * 1000), None, has_gpu=True, collapses=False)
-    verbose.join(5)
+    verbose.join(60)
     assert verbose.num_lines == 1000
 
 
 def test_loaded_models_are_remembered_in_a_long_log() -> None:
     line = b"""I1122 12:00:00.000001 1 model_lifecycle.cc:839] "successfully loaded 'ensemble'"\n"""
     log = ServerLog(io.BytesIO(line + b"and on\n" * 30_000), None, has_gpu=False)
-    log.join(30)
+    log.join(60)
     assert "successfully loaded" not in log.text()
     assert log.loaded_models == {"ensemble"}

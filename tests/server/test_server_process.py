@@ -60,7 +60,7 @@ def test_mpirun_is_ended_when_a_rank_outlives_tritonserver(
     server.output.readline()
     assert server.pid is not None
     assert server.ask_to_end() is True
-    server.wait(10)
+    server.wait(60)
     assert server.returncode == -9
 
 
@@ -84,4 +84,4 @@ def test_a_keeper_ends_the_server_of_a_killed_launcher(tmp_path: Path) -> None:
         [sys.executable, "-c", KILLED_LAUNCHER, str(folder)], capture_output=True, text=True, check=False
     )
     server = ProcessId.of(int(launcher.stdout))
-    assert server is None or server.wait(20)
+    assert server is None or server.wait(60)

@@ -96,7 +96,7 @@ def test_a_server_that_never_becomes_ready_is_given_up_with_the_reason(
     line = next(line for line in errors.splitlines() if line.startswith("serve: "))
     assert re.fullmatch(
         r"serve: not ready, and no progress in 3 s \(--ready-timeout\): waiting for tensorrt_llm to be "
-        r"loaded, for \d+ s; the last progress was 3 s ago; its log is above",
+        r"loaded, for \d+ s; the last progress was \d+ s ago; its log is above",
         line,
     )
 

@@ -16,7 +16,7 @@ from . import templates
 
 # The demo model's continuation contains the word.
 PROMPT, WORD = "def read_lines(path):\n", "return"
-QUEUE_SIZE = 16
+NUM_SLOTS, QUEUE_SIZE = 4, 16
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
     settings = {
         "decoupled_mode": "false",
         "dtype": "float32",
-        "max_batch_size": "4",
+        "max_batch_size": str(NUM_SLOTS),
         "max_queue_size": str(QUEUE_SIZE),
         "max_tokens_in_paged_kv_cache": "65536",
     }
@@ -42,11 +42,17 @@ def unary_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="session")
-def short_queue_server(elsewhere: Path) -> Iterator[TritonServer]:
+def short_queue_server(elsewhere: Path, long_model: Path) -> Iterator[TritonServer]:
     """The demo model on streams; four run at a time, sixteen may wait, and clients may set the log."""
-    settings = {"max_batch_size": "4", "max_queue_size": str(QUEUE_SIZE)}
+    settings = {
+        "max_batch_size": str(NUM_SLOTS),
+        "max_queue_size": str(QUEUE_SIZE),
+        "max_tokens_in_paged_kv_cache": "65536",
+    }
     with serve(
-        settings=settings, options=ServerOptions(client_apis=ClientApis(logging=True, model_config=True))
+        model=long_model,
+        settings=settings,
+        options=ServerOptions(client_apis=ClientApis(logging=True, model_config=True)),
     ) as server:
         yield server
 

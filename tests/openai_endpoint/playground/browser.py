@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser")
 _FOLDERS = ("/usr/bin", "/usr/lib/chromium", "/snap/bin")
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 
 
 def find_chromium() -> str:

@@ -285,15 +285,21 @@ def _lacking(target: Target, dtype: str, int8: bool) -> str:
     return f"the processor lacks {', '.join(sorted(lacking))}" if lacking else ""
 
 
-def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> None:
-    """Start `load_library` on a thread, to save time later; a later `load_library` call raises any errors."""
+def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -> threading.Thread | None:
+    """Start `load_library` on a thread, to save time later; a later `load_library` call raises any errors.
+
+    Returns the thread; None if the result could not be kept.
+    """
 
     def load() -> None:
         with contextlib.suppress(CannotBuild, ConfigError):
             load_library(dtype, int8, rounded_cache)
 
-    if cache_folder() is not None:  # otherwise the result would be lost
-        threading.Thread(target=load, name="inflight-compile", daemon=True).start()
+    if cache_folder() is None:  # the result would be lost
+        return None
+    thread = threading.Thread(target=load, name="inflight-compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
