@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Linear attention with decay: the recurrence of `engine/recurrent/linear_attention.py`, in one kernel each.
 
 A program computes one head and a block of value columns, which do not depend on each other. The state stays in
@@ -9,10 +7,9 @@ registers from the first token to the last.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
 PIECE = 16
@@ -22,11 +19,11 @@ _LEAST = 16  # columns of the smallest product that tl.dot computes
 _VALUES = 32  # value columns per program
 
 
-@triton.jit
+@jit()
 def _step(
-    queries, keys, values, log_decay, beta, states, outputs, new_states,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    HAS_BETA: tl.constexpr, BY_DIMENSION: tl.constexpr,
+    queries: Value, keys: Value, values: Value, log_decay: Value, beta: Value, states: Value, outputs: Value,
+    new_states: Value, KEY_DIM: constexpr, VALUE_DIM: constexpr, KEYS: constexpr, VALUES: constexpr,
+    HAS_BETA: constexpr, BY_DIMENSION: constexpr,
 ):  # fmt: skip
     """Compute one token of a head. Grid: sequences * heads, blocks of value columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -52,11 +49,11 @@ def _step(
     tl.store(new_states + places, state, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"])
 def _scan(
-    queries, keys, values, log_decay, beta, states, outputs, new_states, num_tokens,
-    HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, PIECE: tl.constexpr, HAS_BETA: tl.constexpr,
+    queries: Value, keys: Value, values: Value, log_decay: Value, beta: Value, states: Value, outputs: Value,
+    new_states: Value, num_tokens: Value, HEADS: constexpr, KEY_DIM: constexpr, VALUE_DIM: constexpr,
+    KEYS: constexpr, VALUES: constexpr, PIECE: constexpr, HAS_BETA: constexpr,
 ):  # fmt: skip
     """Compute all tokens of a head, PIECE at a time. Grid: heads, blocks of value columns."""
     head = tl.program_id(0)
