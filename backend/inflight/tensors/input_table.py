@@ -1,16 +1,17 @@
 """The table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
 
-Tensors of sampling controls are declared with these (`core/request/sampling_config.py`), all others here: those of
-TensorRT-LLM's Inference Request; tensorrtllm_backend's additions, so that its clients work unchanged; and this
-project's own. Rows with a `neutral` value are declared but not implemented: any other value is refused, not
-ignored.
+The tensors of sampling controls are declared with the controls (`core/request/sampling_config.py`). All
+other tensors are declared here: the tensors of TensorRT-LLM's Inference Request; tensorrtllm_backend's
+additional tensors, so that its clients work unchanged; and this project's own tensors. A row with `neutral`
+declares a tensor that is not implemented: a request is refused if it sends any value other than the neutral
+one.
 
-`early_stopping` is INT32 as in the specification; tensorrtllm_backend's config.pbtxt declares BOOL, and such
-a file can be served too.
+`early_stopping` is INT32 as in TensorRT-LLM's specification. tensorrtllm_backend's config.pbtxt declares
+BOOL, which is accepted too.
 
-All models accept the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
-tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder models use are
-declared as in tensorrtllm_backend.
+All models accept the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`). `ensemble` also accepts
+the names of tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder
+models use are declared as in tensorrtllm_backend.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _values(*values: float) -> Neutral:
 
 _SAMPLING_PARAM = "sampling_param_"
 _LLMAPI = ("max_tokens", "lora_id")
-"""Names that only llmapi's clients use for a tensor of another name."""
+"""Names of llmapi's clients for tensors that have another name here."""
 
 _ZERO = _values(0)
 _FALSE = _values(False)
@@ -52,9 +53,11 @@ def _both(
     text_names: tuple[str, ...] = (),
     **more: Any,
 ) -> TensorSpec:
-    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, default `name`.
+    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, by default
+    `name`.
 
-    Names of llmapi among them are aliases in the other vocabulary too, as llmapi's model is called `tensorrt_llm`.
+    llmapi's names in `text_names` are aliases in the vocabulary of `tensorrt_llm` too, because llmapi's
+    model is called `tensorrt_llm`.
     """
     own = more.pop("aliases", ())
     aliases = (

@@ -25,7 +25,7 @@ def _asked(
     flag: str = "",
     text_only: bool = False,
 ) -> TensorSpec:
-    """Return an output that its own return_* flag requests, or the input `flag`."""
+    """Return an output that is requested by the input `flag`, by default return_NAME."""
     asked_by = flag or f"return_{name}"
     return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
 
@@ -98,11 +98,13 @@ ADDITIONAL_OUTPUTS = (
     ),
     _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
 )
-"""Rows for the documentation; the parameter additional_model_outputs determines which of these outputs exist."""
+"""Rows for docs/tensors.md. The parameter additional_model_outputs determines which additional outputs
+exist."""
 
 
 def is_additional(name: str) -> bool:
-    """Return whether an output that is not in the table is added by the parameter additional_model_outputs."""
+    """Return whether `name` is an output that the parameter additional_model_outputs adds to the table's
+    outputs."""
     return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/tensors.md, metrics.md and openai.md from those of tensors, metrics and controls.
+"""Write the tables in docs/tensors.md, metrics.md and openai.md from the declarations in the code.
 
 `scripts/write_configs` runs it, and tests check that the pages equal its output.
 """
@@ -30,7 +30,8 @@ def fill_in(page: str, tables: str) -> str:
 
 
 def tensor_tables() -> str:
-    """Return the tables of inputs and outputs, with those that have an effect first."""
+    """Return the tables of inputs and outputs in Markdown. Inputs that are not implemented are in a table of
+    their own."""
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
     parts += ["Inputs that are declared and not built yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
@@ -65,7 +66,8 @@ def _row(spec: TensorSpec) -> str:
 
 
 def body_table() -> str:
-    """Return the table of the body fields of OpenAI's API that are sampling controls or numbers."""
+    """Return a table in Markdown of the numeric sampling controls among the fields of OpenAI's request
+    bodies."""
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
 
 
