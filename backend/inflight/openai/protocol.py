@@ -1,8 +1,8 @@
-"""Bodies of requests: OpenAI's fields and vLLM's additions, each with type and default.
+"""Bodies of requests: OpenAI's fields and vLLM's additional fields, each with type and default.
 
 Numeric sampling controls are in `control_fields`, which is generated from their declarations. A null field
-counts as left out. An unknown field is refused by name, and a known field that is not served with an
-explanation. `sampling` converts fields for the engine.
+counts as absent. The error for an unknown field names it; the error for a known field that is not supported
+gives the reason. `sampling` converts fields for the engine.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
 
 MAX_INT32 = (1 << 31) - 1
-"""Largest count or token id: the engine's integers have 32 bits."""
+"""Largest count or token id, because the engine's integers have 32 bits."""
 
 MAX_TOKEN_IDS = 1 << 15
-"""Most token ids in a body's biases or end ids."""
+"""Largest number of token ids in a body's biases or end ids."""
 MAX_ID_LENGTH = 256
-"""Most characters of a request's id, which every chunk of its answer repeats."""
-_MAX_VARIABLES = 64  # of a chat template
+"""Largest number of characters of a request's id, which every chunk of its answer repeats."""
+_MAX_VARIABLES = 64  # largest number of chat_template_kwargs
 
-# Lists fail at their first invalid item. Otherwise every item of a long list would make an error of its own,
-# on the event loop.
+# Validation of a list ends at its first invalid item. Otherwise pydantic would make an error for every item
+# of a long list.
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A body, or an object in one; strict, so that a number in quotes is an error.
+    """Base class of bodies and of objects in bodies. Types are strict: a number in quotes is an error.
 
     Attributes:
-        not_served: Known fields that are not served: their neutral values, and the reason for a refusal.
+        not_served: Known fields that are not supported: for each, the values without effect and the reason
+            for refusing others.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -68,7 +69,7 @@ class StreamOptions(Body):
     """Options of a stream: which chunks report the usage.
 
     Attributes:
-        include_usage: Whether a last chunk has the usage.
+        include_usage: Whether the stream ends with a chunk that has the usage.
         continuous_usage_stats: Whether every chunk has the usage so far.
     """
 
@@ -97,7 +98,7 @@ class StructuredOutputs(Body):
 
     Attributes:
         whitespace_pattern: Allowed white space between the tokens of JSON, as a regular expression.
-        disable_any_whitespace: Whether to allow no white space between the tokens of JSON.
+        disable_any_whitespace: Whether to forbid white space between the tokens of JSON.
     """
 
     not_served = _OF_OTHER_LIBRARIES
@@ -174,7 +175,7 @@ class SamplingBody(Body, BodyControls):
 
     @property
     def includes_usage(self) -> bool:
-        """Return whether the answer reports its usage; a stream does only on request."""
+        """Return whether the answer reports its usage. A stream reports it only on request."""
         return not self.stream or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
@@ -187,7 +188,7 @@ class SamplingBody(Body, BodyControls):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
-        """Raise an error for the first invalid value only; pydantic would make one for each."""
+        """Raise an error for the first invalid value only; pydantic would make an error for each."""
         if not isinstance(biases, dict):
             return biases
         given = cast(dict[str, Any], biases)

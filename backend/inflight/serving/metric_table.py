@@ -1,7 +1,7 @@
-"""Declarations of all published metrics: names, labels, units, meanings and sources. Pure.
+"""Declarations of all published metrics: names, labels, units, meanings and sources.
 
-The families nv_trt_llm_… and nv_llm_… are those of tensorrtllm_backend. A gauge shows the value of a key of
-the log line (`IterationStats.log_fields`), so that the two cannot differ.
+The families nv_trt_llm_… and nv_llm_… have the names of tensorrtllm_backend's. A gauge shows the value of a
+key of the log line (`IterationStats.log_fields`), so that page and log cannot differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
 
 TIMESTAMP = "Timestamp"
-"""The log line's only key with a text value; its gauge shows microseconds since the epoch."""
+"""The only key of the log line with a text value. Its gauge shows microseconds since the epoch."""
 
 
 class Batching(Enum):
@@ -31,7 +31,7 @@ class Gauge:
 
     Attributes:
         value: Value of the family's label.
-        log_key: Key of the same number in the log line.
+        log_key: Key of this value in the log line.
         unit: Unit of the value.
         meaning: Meaning of the value.
     """
@@ -66,7 +66,7 @@ class CounterFamily:
 
     Attributes:
         name, help, unit: Name, help text and unit of the family.
-        read: Returns the counts by label value; by "" without a label.
+        read: Function that returns the counts by label value; a family without a label has the key "".
         label: Name of the label; "": a single counter without label.
         values: Label values that exist from the start, with count 0.
     """
@@ -81,7 +81,7 @@ class CounterFamily:
 
 @dataclass(frozen=True, slots=True)
 class LevelFamily(CounterFamily):
-    """Gauges of present numbers that are not in the log line; a value that disappears shows 0."""
+    """Gauges of present numbers that are not in the log line. A label value that disappears shows 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class HistogramFamily:
 
     Attributes:
         name, help, unit: Name, help text and unit of the family.
-        field: Field of MetricsSnapshot with the histogram.
+        field: Name of the MetricsSnapshot field with the histogram.
     """
 
     name: str
@@ -261,7 +261,7 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
 )
 
 TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
-"""Label values, and log keys, of the one family of counters whose numbers are in the log line, too."""
+"""Label values and log keys of the only family of counters whose numbers are also in the log line."""
 
 COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
@@ -386,6 +386,7 @@ LEVELS: tuple[LevelFamily, ...] = (
         (),
     ),
 )
-"""Adapters without a name have no series: clients choose their ids, so there could be any number of them."""
+"""Adapters without a name have no series, because clients choose their ids and could create any number of
+series."""
 
 FAMILIES: tuple[Family, ...] = (*GAUGES, *LEVELS, *LENGTHS, *HISTOGRAMS, *COUNTERS)

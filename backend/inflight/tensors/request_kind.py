@@ -19,8 +19,7 @@ class RequestKind(Enum):
 
 
 def request_kind(rows: Sequence[TensorReader]) -> RequestKind:
-    """Return the kind of a request with these rows: the first kind other than GENERATE among the rows, else
-    GENERATE."""
+    """Return STOP, STATE or ADAPTERS if any row has the tensor of that kind, else GENERATE."""
     if any(row.boolean("stop") for row in rows):
         return RequestKind.STOP
     if any(row.boolean("state") for row in rows):

@@ -1,8 +1,8 @@
 """A checkpoint's chat template: renders messages to a prompt, like transformers' `apply_chat_template`.
 
-Owns the choice among several templates, and `continue_final_message`. `template_trial.py` finds out what a
-template can render; `messages.py` converts the messages. Knows no protocol. A ChatTemplate is immutable,
-except for its cache of roles; any thread.
+Chooses among several templates, and implements `continue_final_message`. `template_trial.py` finds out what
+a template can render; `messages.py` converts the messages. A ChatTemplate is immutable, except for its cache
+of roles; any thread.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def load_chat_template(tokenizer_dir: str, file: Path | None = None) -> ChatTemp
 
     Args:
         tokenizer_dir: The folder with tokenizer.json.
-        file: A jinja2 template that replaces the checkpoint's; None: the checkpoint's.
+        file: A file with a jinja2 template to use instead of the checkpoint's; None: use the checkpoint's.
 
     Raises:
-        ConfigError: A file is missing or broken, or a template is invalid; the message names it.
+        ConfigError: A file is missing or broken, or a template is invalid; the message names the file or
+            template.
     """
     files = read_template_files(tokenizer_dir, file)
     return ChatTemplate(files) if files.sources else None
@@ -57,10 +58,11 @@ class ChatTemplate:
     """The chat templates of a checkpoint; each chat is rendered by one of them.
 
     Attributes:
-        style: The parser in `tool_calls.py` for the calls that the template writes; "": none.
+        style: Name of the parser in `tool_calls.py` for the calls that the template writes; "": no parser.
         call_example: The beginning of a call in the template's form; "" if it writes no calls.
         takes_tools: Whether the template renders tools.
-        reasoning_style: The parser in `reasoning.py` for the model's reasoning: think, or "".
+        reasoning_style: Name of the parser in `reasoning.py` for the model's reasoning: think, or "" for
+            none.
     """
 
     def __init__(self, files: TemplateFiles) -> None:
@@ -88,14 +90,15 @@ class ChatTemplate:
 
         Args:
             messages: OpenAI's messages: role, content (text, or parts of type text), tool_calls, tool_call_id, ….
-            tools: OpenAI's tools; None and an empty list are none.
-            add_generation_prompt: End with the beginning of an assistant message.
-            continue_final_message: End inside the last message, for the model to continue it.
+            tools: OpenAI's tools; None and an empty list mean no tools.
+            add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
+            continue_final_message: Whether the prompt ends inside the last message, for the model to
+                continue it.
             template_kwargs: More variables of the template, such as `enable_thinking` and `documents`.
 
         Raises:
-            InvalidArgument: A message is malformed, or the template does not render an argument or refuses
-                it; the error names the field.
+            InvalidArgument: A message is malformed, or the template ignores or refuses an argument; the
+                error names the field.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidArgument(
@@ -122,7 +125,8 @@ class ChatTemplate:
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Return whether the template for chats with or without tools reads a variable of this name."""
+        """Return whether a template reads the variable `name`: the template that chats with or without tools
+        use."""
         return name in self._choose(has_tools).names
 
     def unknown_calls(self) -> str:
@@ -148,12 +152,13 @@ class _Template:
 
     Attributes:
         compiled: The compiled template.
-        names: Variables that it reads.
-        constants: Texts in its expressions, such as names of roles.
-        form: Form of the messages that it renders.
+        names: Variables that the template reads.
+        constants: Texts in the template's expressions, such as names of roles.
+        form: Form of the messages that the template renders.
         trial: Renderer of test messages.
-        roles: Its treatment of messages of each role in USUAL_ROLES.
-        own_roles: Its treatment of other roles among its constants; filled by the first message of each.
+        roles: The template's treatment of messages of each role in USUAL_ROLES.
+        own_roles: The template's treatment of other roles among its constants; an entry is added by the
+            first message of the role.
     """
 
     compiled: jinja2.Template
@@ -165,7 +170,8 @@ class _Template:
     own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
 
     def fate_of(self, role: str) -> RoleFate:
-        """Return the treatment of a role's messages; the first call for an unusual role renders chats."""
+        """Return the treatment of a role's messages. The first call for a role not in USUAL_ROLES renders
+        test chats."""
         fate = self.roles.get(role) or self.own_roles.get(role)
         if fate is None:
             if role not in self.constants:
@@ -187,7 +193,7 @@ def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, s
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> None:
-    """Raise InvalidArgument for messages that the template would leave out."""
+    """Raise InvalidArgument if the template would leave out a message because of its role."""
     for index, message in enumerate(messages):
         given = str(message["role"])
         role = "system" if given == "developer" and not chosen.form.takes_developer else given
@@ -241,7 +247,8 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
 
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
-    """Render with a mark after the last message's text, and cut the text there, as transformers does."""
+    """Render with a mark after the last message's text, and cut the prompt at the mark, as transformers
+    does."""
     final = chat[-1]["content"]
     if isinstance(final, str):
         marked: Any = final + _TAG
@@ -257,6 +264,6 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
             ": the chat template does not render the last message as it is, so that it cannot be continued",
         )
     kept = text[:place]
-    # A template that strips contents removes the space at the end of the mark; the message's is then removed,
-    # too.
+    # A template that strips contents removes the space at the end of the mark. White space at the end of the
+    # message is then removed, too.
     return kept if text[place : place + len(_TAG)] == _TAG else kept.rstrip()
