@@ -1,6 +1,6 @@
 """Check that docstrings begin with a noun phrase or an imperative, not with a relative clause.
 
-Prints file and line of every docstring that does not. Standard library only.
+Prints file and line of every docstring that does not. Imports only the standard library.
 """
 
 from __future__ import annotations

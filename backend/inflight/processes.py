@@ -78,7 +78,7 @@ class ProcessId:
 
     def signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
-        with self.opened() as descriptor:
+        with self.open_pidfd() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
@@ -88,7 +88,7 @@ class ProcessId:
 
         It need not be a child of this process.
         """
-        with self.opened() as descriptor:
+        with self.open_pidfd() as descriptor:
             if descriptor is None:
                 return True
             poll = select.poll()
@@ -96,7 +96,7 @@ class ProcessId:
             return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     @contextlib.contextmanager
-    def opened(self) -> Generator[int | None, None, None]:
+    def open_pidfd(self) -> Generator[int | None, None, None]:
         """Open a descriptor of the process that is readable once it has ended; yield None if it already has."""
         try:
             descriptor = os.pidfd_open(self.pid)

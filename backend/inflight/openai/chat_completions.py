@@ -116,7 +116,7 @@ class _ChatWriter:
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the whole answer."""
         body, prepared = self._body, self._prepared
-        self._count_thoughts(pieces)
+        self._count_reasoning(pieces)
         more: dict[str, Any] = {"usage": prepared.usage.as_json()}
         if body.prompt_logprobs is not None and prepared.names is not None:
             first = pieces[0]
@@ -138,7 +138,7 @@ class _ChatWriter:
         prompt_ids = {"prompt_token_ids": self._prepared.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
             if body.includes_usage:
-                self._count_thoughts(some)
+                self._count_reasoning(some)
             make = partial(self._events_of, some, usage.of_chunk(body), prompt_ids)
             if told := await made(make, grows_with_prompt=bool(prompt_ids)):
                 prompt_ids = {}  # only the stream's first chunk has them
@@ -184,7 +184,7 @@ class _ChatWriter:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _count_thoughts(self, pieces: list[Piece]) -> None:
+    def _count_reasoning(self, pieces: list[Piece]) -> None:
         prompt = self._prompt
         if not prompt.reasoning_parser:
             return

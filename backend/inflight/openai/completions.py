@@ -115,7 +115,7 @@ class _CompletionWriter:
         names = self._prepared.names
         if names is not None:
             if body.logprobs is not None:
-                choice["logprobs"] = self._told_log_probs(piece, names, body.logprobs)
+                choice["logprobs"] = self._log_probs_json(piece, names, body.logprobs)
             if body.prompt_logprobs is not None and piece.prompt_log_probs is not None:
                 ids = self._prepared.prompt_ids(piece.batch_index)
                 choice["prompt_logprobs"] = prompt_log_probs_json(
@@ -147,11 +147,11 @@ class _CompletionWriter:
             [
                 event(self._envelope.around([self.choice(piece)], **usage))
                 for piece in pieces
-                if piece.says_something(self._body.return_token_ids)
+                if piece.has_content(self._body.return_token_ids)
             ]
         )
 
-    def _told_log_probs(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
+    def _log_probs_json(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
         of_choice = self._log_probs.setdefault(piece.index, CompletionLogProbs(names, num_top))
         ids: list[int] = list(piece.token_ids)
         values: list[float | None] = list(piece.log_probs or ())

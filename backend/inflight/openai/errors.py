@@ -125,7 +125,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, ApiError):
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):
-        _tell_operator(str(error))
+        _log_once(str(error))
         error = Unavailable("the engine cannot be reached now; a later try may work")
     if isinstance(error, InflightError):
         status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)

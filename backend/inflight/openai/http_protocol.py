@@ -50,7 +50,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_body_bytes = 0
         self._body_begun_s = 0.0
         self._has_refused = False
-        self._running: RequestResponseCycle | None = None  # the request that is being answered, or was answered last
+        self._running: RequestResponseCycle | None = None  # the request answered now or last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the connection, and wait for a request."""

@@ -103,7 +103,7 @@ class KServeEngineClient:
         self._closed = False
         self._describing = threading.Lock()
         self._description: EngineDescription | None = None
-        self._config: object = None  # ModelConfig that `_description` was made from; None: make the description again
+        self._config: object = None  # source of `_description`; None: to be read again
         self._seen_s = 0.0
         self._connection: Connection | None = None
         self._streams: KServeStreams | None = None
@@ -301,7 +301,7 @@ class KServeEngineClient:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
         if structured := _STRUCTURED.match(message):
-            with contextlib.suppress(ValueError):  # the message does not begin with the name of one of this package's errors
+            with contextlib.suppress(ValueError):  # the kind is none of this package's
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(

@@ -47,7 +47,7 @@ def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], En
 
     def of_model(model: Mapping[str, Any], num_blocks: int | None) -> EngineDescription:
         given = model.get("parameters", {})
-        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # newer servers have more parameters
+        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # newer servers have more
         parameters = read_parameters({**model, "parameters": known}, Role.ENGINE)
         return EngineDescription(
             _limits(parameters, vocab_size, positions, num_blocks),

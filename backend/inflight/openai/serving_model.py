@@ -57,7 +57,7 @@ class ServingModel:
         self._failure: Unavailable | None = None
         self._failed_s = 0.0
         self._listing = threading.Lock()
-        self._adapters: dict[str, bool] = {}  # by name: whether the adapter was usable when adapters were last listed
+        self._adapters: dict[str, bool] = {}  # by name: whether it was usable when last listed
         self._listed_s = 0.0
         self.encoder = TextEncoder(self.tokenizer)
 

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
-            os.environ.pop(variable, None)  # the models must not see them
+            os.environ.pop(variable, None)  # the models' processes must not get these secrets
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -309,7 +309,7 @@ def _serve(options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _echo() -> Generator[TextIO, None, None]:
-    """Yield the stream of the server's log: stderr; on a terminal it shows progress as a bar."""
+    """Yield the stream for the server's log: stderr, with progress as a bar if it is a terminal."""
     if not sys.stderr.isatty():
         yield sys.stderr
         return
@@ -326,7 +326,7 @@ def _write(options: ServerOptions, target: Path) -> int:
 
 
 def ready_line(server: TritonServer) -> str:
-    """Return the line that says where a ready server listens and what it serves."""
+    """Return the READY line, with a server's addresses and model."""
     model = server.repository.checkpoint or "none"
     openai = f" openai={server.openai}" if server.openai else ""
     return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics}{openai} model={model}"

@@ -12,7 +12,7 @@ import threading
 NICENESS = 10
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower the calling thread's priority to niceness 10, unless its niceness is higher already."""
     thread = threading.get_native_id()
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))

@@ -86,7 +86,7 @@ class EngineSession:
         with contextlib.suppress(RuntimeError):  # closed, and its requests with it
             self._stopping.submit(stop)
 
-    def tell(self, has_news: asyncio.Event) -> None:
+    def notify(self, has_news: asyncio.Event) -> None:
         """Set `has_news` on the event loop, which is woken once for all waiting events. Any thread; never
         blocks."""
         with self._lock:
@@ -94,9 +94,9 @@ class EngineSession:
             is_first = len(self._news) == 1
         if is_first and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._tell_all)
+                self._loop.call_soon_threadsafe(self._notify_all)
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         with self._lock:
             news, self._news = self._news, []
         for has_news in news:
@@ -115,7 +115,7 @@ class OutputStream:
         self._reply = Reply(prompts, in_one=False, repetition=_DELTAS)
         self._num_unfinished = len(prompts)
         self._has_news = asyncio.Event()
-        self._delivery: Delivery[Response] = Delivery(on_news=partial(session.tell, self._has_news))
+        self._delivery: Delivery[Response] = Delivery(on_news=partial(session.notify, self._has_news))
         self._is_cancelled = False
         self._lock = threading.Lock()
         self._handles: dict[int, tuple[int, RequestHandle]] = {}  # (batch index, handle) by request id
@@ -168,14 +168,14 @@ class OutputStream:
         for batch_index, request in enumerate(self._requests):
             if self._is_closed:
                 return
-            handle = client.submit(request, self._arrive)
+            handle = client.submit(request, self._on_response)
             with self._lock:
                 self._handles[handle.request_id] = batch_index, handle
                 is_closed = self._is_closed
             if is_closed:
                 handle.stop()
 
-    def _arrive(self, response: Response) -> None:
+    def _on_response(self, response: Response) -> None:
         """Queue one response, or drop it after `close`. Called on the engine client's thread; never
         blocks."""
         if not self._is_closed:

@@ -200,7 +200,7 @@ class InFlight:
             self._forget(entry)
         _stop_all(running)
 
-    def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
+    def find_arrival(self, engine_id: int, is_final: bool) -> Arrival | None:
         """Return the request and prompt of a response; None if the request is no longer in flight.
 
         If the response is final, the prompt counts as finished.
@@ -239,13 +239,13 @@ class InFlight:
     def _register(self, entry: InFlightRequest) -> None:
         if self._closed:
             raise Unavailable("the model is being unloaded")
-        self._make_room_for(entry.client_request_id)
+        self._free_request_id(entry.client_request_id)
         self._entries[entry] = None
         if entry.client_request_id:
             self._by_client_request_id[entry.client_request_id] = entry
         self._changed.notify()
 
-    def _make_room_for(self, client_request_id: str) -> None:
+    def _free_request_id(self, client_request_id: str) -> None:
         earlier = self._by_client_request_id.get(client_request_id)
         if earlier is None:
             return

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from inflight.additional_outputs import CONTEXT, GENERATION, OfferedOutput
 from inflight.core.request.request import Request
-from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
+from inflight.endpoint.delivery import MAX_MERGED_LOGITS_BYTES
 from inflight.endpoint.frames import MAX_FRAME_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 
@@ -104,7 +104,7 @@ class ResponseBudget:
         largest = _sum(sizes) if in_one else max(sizes, key=lambda size: size.num_bytes)
         if largest.num_bytes <= SMALL_BYTES:
             return 0
-        _refuse_what_never_works(largest)
+        _refuse_impossible(largest)
         with self._lock:
             self._check_space(largest, list(self._reserved.values()))
             ticket = next(self._tickets)
@@ -144,11 +144,11 @@ class ResponseBudget:
 
     def _check_space(self, size: ResponseSize, in_flight: list[ResponseSize]) -> None:
         total, free = self._space()
-        if size.room > total:
+        if size.pool_growth > total:
             raise InvalidArgument(
                 f"a response to this request can take {size}, and goes through /dev/shm, which has "
                 f"{_shown(total)} in all: give the container a larger --shm-size (at least "
-                f"{-(-size.room // (1 << 20)) + 64}m), or {_LESS}"
+                f"{-(-size.pool_growth // (1 << 20)) + 64}m), or {_LESS}"
             )
         if self._growth([*in_flight, size]) > free:
             others = _shown(min(self._growth(in_flight), free))
@@ -163,8 +163,8 @@ class ResponseBudget:
         ascending by size."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
-            if not size.fits_where(held):
-                growth += size.room
+            if not size.fits_after(held):
+                growth += size.pool_growth
                 held = size
         return growth
 
@@ -196,12 +196,12 @@ class ResponseSize:
         return sum(size for name, size in self.outputs if not name.startswith((CONTEXT, GENERATION)))
 
     @property
-    def room(self) -> int:
+    def pool_growth(self) -> int:
         """Return the pool's largest growth in bytes for this response: each tensor may make the pool grow
         separately."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
-    def fits_where(self, other: ResponseSize) -> bool:
+    def fits_after(self, other: ResponseSize) -> bool:
         """Return whether a pool that has held the response `other` can hold this one without growing."""
         largest = max((size for _, size in self.outputs), default=0)
         # Small tensors always fit beside large ones, and need not be compared.
@@ -214,7 +214,7 @@ class ResponseSize:
         return f"{_shown(self.num_bytes)} ({', '.join(large)})"
 
 
-def _refuse_what_never_works(size: ResponseSize) -> None:
+def _refuse_impossible(size: ResponseSize) -> None:
     if size.num_bytes > MAX_RESPONSE_BYTES:
         raise InvalidArgument(
             f"a response to this request can take {size}, but a gRPC message has at most 2 GiB: {_LESS}"
@@ -274,7 +274,7 @@ def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:
     if request.sampling.uses_beams:
         return 0  # a streamed beam search returns no generation logits
     at_once = 1 + max(request.draft_length, request.prompt_lookup_num_tokens)
-    return min(request.max_new_tokens, max(at_once, MAX_JOINED_LOGITS_BYTES // row_bytes))
+    return min(request.max_new_tokens, max(at_once, MAX_MERGED_LOGITS_BYTES // row_bytes))
 
 
 def _sum(sizes: Sequence[ResponseSize]) -> ResponseSize:

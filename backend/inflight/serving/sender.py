@@ -19,7 +19,7 @@ from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.prompt import Output
-from inflight.serving.background import give_way
+from inflight.serving.background import lower_priority
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.serving.response_size import ResponseBudget
 
@@ -81,7 +81,7 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
-        give_way()
+        lower_priority()
         self._delivery.run(self._deliver_all)
 
     def _deliver_all(self, responses: Sequence[Response]) -> None:
@@ -89,7 +89,7 @@ class Sender:
             self._deliver(response)
 
     def _deliver(self, response: Response) -> None:
-        arrival = self._in_flight.arrive(response.request_id, response.is_final)
+        arrival = self._in_flight.find_arrival(response.request_id, response.is_final)
         if arrival is None:
             return
         if response.result is None and not arrival.is_last:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.serving.background import give_way
+from inflight.serving.background import lower_priority
 from inflight.serving.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class CancellationWatch:
 
     def run(self) -> None:
         """Run round after round until the registry stops admitting requests."""
-        give_way()
+        lower_priority()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 

@@ -77,21 +77,21 @@ def refuse_ranks(why: str) -> None:
     refuse(join(), why)
 
 
-def take_seat() -> socket.socket:
+def claim_rank() -> socket.socket:
     """Return a bound socket that only one process can hold, for this process's rank.
 
     The rank is claimed while the socket is open. Raises ConfigError if another process has claimed it.
     """
-    seat = socket.socket(socket.AF_UNIX)
+    claim = socket.socket(socket.AF_UNIX)
     try:
         # A name in the abstract namespace leaves no file behind.
-        seat.bind(f"\0inflight-{os.environ.get('PMIX_NAMESPACE', '')}-{os.environ.get('PMIX_RANK', '')}")
+        claim.bind(f"\0inflight-{os.environ.get('PMIX_NAMESPACE', '')}-{os.environ.get('PMIX_RANK', '')}")
     except OSError:
-        seat.close()
+        claim.close()
         raise ConfigError(
             "in leader mode the ranks end with the model, which cannot be loaded again: start the server again"
         ) from None
-    return seat
+    return claim
 
 
 def _shared_memory() -> str:

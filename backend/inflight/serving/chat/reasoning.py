@@ -90,7 +90,7 @@ class ReasoningStream:
     def __init__(self, begin: str, starts_inside: bool, may_begin_again: bool = False) -> None:
         self._begin = begin
         self._text = ""
-        self._otherwise = "inside" if starts_inside else "behind"  # state without `begin`
+        self._otherwise = "inside" if starts_inside else "after"  # state without `begin`
         is_open = not begin or (starts_inside and not may_begin_again)
         self._place = self._otherwise if is_open else "start"
         self._reasoning = HeldText(drop_leading=True)
@@ -103,7 +103,7 @@ class ReasoningStream:
             self._start()
         if self._place == "inside":
             self._inside()
-        return self._reasoning.take(), self._content() if self._place == "behind" else ""
+        return self._reasoning.take(), self._content() if self._place == "after" else ""
 
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
         """End the text; return (reasoning, content): the remaining parts.
@@ -117,7 +117,7 @@ class ReasoningStream:
             self._text = ""
         if self._place == "start":
             self._place = self._otherwise
-        if self._place == "behind":
+        if self._place == "after":
             return "", self._content()
         self._reasoning.add(self._text)
         return self._reasoning.take(), ""
@@ -130,7 +130,7 @@ class ReasoningStream:
     @property
     def has_ended(self) -> bool:
         """Return whether all further text is content."""
-        return self._place == "behind"
+        return self._place == "after"
 
     def _start(self) -> None:
         shown = self._text.lstrip()
@@ -144,7 +144,7 @@ class ReasoningStream:
         thought, end, rest = self._text.partition(THINK_END)
         if end:
             self._reasoning.add(thought)
-            self._text, self._place, self._drop_leading = rest, "behind", True
+            self._text, self._place, self._drop_leading = rest, "after", True
             return
         held = overlap(self._text, THINK_END)
         self._reasoning.add(self._text[: len(self._text) - held])

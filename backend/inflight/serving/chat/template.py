@@ -28,10 +28,10 @@ from inflight.serving.chat.template_trial import (
     TOOLS_NAMES,
     USUAL_ROLES,
     CallStyle,
-    RoleFate,
+    RoleTreatment,
     Trial,
     find_call_style,
-    find_fate,
+    find_treatment,
     find_form,
 )
 
@@ -166,18 +166,18 @@ class _Template:
     constants: frozenset[str]
     form: MessageForm
     trial: Trial
-    roles: Mapping[str, RoleFate]
-    own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
+    roles: Mapping[str, RoleTreatment]
+    own_roles: dict[str, RoleTreatment] = field(default_factory=dict[str, RoleTreatment])
 
-    def fate_of(self, role: str) -> RoleFate:
+    def treatment_of(self, role: str) -> RoleTreatment:
         """Return the treatment of a role's messages. The first call for a role not in USUAL_ROLES renders
         test chats."""
-        fate = self.roles.get(role) or self.own_roles.get(role)
-        if fate is None:
+        treatment = self.roles.get(role) or self.own_roles.get(role)
+        if treatment is None:
             if role not in self.constants:
-                return RoleFate.LEFT_OUT
-            fate = self.own_roles[role] = find_fate(self.trial, self.form, role)
-        return fate
+                return RoleTreatment.LEFT_OUT
+            treatment = self.own_roles[role] = find_treatment(self.trial, self.form, role)
+        return treatment
 
 
 def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, str]) -> _Template:
@@ -188,7 +188,7 @@ def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, s
         raise ConfigError(f"the chat template {name} of {origin} is no template{line}: {error}") from error
     trial = Trial(compiled, special_tokens, next((each for each in TOOLS_NAMES if each in names), ""))
     form = find_form(trial)
-    roles = {role: find_fate(trial, form, role) for role in USUAL_ROLES}
+    roles = {role: find_treatment(trial, form, role) for role in USUAL_ROLES}
     return _Template(compiled, names, constants, form, trial, roles)
 
 
@@ -197,8 +197,8 @@ def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> No
     for index, message in enumerate(messages):
         given = str(message["role"])
         role = "system" if given == "developer" and not chosen.form.takes_developer else given
-        if chosen.fate_of(role) is RoleFate.LEFT_OUT:
-            known = [each for each, fate in chosen.roles.items() if fate is RoleFate.WRITTEN]
+        if chosen.treatment_of(role) is RoleTreatment.LEFT_OUT:
+            known = [each for each, treatment in chosen.roles.items() if treatment is RoleTreatment.WRITTEN]
             raise InvalidArgument(
                 Name(f"messages[{index}]"),
                 f".role is {given[:80]!r}, which the chat template of this model does not know: "

@@ -72,7 +72,7 @@ class Trial:
             return None
 
 
-class RoleFate(Enum):
+class RoleTreatment(Enum):
     """A template's treatment of messages of a role."""
 
     WRITTEN = "written"
@@ -139,7 +139,7 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
     return CallStyle(next(said, ""), "")
 
 
-def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
+def find_treatment(trial: Trial, form: MessageForm, role: str) -> RoleTreatment:
     """Return a template's treatment of messages of a role."""
     content = _PROBE if form.takes_text else _parts(_PROBE)
     message = {"role": role, "content": content, "tool_call_id": _CALL_ID, "name": _NAME}
@@ -153,15 +153,15 @@ def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
         (user, call, message),
         (message,),
     )
-    fate = RoleFate.REFUSED
+    treatment = RoleTreatment.REFUSED
     for chat in chats:
         for has_tools in (False, True):
             text = trial.rendered(*chat, tools=has_tools)
             if text is not None and _PROBE in text.replace(_NAME, ""):
-                return RoleFate.WRITTEN
+                return RoleTreatment.WRITTEN
             if text is not None:
-                fate = RoleFate.LEFT_OUT
-    return fate
+                treatment = RoleTreatment.LEFT_OUT
+    return treatment
 
 
 def _user(as_text: bool) -> Message:

@@ -143,7 +143,7 @@ class ToolCallStream:
         """Return whether the undecided text at the end can only belong to a call."""
         if self._is_forced and self._num_calls:
             return True  # a guide allows only calls
-        is_part_of_end = self._step == self._behind_call and self._style.end.startswith(self._text)
+        is_part_of_end = self._step == self._after_call and self._style.end.startswith(self._text)
         return self._step == self._in_rest_of_object or (is_part_of_end and bool(self._text))
 
     def _take(self) -> ChatDelta:
@@ -235,7 +235,7 @@ class ToolCallStream:
 
     def _in_named_arguments(self) -> bool:
         if self._pass_arguments():
-            self._step = self._behind_call
+            self._step = self._after_call
             return True
         return False
 
@@ -246,10 +246,10 @@ class ToolCallStream:
             self._text, self._num_scanned = "", 0
             return False
         self._text = self._text[end:]
-        self._step = self._behind_call
+        self._step = self._after_call
         return True
 
-    def _behind_call(self) -> bool:
+    def _after_call(self) -> bool:
         """Parse after a call: another call, the end of a group of calls, or content."""
         style = self._style
         if not self._skip_space():
@@ -323,7 +323,7 @@ class ToolCallStream:
             ToolCallDelta(self._num_calls - 1, "", "", json.dumps(arguments, ensure_ascii=False))
         )
         self._text = self._text[end:]
-        self._step = self._behind_call
+        self._step = self._after_call
         return True
 
     def _begin_call(self, name: str) -> None:

@@ -36,7 +36,7 @@ from inflight.triton.host import (
     log_to_triton,
     read_model_args,
 )
-from inflight.triton.leader import Leader, refuse_ranks, take_seat
+from inflight.triton.leader import Leader, refuse_ranks, claim_rank
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.metrics_on_demand import MetricsOnDemand
 
@@ -151,8 +151,8 @@ class TritonPythonModel:
         return load_model(parameters, version_dir, rank_context)
 
     def _lead(self, job: Job, name: str) -> Leader:
-        with take_seat() as seat:
-            self._guard = guard = Guard(sys.executable, name, seat.fileno())
+        with claim_rank() as claim:
+            self._guard = guard = Guard(sys.executable, name, claim.fileno())
         leader = Leader(job, self._publish, self._end_server)
         guard.remove_later(leader.shared_memory)
         return leader
