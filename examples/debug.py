@@ -12,7 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument(
-        "--max_iterations", type=int, default=2, help="number of iterations to keep; 0: write tensors to files instead"
+        "--max_iterations", type=int, default=2, help="iterations to keep; 0: write files instead"
     )
     parser.add_argument("--tensor", action="append", help="name of a tensor (default: sequence_length)")
     arguments = parser.parse_args()

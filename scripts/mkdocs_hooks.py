@@ -21,8 +21,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Remove everything that the theme would fetch from other hosts, and dictionaries of unused search
-    languages.
+    """Remove everything that the theme would fetch from other hosts, and dictionaries of unused search languages.
 
     The theme would fetch a library for old browsers, a library for diagrams, and statistics of a code host.
     """

@@ -1,12 +1,12 @@
 """Every parameter of the engine, declared once: its name, type, default, range and meaning.
 
 A parameter is a field of `Parameters` or of its parts `SchedulingConfig` and `EngineConfig`, from which the
-scheduler and the engine are built. The rows of config.pbtxt, their comments and what `parameter_reader.py` accepts
-come from these fields. Rows without a field follow: keys of TensorRT-LLM that can have no effect here are accepted
-and logged; keys for features that are not built yet are accepted only at values that do not ask for the feature.
+scheduler and the engine are built. These fields determine the rows of config.pbtxt, their comments, and the
+values that `parameter_reader.py` accepts. Keys of TensorRT-LLM that have no effect here are rows without a
+field (`idle_parameters.py`).
 
-TensorRT-LLM's keys keep their meaning and, where it is known, their default. No other package is below this one;
-the types, ranges and rows are in `parameter_spec.py`. Pure.
+TensorRT-LLM's keys keep their meaning and, if it is known, their default. Types, ranges and rows are
+declared with `parameter_spec.py`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ __all__ = [
 INT8 = "int8"
 FP8 = "fp8"
 QUANTIZED = (INT8, FP8)
-"""Dtypes that apply to the weights of linear layers only; everything else is bfloat16."""
+"""Dtypes that apply to the weights of linear layers only; all other tensors are bfloat16."""
 MMAP = "mmap"
-"""Value of the parameter `weights` for mapped weights."""
+"""Value of the parameter `weights` with which weights are mapped from a file."""
 
 SEQUENCES_PER_ITERATION = 256
-"""Maximum number of sequences that one iteration accepts, and of those that it ends because of a client, a
-deadline or an event. Accepting or ending that many takes some milliseconds."""
+"""Maximum number of sequences that one iteration accepts, and also the maximum number that it ends because
+of a client, a deadline or an event. Accepting or ending this many takes a few milliseconds."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
@@ -97,11 +97,11 @@ _DEBUG_TENSORS = ParameterKind(
 class CapacityPolicy(Enum):
     """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
 
-    GUARANTEED_NO_EVICT admits a request only if its KV blocks are certain to suffice to its end.
-    MAX_UTILIZATION admits it if its context fits; when blocks run out it pauses the request that started last
-    among those of the lowest priority.
-    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and that batch ends before the
-    next starts.
+    GUARANTEED_NO_EVICT admits a request only if there are certainly enough KV blocks until its end.
+    MAX_UTILIZATION admits a request if its context fits. When blocks run out, it pauses a request of the
+    lowest priority, the one that started last.
+    STATIC_BATCH is V1 batching: requests are admitted only when none runs, so that a batch ends before the
+    next one starts.
     """
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
@@ -110,9 +110,9 @@ class CapacityPolicy(Enum):
 
 
 class ChunkingPolicy(Enum):
-    """TensorRT-LLM's `ContextChunkingPolicy`: which contexts get an iteration's remaining rows, if chunked.
+    """TensorRT-LLM's `ContextChunkingPolicy`: which contexts get an iteration's remaining tokens, with chunking.
 
-    FIRST_COME_FIRST_SERVED gives the oldest context as many rows as it needs, then the next.
+    FIRST_COME_FIRST_SERVED gives the oldest context as many tokens as it needs, then the next oldest.
     EQUAL_PROGRESS gives every context one block's worth of tokens in turn.
     """
 
@@ -125,14 +125,15 @@ class SchedulingConfig:
     """Policies and limits by which the scheduler chooses the requests and rows of an iteration.
 
     Attributes:
-        policy: STATIC_BATCH if `gpt_model_type` is V1.
-        max_num_tokens: Maximum rows of one packed forward pass, context and generation tokens together.
-        enable_chunked_context: If true, a prompt may exceed max_num_tokens.
-        context_chunking_policy: Used only with enable_chunked_context.
-        max_queue_size: Limits the waiting sequences of a request's priority or higher.
-        max_num_requests: Maximum number of active requests, waiting ones included; negative: no limit.
+        policy: Which sequences may hold KV blocks. STATIC_BATCH if `gpt_model_type` is V1.
+        max_num_tokens: Maximum number of context and generation tokens in one packed forward pass.
+        enable_chunked_context: Whether to split long prompts; a prompt may then exceed max_num_tokens.
+        context_chunking_policy: Which contexts get the remaining tokens. Used only with
+            enable_chunked_context.
+        max_queue_size: Maximum number of waiting sequences with at least the priority of a new request.
+        max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
         sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
-            deadline or an event; further ones end in the next iterations. Sequences of one request end
+            deadline or an event; more sequences end in later iterations. Sequences of one request end
             together.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
     """
@@ -199,29 +200,28 @@ class EngineConfig:
     """The settings that an engine is loaded with.
 
     Attributes:
-        dtype: float32, bfloat16 or float16: dtype of weights, activations and KV cache. int8, fp8: weights of
-            linear layers are quantized, and with native kernels or fp8 their inputs too; everything else is
-            bfloat16.
-        implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or plans of
-            TensorRT.
-        engine_dir: If given, `gpt_model_path` is the checkpoint that the plans were built from.
-        weights: mmap has no effect without compiled layers.
-        kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits with a scale per token and head, and
-            computed in the dtype of activations.
-        max_attention_window_size: Number of keys that a token attends to, itself included; layer i uses entry
-            i % n. If the checkpoint has a sliding window too, the smaller one applies. Keys outside the
-            window stay in the cache: no memory is saved.
-        sink_token_length: Without effect in layers without a window. `layer_windows` documents the difference
-            from TensorRT-LLM.
-        normalize_log_probs: Does not affect cum_log_probs and the log probs of the top tokens, which are
-            always the model's own.
+        dtype: float32, bfloat16 and float16 are the dtype of weights, activations and KV cache. With int8
+            and fp8, the weights of linear layers are quantized, and with native kernels or fp8 also their
+            inputs; all other tensors are bfloat16.
+        implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or TensorRT
+            plans.
+        engine_dir: Folder of plans. If given, `gpt_model_path` is the checkpoint that they were built from.
+        weights: Where packed weights are stored. mmap has no effect without compiled layers.
+        kv_cache_dtype: With int8 and fp8, keys and values are stored in 8 bits with a scale per token and
+            head, and attention is computed in the dtype of activations.
+        max_attention_window_size: Number of keys that a token attends to, including its own; layer i uses
+            entry i % n. If the checkpoint also has a sliding window, the smaller window applies. Keys
+            outside the window stay in the cache, so that no memory is saved.
+        sink_token_length: Number of first tokens that stay in every window; no effect in layers without a
+            window. `layer_windows` documents the difference from TensorRT-LLM.
+        normalize_log_probs: Whether log probs are those of the distribution that a token was sampled from.
+            cum_log_probs and the log probs of the top tokens are always the model's own.
         engine_threads: On a CPU, number of threads of compiled layers and of torch in this process.
-        max_num_sequences: Number of slots, that is, of sequences that can run at once: Triton's
-            max_batch_size.
-        max_num_tokens: Maximum rows of one packed forward pass, as in SchedulingConfig.
+        max_num_sequences: Number of slots: how many sequences can run at a time. Triton's max_batch_size.
+        max_num_tokens: Maximum number of tokens in one packed forward pass, as in SchedulingConfig.
         device: A torch device; None: cuda if available, else cpu.
-        ranks_on_host: Number of ranks that share this machine's memory; on a CPU, each uses a share of the
-            free memory.
+        ranks_on_host: Number of ranks that share this machine's memory. On a CPU, each rank uses an equal
+            part of the free memory.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
     """
 
@@ -357,7 +357,7 @@ class EngineConfig:
     shares_blocks: bool = True
 
     def validate(self) -> None:
-        """Raise ConfigError that names parameter, value and what was expected."""
+        """Raise ConfigError, with parameter, value and expected values, if a value is not valid."""
         for name, spec in declared_rows(EngineConfig).items():
             value = getattr(self, name)
             if value is not None and not _accepts(spec.kind, value):
@@ -376,7 +376,7 @@ def _accepts(kind: ParameterKind, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All parameters of a model from config.pbtxt, complete and checked. None means not given."""
+    """All parameters of a model from config.pbtxt, checked, with defaults. None means not given."""
 
     tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL)
     gpt_model_type: str = parameter(
@@ -561,4 +561,4 @@ _TRITONS_OWN = ParameterSpec(
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
 DEFAULT_NUM_SEQUENCES = 64
-"""Number of slots if max_batch_size is 0 and so does not give it."""
+"""Number of slots if max_batch_size is 0."""

@@ -1,5 +1,4 @@
-"""The package name that programs of TensorRT-LLM's Executor API import, implemented by the package
-`inflight`.
+"""The package name that programs of TensorRT-LLM's Executor API import, implemented by the package `inflight`.
 
 It has only `tensorrt_llm.bindings`, with `executor` and GptManager. Files of TensorRT-LLM, such as
 `bin/executorWorker`, do not exist; the Executor ignores the path of that program, because it starts ranks

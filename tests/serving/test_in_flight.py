@@ -100,7 +100,10 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     with pytest.raises(Unavailable, match="full"):
         start_batch(in_flight, 3, "a")
     assert [engine_id for engine_id, _ in client.stopped] == list(client.submitted)
-    assert [in_flight.find_arrival(engine_id, is_final=True) for engine_id in client.submitted] == [None, None]
+    assert [in_flight.find_arrival(engine_id, is_final=True) for engine_id in client.submitted] == [
+        None,
+        None,
+    ]
     assert in_flight.stop_admitting() == ()
 
 

@@ -11,8 +11,10 @@ INSTALL = "scripts/serve (it installs what is missing into .venv)"
 
 
 class Level(Enum):
-    """Severity of a finding. GREEN: nothing to do. YELLOW: works, but could be better. RED: a server cannot
-    serve."""
+    """Severity of a finding.
+
+    GREEN: nothing to do. YELLOW: works, but could be better. RED: a server cannot serve.
+    """
 
     GREEN = "green"
     YELLOW = "yellow"
@@ -52,8 +54,7 @@ def red(name: str, says: str, mend: str) -> Finding:
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of a check. A missing package, or an error of the check itself, gives a red
-    finding."""
+    """Return the findings of a check. A missing package, or an error of the check itself, gives a red finding."""
     try:
         return list(check())
     except ImportError as error:

@@ -58,8 +58,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report the processors that affinity, cores and control groups allow, and the engine's number of
-    threads."""
+    """Report the processors that affinity, cores and control groups allow, and the engine's number of threads."""
     processors = Processors.here(root)
     if processors.num_threads == 1:
         yield yellow(
@@ -124,8 +123,7 @@ def _mend_layers(reason: str) -> str:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Report whether /dev/shm is large enough for the models' responses. Each model takes 4 MiB at its
-    start."""
+    """Report whether /dev/shm is large enough for the models' responses. Each model takes 4 MiB at its start."""
     needed = _MODELS * _SHARED_BYTES_OF_MODEL
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield red(str(folder), "is not a writable folder", "mount -t tmpfs -o size=1g tmpfs /dev/shm")

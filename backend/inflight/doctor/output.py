@@ -19,8 +19,7 @@ _SUMMARY = {
 
 
 def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Write a JSON object with `status`, the worst level, and `findings`, each with name, level, says and
-    mend."""
+    """Write a JSON object with `status`, the worst level, and `findings`, each with name, level, says and mend."""
     values = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     json.dump({"status": worst(findings).value, "findings": values}, stream, indent=2)
     stream.write("\n")

@@ -189,8 +189,7 @@ def _wheel_version() -> str:
 
 
 def _image_version(program: Path) -> str:
-    """Return the version of a server in one of NVIDIA's images, read from a file; "" if there is no such
-    file."""
+    """Return the version of a server in one of NVIDIA's images, read from a file; "" if there is no such file."""
     try:
         return f", {(program.parent.parent / 'TRITON_VERSION').read_text().strip()}"
     except OSError:

@@ -105,8 +105,7 @@ class SocketEngineClient:
             connection.stop(Stop(request_id, reason, sequence_index))
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing, because an engine in another process does not wait until this process has sent its
-        responses."""
+        """Do nothing: an engine in another process does not wait until this process has sent its responses."""
 
     def state(self, timeout_s: float) -> str:
         """Return the engine's state as JSON; raises Unavailable if the engine does not answer.

@@ -126,8 +126,7 @@ class Delivery(Generic[_R]):
             )
 
     def close(self) -> None:
-        """Accept no more responses. Waiting responses can still be taken; then `take` returns an empty
-        list."""
+        """Accept no more responses. Waiting responses can still be taken; then `take` returns an empty list."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -136,8 +135,7 @@ class Delivery(Generic[_R]):
     # ---------------------------------------------------------------- under the lock
 
     def _due(self, response: _R) -> list[_R]:
-        """Return the responses that can be queued now that `response` has arrived: none, or also responses
-        held back."""
+        """Return the responses to queue now: none if `response` is held back, else all held-back ones and it."""
         sequences = self._held.setdefault(response.request_id, {})
         is_first = response.sequence_index not in sequences
         held = sequences.setdefault(response.sequence_index, [])
@@ -222,8 +220,10 @@ class Delivery(Generic[_R]):
 
 
 def _num_tokens(held: list[_R]) -> int:
-    """Count the tokens of these responses. A cumulative response repeats earlier tokens and counts as one
-    token."""
+    """Count the tokens of these responses.
+
+    A cumulative response repeats earlier tokens and counts as one token.
+    """
     return sum(
         1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
         for each in held
@@ -232,8 +232,7 @@ def _num_tokens(held: list[_R]) -> int:
 
 
 def _num_to_merge(backlog: list[_R]) -> int:
-    """Return how many of the first responses to merge: all, unless their tensors are larger than the
-    limit."""
+    """Return how many of the first responses to merge: all, unless their tensors are larger than the limit."""
     last = backlog[-1].result
     if last is None or last.is_cumulative or (last.generation_logits is None and not last.additional_outputs):
         return len(backlog)

@@ -172,8 +172,7 @@ class _Drafted:
         self._so_far = _Totals(self._arrival_ns)
 
     def begin_round(self) -> None:
-        """Submit a request for drafts; if no draft tokens fit, let the target engine generate the rest
-        alone."""
+        """Submit a request for drafts; if no draft tokens fit, let the target engine generate the rest alone."""
         self._running = None
         try:
             self._begin_round()
@@ -315,8 +314,7 @@ class _Drafted:
         )
 
     def _draft_request(self, count: int) -> Request:
-        """Return a request to the draft engine: sampled if the target uses rejection sampling, else
-        greedy."""
+        """Return a request to the draft engine: sampled if the target uses rejection sampling, else greedy."""
         request, common = self._request, self._common()
         output = OutputOptions(
             exclude_input_from_output=True, return_generation_logits=request.use_draft_logits
@@ -338,8 +336,7 @@ class _Drafted:
 
     @property
     def _samples_drafts(self) -> bool:
-        """Whether the target accepts drafts by rejection sampling, for which drafts must be sampled, with
-        logits."""
+        """Return whether the target uses rejection sampling, for which drafts must be sampled, with logits."""
         return self._request.use_draft_logits and not self._request.sampling.greedy
 
     def _plain_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
@@ -351,8 +348,7 @@ class _Drafted:
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
     def _proposal(self, result: SequenceResult) -> ExternalDraft:
-        """Convert a draft to the target's vocabulary: draft tokens, and logits of shape [tokens, target
-        vocab_size]."""
+        """Convert a draft to the target's vocabulary; its logits get the shape [tokens, target vocab_size]."""
         vocab_size, token_ids = self._target.limits.vocab_size, result.output_token_ids[0]
         known = next((at for at, token_id in enumerate(token_ids) if token_id >= vocab_size), len(token_ids))
         logits = None
@@ -387,8 +383,10 @@ class _Totals:
 
 
 def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics | None:
-    """Combine a sequence's metrics with the metrics of one more round. Block counts are kept from the first
-    round."""
+    """Combine a sequence's metrics with the metrics of one more round.
+
+    Block counts are kept from the first round.
+    """
     if before is None or now is None:
         return now
     return replace(
@@ -403,8 +401,7 @@ def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics 
 
 
 def _fit(logits: FloatTensor, num_rows: int, vocab_size: int, temperature: float) -> FloatTensor:
-    """Return the first rows of logits divided by the temperature, [num_rows, vocab_size], padded with
-    -inf."""
+    """Return the first rows of logits divided by the temperature, [num_rows, vocab_size], padded with -inf."""
     rows = np.frombuffer(logits.data, np.float32).reshape(logits.shape)[:num_rows]
     fitted = np.full((num_rows, vocab_size), -np.inf, np.float32)
     width = min(vocab_size, rows.shape[1])

@@ -71,8 +71,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: a request. Its request_id is valid on this connection only. Its raw buffers
-    follow."""
+    """Front end → engine: a request. Its request_id is valid on this connection only. Its raw buffers follow."""
 
     request: Request
 
@@ -140,8 +139,7 @@ class Reported(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: refuse new requests, finish all others within `timeout_s` seconds, then send
-    Drained."""
+    """Supervisor → engine: refuse new requests, finish others within `timeout_s` seconds, then send Drained."""
 
     timeout_s: float
 
@@ -157,13 +155,14 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Supervise(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: answer with Supervised, then send Beat regularly; end when no supervisor is
-    connected."""
+    """Supervisor → engine: answer with Supervised, then send Beat regularly.
+
+    The engine must end when no supervisor is connected.
+    """
 
 
 class Supervised(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: the engine's processes, which the supervisor must end if they do not end
-    themselves."""
+    """Engine → supervisor: the engine's processes, which the supervisor must end if they do not end themselves."""
 
     processes: EngineProcesses
 
@@ -173,8 +172,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Statistics(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: statistics and metrics, the time of both, and the memory of the engine's
-    process."""
+    """Engine → supervisor: statistics and metrics, the time of both, and the memory of the engine's process."""
 
     stats: IterationCounts
     metrics: MetricsSnapshot
@@ -241,8 +239,10 @@ def encode_submit(request: Request) -> list[bytes | memoryview]:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """Return the frame of an EngineResponse and its tensors as raw bytes; raises BadFrame if the frame is
-    too long."""
+    """Return the frame of an EngineResponse and its tensors as raw bytes.
+
+    Raises BadFrame if the frame is too long.
+    """
     result, error = response.result, response.error
     if error is not None:
         answer = EngineResponse(response.request_id, None, error.kind, error.marked, response.is_final)
@@ -305,8 +305,7 @@ class FrontEndFrames:
         return frame
 
     def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
-        """Return a frame's message, and empty buffers to fill with the bytes that follow it; raises
-        BadFrame."""
+        """Return a frame's message, and empty buffers to fill with the bytes that follow it; raises BadFrame."""
         return _decode(self._decoder.decode, body)
 
 
@@ -332,8 +331,10 @@ def read_frame(connection: socket.socket) -> bytes | None:
 
 
 def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
-    """Read the tensors of an EngineResponse; return the response. Raises BadFrame if the tensors are
-    incomplete."""
+    """Read the tensors of an EngineResponse; return the response.
+
+    Raises BadFrame if the tensors are incomplete.
+    """
     error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):

@@ -144,8 +144,7 @@ class LocalEngineClient:
         self._outboxes += (wait_until_sent,)
 
     def state(self, timeout_s: float) -> str:
-        """Return the state of this client's queue and of the batcher as JSON; waits at most `timeout_s`
-        seconds.
+        """Return the state of this client's queue and of the batcher as JSON; waits at most `timeout_s` seconds.
 
         Raises Unavailable once the batcher's loop has ended, Unsupported if it does not report its state.
         """
@@ -177,14 +176,14 @@ class LocalEngineClient:
         return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:
-        """Make later submits raise Unavailable. Accepted requests and their continuations are still
-        served."""
+        """Make later submits raise Unavailable. Accepted requests and their continuations are still served."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
     def drain(self, timeout_s: float, why: str = _SHUTTING_DOWN) -> None:
-        """Refuse new requests and wait until all others are answered; after `timeout_s`, end them with
-        Unavailable.
+        """Refuse new requests and wait until all others are answered.
+
+        After `timeout_s`, end them with Unavailable.
 
         A request that is answered in rounds may run until its last round. Returns when all requests have
         their
@@ -234,8 +233,7 @@ class LocalEngineClient:
         self.fail_all(Unavailable(_SHUTTING_DOWN))
 
     def _wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until all requests are answered and no continuation is expected; return False after the
-        timeout.
+        """Wait until all requests are answered and no continuation is expected; return False after the timeout.
 
         The caller holds the lock.
         """
@@ -287,10 +285,9 @@ class LocalEngineClient:
                     self._all_answered.notify_all()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait at most `timeout_s` seconds until this process's front ends have sent all responses; return
-        whether.
+        """Wait at most `timeout_s` seconds until this process's front ends have sent all responses.
 
-        Front ends in other processes are not included.
+        Returns whether they have. Front ends in other processes are not included.
         """
         end_s = time.monotonic() + timeout_s
         return all(wait(max(0.0, end_s - time.monotonic())) for wait in self._outboxes)
@@ -318,16 +315,17 @@ class LocalEngineClient:
 
 
 def _cost(request: Request) -> int:
-    """Return the cost of fetching a request, in sequences. Long prompts cost more, as every sequence copies
-    them."""
+    """Return the cost of fetching a request, in sequences.
+
+    Long prompts cost more, as every sequence copies them.
+    """
     return request.sampling.num_sequences * (1 + request.prompt_length // _TOKENS_OF_A_SEQUENCE)
 
 
 def _take_first(
     waiting: dict[int, _Waiting], max_num: int, num_sequences: Callable[[_Waiting], int]
 ) -> list[_Waiting]:
-    """Take the first entries: at most `max_num` unless negative, with at most SEQUENCES_PER_ITERATION
-    sequences."""
+    """Take the first entries with at most SEQUENCES_PER_ITERATION sequences: at most `max_num` unless negative."""
     taken: list[int] = []
     total = 0
     for request_id, each in waiting.items():
@@ -338,9 +336,10 @@ def _take_first(
     return [waiting.pop(request_id) for request_id in taken]
 
 
-def _deliver_drain_error(on_response: SendResponseCallback, response: Response, drain_error: InflightError) -> None:
-    """Deliver an error instead of the request's final response; drop the last responses of its other
-    sequences."""
+def _deliver_drain_error(
+    on_response: SendResponseCallback, response: Response, drain_error: InflightError
+) -> None:
+    """Deliver an error instead of the request's final response; drop the last responses of its other sequences."""
     if response.is_final:
         _deliver(on_response, Response(response.request_id, error=drain_error, is_final=True))
 

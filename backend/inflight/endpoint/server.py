@@ -87,6 +87,7 @@ class EndpointServer:
 
     def close(self) -> None:
         """Accept no more connections, send waiting responses, close all connections, remove the socket.
+
         Idempotent.
 
         Requests that are still in flight are stopped. To let them finish, end the batcher first.

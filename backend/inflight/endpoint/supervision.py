@@ -83,8 +83,7 @@ class Supervision:
             return self._job if is_awaited and self._notice_s is None else ""
 
     def put(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
-        """Send these statistics to all supervisors, replacing statistics that are not sent yet. Never
-        blocks."""
+        """Send these statistics to all supervisors, replacing statistics that are not sent yet. Never blocks."""
         news = partial(Statistics, stats, metrics, time.time())
         with self._changed:
             for supervisor in self._supervisors:
@@ -92,8 +91,10 @@ class Supervision:
             self._changed.notify_all()
 
     def attach(self, send: Send) -> SupervisorConnection:
-        """Add a supervisor. `send` sends a frame to the supervisor, and raises OSError if the connection has
-        ended."""
+        """Add a supervisor.
+
+        `send` sends a frame to the supervisor, and raises OSError if the connection has ended.
+        """
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
             supervisor = SupervisorConnection(self, send)
@@ -102,8 +103,7 @@ class Supervision:
         return supervisor
 
     def retire(self, notice_s: float) -> None:
-        """End the engine within `notice_s` seconds, after notifying its supervisors that this is not a
-        failure."""
+        """End the engine within `notice_s` seconds, after notifying its supervisors that this is not a failure."""
         with self._changed:
             if self._notice_s is None:
                 self._notice_s = notice_s
@@ -128,8 +128,10 @@ class Supervision:
             self._changed.notify_all()
 
     def run(self, supervisor: SupervisorConnection) -> None:
-        """Send heartbeats and statistics to one supervisor until it or the engine ends. Runs on the
-        supervisor's thread."""
+        """Send heartbeats and statistics to one supervisor until it or the engine ends.
+
+        Runs on the supervisor's thread.
+        """
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
             while True:
@@ -206,8 +208,9 @@ class EngineWatch:
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:
-        """Pass statistics to `on_statistics` until the engine ends; return why it ended, or "" if it was
-        asked to end.
+        """Pass statistics to `on_statistics` until the engine ends.
+
+        Returns why it ended, or "" if it was asked to end.
 
         Runs on one thread; `close`, on another thread, makes it return.
         """
@@ -226,8 +229,7 @@ class EngineWatch:
         return "the process of rank 0 has ended"
 
     def has_left(self) -> bool:
-        """Return whether the engine has ended or was asked to end. Must not be called while `run` is
-        running."""
+        """Return whether the engine has ended or was asked to end. Must not be called while `run` is running."""
         self._socket.settimeout(0.0)
         try:
             while (frame := self._next()) is not None:
@@ -256,13 +258,14 @@ class EngineWatch:
         except TimeoutError:
             if time.monotonic() - begun_s < _STOPPED * self._timeout_s:
                 raise
-            body = read_frame(self._socket)  # this process was suspended, perhaps together with the engine: wait again
+            body = read_frame(
+                self._socket
+            )  # this process was suspended, perhaps together with the engine: wait again
         return None if body is None else decode_from_engine(body)
 
 
 def awaits_successor(path: str, server: str, job: str, timeout_s: float) -> bool:
-    """Return whether the engine at `path` was started with `job` and waits until a process of `server` takes
-    over."""
+    """Return whether the engine at `path` was started with `job` and waits for a process of `server`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:

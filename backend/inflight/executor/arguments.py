@@ -66,8 +66,7 @@ def _from_folder(
 
 
 def _checkpoint(model: str, revision: str | None) -> str:
-    """Return the folder of a checkpoint, after downloading it if `model` is a name on the Hugging Face
-    hub."""
+    """Return the folder of a checkpoint, after downloading it if `model` is a name on the Hugging Face hub."""
     try:
         return readable(str(find_checkpoint(native(model), revision)))
     except ConfigError as error:
@@ -77,8 +76,10 @@ def _checkpoint(model: str, revision: str | None) -> str:
 def responses_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
-    """Return (request ids, timeout) of `await_responses`. The ids are one id, several, or None for all
-    requests."""
+    """Return (request ids, timeout) of `await_responses`.
+
+    The ids are one id, several, or None for all requests.
+    """
     unknown = keywords.keys() - {"id", "ids", "timeout"}
     if unknown or len(args) + len(keywords) > 2:
         raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
@@ -99,8 +100,10 @@ def responses_arguments(
 def adapters_of_prompts(
     lora: Lora | Sequence[Lora | None] | None, num_prompts: int
 ) -> list[LoraRequest | None]:
-    """Return the adapter of each prompt of `generate`. Weights of an adapter for all prompts are copied only
-    once."""
+    """Return the adapter of each prompt of `generate`.
+
+    Weights of an adapter for all prompts are copied only once.
+    """
     try:
         if lora is None or isinstance(lora, Lora):
             return [to_lora_request(lora)] * num_prompts

@@ -166,8 +166,10 @@ def to_float_tensor(tensor: Any) -> FloatTensor:
 
 
 def to_host_array(tensor: Any) -> NDArray[Any]:
-    """Return a torch or numpy tensor as an array. The elements of a bfloat16 tensor are returned as bits, in
-    uint16."""
+    """Return a torch or numpy tensor as an array.
+
+    The elements of a bfloat16 tensor are returned as bits, in uint16.
+    """
     if not hasattr(tensor, "detach"):
         return np.asarray(tensor)
     on_host = tensor.detach().cpu()
@@ -230,8 +232,7 @@ def _allotted_time_ms(time: timedelta | None) -> int:
 
 
 def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
-    """Raise ExecutorError unless the request's logits post-processor is in `known`, the names that the
-    engine has."""
+    """Raise ExecutorError unless the request's logits post-processor is among the engine's (`known`)."""
     name = request.logits_post_processor_name
     if request.logits_post_processor is not None and OWN_POST_PROCESSOR_NAME not in known:
         raise NotSupported(

@@ -50,8 +50,7 @@ class ExecutorEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End requests in flight and the engine. On a rank other than 0, wait until rank 0 ends.
-        Idempotent."""
+        """End requests in flight and the engine. On a rank other than 0, wait until rank 0 ends. Idempotent."""
         ...
 
 
@@ -85,8 +84,10 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
 
 
 def _for_ranks(parameters: Parameters, num_ranks: int) -> Parameters:
-    """Return the parameters for `num_ranks` ranks. If they specify one rank, use tensor parallelism over all
-    ranks."""
+    """Return the parameters for `num_ranks` ranks.
+
+    If they specify one rank, use tensor parallelism over all ranks.
+    """
     if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
         return parameters
     return replace(parameters, tensor_parallel_size=num_ranks)
@@ -152,8 +153,10 @@ def _take_part(parameters: Parameters, load: LoadModel) -> ExecutorEngine:
 
 
 class _Leading:
-    """The engine of rank 0. If another rank is lost, all requests get the reason as error, and new ones are
-    refused."""
+    """The engine of rank 0.
+
+    If another rank is lost, all requests get the reason as error, and new ones are refused.
+    """
 
     def __init__(self) -> None:
         self.running: RunningEngine | None = None
@@ -237,8 +240,7 @@ class _Orchestrated:
 
 
 class _NoGuard:
-    """A guard that does nothing, because the ranks end by themselves if this process, their supervisor, is
-    killed."""
+    """A guard that does nothing, because ranks end by themselves if their supervisor, this process, is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
         """Do nothing."""

@@ -23,8 +23,7 @@ class EnqueuedRequests:
         self._num_unfinished = 0
 
     def reserve(self, num_sequences: int, most: int | None) -> bool:
-        """Add sequences to the number of enqueued ones; add none and return False if it would exceed
-        `most`."""
+        """Add sequences to the number of enqueued ones; add none and return False if it would exceed `most`."""
         with self._lock:
             if most is not None and self._num_unfinished + num_sequences > most:
                 return False
@@ -32,14 +31,15 @@ class EnqueuedRequests:
             return True
 
     def release(self, num_sequences: int) -> None:
-        """Subtract sequences that have ended, or were not enqueued after all, from the number of enqueued
-        ones."""
+        """Subtract sequences that have ended, or were not enqueued after all, from the number of enqueued ones."""
         with self._lock:
             self._num_unfinished -= num_sequences
 
     def open(self, request_id: int, answers: Answers) -> None:
-        """Register a request that the engine has accepted. Its answers may already have arrived or been
-        fetched."""
+        """Register a request that the engine has accepted.
+
+        Its answers may already have arrived or been fetched.
+        """
         with self._lock:
             self._newest_id = max(self._newest_id, request_id)
             if not answers.have_ended:

@@ -72,8 +72,7 @@ class CommunicationType(Numbered):
 
 
 class CommunicationMode(Numbered):
-    """LEADER: mpirun starts the ranks, and rank 0 takes requests. ORCHESTRATOR: this process starts the
-    ranks."""
+    """LEADER: mpirun starts the ranks, and rank 0 takes requests. ORCHESTRATOR: this process starts the ranks."""
 
     LEADER = 0
     ORCHESTRATOR = 1

@@ -1,5 +1,4 @@
-"""`Executor` of TensorRT-LLM's Executor API: enqueues requests, and returns their responses when they are
-awaited.
+"""`Executor` of TensorRT-LLM's Executor API: enqueues requests, and returns their responses when they are awaited.
 
 Each Executor has one engine (`engines.py`). The GptManager's loop makes responses, which wait in an
 `EnqueuedRequests` until they are fetched. Any thread may call any method.

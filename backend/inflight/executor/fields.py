@@ -395,8 +395,10 @@ FIELDS: tuple[FieldNote, ...] = (*_REQUEST, *_PARTS_OF_REQUESTS, *_CONFIGURATION
 
 
 class FieldChecker:
-    """Refuses and logs fields, according to their treatment. Each executor has one, and logs an ignored
-    field once."""
+    """Refuses and logs fields, according to their treatment.
+
+    Each executor has one, and logs an ignored field once.
+    """
 
     def __init__(self) -> None:
         self._notes = {
@@ -405,8 +407,7 @@ class FieldChecker:
         self._logged: set[str] = set()
 
     def check(self, given: Request | ExecutorConfig) -> None:
-        """Raise NotSupported for the first refused field that is not neutral, and log ignored fields that
-        are not."""
+        """Raise NotSupported for a refused field that is not neutral, and log ignored fields that are not."""
         for owner, each in _all_fields(given):
             note = self._notes.get((type(owner), each.name))
             if note is None or not _asks(getattr(owner, each.name), each, note):

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class OwnPostProcessors:
-    """A logits post-processor that calls the callable `Request.logits_post_processor` of each request. Any
-    thread.
+    """A logits post-processor that calls the callable `Request.logits_post_processor` of each request. Any thread.
 
     An engine gets its post-processors when it starts; this object is one of them. It stores the callables of
     requests by request id.
@@ -36,8 +35,7 @@ class OwnPostProcessors:
         self._by_id: dict[int, tuple[Callable[..., Any], bool]] = {}
 
     def submit(self, process: Callable[..., Any], submit: Callable[[], RequestHandle]) -> RequestHandle:
-        """Submit a request and store its callable, before the engine can call it; return the request's
-        handle."""
+        """Submit a request and store its callable, before the engine can call it; return the request's handle."""
         has_client_id = has_client_id_argument(process)
         with self._lock:
             handle = submit()
@@ -60,8 +58,7 @@ class OwnPostProcessors:
 
 
 def has_client_id_argument(process: Callable[..., Any]) -> bool:
-    """Return whether a callable takes five arguments instead of four; raise InvalidValue for any other
-    number."""
+    """Return whether a callable takes five arguments instead of four; raise InvalidValue for any other number."""
     from inflight.sampling.logits_post_processors import takes_client_id
 
     try:

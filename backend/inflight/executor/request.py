@@ -160,8 +160,7 @@ class LookaheadDecodingConfig(Frozen):
             raise InvalidValue("ngramSize=1 requires windowSize=1")
 
     def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
-        """Return the largest number of tokens in a pass, the longest path, and both numbers for draft tokens
-        alone."""
+        """Return the most tokens in a pass, the longest path, and both numbers for draft tokens alone."""
         return self.calculate_speculative_resource_tuple(
             self.max_window_size, self.max_ngram_size, self.max_verification_set_size
         )
@@ -253,8 +252,8 @@ class KvCacheRetentionConfig(Frozen):
 
     @dataclass
     class TokenRangeRetentionConfig(Typed):
-        """Priority of the blocks of tokens [token_start, token_end), and its duration. token_end None: the
-        prompt's end."""
+        """Priority of the blocks of tokens [token_start, token_end), to the prompt's end if None, and its
+        duration."""
 
         token_start: int
         token_end: int | None

@@ -12,8 +12,7 @@ from inflight.executor.typed import NOT_NEGATIVE, Typed, also_called, within
 @also_called(random_seed="seed", min_length="min_tokens")
 @dataclass
 class SamplingConfig(SamplingControls):
-    """Sampling controls of a request; None: the default. All fields but the two below are in
-    `SamplingControls`.
+    """Sampling controls of a request; None: the default. All fields but the two below are in `SamplingControls`.
 
     Attributes:
         prompt_ignore_length: Number of first prompt tokens that penalties ignore (0).

@@ -1,5 +1,4 @@
-"""GptManager with the signature that TensorRT-LLM documents: it takes a model's path and callbacks for
-tensors.
+"""GptManager with the signature that TensorRT-LLM documents: it takes a model's path and callbacks for tensors.
 
 It loads the engine, runs `inflight.batch_manager.GptManager` on it, converts tensors to requests and results
 to tensors, and calls GetInferenceRequests even while nothing runs. It runs on one rank only, unlike the
@@ -61,8 +60,7 @@ _WITHOUT_BATCH = frozenset({"output_ids", "sequence_length"})
 
 
 class TrtGptModelType(Enum):
-    """Kinds of batching. V1 ends a batch before it starts the next; the other two both mean in-flight
-    batching."""
+    """Kinds of batching. V1 ends a batch before it starts the next; the other two both mean in-flight batching."""
 
     V1 = "V1"
     InflightBatching = "inflight_batching"
@@ -78,8 +76,7 @@ class SchedulerPolicy(Enum):
 
 @dataclass
 class TrtGptModelOptionalParams(Typed):
-    """Optional settings of a model. Fields that ExecutorConfig and its parts also have mean the same as
-    there.
+    """Optional settings of a model. Fields that ExecutorConfig and its parts also have mean the same as there.
 
     Attributes:
         max_num_sequences: Largest number of sequences that run at a time.

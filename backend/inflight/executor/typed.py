@@ -42,8 +42,7 @@ def within(default: _T, values: Range) -> _T:
 
 
 def of_control(name: str, default: _T) -> _T:
-    """Return a field for a sampling control, whose values must be in the range of the control's
-    declaration."""
+    """Return a field for a sampling control, whose values must be in the range of the control's declaration."""
     control = CONTROLS[name].executor
     assert control is not None, f"{name} is no control of this API"
     return within(default, control.range)
@@ -94,8 +93,7 @@ class Frozen:
 
 
 def also_called(**names: str) -> Callable[[_C], _C]:
-    """Class decorator that gives fields second names: with `also_called(other="field")`, `other` means
-    `field`.
+    """Class decorator that gives fields second names: with `also_called(other="field")`, `other` means `field`.
 
     The names can be used as attributes and in the constructor. If the constructor gets both, the field's own
     name takes precedence.
@@ -141,8 +139,7 @@ class _Mismatch(Exception):
 
 @cache
 def _rules_of(cls: Any) -> dict[str, _Convert]:
-    """Return, by field, the function that checks and converts its values. It raises TypeError or
-    InvalidValue."""
+    """Return, by field, the function that checks and converts its values. It raises TypeError or InvalidValue."""
     annotated = SimpleNamespace(__annotations__={each.name: each.type for each in fields(cls)})
     hints = get_type_hints(
         annotated, vars(sys.modules[cls.__module__]), {**vars(cls), **_NAMES_IN_ANNOTATIONS}
@@ -171,8 +168,7 @@ def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Conve
 
 
 def _converter(hint: Any) -> _Convert:
-    """Return a function that converts values to type `hint`, and copies mutable values. It raises
-    _Mismatch."""
+    """Return a function that converts values to type `hint`, and copies mutable values. It raises _Mismatch."""
     if hint is Any:
         return lambda value: value
     if hint is int:

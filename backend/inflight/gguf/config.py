@@ -156,8 +156,7 @@ def _read_phi3(header: GgufHeader, section: _Section) -> Json:
 
 
 def _read_gemma(header: GgufHeader, section: _Section) -> Json:
-    """Return the keys of Gemma 2 and 3. The scale of attention is derived, because the file does not state
-    it."""
+    """Return the keys of Gemma 2 and 3. The scale of attention is derived, because the file does not state it."""
     head_dim, num_heads = section.size("attention.key_length"), section.size("attention.head_count")
     is_biggest = section.size("block_count") == _BIGGEST_GEMMA[header.architecture]
     config: Json = {

@@ -143,8 +143,7 @@ def _has_prefix_space(keys: ConfigFile) -> bool:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """Return every split of a token into two other tokens, by descending score, and for equal scores in
-    transformers' order."""
+    """Return every split of a token into two other tokens, in transformers' order: highest score first."""
     found: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -174,8 +173,7 @@ def _numbers(keys: ConfigFile, key: str, count: int) -> list[float]:
 def _added_tokens(
     keys: ConfigFile, tokens: list[str], vocabulary: dict[str, int], named: set[str]
 ) -> list[Json]:
-    """Return the added tokens of tokenizer.json: control tokens, which are special, and user-defined
-    tokens."""
+    """Return the added tokens of tokenizer.json: control tokens, which are special, and user-defined tokens."""
     has_types = keys.has(f"{_KEY}token_type")
     types = _numbers(keys, "token_type", len(tokens)) if has_types else [_NORMAL] * len(tokens)
     added: list[Json] = []

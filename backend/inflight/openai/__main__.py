@@ -35,8 +35,10 @@ _DEFAULT_PORT = 9000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends the process; return the exit status: 0 on a signal, 1 on failure, 2 for bad
-    options."""
+    """Serve until a signal ends the process.
+
+    Returns the exit status: 0 on a signal, 1 on failure, 2 for bad options.
+    """
     raise_descriptor_limit()
     return_large_blocks()
     parser = _parser()
@@ -161,8 +163,7 @@ def address(options: OpenAiOptions, listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but it checks whether to end once a second and on signals, instead of ten times a
-    second."""
+    """uvicorn's server, but it checks once a second and on signals whether to end, not ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -177,8 +178,7 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._told.wait(), _TICK_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal. After the first, requests in flight may finish; the second ends the server at
-        once."""
+        """Handle a signal. After the first, requests in flight may finish; the second ends the server at once."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._told.set)

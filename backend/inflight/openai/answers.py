@@ -30,8 +30,7 @@ FINISH_REASONS = {
     FinishReason.TIMED_OUT: "length",
 }
 _CUTS = frozenset((FinishReason.STOP_WORDS, FinishReason.LENGTH, FinishReason.TIMED_OUT))
-"""Finish reasons that are not the model's end token: the text may end inside a tool call or a reasoning
-mark."""
+"""Finish reasons that are not the model's end token: the text may end inside a tool call or a reasoning mark."""
 
 
 @dataclass(slots=True)
@@ -127,8 +126,7 @@ class Usage:
         return sum(self._cached)
 
     def add(self, batch_index: int, result: SequenceResult) -> None:
-        """Count a result's cached prompt tokens, once per prompt: all sequences share the prompt's
-        computation."""
+        """Count a result's cached prompt tokens, once per prompt: all sequences share the prompt's computation."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:
             length, size = self._prompt_lengths[batch_index], self._tokens_per_block
@@ -137,8 +135,7 @@ class Usage:
             self._cached[batch_index] = min(max(num_whole, 0) * size, length - 1)
 
     def of_chunk(self, body: SamplingBody) -> dict[str, Any]:
-        """Return the fields to add to a stream's chunk: `usage` with the counts so far, `usage` null, or no
-        field."""
+        """Return the fields to add to a stream's chunk: `usage` with the counts so far, or null, or no field."""
         if body.has_continuous_usage:
             return {"usage": self.as_json()}
         return {"usage": None} if body.includes_usage else {}
@@ -183,8 +180,10 @@ class Pieces:
             raise in_fields(error, self._asked.fields) from None
 
     async def _of_prompt(self, output: Output) -> tuple[Sequence[TopLogProbs], Sequence[int]]:
-        """Return (likeliest tokens at each prompt position, ranks of the prompt tokens); both are empty if
-        not requested."""
+        """Return (likeliest tokens at each prompt position, ranks of the prompt tokens).
+
+        Both are empty if not requested.
+        """
         logits, num_top = output.result.context_logits, self._asked.num_prompt_top
         if logits is None:
             return (), ()

@@ -32,8 +32,7 @@ MAX_CONTAINERS = 1 << 15
 _MAX_UNREAD = 16
 """Number of bodies of the largest allowed size that may be in memory at a time, being received or parsed."""
 _SMALL_BYTES = 64 << 10
-"""The first bytes of each body, which do not count towards `_MAX_UNREAD`, so that small bodies are always
-read."""
+"""The first bytes of each body, which do not count towards `_MAX_UNREAD`, so that small bodies are always read."""
 
 _LARGE_BYTES = 1 << 20
 _RETURN_S = 3.0
@@ -88,8 +87,7 @@ class BodyReader:
             self._num_waiting_bytes -= num_counted
 
     def _return_memory_soon(self) -> None:
-        """Schedule the return of freed memory to the kernel, after a delay in which large bodies are likely
-        freed."""
+        """Schedule the return of freed memory to the kernel, when large bodies are likely to be freed."""
         if self._return is None:
             self._return = asyncio.get_running_loop().call_later(_RETURN_S, self._return_memory)
 
@@ -146,7 +144,11 @@ def _excess(raw: bytes) -> str:
     """Describe the first limit that JSON exceeds, estimated from its punctuation; "" if it exceeds none."""
     for count, most, name in (
         (raw.count(b","), MAX_VALUES, "values"),  # the last value of a list or object has no comma
-        (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` keeps one quotation mark of each text
+        (
+            raw.count(b'"'),
+            MAX_TEXTS,
+            "texts and keys",
+        ),  # `_without_texts` keeps one quotation mark of each text
         (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:
@@ -155,8 +157,10 @@ def _excess(raw: bytes) -> str:
 
 
 def _without_texts(raw: bytes) -> bytes:
-    """Return JSON without the contents of its strings. For invalid JSON, the result is correct up to the
-    first error."""
+    """Return JSON without the contents of its strings.
+
+    For invalid JSON, the result is correct up to the first error.
+    """
     found = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_in_text = np.logical_xor.accumulate(found == ord('"'))
     return found[~is_in_text].tobytes()

@@ -63,8 +63,7 @@ def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> Prepare
 
 
 def _num_prompt_top(body: CompletionBody) -> int | None:
-    """Return how many of the likeliest tokens to report at each prompt position; None: no prompt log
-    probs."""
+    """Return how many of the likeliest tokens to report at each prompt position; None: no prompt log probs."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 

@@ -29,8 +29,10 @@ class Context:
     model: ServingModel
 
     async def adapter_of(self, model: str | None) -> str:
-        """Return the adapter named by a body's `model` (`ServingModel.adapter_of`). Must be each body's
-        first check."""
+        """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
+
+        Must be each body's first check.
+        """
         return await self.session.wait_for(partial(self.model.adapter_of, model))
 
 

@@ -98,8 +98,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = {}) -> ApiError:
-    """Convert an error of the engine's checks, which names tensors, to an error that names fields of the
-    body.
+    """Convert an error of the engine's checks, which names tensors, to an error that names fields of the body.
 
     The error's `param` is the first field that the message names, or `model` for an invalid adapter.
 
@@ -142,8 +141,7 @@ def _log_once(message: str) -> None:
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return OpenAI's object for an error. A long message is truncated, as it may repeat a client's
-    values."""
+    """Return OpenAI's object for an error. A long message is truncated, as it may repeat a client's values."""
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -151,8 +149,7 @@ def error_body(
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """Return the response for an error. If the error may be temporary, the response has a Retry-After
-    header."""
+    """Return the response for an error. If the error may be temporary, the response has a Retry-After header."""
     status, body = describe_error(error)
     return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 

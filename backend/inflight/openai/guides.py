@@ -28,8 +28,10 @@ _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
 
 
 def read_guide(body: SamplingBody) -> Guide | None:
-    """Return the guide that a body requests, None if it requests none. Raises ApiError if it is invalid or
-    not the only one."""
+    """Return the guide that a body requests, None if it requests none.
+
+    Raises ApiError if it is invalid or not the only one.
+    """
     found: dict[str, Guide] = {}
     given = {
         "guided_json": (GuideKind.JSON_SCHEMA, body.guided_json),

@@ -26,8 +26,7 @@ BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
 """For each such number of received bytes, a body's time limit (`BODY_TIMEOUT_S`) grows by one second."""
 MAX_UNUSED_BYTES = 64 << 20
-"""How many bytes of a refused body are read: many clients read the answer only after they have sent the
-body."""
+"""How many bytes of a refused body are read: many clients read the answer only after they have sent the body."""
 SEND_TIMEOUT_S = 60.0
 """Seconds after which a connection is closed if its client has read nothing of the waiting response."""
 MAX_HEAD_BYTES = 64 << 10
@@ -202,8 +201,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer the last received request with an error, after earlier requests' answers, and close the
-        connection."""
+        """Answer the last received request with an error, after earlier answers, and close the connection."""
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
         headers = {"connection": "close", HEADER: random_id()}
@@ -230,8 +228,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Wrap `app` for a client of HTTP/1.0, which has no chunked encoding: a stream ends when the connection
-    closes."""
+    """Wrap `app` for a client of HTTP/1.0: without chunked encoding, a stream ends when the connection closes."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True

@@ -112,8 +112,7 @@ class KServeEngineClient:
         self._thread.start()
 
     def describe(self) -> EngineDescription:
-        """Return the engine's description, derived from the server's model configuration and the tokenizer
-        folder."""
+        """Return the engine's description, from the server's model configuration and the tokenizer folder."""
         with self._describing:
             if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
                 try:
@@ -148,8 +147,7 @@ class KServeEngineClient:
             self._post(self._stop, request_id, reason, sequence_index)
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing, because an engine on another host does not wait until this process has sent its
-        responses."""
+        """Do nothing: an engine on another host does not wait until this process has sent its responses."""
 
     def state(self, timeout_s: float) -> str:
         """Return the engine's state as JSON; raise Unsupported if the server does not provide it."""
@@ -177,8 +175,7 @@ class KServeEngineClient:
             self._loop.close()
 
     def _described(self, config: Any, known: EngineDescription | None) -> EngineDescription:
-        """Return the description of an engine with this configuration; return the object `known` if it is
-        equal.
+        """Return the description of an engine with this configuration; return the object `known` if it is equal.
 
         If the configuration does not specify the size of the KV cache, the size is read from the server's
         state, if the server provides it.
@@ -267,8 +264,7 @@ class KServeEngineClient:
         outputs: list[str],
         parameters: Mapping[str, str | bool],
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Yield (response, whether it is the last) for each response to one request; raise the server's
-        errors.
+        """Yield (response, whether it is the last) for each response to one request; raise the server's errors.
 
         Closing the generator before the last response cancels the request.
         """

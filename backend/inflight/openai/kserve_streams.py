@@ -33,8 +33,7 @@ class InferResult(Protocol):
 
 
 class Connection(Protocol):
-    """The methods of tritonclient's `aio.InferenceServerClient` that are used here; tritonclient has no
-    types."""
+    """The methods of tritonclient's `aio.InferenceServerClient` that are used here; tritonclient has no types."""
 
     async def is_model_ready(self, model_name: str) -> Any:
         """Return whether the server can run the model."""
@@ -54,16 +53,14 @@ class Connection(Protocol):
 
 
 class KServeStreams:
-    """Pool of one connection's gRPC streams. It grows to the largest number of requests in flight at a
-    time."""
+    """Pool of one connection's gRPC streams. It grows to the largest number of requests in flight at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._idle: list[_KServeStream] = []
 
     async def ask(self, asked: InferArguments) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Yield (response, whether it is the last) for each response to a request; end early if the stream
-        ends.
+        """Yield (response, whether it is the last) for each response to a request; end early if the stream ends.
 
         Closing the generator early cancels the request and ends the stream.
 

@@ -203,8 +203,10 @@ def _refuse_uncarried(request: Request) -> None:
 
 
 def _one_end_id(end_ids: Sequence[int]) -> int | None:
-    """Return the end id, or -1 for none. Returns None if there are several, which are sent as a request
-    parameter."""
+    """Return the end id, or -1 for none.
+
+    Returns None if there are several, which are sent as a request parameter.
+    """
     if len(end_ids) > 1:
         return None
     return end_ids[0] if end_ids else -1

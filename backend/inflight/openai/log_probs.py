@@ -183,8 +183,7 @@ def prompt_log_probs_json(
     num_top: int,
     ranks: Sequence[int],
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: null for the first token, then an object of log probs by token id for
-    each."""
+    """Return vLLM's `prompt_logprobs`: null for the first token, for each other one log probs by token id."""
     told: list[dict[str, Any] | None] = [None]
     for place, (token_id, value) in enumerate(zip(ids[1:], log_probs[1:])):
         top = tops[place] if tops else TopLogProbs((), ())

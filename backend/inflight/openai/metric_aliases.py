@@ -31,8 +31,7 @@ class _EngineMetrics:
         return float(self.series[name][tuple(sorted(labels.items()))])
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Return the values of a metric with one label, by label value; raise KeyError if the page lacks
-        it."""
+        """Return the values of a metric with one label, by label value; raise KeyError if the page lacks it."""
         return {labels[0][1]: float(value) for labels, value in self.series[name].items()}
 
 
@@ -181,8 +180,10 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
 
 
 def _read(page: str) -> dict[Labels, _EngineMetrics]:
-    """Return the metrics of each engine on the page, by the labels that name the model; the served engine
-    first."""
+    """Return the metrics of each engine on the page, by the labels that name its model.
+
+    The served engine is first.
+    """
     engines: dict[Labels, _EngineMetrics] = {}
     for name, text, value in _SERIES.findall(page):
         labels = dict(_LABEL.findall(text))

@@ -68,8 +68,7 @@ class OpenAiOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that exist for local and remote engines. Flags that vLLM also has are named as in
-    vLLM."""
+    """Add the flags that exist for local and remote engines. Flags that vLLM also has are named as in vLLM."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)

@@ -60,8 +60,7 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
 def prepare_body(
     model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
 ) -> PreparedBody:
-    """Check all prompts against the model's limits, and return the prepared body. Errors name fields of the
-    body.
+    """Check all prompts against the model's limits, and return the prepared body. Errors name fields of the body.
 
     Args:
         model: The served model.

@@ -136,8 +136,7 @@ def make_prompt(
 
 
 def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
-    """Return all spellings of the stop strings as token ids, as stop words with which the engine ends
-    beams."""
+    """Return all spellings of the stop strings as token ids, as stop words with which the engine ends beams."""
     return tuple(word for text in stop_strings for word in encoder.spellings(text))
 
 

@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
-"""Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the
-request."""
+"""Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _SLOW_S = 1.0
 """A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
 
@@ -141,8 +140,10 @@ class ServingModel:
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[list[int]]:
-        """Return the token ids of each text. Raises InvalidArgument, which names `field`, if a text is too
-        long."""
+        """Return the token ids of each text.
+
+        Raises InvalidArgument, which names `field`, if a text is too long.
+        """
         limits = self.describe().limits
         for text in texts:
             self.encoder.check_prompt_length(len(text.encode()), field, limits)
@@ -161,10 +162,11 @@ class ServingModel:
 
     @property
     def fingerprint(self) -> str:
-        """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits.
-        """
+        """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits."""
         description = self._checkpoint().description
-        limits = replace(description.limits, num_blocks=0)  # it depends on the memory that was free at the start
+        limits = replace(
+            description.limits, num_blocks=0
+        )  # it depends on the memory that was free at the start
         told = repr((package_version(), description.model_path, description.dtype, limits))
         return f"fp_{blake2b(told.encode(errors='surrogatepass'), digest_size=5).hexdigest()}"
 
@@ -206,8 +208,10 @@ class _Checkpoint:
         self._token_bytes: list[bytes] | None = None
 
     def load(self) -> None:
-        """Read the tokenizer and the chat template once. `tokenizer` and `template` raise errors that occur
-        here."""
+        """Read the tokenizer and the chat template once.
+
+        `tokenizer` and `template` raise errors that occur here.
+        """
         with self._lock:
             folder = self.description.tokenizer_dir
             if self._is_loaded:

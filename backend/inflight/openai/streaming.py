@@ -1,5 +1,4 @@
-"""Send answers, whole or as server-sent events, and detect clients that disconnect. Runs on the event
-loop."""
+"""Send answers, whole or as server-sent events, and detect clients that disconnect. Runs on the event loop."""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ _FIELD_DEFAULTS = {
     "encoder_input_features_data_type": "TYPE_FP16",
     "prompt_embedding_table_data_type": "TYPE_FP16",
 }
-"""Defaults of tensorrtllm_backend's template variables outside of strings; the values of
-`model_repository`."""
+"""Defaults of tensorrtllm_backend's template variables outside of strings; the values of `model_repository`."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def set_input_type(config_text: str, name: str, data_type: str) -> str:
 
 
 def fill_fields(config_text: str) -> str:
-    """Return the text with template variables outside of strings, which are invalid protobuf, replaced by
-    defaults.
+    """Return the text with defaults for template variables outside of strings, which are invalid protobuf.
 
     Variables without a default are not changed, nor are variables in strings and comments.
     """

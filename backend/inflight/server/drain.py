@@ -22,8 +22,7 @@ _RESOLUTION_S = 0.02
 
 
 class EngineDrain:
-    """Notifies a server's engines that the server shuts down, and records when they have answered all
-    requests.
+    """Notifies a server's engines that the server shuts down, and records when they have answered all requests.
 
     Triton does not notify a model of its shutdown while requests are in flight, and after the exit timeout
     it would drop them without an answer. An engine that this class notifies ends its requests with

@@ -68,8 +68,7 @@ class Guard:
         self._has_ended = threading.Event()
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """When the server ends, end the ranks by killing `launcher`, and remove `folder`, their shared
-        memory."""
+        """When the server ends, end the ranks by killing `launcher`, and remove `folder`, their shared memory."""
         self._send(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
 
     def remove_later(self, files: str) -> None:
@@ -78,8 +77,10 @@ class Guard:
             self._send(b"%s %s" % (_FILES, os.fsencode(files)))
 
     def beat(self, timeout_s: float) -> None:
-        """Start a thread that sends heartbeats. After `timeout_s` seconds without one, this process counts
-        as lost."""
+        """Start a thread that sends heartbeats.
+
+        After `timeout_s` seconds without one, this process counts as lost.
+        """
         threading.Thread(target=self._beat, args=(timeout_s,), name="guard-beat", daemon=True).start()
 
     def end_server(self) -> None:
@@ -87,8 +88,7 @@ class Guard:
         self._send(_END)
 
     def dismiss(self) -> None:
-        """End the guard process, because this process ends in order or another one replaces it.
-        Idempotent."""
+        """End the guard process, because this process ends in order or another one replaces it. Idempotent."""
         self._has_ended.set()
         self._send(_DISMISS)
         with contextlib.suppress(OSError):
@@ -97,8 +97,7 @@ class Guard:
         self._process.wait()
 
     def rest(self) -> None:
-        """End the supervision of this process, but keep the guard and its open descriptors until the server
-        ends."""
+        """End the supervision of this process, but keep the guard and its descriptors until the server ends."""
         self._has_ended.set()
         self._send(_REST)
 
@@ -130,8 +129,7 @@ def guard_in_server(model: str) -> Guard | None:
 
 
 def guard_of_front_end(model: str) -> Guard | None:
-    """Start a guard, with heartbeats, for a model without an engine; return None if this process is not a
-    stub."""
+    """Start a guard, with heartbeats, for a model without an engine; return None if this process is not a stub."""
     guard = guard_in_server(model)
     if guard is not None:
         guard.beat(SILENCE_S)
@@ -211,8 +209,7 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _NextAction:
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
-    """Return the readable descriptors; [] if there are none for `timeout_s` seconds in which this process
-    ran."""
+    """Return the readable descriptors; [] if there are none for `timeout_s` seconds in which this process ran."""
     while True:
         begun_s = time.monotonic()
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]

@@ -38,8 +38,7 @@ class Installation:
         return dict(os.environ) | self.variables()
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables to change. PATH begins with the `python3` that the Python stub
-        runs."""
+        """Return the environment variables to change. PATH begins with the `python3` that the Python stub runs."""
         paths = {
             "PATH": [self.interpreter],
             "LD_LIBRARY_PATH": list(self.library_path),

@@ -18,8 +18,10 @@ _GRACE_S = 10.0
 
 
 class Keeper:
-    """Starts and controls the keeper process. Constructed before the server is started, which thus always
-    has one."""
+    """Starts and controls the keeper process.
+
+    Constructed before the server is started, which thus always has one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(

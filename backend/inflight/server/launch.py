@@ -102,8 +102,7 @@ def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
 
 
 class TritonServer:
-    """A tritonserver and its private folder. The constructor lays out the folder; `start` starts the
-    server."""
+    """A tritonserver and its private folder. The constructor lays out the folder; `start` starts the server."""
 
     def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
         self._options = options
@@ -258,8 +257,7 @@ class TritonServer:
         return request_checks.last_requests(self._folder, _LAST_REQUESTS)
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Refuse new requests, let requests in flight finish, and end the server; at once if `hurry` returns
-        true.
+        """Refuse new requests, let requests in flight finish, and end the server; at once if `hurry` returns true.
 
         The server is killed after the exit timeout if it has not ended, for example because a client still
         holds a stream. Without an engine that reports when all requests are answered, this takes some
@@ -292,8 +290,10 @@ class TritonServer:
         return in_order
 
     def _drain_engines(self) -> EngineDrain | None:
-        """Notify the engines of the shutdown: this launcher's, or those that engine_endpoint names. None
-        without engines."""
+        """Notify the engines of the shutdown: this launcher's, or those that engine_endpoint names.
+
+        None without engines.
+        """
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
@@ -347,14 +347,18 @@ class TritonServer:
         return lay_out(self._options, self._folder / "models")
 
     def _find_leader(self) -> ranks.Launch | None:
-        """Return the engine whose ranks this launcher starts; None if there is none, or mpirun started this
-        launcher."""
+        """Return the engine whose ranks this launcher starts.
+
+        Returns None if there is none, or mpirun started this launcher.
+        """
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_openai(self) -> OpenAiProcess | None:
-        """Make the OpenAI endpoint for `tensorrt_llm`, or if it is no engine, for the first engine; None
-        without engines."""
+        """Make the OpenAI endpoint for `tensorrt_llm`, or if it is no engine, for the first engine.
+
+        Returns None without engines.
+        """
         engines, options = self.repository.endpoints, self._options
         if self.ports.openai is None or not engines:
             return None
@@ -498,8 +502,7 @@ def _find(program: Path | None, folder: Path) -> installation.Installation:
 
 
 def _where_log_is(echo: TextIO | None) -> str:
-    """Return the words of an error message that say where the log is. `echo` is the stream it is copied
-    to."""
+    """Return the words of an error message that say where the log is. `echo` is the stream it is copied to."""
     if echo is None:
         return "its log ends with"
     try:

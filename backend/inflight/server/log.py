@@ -15,8 +15,7 @@ from inflight.server import descriptors
 _KEPT_LINES = 20_000
 _REPEATED_S = 10.0
 _MOST_REPEATED = 20
-"""Number of equal lines that are copied within `_REPEATED_S` seconds. Further equal lines are only
-counted."""
+"""Number of equal lines that are copied within `_REPEATED_S` seconds. Further equal lines are only counted."""
 _MOST_KINDS = 1000
 """Number of different lines that are remembered within `_REPEATED_S` seconds."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
@@ -65,8 +64,7 @@ class ServerLog:
         self._thread.join(timeout)
 
     def settle(self, quiet: float, timeout: float) -> None:
-        """Wait until no line was written for `quiet` seconds, so that a line that the caller writes next
-        comes last.
+        """Wait until no line was written for `quiet` seconds, so that a line of the caller comes last.
 
         Waits at most `timeout` seconds.
         """

@@ -1,5 +1,6 @@
-"""The process beside tritonserver that serves OpenAI's protocol. It is started, restarted and ended with the
-server.
+"""The process beside tritonserver that serves OpenAI's protocol.
+
+It is started, restarted and ended with the server.
 
 The process runs `python -m inflight.openai`. It listens before the engine exists, and connects to the engine
 when the engine listens; so it is started while the models load, and keeps running when an engine is
@@ -81,8 +82,7 @@ class OpenAiProcess:
         return self._was_up
 
     def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:
-        """Refuse new connections, let requests in flight finish, and end the process; return whether it has
-        ended.
+        """Refuse new connections, let requests in flight finish, and end the process; return whether it has ended.
 
         Args:
             hurry: Function that returns true to stop waiting.

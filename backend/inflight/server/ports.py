@@ -39,8 +39,10 @@ def resolve_host(host: str) -> str:
 
 
 def resolve_ports(address: str, asked: Ports) -> Ports:
-    """Return the ports with every 0 replaced by a free port. Raises OptionError with the flag if a port is
-    taken."""
+    """Return the ports with every 0 replaced by a free port.
+
+    Raises OptionError with the flag if a port is taken.
+    """
     with contextlib.ExitStack() as held:
         # All ports are held at the same time, so that no free port is chosen twice, and a port that is given
         # twice is an error.
@@ -86,8 +88,7 @@ def _bind_to_free(listener: socket.socket, address: str) -> None:
 
 
 def _first_of_systems() -> int:
-    """Return the lowest ephemeral port: the lowest port that the kernel may choose for a connection or port
-    0."""
+    """Return the lowest ephemeral port: the lowest port that the kernel may choose for a connection or port 0."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

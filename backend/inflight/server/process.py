@@ -29,10 +29,11 @@ of 5 MB overflows a stack of 8 MiB."""
 
 
 def _larger_stacks() -> tuple[str, ...]:
-    """Return a command prefix that raises the stack limit; () if the limit is high enough or cannot be
-    raised."""
+    """Return a command prefix that raises the stack limit; () if the limit is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES  # if there is no limit, threads have only 2 MiB
+    is_enough = (
+        soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES
+    )  # if there is no limit, threads have only 2 MiB
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
     program = shutil.which("prlimit")
     if is_enough or not may_be_raised or program is None:
@@ -41,8 +42,7 @@ def _larger_stacks() -> tuple[str, ...]:
 
 
 class ServerProcess:
-    """A process of tritonserver or mpirun. The constructor starts it; OSError if the program cannot be
-    run."""
+    """A process of tritonserver or mpirun. The constructor starts it; OSError if the program cannot be run."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, is_mpirun: bool
@@ -86,8 +86,7 @@ class ServerProcess:
             self._child.wait(timeout)
 
     def ask_to_end(self) -> bool:
-        """Send tritonserver the signal to finish its requests and end; return False if it does not run
-        yet."""
+        """Send tritonserver the signal to finish its requests and end; return False if it does not run yet."""
         pid = self.pid
         if pid is None:
             return False
@@ -101,8 +100,7 @@ class ServerProcess:
         self._child.wait()
 
     def _end_with_tritonserver(self) -> None:
-        """End the remaining ranks after tritonserver has ended, because mpirun would wait forever for a
-        stopped rank."""
+        """End the remaining ranks after tritonserver, because mpirun would wait forever for a stopped rank."""
         while (pid := self.pid) is None:
             if self.returncode is not None:
                 return

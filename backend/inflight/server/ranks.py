@@ -1,5 +1,4 @@
-"""How many ranks a repository's engines have, which process starts them, and the mpirun command of leader
-mode.
+"""How many ranks a repository's engines have, which process starts them, and the mpirun command of leader mode.
 
 The launcher reads the parameters about ranks with this module; the model that holds the engine reads them
 itself. Imports only the standard library (see `trtllm_launcher`). Reads the environment; starts nothing.
@@ -70,8 +69,7 @@ class Launch:
 def settings(
     tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None, ep: int | None = None
 ) -> dict[str, str]:
-    """Return command-line options as parameters of config.pbtxt. An option that is None gives no
-    parameter."""
+    """Return command-line options as parameters of config.pbtxt. An option that is None gives no parameter."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
@@ -85,8 +83,7 @@ def settings(
 def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
-    """Return how an engine's ranks are started. Raises OptionError if the engine's parameters are
-    inconsistent."""
+    """Return how an engine's ranks are started. Raises OptionError if the engine's parameters are inconsistent."""
     sizes = TENSOR_PARALLEL, PIPELINE_PARALLEL, EXPERT_PARALLEL
     tp, pp, ep = (_size(model, key, parameters.get(key)) for key in sizes)
     asked = parameters.get(LAUNCH_MODE)
@@ -111,8 +108,10 @@ def launch_of(
 
 
 def find_leader(launches: Sequence[Launch]) -> Launch | None:
-    """Return the engine in leader mode, whose ranks mpirun starts with tritonserver. OptionError if there
-    are several."""
+    """Return the engine in leader mode, whose ranks mpirun starts with tritonserver.
+
+    OptionError if there are several.
+    """
     leaders = [launch for launch in launches if launch.mode == "leader"]
     if len(leaders) > 1:
         names = " and ".join(launch.model for launch in leaders)
@@ -156,8 +155,7 @@ def leader_command(
 
 
 def session_variables(folder: Path, shared_memory: Path) -> dict[str, str]:
-    """Return environment variables with which mpirun writes its files to folders that are removed with the
-    server."""
+    """Return environment variables with which mpirun's files are in folders that are removed with the server."""
     return {"TMPDIR": str(folder), SHARED_MEMORY: str(shared_memory)}
 
 

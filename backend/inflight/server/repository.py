@@ -214,8 +214,7 @@ def _demo_model(source: Path, engine: str) -> str | None:
 
 
 def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) -> str | None:
-    """Return the engine that `model` uses: itself, else the engine in its parameters, else the first
-    engine."""
+    """Return the engine that `model` uses: itself, else the engine in its parameters, else the first engine."""
     named = parameters.get(ENGINE_NAME, "")
     return next((name for name in (model, named, *engines) if name in engines), None)
 
@@ -232,8 +231,10 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:
-    """Return whether the model holds an engine. A checkpoint's path is not sufficient: preprocessing may
-    have one, too."""
+    """Return whether the model holds an engine.
+
+    A checkpoint's path is not sufficient: preprocessing may have one, too.
+    """
     return MODEL_PATH in known and (ADD_SPECIAL_TOKENS not in known or MODEL_TYPE in known)
 
 
@@ -296,8 +297,10 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """Return a model's new value of `decoupled`: the wanted value, else the value of its engine; None:
-    unchanged."""
+    """Return a model's new value of `decoupled`: the wanted value, else the value of its engine.
+
+    Returns None if it must not be changed.
+    """
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

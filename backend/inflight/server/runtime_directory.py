@@ -25,8 +25,7 @@ PID_FILE = "tritonserver.pid"
 """File in the server's folder with tritonserver's process id, on a line."""
 
 UMASK = 0o077
-"""Umask of a server's processes, with which only this user can read their files and Triton's shared
-memory."""
+"""Umask of a server's processes, with which only this user can read their files and Triton's shared memory."""
 
 _LOSS_FILE = "lost"  # this file exists if a guard has ended the server, whatever the server's exit status is
 _INITIALIZED = "initialized-"  # prefix of the file that exists if a model is loaded; the model's name follows

@@ -91,8 +91,7 @@ class Startup:
         )
 
     def forgotten(self) -> str | None:
-        """Return an error message if tritonserver does not notice that a process has loaded its model; else
-        None.
+        """Return an error message if tritonserver does not notice that a process has loaded its model; else None.
 
         tritonserver has then abandoned this process (see `log.was_starved`), and both wait for each other.
         """

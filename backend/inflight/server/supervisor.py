@@ -20,8 +20,7 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a start, by the number of servers lost in a row. The last number is for all further
-starts."""
+"""Seconds before a start, by the number of servers lost in a row. The last number is for all further starts."""
 
 _PROVEN_S = 60.0
 """After a server was ready for this many seconds, the number of servers lost in a row is reset."""
@@ -65,8 +64,7 @@ class Signals:
         return len(self.received) > 1
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait until a signal arrives, or until `until` returns true, which is checked when a child process
-        ends.
+        """Wait until a signal arrives, or until `until` returns true, which is checked when a child process ends.
 
         Waits at most `timeout` seconds; None: no limit.
         """
@@ -104,8 +102,10 @@ class Supervisor:
         self._num_lost = 0  # in a row
 
     def run(self) -> int:
-        """Serve until a signal ends this process; return the exit status. ServeError if no server can be
-        kept running."""
+        """Serve until a signal ends this process; return the exit status.
+
+        ServeError if no server can be kept running.
+        """
         orphans.adopt()
         while (server := self._start()) is not None:
             try:

@@ -1,5 +1,4 @@
-"""tensorrtllm_backend's launch_triton_server.py, implemented by `scripts/serve`, with the same flags and
-defaults.
+"""tensorrtllm_backend's launch_triton_server.py, implemented by `scripts/serve`, with the same flags and defaults.
 
 Converts each flag to options of `scripts/serve`. Imports only the standard library, because the calling
 script may run before anything is installed.

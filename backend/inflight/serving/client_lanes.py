@@ -49,8 +49,7 @@ class ClientLanes:
         self._pool.submit(self._run, client, job)
 
     def close(self) -> None:
-        """Wait for the jobs that run, and drop the jobs that wait. `submit` raises RuntimeError
-        afterwards."""
+        """Wait for the jobs that run, and drop the jobs that wait. `submit` raises RuntimeError afterwards."""
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()

@@ -46,8 +46,10 @@ class TokenizerFinder:
         self._problem: str | None = None
 
     def find(self, engine_directory: str = "") -> Tokenizer | None:
-        """Return the tokenizer in the folder tokenizer_dir, or else in `engine_directory`; None if there is
-        none."""
+        """Return the tokenizer in the folder tokenizer_dir, or else in `engine_directory`.
+
+        Returns None if there is none.
+        """
         if self._found is None and self._problem is None:
             self._look(self._directory or engine_directory)
         return self._found

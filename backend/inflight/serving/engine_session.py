@@ -52,16 +52,17 @@ class EngineSession:
             self._computing.submit(function)
 
     async def wait_for(self, function: Callable[[], _T]) -> _T:
-        """Run a function that waits for another process, on another thread; return its result or raise its
-        error.
+        """Run a function that waits for another process, on another thread; return its result or raise its error.
 
         The function does not delay functions given to `compute`.
         """
         return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
 
     def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """Return a stream of the outputs of `prompts`. The prompts run from the stream's `start` to its
-        `close`."""
+        """Return a stream of the outputs of `prompts`.
+
+        The prompts run from the stream's `start` to its `close`.
+        """
         self._loop = asyncio.get_running_loop()
         return OutputStream(self, prompts)
 
@@ -87,8 +88,10 @@ class EngineSession:
             self._stopping.submit(stop)
 
     def notify(self, has_news: asyncio.Event) -> None:
-        """Set `has_news` on the event loop, which is woken once for all waiting events. Any thread; never
-        blocks."""
+        """Set `has_news` on the event loop, which is woken once for all waiting events.
+
+        Any thread; never blocks.
+        """
         with self._lock:
             self._news.append(has_news)
             is_first = len(self._news) == 1
@@ -176,8 +179,7 @@ class OutputStream:
                 handle.stop()
 
     def _on_response(self, response: Response) -> None:
-        """Queue one response, or drop it after `close`. Called on the engine client's thread; never
-        blocks."""
+        """Queue one response, or drop it after `close`. Called on the engine client's thread; never blocks."""
         if not self._is_closed:
             self._delivery.put(response)
 

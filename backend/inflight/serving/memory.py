@@ -30,16 +30,14 @@ def return_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Return all free memory of the C library to the kernel, including small blocks. Takes a few
-    milliseconds."""
+    """Return all free memory of the C library to the kernel, including small blocks. Takes a few milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def measure_memory() -> MemoryUsage:
-    """Return this process's resident memory, and torch's reserved device memory and pinned host memory, in
-    bytes."""
+    """Return this process's resident memory, and torch's device memory and pinned host memory, in bytes."""
     gpu, pinned = _torch_memory(sys.modules.get("torch"))
     return MemoryUsage(psutil.Process().memory_info().rss, gpu, pinned)
 

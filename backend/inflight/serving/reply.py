@@ -262,8 +262,7 @@ def _of_tokens(result: SequenceResult) -> Iterator[ReturnedOutput]:
 
 
 def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
-    """Combine additional outputs: one tensor for the shared prompt, and one for the tokens of each
-    sequence."""
+    """Combine additional outputs: one tensor for the shared prompt, and one for the tokens of each sequence."""
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
         ReturnedOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
@@ -274,8 +273,10 @@ def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """Return the single row of each part, or `missing` for a part that is None. Returns None if all parts
-    are None."""
+    """Return the single row of each part, or `missing` for a part that is None.
+
+    Returns None if all parts are None.
+    """
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

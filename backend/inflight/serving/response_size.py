@@ -44,8 +44,7 @@ They are sent over the engine endpoint as lists, with up to 9 bytes for a value 
 """
 
 SMALL_BYTES = 256 * 1024
-"""Largest size in bytes of responses that are not counted. Every pool has more space than this from the
-start."""
+"""Largest size in bytes of responses that are not counted. Every pool has more space than this from the start."""
 
 _VALUE_BYTES = 4  # ids are INT32, all other counted values FP32
 _TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token needs
@@ -60,8 +59,7 @@ def shared_memory_space() -> tuple[int, int]:
 
 
 class ResponseBudget:
-    """Shared memory that the responses of one process may need. Every `reserve` must be followed by a
-    `release`.
+    """Shared memory that the responses of one process may need. Every `reserve` must be followed by a `release`.
 
     Args:
         space: Function that returns the total and the free bytes of shared memory.
@@ -112,8 +110,7 @@ class ResponseBudget:
         return ticket
 
     def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
-        """Return a context manager in which to send a response; entering it checks the free space of
-        /dev/shm.
+        """Return a context manager in which to send a response; entering it checks the free space of /dev/shm.
 
         Args:
             ticket: Ticket from `reserve`; with 0 nothing is checked.
@@ -136,8 +133,7 @@ class ResponseBudget:
                 self._held = size
 
     def release(self, ticket: int) -> None:
-        """Release the memory reserved for an answered request. Does nothing for 0, or for a released
-        ticket."""
+        """Release the memory reserved for an answered request. Does nothing for 0, or for a released ticket."""
         if ticket:
             with self._lock:
                 self._reserved.pop(ticket, None)
@@ -159,8 +155,7 @@ class ResponseBudget:
             )
 
     def _growth(self, sizes: list[ResponseSize]) -> int:
-        """Return the pool's growth in bytes for these responses, sent in the order that needs most:
-        ascending by size."""
+        """Return the pool's largest growth in bytes for these responses, which is for ascending sizes."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
             if not size.fits_after(held):
@@ -197,8 +192,7 @@ class ResponseSize:
 
     @property
     def pool_growth(self) -> int:
-        """Return the pool's largest growth in bytes for this response: each tensor may make the pool grow
-        separately."""
+        """Return the pool's largest growth in bytes for this response: the pool may grow for each tensor."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
     def fits_after(self, other: ResponseSize) -> bool:

@@ -39,8 +39,10 @@ class InferenceRequest:
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """Return the Request for a GptManager's GetInferenceRequests callback; arguments and errors as in
-        `to_prompt`."""
+        """Return the Request for a GptManager's GetInferenceRequests callback.
+
+        Arguments and errors as in `to_prompt`.
+        """
         return self.to_prompt(limits).request
 
     def to_prompt(self, limits: ModelLimits) -> Prompt:

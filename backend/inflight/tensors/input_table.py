@@ -53,8 +53,7 @@ def _both(
     text_names: tuple[str, ...] = (),
     **more: Any,
 ) -> TensorSpec:
-    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, by default
-    `name`.
+    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, by default `name`.
 
     llmapi's names in `text_names` are aliases in the vocabulary of `tensorrt_llm` too, because llmapi's
     model is called `tensorrt_llm`.

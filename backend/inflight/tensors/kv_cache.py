@@ -54,8 +54,10 @@ def _decode_retention(reader: TensorReader) -> Retention | None:
 
 
 def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
-    """Return the numbers of the tensor `name`; raise InvalidArgument unless there is one for each of
-    `length` ranges."""
+    """Return the numbers of the tensor `name`.
+
+    Raises InvalidArgument unless there is one for each of `length` ranges.
+    """
     values = reader.integers(name)
     if values is None:
         raise InvalidArgument(Name(name), " must be provided: ", Name(_STARTS), f" has {length} ranges")

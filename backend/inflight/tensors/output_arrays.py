@@ -204,8 +204,7 @@ def _table(rows: _Rows, fill: object, dtype: type[np.generic]) -> NDArray[Any]:
 def _stack(
     rows: _Rows, fills: Sequence[int] | None, dtype: type[np.generic], tail: tuple[int, ...] = ()
 ) -> NDArray[Any]:
-    """Return an array [prompts, rows, longest, *tail], padded with `fills` (one number per prompt) or with
-    0."""
+    """Return an array [prompts, rows, longest, *tail], padded with `fills` (one number per prompt) or with 0."""
     if not tail and len(rows) == 1 and len(rows[0]) == 1:
         return np.array([[rows[0][0]]], dtype)
     longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)

@@ -98,13 +98,11 @@ ADDITIONAL_OUTPUTS = (
     ),
     _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
 )
-"""Rows for docs/tensors.md. The parameter additional_model_outputs determines which additional outputs
-exist."""
+"""Rows for docs/tensors.md. The parameter additional_model_outputs determines which additional outputs exist."""
 
 
 def is_additional(name: str) -> bool:
-    """Return whether `name` is an output that the parameter additional_model_outputs adds to the table's
-    outputs."""
+    """Return whether `name` is an output that the parameter additional_model_outputs adds to the table."""
     return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
 
 

@@ -102,8 +102,10 @@ class TensorReader:
         return reader
 
     def shown_name(self, name: str) -> str:
-        """Return the name that the client used for the tensor `name`; a name that is not in the table is
-        unchanged."""
+        """Return the name that the client used for the tensor `name`.
+
+        A name that is not in the table is unchanged.
+        """
         return self.client_names()(name)
 
     def client_names(self) -> Callable[[str], str]:
@@ -137,8 +139,10 @@ class TensorReader:
         return self.real(name) if spec.dtype == "FP32" else self.integer(name)
 
     def boolean(self, name: str) -> bool | None:
-        """Return a scalar BOOL; None if absent. Every byte except 0 is true, because load generators send
-        random bytes."""
+        """Return a scalar BOOL; None if absent.
+
+        Every byte except 0 is true, because load generators send random bytes.
+        """
         value = self._scalar(name)
         return None if value is None else _is_true(value)
 
@@ -153,8 +157,10 @@ class TensorReader:
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def text_sizes(self, name: str) -> list[int]:
-        """Return the size in bytes of each element of a BYTES tensor; empty if the tensor is absent or not
-        BYTES."""
+        """Return the size in bytes of each element of a BYTES tensor.
+
+        Returns an empty list if the tensor is absent or not BYTES.
+        """
         return [
             len(raw)
             for sent in self._sent.get(name, ())
@@ -163,8 +169,7 @@ class TensorReader:
         ]
 
     def detached(self) -> TensorReader:
-        """Return a reader with copies of the arrays, which stays valid after Triton frees the request's
-        tensors."""
+        """Return a reader with copies of the arrays, for use after Triton has freed the request's tensors."""
         return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> NDArray[Any] | None:
@@ -178,8 +183,7 @@ class TensorReader:
         return None if array is None else array.tolist()
 
     def refuse_unbuilt(self) -> None:
-        """Raise Unsupported if there is an unknown tensor, or a tensor that enables an unimplemented
-        feature."""
+        """Raise Unsupported if there is an unknown tensor, or a tensor that enables an unimplemented feature."""
         if self._unknown:
             raise Unsupported(
                 Name(self._unknown[0]),
@@ -240,8 +244,7 @@ def _shown_name(table: TensorTable, vocabulary: Vocabulary, sent: Mapping[str, s
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """Call each function, which reads one row of a batch. If there are several rows, an error names the
-    row."""
+    """Call each function, which reads one row of a batch. If there are several rows, an error names the row."""
     results: list[_Read] = []
     for index, read in enumerate(readings):
         try:
@@ -254,8 +257,10 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
 
 
 def _is_true(array: NDArray[Any]) -> bool:
-    """Return whether a BOOL array has a non-zero byte. Bytes other than 0 and 1 may occur, which numpy does
-    not expect."""
+    """Return whether a BOOL array has a non-zero byte.
+
+    Bytes other than 0 and 1 may occur, which numpy does not expect.
+    """
     return bool(array.view(np.uint8).any())
 
 
@@ -268,8 +273,10 @@ def is_neutral(array: NDArray[Any], neutral: Neutral) -> bool:
 
 
 def decode_utf8(raw: bytes | str, name: str) -> str:
-    """Decode a BYTES element. Raises InvalidArgument with the tensor's name and the first byte that is not
-    UTF-8."""
+    """Decode a BYTES element.
+
+    Raises InvalidArgument with the tensor's name and the first byte that is not UTF-8.
+    """
     if isinstance(raw, str):
         return raw
     try:

@@ -9,8 +9,10 @@ from inflight.tensors.reader import TensorReader
 
 
 class RequestKind(Enum):
-    """The kind of a request. If it is not GENERATE, all tensors are ignored except the one that determines
-    the kind."""
+    """The kind of a request.
+
+    If it is not GENERATE, all tensors are ignored except the one that determines the kind.
+    """
 
     GENERATE = "tokens for its prompts"
     STOP = "the end of another request"

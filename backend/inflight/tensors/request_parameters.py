@@ -1,5 +1,4 @@
-"""Read a request's parameters, which Triton passes beside its tensors: the timeout, and substitutes for
-tensors.
+"""Read a request's parameters, which Triton passes beside its tensors: the timeout, and substitutes for tensors.
 
 tritonserver passes on `timeout` (microseconds) and every other parameter except its own `priority`. With
 gRPC and HTTP infer, values are integers, booleans, numbers and strings. HTTP generate turns every key of the
@@ -105,8 +104,7 @@ def read_request_parameters(
 
 
 def error_writer(parameters: str) -> Callable[[InflightError], str]:
-    """Return the function that formats error messages for a request's client, chosen by the request's
-    parameters.
+    """Return the function that formats error messages for a request's client, chosen by the request's parameters.
 
     With `error_codes` true a message begins with the error's code, because Triton does not pass codes to
     streaming clients: "INVALID_ARG: end_id must be …". With `structured_errors` true a message begins with

@@ -64,8 +64,7 @@ class ServingContext:
 
 
 def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:
-    """Return the client id of a request: the first prompt's tensor, else the parameter; 0 if neither is
-    given."""
+    """Return the client id of a request: the first prompt's tensor, else the parameter; 0 if neither is given."""
     return _first(rows[0].integer("client_id"), parameters.client_id, 0)
 
 
@@ -85,8 +84,7 @@ def check_texts(rows: Sequence[TensorReader], encoder: TextEncoder, limits: Mode
 
 
 def tokenizing_cost(rows: Sequence[TensorReader]) -> int:
-    """Return the cost of tokenizing all texts of a request, as the size in bytes of one prompt of equal
-    cost."""
+    """Return the cost of tokenizing all texts of a request, as the size in bytes of one prompt of equal cost."""
     words = [size for name in _TEXT_LISTS for size in _text_sizes(rows, name)]
     return text_encoder.tokenizing_cost(_text_sizes(rows, "text_input"), words)
 
@@ -204,8 +202,7 @@ class _PromptReader:
     def _prompt_ids(
         self, encoded: Sequence[int] | None, table: PromptTable | None
     ) -> tuple[tuple[int, ...], PrefixIdentity]:
-        """Return the prompt's ids, and the values besides ids that must be equal for prompts to share KV
-        blocks.
+        """Return the prompt's ids, and the values besides ids that must be equal for prompts to share KV blocks.
 
         If the prompt is a text with a prompt table, the ids of the table's rows precede the text's ids, as
         in tensorrtllm_backend's preprocessing.
@@ -260,8 +257,7 @@ class _PromptReader:
         return streaming
 
     def _end_ids(self, is_text: bool) -> tuple[int, ...]:
-        """Return the end ids: end_id if sent (none if it is -1), else the default, which differs for texts
-        and ids."""
+        """Return the end ids: end_id if sent (-1: none), else the default, which differs for texts and ids."""
         end_id, several = self._reader.integer("end_id"), self._context.parameters.end_ids
         if end_id is None and several is not None:
             return several
@@ -277,8 +273,7 @@ class _PromptReader:
         return None if pad_id == NO_ID else pad_id
 
     def _stop_words(self, texts: tuple[str, ...]) -> Words:
-        """Return stop words as ids: words that were sent as ids, and for beam search also the encoded stop
-        texts."""
+        """Return stop words as ids: words sent as ids, and for beam search also the encoded stop texts."""
         words = read_words(self._reader, "stop_words_list")
         return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
@@ -308,8 +303,7 @@ class _PromptReader:
 
 
 def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
-    """Return the value of the prompt's tensor if it was sent, else of the request's parameter, else the
-    default."""
+    """Return the prompt's tensor if it was sent, else the request's parameter if it was sent, else the default."""
     if tensor is not None:
         return tensor
     return default if parameter is None else parameter

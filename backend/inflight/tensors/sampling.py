@@ -72,8 +72,9 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
 
 
 def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
-    """Return the arguments that a `DraftedRequest` has beyond a `Request`; empty if the request uses no
-    draft model.
+    """Return the arguments that a `DraftedRequest` has beyond a `Request`.
+
+    Returns an empty dictionary if the request uses no draft model.
 
     Raises Unsupported if there is no draft model, InvalidArgument for use_draft_logits without a number of drafts.
     """
@@ -94,8 +95,7 @@ def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]
 
 
 def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> FloatTensor | None:
-    """Return the sum of embedding_bias and embedding_bias_words, [vocab_size]; None if neither has an
-    effect."""
+    """Return the sum of embedding_bias and embedding_bias_words, [vocab_size]; None if neither has an effect."""
     bias = reader.array("embedding_bias")
     if bias is None and not has_word_bias(reader, *_WORD_BIAS):  # nearly every request
         return None

@@ -28,8 +28,7 @@ class NeutralRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """The values of an unimplemented feature's tensor that are accepted, because they do not enable the
-    feature.
+    """The values of an unimplemented feature's tensor that are accepted, because they do not enable the feature.
 
     Attributes:
         rule: How to recognize these values.
@@ -54,8 +53,10 @@ NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 class InStream(Enum):
-    """Content of an output in each response of a stream. A stream of a beam search always has everything so
-    far."""
+    """Content of an output in each response of a stream.
+
+    A stream of a beam search always has everything so far.
+    """
 
     NEW = "the new tokens'"
     SO_FAR = "all so far"
@@ -128,8 +129,10 @@ class TensorSpec:
 
 
 def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
-    """Return a tensor of models that are not supported here, such as image models. Clients may only leave it
-    out."""
+    """Return a tensor of models that are not supported here, such as image models.
+
+    Clients may only leave it out.
+    """
     return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
 
 

@@ -1,5 +1,4 @@
-"""Determine a prompt's outputs from the output names that the client requested and from the prompt's
-flags."""
+"""Determine a prompt's outputs from the output names that the client requested and from the prompt's flags."""
 
 from __future__ import annotations
 
@@ -83,8 +82,9 @@ def wanted_outputs(
 
 
 def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
-    """Yield the additional outputs that the client named; if it named none, those in the tensor
-    additional_outputs.
+    """Yield the additional outputs that the client named.
+
+    If it named none, yield those in the tensor additional_outputs.
 
     Raises InvalidArgument if the tensor has a name that the model does not declare.
     """

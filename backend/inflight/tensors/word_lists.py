@@ -1,5 +1,4 @@
-"""TensorRT-LLM's packed word lists, [2, n] arrays: row 0 has the ids of all words, row 1 the end offset of
-each."""
+"""TensorRT-LLM's packed word lists, [2, n]: row 0 has the ids of all words, row 1 the end offset of each."""
 
 from __future__ import annotations
 

@@ -206,8 +206,10 @@ class FakeEngine:
         self._adapters[load.pages[0]] = load.pages
 
     def _adapter_in(self, first_page: int) -> bytes:
-        """Return the digest of the adapter in these pages; another value if the pages are not those of one
-        adapter."""
+        """Return the digest of the adapter in these pages.
+
+        Returns another value if the pages do not hold one whole adapter in order.
+        """
         held = [self._adapter_pages[page] for page in self._adapters[first_page]]
         digest = held[0][0]
         is_whole = held == [(digest, part) for part in range(len(held))]
@@ -261,8 +263,7 @@ class FakeEngine:
         return [self._run_token(row, token_id) for token_id in chunk.token_ids]
 
     def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
-        """Check that ids that stand for rows of a prompt table are in prompts only, not in generated or
-        draft tokens."""
+        """Check that only prompts have ids of prompt table rows, but not generated or draft tokens."""
         num_rows = 0 if request.prompt_table is None else request.prompt_table.num_rows
         behind = max(0, request.prompt_length - chunk.start)
         assert max(chunk.token_ids) < self.limits.vocab_size + num_rows, f"slot {chunk.slot}: no such row"
@@ -289,8 +290,7 @@ class FakeEngine:
         return digest
 
     def _save_states(self, batch: ScheduledBatch, slot: int, start: int, digests: Sequence[int]) -> None:
-        """Save snapshots of a slot's recurrent states; `digests` belong to its tokens from position `start`
-        on."""
+        """Save snapshots of a slot's recurrent states; `digests` belong to its tokens from position `start` on."""
         for save in batch.state_saves:
             if save.slot == slot:
                 self._snapshots[save.snapshot] = digests[save.num_tokens - 1 - start]

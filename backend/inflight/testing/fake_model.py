@@ -47,8 +47,7 @@ class Conditions:
         return cls(request.identity, adapter, table.digest if table else b"")
 
     def seen_as(self, token_id: int, position: int) -> int:
-        """Return the number that represents a token in digests. If the conditions equal `PLAIN`, it is the
-        id.
+        """Return the number that represents a token in digests. If the conditions equal `PLAIN`, it is the id.
 
         An extra id changes the number of one token; every other condition changes the numbers of all tokens.
         """
@@ -86,8 +85,7 @@ def remember(history: int, token_ids: Iterable[int]) -> int:
 def choose(
     digest: int, history: int, sampling: SamplingConfig, sequence_index: int, position: int, vocab_size: int
 ) -> int:
-    """Return the token at `position`: the most likely token, or one drawn with seed, sequence index and
-    position.
+    """Return the token at `position`: the most likely token, or one drawn with seed, sequence index and position.
 
     It depends on the digest and the history. The code is written out for speed, because it runs for every
     row.
@@ -154,8 +152,10 @@ def rank_candidates(
 def describe_tokens(
     logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputOptions
 ) -> TokenDetails:
-    """Return the requested details of tokens. Each token was chosen from the row of `logits` with the same
-    index."""
+    """Return the requested details of tokens.
+
+    Each token was chosen from the row of `logits` with the same index.
+    """
     log_probs = [log_softmax(values) for values in logits]
     count = output.num_top_log_probs
     return TokenDetails(

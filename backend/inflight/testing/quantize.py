@@ -1,5 +1,4 @@
-"""Quantize matrices in the formats of published checkpoints, to write quantized checkpoints with random
-weights.
+"""Quantize matrices in the formats of published checkpoints, to write quantized checkpoints with random weights.
 
 Values are rounded to the nearest level. Calibration would choose other levels, but the same file format.
 """
@@ -104,8 +103,7 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _in_groups(
     weight: Tensor, size: int, dtype: torch.dtype, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize in groups of `size` inputs: return levels 0 to 15 [outputs, inputs], zero points and scales
-    [outputs, groups]."""
+    """Return levels 0 to 15 [outputs, inputs], and zero points and scales [outputs, groups of `size` inputs]."""
     groups = torch.unflatten(weight, 1, (-1, size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15

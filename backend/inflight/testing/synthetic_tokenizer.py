@@ -1,5 +1,4 @@
-"""A byte-level BPE tokenizer of any size, made by a rule instead of training, for checkpoints with random
-weights.
+"""A byte-level BPE tokenizer of any size, made by a rule instead of training, for checkpoints with random weights.
 
 Its vocabulary has three special tokens, the 256 bytes, then pairs, triples and longer pieces of letters,
 common letters first. It can encode any text and decode every id, and splits English into pieces of a few

@@ -65,8 +65,10 @@ class IncrementalDetokenizer:
         return text
 
     def _feed_prefix(self, tokens: list[str]) -> str:
-        """Process the prefix. Returns the part of its text that the deltas repeat: an incomplete character,
-        as U+FFFD."""
+        """Process the prefix.
+
+        Returns the part of its text that the deltas repeat: an incomplete character, as U+FFFD.
+        """
         decoder = self._tokenizer.token_decoder
         if decoder.is_token_by_token:
             tokens = tokens[-_PREFIX_TOKENS:]

@@ -1,5 +1,4 @@
-"""Find stop strings in a text while it is generated, and hold back text that may be the beginning of a stop
-string.
+"""Find stop strings in a text while it is generated, and hold back possible beginnings of stop strings.
 
 `StopStrings` is immutable and may be used for any number of texts. Each text has its own `StopStringFinder`,
 which is used by one thread at a time.
@@ -67,8 +66,7 @@ class StopStrings:
         self._match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set each state's fallback, breadth first, because a fallback is closer to the root than its
-        state."""
+        """Set each state's fallback, breadth first, because a fallback is closer to the root than its state."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()

@@ -1,5 +1,4 @@
-"""Compute the maximum length of text that one token can represent, to refuse too long texts without
-tokenization.
+"""Compute the maximum length of text that one token can represent, to refuse too long texts without tokenization.
 
 For this, it computes how much normalizers and models can shrink a text, and which of them can remove text of
 any length. Any thread.
@@ -64,8 +63,10 @@ def _shrinks(normalizers: list[Component]) -> int | None:
 
 
 def _replace_shrinks(part: Component) -> int | None:
-    """Return the factor by which a Replace normalizer can shrink a text; None if it replaces a regular
-    expression."""
+    """Return the factor by which a Replace normalizer can shrink a text.
+
+    Returns None if it replaces a regular expression.
+    """
     replaced, by = part["pattern"].get("String"), part["content"]
     if replaced is None or not by:
         return None

@@ -52,16 +52,17 @@ def described(component: Any, key: str) -> list[Component]:
 
 
 class Utf8Decoder:
-    """Incremental UTF-8 decoder that replaces each invalid byte, or each incomplete character, by one
-    U+FFFD."""
+    """Incremental UTF-8 decoder that replaces each invalid byte, or each incomplete character, by one U+FFFD."""
 
     def __init__(self, replace_each_byte: bool) -> None:
         self._errors = "surrogateescape" if replace_each_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def decode(self, raw: bytes) -> str:
-        """Add bytes; return the characters that are now certain. An incomplete character at the end stays
-        pending."""
+        """Add bytes; return the characters that are now certain.
+
+        An incomplete character at the end stays pending.
+        """
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(raw))
 
     def replace_pending(self) -> str:
@@ -156,8 +157,7 @@ def _is_token_by_token(parts: list[Component]) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return byte-level BPE's alphabet: printable Latin-1 characters stand for their bytes, U+0100 and up
-    for the rest."""
+    """Return byte-level BPE's alphabet: printable Latin-1 for itself, U+0100 and up for all other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

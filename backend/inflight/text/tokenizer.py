@@ -112,8 +112,10 @@ class Tokenizer:
         return [string for string in strings if string is not None]
 
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes that each token adds to a text, indexed by id. For a special token these are its
-        spelling."""
+        """Return the bytes that each token adds to a text, indexed by id.
+
+        For a special token these are its spelling.
+        """
         decoder = self.token_decoder
         table = [b""] * (1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
         for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():

@@ -139,8 +139,7 @@ def _added_tokens(
 
 
 class _SpecialTokens:
-    """The special tokens that tokenizer_config.json names, and the default special tokens of the tokenizer
-    class."""
+    """The special tokens that tokenizer_config.json names, and the tokenizer class's default special tokens."""
 
     def __init__(
         self,
@@ -174,8 +173,7 @@ class _SpecialTokens:
 def _named(
     settings: Mapping[str, Any], defaults: Mapping[str, str]
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """Yield (name, token) of the named special tokens: first names common to all models, then the model's
-    own."""
+    """Yield (name, token) of the named special tokens: first names common to all models, then the model's own."""
     for name in _NAMES:
         token = settings[name] if name in settings else defaults.get(name)
         if token:
@@ -191,8 +189,7 @@ def _named(
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """Return the post-processor that puts the special tokens `around`, a begin token or none, before a
-    text."""
+    """Return the post-processor that puts the special tokens `around`, a begin token or none, before a text."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(

@@ -1,5 +1,4 @@
-"""Return the token ids of a word: its likely tokenizations in a text, and the ids to which a bias for it
-applies.
+"""Return the token ids of a word: its likely tokenizations in a text, and the ids to which a bias for it applies.
 
 A vocabulary usually has one token for a word at the start of a text or within another word, and another
 token for the same word after a space. To ban a word, or to find it among ids, both are needed. This is best
@@ -42,8 +41,7 @@ def biased_ids(tokenizer: Tokenizer, word: str) -> list[int]:
 
 
 def _ids_within_a_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the ids of `text` within a longer text; if they cannot be determined, the ids of `text`
-    alone."""
+    """Return the ids of `text` within a longer text; if they cannot be determined, the ids of `text` alone."""
     anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
     both = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
     ids = both[len(anchor) :]

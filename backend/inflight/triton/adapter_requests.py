@@ -60,8 +60,7 @@ class AdapterRequests:
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:
-    """Return the answer as JSON: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank",
-    "num_bytes"}, …]}.
+    """Return the answer as JSON: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
 
     The entry of an adapter that could not be loaded also has the error message, as `problem`.
     """

@@ -56,8 +56,7 @@ class CancellationWatch:
             self.round(entries)
 
     def round(self, entries: Sequence[InFlightRequest]) -> None:
-        """Poll each request once. Takes one period, or longer to keep within the share of time for
-        polling."""
+        """Poll each request once. Takes one period, or longer to keep within the share of time for polling."""
         started = self._clock()
         asking = 0.0
         for position, entry in enumerate(entries, start=1):

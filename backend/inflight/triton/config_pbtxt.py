@@ -66,8 +66,7 @@ _QUEUE = (
     "}",
 )
 _UPSTREAMS_VARIABLES = {"tensorrt_llm_model_name": Role.BLS}
-"""Parameters that are template variables, under tensorrtllm_backend's names, only in models of the given
-role."""
+"""Parameters that are template variables, under tensorrtllm_backend's names, only in models of the given role."""
 _LOGITS_TENSORS = frozenset({"draft_logits", "context_logits", "generation_logits"})
 
 

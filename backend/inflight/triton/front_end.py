@@ -53,8 +53,9 @@ _STATE_TIMEOUT_S = 5.0
 
 
 class FrontEnd:
-    """A serving model, for an engine in this or another process. Triton calls it on one thread; `flush` may
-    be called on any.
+    """A serving model, for an engine in this or another process.
+
+    Triton calls it on one thread; `flush` may be called on any.
 
     Args:
         pb_utils: The `triton_python_backend_utils` module, or a fake of it.
@@ -133,8 +134,10 @@ class FrontEnd:
         self._lanes.close()
 
     def flush(self, timeout_s: float) -> None:
-        """Send waiting responses to Triton, for at most `timeout_s` seconds, and send none afterwards. Any
-        thread."""
+        """Send waiting responses to Triton, for at most `timeout_s` seconds, and send none afterwards.
+
+        Any thread.
+        """
         flushing = threading.Thread(target=self._sender.close, name="inflight-flush", daemon=True)
         flushing.start()
         flushing.join(timeout_s)

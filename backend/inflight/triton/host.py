@@ -166,8 +166,10 @@ class TritonLogHandler(logging.Handler):
         self._logger = pb_utils.Logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record at the corresponding level of Triton. Each line is a message, because Triton escapes
-        newlines."""
+        """Log a record at the corresponding level of Triton.
+
+        Each line is a message, because Triton escapes newlines.
+        """
         write = self._write(record.levelno)
         for line in self.format(record).splitlines():
             write(readable(line))

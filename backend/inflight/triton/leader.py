@@ -72,8 +72,7 @@ class Leader:
 
 
 def refuse_ranks(why: str) -> None:
-    """End the ranks that wait for this process in MPI, by sending them the reason that nothing will be
-    served."""
+    """End the ranks that wait for this process in MPI, by sending them the reason that nothing will be served."""
     refuse(join(), why)
 
 

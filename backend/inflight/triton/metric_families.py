@@ -65,8 +65,10 @@ class FamilyMaker:
         self.num_calls = 0
 
     def make(self, spec: Family) -> Update:
-        """Put a family on the page and return its update function. Raises the errors of tritonserver's
-        metrics API."""
+        """Put a family on the page and return its update function.
+
+        Raises the errors of tritonserver's metrics API.
+        """
         if isinstance(spec, GaugeFamily):
             return _gauges(spec, self)
         if isinstance(spec, LevelFamily):
@@ -76,15 +78,16 @@ class FamilyMaker:
         return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
 
     def count_call(self) -> None:
-        """Count a call to tritonserver, and release the GIL. Must be called after each call to
-        tritonserver."""
+        """Count a call to tritonserver, and release the GIL. Must be called after each call to tritonserver."""
         self.num_calls += 1
         if self.num_calls % _CALLS_WITHOUT_PAUSE == 0:
             time.sleep(_PAUSE_S)
 
     def family(self, name: str, text: str, kind: str) -> Any:
-        """Create a family. Raises AttributeError if this tritonserver has no metrics of type `kind`, such as
-        HISTOGRAM."""
+        """Create a family.
+
+        Raises AttributeError if this tritonserver has no metrics of type `kind`, such as HISTOGRAM.
+        """
         made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
         _keep_for_ever(made)
         self.count_call()
@@ -192,8 +195,7 @@ def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
 
 
 def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
-    """Make a histogram of tritonserver's own histogram type, with one observation for each request that
-    ended."""
+    """Make a histogram of tritonserver's own histogram type, with one observation for each request that ended."""
     family = maker.family(spec.name, spec.help, "HISTOGRAM")
     buckets = [float(bound) for bound in spec.bounds]
     metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
@@ -220,8 +222,7 @@ def _keep_for_ever(family: Any) -> None:
 
 
 def lengths_between(before: HistogramSnapshot, now: HistogramSnapshot) -> Iterator[int]:
-    """Yield integer observations that turn the histogram `before` into `now`: equal bucket counts and equal
-    sum.
+    """Yield integer observations that turn the histogram `before` into `now`: equal bucket counts and equal sum.
 
     They may differ from the numbers that were really observed, but a histogram with these buckets, or a
     subset of them, has the same contents either way.

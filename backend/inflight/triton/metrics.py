@@ -157,8 +157,7 @@ class MetricsPublisher:
 
 
 class _Page:
-    """The metric families that this tritonserver accepts. A family whose update fails is not updated
-    again."""
+    """The metric families that this tritonserver accepts. A family whose update fails is not updated again."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str], batching: Batching) -> None:
         self._published: dict[str, Update] = {}

@@ -30,8 +30,10 @@ def fill_in(page: str, tables: str) -> str:
 
 
 def tensor_tables() -> str:
-    """Return the tables of inputs and outputs in Markdown. Inputs that are not implemented are in a table of
-    their own."""
+    """Return the tables of inputs and outputs in Markdown.
+
+    Inputs that are not implemented are in a table of their own.
+    """
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
     parts += ["Inputs that are declared and not built yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
@@ -66,8 +68,7 @@ def _row(spec: TensorSpec) -> str:
 
 
 def body_table() -> str:
-    """Return a table in Markdown of the numeric sampling controls among the fields of OpenAI's request
-    bodies."""
+    """Return a table in Markdown of the numeric sampling controls among the fields of OpenAI's request bodies."""
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
 
 

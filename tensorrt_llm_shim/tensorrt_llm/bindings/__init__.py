@@ -1,5 +1,7 @@
-"""TensorRT-LLM's bindings: `executor` is the module `inflight.executor`; GptManager and its types are
-attributes."""
+"""TensorRT-LLM's bindings: `executor` is the module `inflight.executor`.
+
+GptManager and its types are attributes.
+"""
 
 import sys
 from importlib import import_module

@@ -25,8 +25,7 @@ _LONGEST_GAP_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """The figures at one time: the figures, the number of tokens generated so far, and the time in
-    seconds."""
+    """The figures at one time: the figures, the number of tokens generated so far, and the time in seconds."""
 
     figures: dict[str, Any]
     num_generated: int | None

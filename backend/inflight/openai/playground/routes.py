@@ -1,5 +1,4 @@
-"""Routes of the playground: GET / returns the page; other routes serve the page's requests that OpenAI has
-not.
+"""Routes of the playground: GET / returns the page; other routes serve the page's requests that OpenAI has not.
 
 Builds the page and its Content-Security-Policy, which allows only the page's own script. Runs on the event
 loop.
@@ -56,8 +55,7 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 @playground_router.get("/playground/model")
 async def get_model(request: Request) -> dict[str, bool]:
-    """Return whether the model has a chat template. Without one, the page starts in its mode for
-    completions."""
+    """Return whether the model has a chat template. Without one, the page starts in its mode for completions."""
     context = context_of(request)
     try:
         await context.session.wait_for(context.model.chat_template)

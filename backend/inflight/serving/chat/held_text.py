@@ -48,8 +48,7 @@ class HeldText:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `marker`, but not the whole
-    marker."""
+    """Return the length of the longest end of `text` that is a beginning of `marker`, but not the whole marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[len(text) - length :]):
             return length

@@ -23,8 +23,7 @@ _MAX_DEPTH = 64
 
 
 class EmptyContent(Enum):
-    """How a template needs the content field of an assistant message without content, such as one with tool
-    calls only."""
+    """The content field that a template needs for an assistant message without content, such as a tool call."""
 
     LEFT_OUT = "left out"
     EMPTY = "empty"

@@ -31,8 +31,8 @@ from inflight.serving.chat.template_trial import (
     RoleTreatment,
     Trial,
     find_call_style,
-    find_treatment,
     find_form,
+    find_treatment,
 )
 
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -125,8 +125,7 @@ class ChatTemplate:
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Return whether a template reads the variable `name`: the template that chats with or without tools
-        use."""
+        """Return whether the template for chats with tools, or for chats without, reads the variable `name`."""
         return name in self._choose(has_tools).names
 
     def unknown_calls(self) -> str:
@@ -170,8 +169,10 @@ class _Template:
     own_roles: dict[str, RoleTreatment] = field(default_factory=dict[str, RoleTreatment])
 
     def treatment_of(self, role: str) -> RoleTreatment:
-        """Return the treatment of a role's messages. The first call for a role not in USUAL_ROLES renders
-        test chats."""
+        """Return the treatment of a role's messages.
+
+        The first call for a role not in USUAL_ROLES renders test chats.
+        """
         treatment = self.roles.get(role) or self.own_roles.get(role)
         if treatment is None:
             if role not in self.constants:
@@ -247,8 +248,7 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
 
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
-    """Render with a mark after the last message's text, and cut the prompt at the mark, as transformers
-    does."""
+    """Render with a mark after the last message's text, and cut the prompt at the mark, as transformers does."""
     final = chat[-1]["content"]
     if isinstance(final, str):
         marked: Any = final + _TAG

@@ -34,8 +34,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def names_in(source: str) -> frozenset[str]:
-    """Return the variables that a template reads from its caller, such as `tools`, without variables that it
-    sets."""
+    """Return the variables that a template reads from its caller, such as `tools`, but not those that it sets."""
     environment = _environment()
     tree = environment.parse(source)
     # jinja2 counts a variable as declared even if the template sets it only when the caller does not.
@@ -94,8 +93,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """The tag `{% generation %}…{% endgeneration %}`, which marks text for training. Its content is
-    rendered."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks text for training. Its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -116,8 +114,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as json.dumps writes it, because jinja2's own filter `tojson` escapes characters for
-    HTML."""
+    """Return JSON as json.dumps writes it, because jinja2's own filter `tojson` escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -190,8 +190,10 @@ def _takes_arguments(trial: Trial, takes_text: bool, arguments: Any) -> bool:
 
 
 def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool) -> EmptyContent:
-    """Return the form of empty content with which most test chats with a call are rendered; on a tie, the
-    first."""
+    """Return the form of empty content with which most test chats with a call are rendered.
+
+    On a tie, returns the first form.
+    """
     user = _user(takes_text)
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": user["content"]}
     answer = {"role": "assistant", "content": user["content"]}
@@ -219,8 +221,7 @@ def _common_length(begun: str, whole: str) -> int:
 
 
 def _reads(parser: str, written: str) -> bool:
-    """Return whether a parser finds the call in `written`, without treating any part of the call as
-    content."""
+    """Return whether a parser finds the call in `written`, without treating any part of the call as content."""
     stream = tool_call_stream(parser)
     deltas = (stream.add(written), stream.finish())
     calls = [call for delta in deltas for call in delta.tool_calls]

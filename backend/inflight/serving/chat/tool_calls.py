@@ -55,8 +55,7 @@ class ChatDelta:
 
 
 def _one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Join the deltas of each call, because clients expect at most one entry for each call index in a
-    chunk."""
+    """Join the deltas of each call, because clients expect at most one entry for each call index in a chunk."""
     firsts: dict[int, ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
@@ -115,8 +114,7 @@ class ToolCallStream:
         return self._take()
 
     def finish(self, is_cut: bool = False) -> ChatDelta:
-        """End the text; return the remaining delta. A call that has begun is reported with its arguments so
-        far.
+        """End the text; return the remaining delta. A call that has begun is reported with its arguments so far.
 
         Args:
             is_cut: Whether a limit ended the text. A possible beginning of a call at its end is then
@@ -193,8 +191,7 @@ class ToolCallStream:
         return True
 
     def _in_name(self) -> bool:
-        """Parse a function's name that is written before the arguments, `name{…}`, instead of inside an
-        object."""
+        """Parse a function's name that is written before the arguments, `name{…}`, instead of inside an object."""
         if found := _NAME.match(self._text[:_LONGEST_HEAD]):
             self._begin_call(found[1])
             self._text = self._text[found.end() :]
@@ -344,8 +341,7 @@ class _Nesting:
         self._is_escaped = False
 
     def find_end(self, text: str, start: int) -> int:
-        """Scan from `start`; return the index after the end of the outermost object, or -1 if it does not
-        end."""
+        """Scan from `start`; return the index after the end of the outermost object, or -1 if it does not end."""
         for place in range(start, len(text)):
             character = text[place]
             if self._is_escaped:

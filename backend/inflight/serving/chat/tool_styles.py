@@ -49,8 +49,7 @@ _STYLES = {
 }
 
 TOOL_CALL_PARSERS = tuple(_STYLES)
-"""Names of the parsers. `json` is for models without a style: the answer is a list of calls and nothing
-else."""
+"""Names of the parsers. `json` is for models without a style: the answer is a list of calls and nothing else."""
 
 
 def find_tool_style(parser: str) -> ToolStyle:

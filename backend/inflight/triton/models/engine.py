@@ -36,7 +36,7 @@ from inflight.triton.host import (
     log_to_triton,
     read_model_args,
 )
-from inflight.triton.leader import Leader, refuse_ranks, claim_rank
+from inflight.triton.leader import Leader, claim_rank, refuse_ranks
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.metrics_on_demand import MetricsOnDemand
 
@@ -144,8 +144,7 @@ class TritonPythonModel:
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Load the model of an engine in this process with `inflight.load_model`. A subclass may override
-        this."""
+        """Load the model of an engine in this process with `inflight.load_model`. A subclass may override this."""
         from inflight.load_model import load_model
 
         return load_model(parameters, version_dir, rank_context)
@@ -188,8 +187,10 @@ class TritonPythonModel:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """End the server because the engine is lost. Runs on a thread of its own, once all requests are
-        answered."""
+        """End the server because the engine is lost.
+
+        Runs on a thread of its own, once all requests are answered.
+        """
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)

@@ -26,8 +26,7 @@ from inflight.triton.host import complete_config, import_pb_utils, log_to_triton
 
 
 class Infer:
-    """`tensorrt_llm_infer`: `tensorrt_llm` with exactly one response per request, for HTTP infer and unary
-    gRPC.
+    """`tensorrt_llm_infer`: `tensorrt_llm` with exactly one response per request, for HTTP infer and unary gRPC.
 
     The model is not decoupled, but still has many requests in flight, because it answers requests after
     `execute` has returned.

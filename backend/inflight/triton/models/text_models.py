@@ -48,8 +48,7 @@ _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TextModel(ABC):
-    """Base class of both models. Each request gets one response; an invalid request does not affect
-    others."""
+    """Base class of both models. Each request gets one response; an invalid request does not affect others."""
 
     role: Role
     inputs: TensorTable
@@ -110,8 +109,10 @@ class TextModel(ABC):
 
 
 class Preprocessing(TextModel):
-    """Tokenizes QUERY and the word lists, and copies the other inputs to outputs. A batch has one row per
-    prompt."""
+    """Tokenizes QUERY and the word lists, and copies the other inputs to outputs.
+
+    A batch has one row per prompt.
+    """
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
@@ -155,8 +156,10 @@ class Preprocessing(TextModel):
         return outputs
 
     def _virtual_ids(self, row: TensorReader) -> range:
-        """Return the token ids that stand for a prompt table's rows. They begin where the model's vocabulary
-        ends."""
+        """Return the token ids that stand for a prompt table's rows.
+
+        They begin where the model's vocabulary ends.
+        """
         num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
         if not num_rows:
             return range(0)
@@ -179,8 +182,7 @@ class Preprocessing(TextModel):
         return CheckpointFacts.read(*filter(None, folders))
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[NDArray[Any]]:
-        """Return a bias of shape [vocab_size] for each row, or an empty bias of shape [0] if no row has
-        biased words."""
+        """Return a bias [vocab_size] for each row, or for each an empty bias [0] if no row has biased words."""
         if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
@@ -195,8 +197,7 @@ class Preprocessing(TextModel):
 
 
 class Postprocessing(TextModel):
-    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], which is flat as in
-    tensorrtllm_backend.
+    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], which is flat as in tensorrtllm_backend.
 
     The model keeps no state between calls, so the text of one chunk of a stream may lack its leading space
     or end inside a character. For streaming, request `text_output` from a serving model instead.
