@@ -252,8 +252,10 @@ class KvCacheRetentionConfig(Frozen):
 
     @dataclass
     class TokenRangeRetentionConfig(Typed):
-        """Priority of the blocks of tokens [token_start, token_end), to the prompt's end if None, and its
-        duration."""
+        """Priority of the blocks of tokens [token_start, token_end), and its duration.
+
+        If `token_end` is None, the range ends with the prompt.
+        """
 
         token_start: int
         token_end: int | None
