@@ -142,7 +142,7 @@ def _loaded(options: Options, requests: Sequence[BenchRequest], spin_us: int) ->
 def main() -> None:
     parser = new_parser("busy", __doc__)
     add_options(parser, concurrency=0)
-    parser.add_argument("--processors", type=positive, help="run on this many of them; default: all")
+    parser.add_argument("--processors", type=positive, help="number of processors to use; default: all")
     parser.add_argument(
         "--loops", type=positive, nargs="+", default=[1, 2], help="numbers of busy loops (default: 1 2)"
     )

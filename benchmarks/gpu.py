@@ -420,7 +420,7 @@ def _parser():
         "--engine",
         choices=("torch", "tensorrt"),
         default="torch",
-        help="tensorrt: measure plans beside torch",
+        help="tensorrt: measure plans and torch",
     )
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])

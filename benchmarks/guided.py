@@ -240,8 +240,10 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument("--device", help="device of the forward pass; masks are filled on the host")
     parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="model of the measured stream")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of that stream")
-    parser.add_argument("--slow", type=int, default=8, help="slow guides that are compiled in vain meanwhile")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of the measured stream")
+    parser.add_argument(
+        "--slow", type=int, default=8, help="number of slow guides to compile during the stream"
+    )
     arguments = parser.parse_args()
     figures: dict[str, object] = {
         "rows": arguments.rows,

@@ -136,7 +136,7 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
         return given or NO_POST_PROCESSORS
     if given is not None:
         raise ConfigError(
-            f"logits_post_processor_module is {module!r}, but logits post-processors came as values too: expected "
+            f"logits_post_processor_module is {module!r}, but logits post-processors were also passed: expected "
             "one of the two"
         )
     found = load_post_processors(module)

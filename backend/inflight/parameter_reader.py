@@ -50,7 +50,7 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
                 value = known[name].parse(text)
                 if given.setdefault(name, value) != value:
                     problems.append(
-                        f"{key}: got {text!r}, but its other name says {given[name]}: fill in one"
+                        f"{key}: got {text!r}, but its other name has {given[name]}: set only one of them"
                     )
             except ConfigError as error:
                 problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))

@@ -221,7 +221,7 @@ class ParameterSpec:
         shown = [
             str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
         ]
-        return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
+        return "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
 
     def parse(self, text: str) -> Any:
         """Parse a filled-in `text`; raise ConfigError with the key, its value and the expected values."""

@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _ORDERS_TIMEOUT_S = 30.0
 _WRONG_USE = 2
 _NO_ORDERS = (
-    "rank 0 has got no job on its standard input within {:g} s. In orchestrator mode the model starts this; "
+    "rank 0 has received no job on its standard input in {:g} s. In orchestrator mode the model starts this; "
     "in leader mode: mpirun --enable-recovery -n 1 tritonserver ... : -n N-1 python -m inflight.worker"
 )
 
@@ -138,7 +138,7 @@ def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     os.close(report)
     notice_s = supervision.wait_for_end()
     if notice_s is None:
-        engines[0].fail(Unavailable("the engine was lost by the model that holds it; a later try may work"))
+        engines[0].fail(Unavailable("the model lost its engine; a later attempt may succeed"))
     if not engines[0].close(notice_s or 0.0):
         _end_at_once()  # the loop hangs in the device
     return 0

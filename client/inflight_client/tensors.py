@@ -83,9 +83,11 @@ def generate_call(
     model = model or _model_for(is_text, read)
     by_text_names = is_text and model not in _ENGINE_MODELS
     if by_text_names and read.only_ids:
-        raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, by text too")
+        raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, and also takes text")
     if by_text_names and _has_ragged_outputs(read):
-        raise ValueError(f"{model} does not say how long each beam is: {IDS_MODEL} does, by text too")
+        raise ValueError(
+            f"{model} does not return the length of each beam: {IDS_MODEL} does, and also takes text"
+        )
     ids_outputs = (
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )

@@ -106,7 +106,7 @@ def test_a_grammar_with_growing_steps_ends_with_an_error(
 
 LETTERS = Guide(GuideKind.REGEX, "[a-z]{1000}")
 LETTER = tiny_vocabulary().tokens.index(b"a")
-TOO_MUCH = "guided_decoding_guide cannot be used: its tokens take more work than one request may ask for"
+TOO_MUCH = "guided_decoding_guide cannot be used: its masks take more work than one request may use"
 
 
 def grammars_with(*guides: Guide, name: str) -> Grammars:

@@ -65,7 +65,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except Exception as error:  # a failing check must not hide the findings of the others
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return [
-            red(name, f"the check itself failed: {said}", "this is a defect of the doctor: please report it")
+            red(name, f"the check itself failed: {said}", "this is a bug in scripts/doctor: please report it")
         ]
 
 

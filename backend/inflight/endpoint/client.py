@@ -92,7 +92,7 @@ class SocketEngineClient:
         for _ in range(_CONNECTIONS_TRIED):
             if self._connected().submit(request_id, parts, on_response):
                 return RequestHandle(request_id, self.stop)
-        raise Unreachable("the engine ends every connection; a later try may work")
+        raise Unreachable("the engine closes every connection; a later attempt may succeed")
 
     def reserve_id(self) -> int:
         """Return an id that no request has or will have."""
@@ -176,7 +176,7 @@ class _EngineConnection:
             self._socket.close()
             raise Unreachable(
                 f"the engine cannot be reached ({_why(error)}): check that the model that holds it (tensorrt_llm, "
-                "or what tensorrt_llm_model_name or tensorrt_llm_draft_model_name says) is loaded and READY, and "
+                "or that of tensorrt_llm_model_name or tensorrt_llm_draft_model_name) is loaded and READY, and "
                 "that both models have the same engine_endpoint"
             ) from error
         self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
@@ -240,7 +240,7 @@ class _EngineConnection:
         try:
             return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
-            raise Unreachable(f"the engine did not tell {what} in {timeout_s:g} s") from None
+            raise Unreachable(f"the engine did not report {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
                 self._questions.pop(question.question, None)
@@ -316,8 +316,8 @@ class _EngineConnection:
 
     def _lost(self) -> Unreachable:
         return Unreachable(
-            "the connection to the engine was lost while the request was in flight; the server's log may say "
-            "why, and a later try may work"
+            "the connection to the engine was lost while the request was in flight; the server's log may have "
+            "the reason, and a later attempt may succeed"
         )
 
 

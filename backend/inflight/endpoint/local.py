@@ -149,7 +149,7 @@ class LocalEngineClient:
         Raises Unavailable once the batcher's loop has ended, Unsupported if it does not report its state.
         """
         if self._read_state is None:
-            raise Unsupported("this engine does not tell its state")
+            raise Unsupported("this engine does not report its state")
         batcher = json.loads(self._read_state(timeout_s))
         with self._lock:
             in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
@@ -164,7 +164,7 @@ class LocalEngineClient:
         """
         self._check_available()
         if self._adapters is None:
-            raise Unsupported("this engine takes no commands for adapters")
+            raise Unsupported("this engine does not accept adapter commands")
         if command.action is AdapterAction.LOAD:
             self._adapters.load(command.name, command.path, timeout_s)
         elif command.action is AdapterAction.UNLOAD:

@@ -95,7 +95,7 @@ def read_hello(connection: socket.socket) -> Hello:
     body = read_frame(connection)
     frame = decode_from_engine(body) if body is not None else None
     if not isinstance(frame, Hello):
-        raise BadFrame("the engine did not introduce itself")
+        raise BadFrame("the engine's first message is no Hello")
     return frame
 
 

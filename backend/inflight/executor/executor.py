@@ -416,7 +416,9 @@ class Executor:
         if self._is_shut_down:
             raise ExecutorError(shut_down)
         if self._engine.client is None:
-            raise ExecutorError("this rank takes no requests: can_enqueue_requests() says which one does")
+            raise ExecutorError(
+                "this rank takes no requests: enqueue them on the rank whose can_enqueue_requests() is true"
+            )
         return self._engine.client
 
     def _described(self) -> EngineDescription:
@@ -446,7 +448,7 @@ class Executor:
             converted = replace(converted, streaming=False, output=whole)
         repeats = request.return_all_generated_tokens
         if converted.streaming and converted.sampling.uses_beams and not repeats:
-            _log.warning("streamed beams change: every response has all generated tokens")
+            _log.warning("the beams of a stream change: every response has all generated tokens")
             repeats = True
         asked = ResponseOptions(
             converted.streaming,

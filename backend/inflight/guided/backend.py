@@ -100,7 +100,7 @@ def refusal(reason: str) -> InvalidArgument:
 def over_budget() -> InvalidArgument:
     """Return the error for a guide that takes more work than one request may use."""
     return refusal(
-        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
+        "its masks take more work than one request may use. Send a simpler guide: one whose rules cannot "
         "match the same text in many ways, and with fewer expressions that may come at one place. Masks behind "
         "draft tokens count too"
     )

@@ -205,7 +205,7 @@ class ChildCompiler:
             if not self._child.has_ended:
                 return self._child
             _log.warning(
-                "the process that compiles guides ended with %s while it had nothing to do",
+                "the idle process that compiles guides ended with exit status %s",
                 self._child.status,
             )
             self._end_child()
@@ -251,8 +251,8 @@ def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideB
     _log.warning("the process that compiles guides ended with %s", child.status)
     return _OutOfBounds(
         Name("guided_decoding_guide"),
-        f"{what} was not compiled: the process that did so ended with {child.status}. It may have taken more "
-        "memory than there may be: send a simpler one",
+        f"{what} was not compiled: the compiling process ended with {child.status}. It may have needed more "
+        "memory than is allowed: send a simpler one",
     )
 
 

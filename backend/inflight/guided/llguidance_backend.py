@@ -240,8 +240,8 @@ def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgum
 
 def _equal_items() -> DeadEnd:
     reason = refusal(
-        "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
-        "there. Leave uniqueItems out and check the answer, or lower minItems"
+        "the text has reached a place where an array item must equal an earlier one, but uniqueItems is true "
+        "there. Leave out uniqueItems and check the answer, or lower minItems"
     )
     return DeadEnd(*reason.args)
 
@@ -251,13 +251,13 @@ def _explained(reason: str) -> str:
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
             return f"{meaning} (llguidance: {reason})"
-    return f"llguidance, which follows it, says: {reason}"
+    return f"llguidance reports: {reason}"
 
 
 _MEANINGS = {
     "are not disjoint": "two patternProperties may match one name, which cannot be followed",
-    "patternProperty": "patternProperties are too complex to be told apart",
-    "circular references": "a $ref that comes back to itself may have no keywords beside it",
+    "patternProperty": "patternProperties are too complex to be distinguished",
+    "circular references": "a recursive $ref must not have other keywords beside it",
     "Unsatisfiable": "no text fits it, as its parts contradict each other",
     "does not contain a multiple": "no text fits it, as its parts contradict each other",
     "too many digits": "multipleOf may have at most nine digits",
@@ -265,7 +265,7 @@ _MEANINGS = {
     "look-around": "look-ahead and look-behind cannot be followed",
     "backreferences": "back references cannot be followed",
     "nested parentheses": "a regular expression, or what is written for not, is nested too deeply",
-    "regex parse error": "it has something that is no regular expression",
+    "regex parse error": "it has an invalid regular expression",
     "too large": "it is too large",
     "too many": "it is too large",
     "Unable to determine if regex is empty": "its pattern, format and length together are too complex",

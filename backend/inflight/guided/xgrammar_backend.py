@@ -68,7 +68,7 @@ class XGrammarBackend:
             matcher = xgrammar.GrammarMatcher(compiled)
             matcher.fill_next_token_bitmask(xgrammar.allocate_token_bitmask(1, self._info.vocab_size))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise refusal(f"xgrammar, which follows it, says: {error}") from None
+            raise refusal(f"xgrammar reports: {error}") from None
         return compiled.serialize_json().encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:

@@ -114,7 +114,7 @@ def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
     if not raw:
         raise ApiError("a body is required", 400, None, "missing")
     if not _is_json(content_type):  # a browser sends JSON to another site only if that site allows it
-        raise ApiError("the body is not said to be JSON: send the header Content-Type: application/json")
+        raise ApiError("the body's content type is not JSON: send the header Content-Type: application/json")
     _check_counts(raw)
     try:
         return kind.model_validate(_DECODER.decode(raw))

@@ -125,7 +125,7 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):
         _log_once(str(error))
-        error = Unavailable("the engine cannot be reached now; a later try may work")
+        error = Unavailable("the engine cannot be reached now; a later attempt may succeed")
     if isinstance(error, InflightError):
         status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)
         return status, error_body(status, str(error), None, error.code.lower())

@@ -59,7 +59,7 @@ def read_guide(body: SamplingBody) -> Guide | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise ApiError(
-            f"{names} came together: a text follows one of them", 400, next(iter(found)), "invalid_value"
+            f"{names} were sent together, expected only one of them", 400, next(iter(found)), "invalid_value"
         )
     return next(iter(found.values()), None)
 
@@ -114,7 +114,7 @@ def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
     if "x-guidance" in schema:
         raise invalid(
             name,
-            f"{name} says what white space there may be, and so does the x-guidance of its schema: send one",
+            f"{name} and the x-guidance of its schema both define the allowed white space: send only one",
         )
     return Guide(GuideKind.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
 

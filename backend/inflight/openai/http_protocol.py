@@ -163,7 +163,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _give_up_head(self) -> None:
         if self._num_idle_bytes:
-            self._refuse(408, f"no whole request has come within {self.head_timeout_s:g} s")
+            self._refuse(408, f"no whole request was received in {self.head_timeout_s:g} s")
         else:
             self.transport.close()
 
@@ -184,7 +184,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.cycle.response_complete:
             self.transport.close()
         else:
-            self._refuse(408, f"{self._num_body_bytes} bytes of the body have come in {allowed_s:.0f} s")
+            self._refuse(408, f"{self._num_body_bytes} bytes of the body were received in {allowed_s:.0f} s")
 
     def _watch_sending(self) -> None:
         """Abort the connection if the client reads nothing of the waiting bytes in time."""

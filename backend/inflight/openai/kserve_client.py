@@ -162,7 +162,7 @@ class KServeEngineClient:
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
         """Raise Unsupported, because KServe's protocol cannot transmit reports."""
-        raise Unsupported("a tritonserver does not tell the statistics of iterations over KServe's protocol")
+        raise Unsupported("a tritonserver does not return statistics of iterations over KServe's protocol")
 
     def close(self) -> None:
         """Close the connection; answer requests in flight with Unavailable. Idempotent."""
@@ -276,7 +276,7 @@ class KServeEngineClient:
             "parameters": {"triton_enable_empty_final_response": True, **parameters},
         }
         self._connected()
-        assert self._streams is not None, "they come with the connection"
+        assert self._streams is not None, "set together with the connection"
         try:
             async with contextlib.aclosing(self._streams.ask(asked)) as responses:
                 async for response in responses:
@@ -301,7 +301,7 @@ class KServeEngineClient:
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(
-                f"the tritonserver at {self._url} does not tell its models' configurations: start it with "
+                f"the tritonserver at {self._url} does not return its models' configurations: start it with "
                 "--allow-model-config"
             )
         if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):

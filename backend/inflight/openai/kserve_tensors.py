@@ -191,7 +191,9 @@ def _refuse_uncarried(request: Request) -> None:
         "extra ids of a prompt": bool(request.identity.extra_ids),
         "the weights of an adapter": request.lora is not None and request.lora.weights is not None,
         "an adapter's folder": request.lora is not None and bool(request.lora.path),
-        "min_tokens beside stop in a beam search": bool(request.stop_words and request.stop_words_after),
+        "min_tokens together with stop in a beam search": bool(
+            request.stop_words and request.stop_words_after
+        ),
         "generation logits": wanted.return_generation_logits,
         "additional outputs": bool(wanted.additional_outputs),
     }

@@ -80,7 +80,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="NAME",
         nargs="+",
         default=[],
-        help="names of the model in requests to /v1; the first one is in the answers (default: the name of "
+        help="names of the model in requests to /v1; answers have the first (default: the name of "
         "the checkpoint's folder)",
     )
     add(
@@ -93,21 +93,21 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="the form of the model's tool calls (default: auto, the one that the chat template has; with none "
+        help="the form of the model's tool calls (default: auto, as in the chat template; none: tool "
         "calls are text)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="how the model marks what it thinks before it answers (default: auto, as the chat template does; "
-        "with none it is part of the answer)",
+        help="how the model marks its reasoning before the answer (default: auto, as in the chat template; "
+        "none: reasoning is part of the answer)",
     )
     add(
         "--default-max-tokens",
         metavar="N",
         type=_count,
-        help="most tokens of an answer whose request does not say max_tokens (default: 16 for completions, all "
+        help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
         "that fit for chats)",
     )
 
@@ -118,8 +118,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="KEY",
         nargs="+",
         default=[],
-        help="requests to /v1 must bring one of these keys. Every user of this machine can read a command line: "
-        f"rather use --api-key-file, or the environment variable {API_KEYS_VARIABLE}",
+        help="requests to /v1 must have one of these keys. Every user of this machine can read a command line: "
+        f"prefer --api-key-file or the environment variable {API_KEYS_VARIABLE}",
     )
     add("--api-key-file", metavar="FILE", type=_file, help="a file with an API key on each line")
     add(
@@ -127,8 +127,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="ORIGINS",
         type=_origins,
         default=(),
-        help="web pages that may ask /v1 from a browser: a JSON list as '[\"https://chat.example\"]', or origins "
-        "with commas between them; * for all (default: none but the playground's own)",
+        help="origins of web pages that may use /v1: a JSON list as '[\"https://chat.example\"]', or origins "
+        "separated by commas; * for all (default: only the playground's own)",
     )
     add(
         "--max-body-size",

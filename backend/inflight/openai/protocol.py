@@ -115,9 +115,12 @@ class StructuredOutputs(Body):
 _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "texts end before their stop string; add it where it is needed"),
     "spaces_between_special_tokens": ((True,), "special tokens are decoded with the text around them"),
-    "logits_processors": (([],), "functions come with the server; name one in logits_post_processor_name"),
+    "logits_processors": (
+        ([],),
+        "functions are installed on the server; name one in logits_post_processor_name",
+    ),
     "kv_transfer_params": ((), "prefill and decode run in one engine here"),
-    "detokenize": ((True,), "answers are text; ids come beside it with return_token_ids"),
+    "detokenize": ((True,), "answers are text; return_token_ids adds the ids"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 
@@ -218,7 +221,9 @@ class SamplingBody(Body, BodyControls):
             )
         if self.prompt_logprobs is not None and self.stream:
             raise refused(
-                unsupported("prompt_logprobs", "prompt_logprobs come with a whole answer: leave stream out")
+                unsupported(
+                    "prompt_logprobs", "prompt_logprobs are not available in a stream: leave stream out"
+                )
             )
         return self
 
@@ -249,9 +254,9 @@ class ChatBody(SamplingBody):
         "function_call": (("none",), "OpenAI has replaced it: send tool_choice"),
         "audio": ((), "this server generates text alone"),
         "modalities": ((["text"],), "this server generates text alone"),
-        "prediction": ((), "send prompt_lookup_num_tokens to have what the prompt says guessed"),
+        "prediction": ((), "send prompt_lookup_num_tokens to draft tokens from the prompt"),
         "web_search_options": ((), "this server searches nothing; send tools, and search yourself"),
-        "echo": ((False,), "messages are not repeated; continue_final_message goes on with the last one"),
+        "echo": ((False,), "messages are not repeated; continue_final_message continues the last one"),
         "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
         "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     }

@@ -45,7 +45,7 @@ _NOT_SERVED = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(
         ("/v1/chat/completions/render", "/v1/completions/render"),
-        "this server renders no prompts for others: /tokenize tells the token ids of messages",
+        "this server has no route that renders prompts: /tokenize returns the token ids of messages",
     ),
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]

@@ -338,7 +338,7 @@ class TritonServer:
     def _warn_unchecked(self, why: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(
-                f"serve: requests that end tritonserver are not refused: {why} (docs/production.md)",
+                f"serve: requests that crash tritonserver are not refused: {why} (docs/production.md)",
                 file=self._echo or sys.stderr,
                 flush=True,
             )

@@ -192,7 +192,7 @@ def _settings(wanted: Wanted) -> dict[str, str]:
 def _named_folders(wanted: Wanted) -> str:
     """Return the parameter lora_adapters for all --lora options; raises OptionError for an invalid one."""
     if LORA_ADAPTERS in wanted.settings:
-        raise OptionError(f"--lora and --set {LORA_ADAPTERS} are two ways to say the same: use one of them")
+        raise OptionError(f"--lora and --set {LORA_ADAPTERS} set the same parameter: use only one of them")
     names = [name for name, _ in wanted.adapters]
     for name, folder in wanted.adapters:
         if names.count(name) > 1:

@@ -35,7 +35,7 @@ def tensor_tables() -> str:
     Inputs that are not implemented are in a table of their own.
     """
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
-    parts += ["Inputs that are declared and not built yet:", ""]
+    parts += ["Inputs that are declared but not implemented yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
     parts += ["## Outputs", "", *_outputs(OUTPUTS.specs + ADDITIONAL_OUTPUTS)]
     return "\n".join(parts)
@@ -89,13 +89,13 @@ def metric_tables() -> str:
         "",
         *_gauges(),
         "",
-        "And these, which are not in the log line:",
+        "Further gauges, which are not in the log line:",
         "",
         *_counters(LEVELS),
         "",
     ]
     parts += ["## Histograms", "", *_histograms(), ""]
-    parts += ["Upper bounds of the buckets, beside +Inf:", "", *_bounds(), ""]
+    parts += ["Upper bounds of the buckets, in addition to +Inf:", "", *_bounds(), ""]
     parts += ["## Counters", "", *_counters(COUNTERS)]
     return "\n".join(parts)
 

@@ -216,7 +216,7 @@ def test_impossible_continuations_are_refused() -> None:
             add_generation_prompt=False,
             continue_final_message=True,
         )
-    with pytest.raises(InvalidArgument, match="does not render the last message as it is"):
+    with pytest.raises(InvalidArgument, match="changes the last message"):
         of_source("{% for m in messages %}{{ m.content[:8] }}{% endfor %}").render(
             [USER, {"role": "assistant", "content": "more than that"}],
             add_generation_prompt=False,

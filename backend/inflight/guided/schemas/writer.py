@@ -124,7 +124,9 @@ class Writer(SchemaWriter):
         if not found:
             return True
         if len(found) > 1:
-            raise refused(node.path, f"{found[0]} and {found[1]} came together, expected one of them")
+            raise refused(
+                node.path, f"{found[0]} and {found[1]} are used together, expected only one of them"
+            )
         target = self.document.target(node, found[0], words[found[0]])
         key = target.place
         if key not in self._names:
@@ -244,7 +246,7 @@ class Writer(SchemaWriter):
             raise refused(
                 node.path,
                 f"contains beside prefixItems or unevaluatedItems, or for more than {_MOST_CONTAINED} items, "
-                "cannot be followed: say with prefixItems alone which come where",
+                "cannot be followed: use only prefixItems",
             )
         inner = node.inside(words["contains"], "contains")
         part: dict[str, Any] = {"prefixItems": [self.write(inner)] * least}

@@ -119,7 +119,7 @@ class ChatTemplate:
         if continue_final_message:
             if messages[-1].get("content") in (None, []):
                 raise InvalidArgument(
-                    Name("continue_final_message"), ": the last message has no content to go on with"
+                    Name("continue_final_message"), ": the last message has no content to continue"
                 )
             return _render_continued(chosen, chat, values)
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
@@ -261,7 +261,7 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
     if place < 0 or final.strip() not in text:
         raise InvalidArgument(
             Name("continue_final_message"),
-            ": the chat template does not render the last message as it is, so that it cannot be continued",
+            ": the chat template changes the last message, so that it cannot be continued",
         )
     kept = text[:place]
     # A template that strips contents removes the space at the end of the mark. White space at the end of the
