@@ -220,7 +220,7 @@ def _structural_tag(text: str) -> xgrammar.StructuralTag:
         if read_spaces(schema, one.path) != Spaces():
             raise refused(
                 f"{one.path}/{KEYWORD}",
-                "xgrammar takes no white space of one's own in structural tags; the library llguidance does",
+                "xgrammar takes no white space setting in structural tags; the library llguidance does",
             )
     if tags.sequence is not None:
         return _sequence(tags.structures, tags.sequence)

@@ -98,7 +98,7 @@ class Startup:
         if self._now() - self._last_progress_s < _FORGOTTEN_S:
             return None
         models = set(self._find_initialized()).difference(self._log.loaded_models)
-        return f"tritonserver does not take notice of {', '.join(sorted(models))}" if models else None
+        return f"tritonserver does not notice the loaded {', '.join(sorted(models))}" if models else None
 
     def _has_progress(self, now: float) -> bool:
         num_lines, self._num_lines = self._num_lines, self._log.num_lines
