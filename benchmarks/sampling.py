@@ -2,8 +2,7 @@
 
 All rows use the measured feature. Logits are distributed like a language model's: probabilities fall with
 the rank, and some dozens of tokens together have a probability of 90 %. With `--flat` logits are normally
-distributed, and a top-p of
-0.9 keeps most tokens.
+distributed, and a top-p of 0.9 keeps most tokens.
 """
 
 from __future__ import annotations

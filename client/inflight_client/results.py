@@ -164,8 +164,7 @@ class Delta(_FirstSequence):
     """The content of one response of the server.
 
     A delta continues earlier deltas of the same sequence. But the beams of a beam search change while it
-    runs, so its
-    deltas are cumulative: each has everything so far, with the best beam first.
+    runs, so its deltas are cumulative: each has everything so far, with the best beam first.
 
     Attributes:
         sequences: One sequence; for a beam search, its beams.

@@ -186,9 +186,8 @@ class LocalEngineClient:
         After `timeout_s`, end them with Unavailable.
 
         A request that is answered in rounds may run until its last round. Returns when all requests have
-        their
-        final response, at most five seconds after `timeout_s`: if the loop has not ended the requests by
-        then, it hangs, and this method answers them. Must not be called on the loop thread.
+        their final response, at most five seconds after `timeout_s`: if the loop has not ended the requests
+        by then, it hangs, and this method answers them. Must not be called on the loop thread.
 
         Args:
             timeout_s: How many seconds requests may continue.

@@ -4,9 +4,8 @@ Determines the bytes of a token and whether text can be decoded token by token, 
 not UTF-8. Immutable; any thread.
 
 There are three kinds of decoders. *Byte-level* BPE spells every token in an alphabet of 256 characters, one
-per byte.
-*SentencePiece-style* decoders work on strings, and only text outside of the vocabulary is spelled in bytes,
-such as `<0xE4>`. WordPiece and similar decoders have no bytes.
+per byte. *SentencePiece-style* decoders work on strings, and only text outside of the vocabulary is spelled
+in bytes, such as `<0xE4>`. WordPiece and similar decoders have no bytes.
 """
 
 from __future__ import annotations

@@ -104,9 +104,8 @@ def _added_tokens(
     """Return the settings, and the added tokens by id.
 
     If tokenizer_config.json lists added tokens, this list takes precedence. If it has no list, the
-    checkpoint is of an
-    older format: special tokens are in special_tokens_map.json, other added tokens in added_tokens.json and
-    tokenizer.json.
+    checkpoint is of an older format: special tokens are in special_tokens_map.json, other added tokens in
+    added_tokens.json and tokenizer.json.
     """
     if own := _as_dict(settings.get("extra_special_tokens")):  # tokens by name; the key may also hold a list
         own = {**_as_dict(settings.get(_MODELS_OWN)), **own}
