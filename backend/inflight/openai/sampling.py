@@ -59,8 +59,7 @@ class BodySettings:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return, by tensor, the names of the body's fields for error messages, where they depend on the
-        body."""
+        """For each tensor that several fields can set, the name of the field that this body used."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
