@@ -99,7 +99,7 @@ def test_a_grammar_with_growing_steps_ends_with_an_error(
     monkeypatch.setattr(llguidance_backend, "_most_items", lambda vocab_size: 500)
     backend = make_backend("llguidance", tiny_vocabulary())
     with pytest.raises(
-        InvalidArgument, match=r"guided_decoding_guide .* more work than one request may ask for"
+        InvalidArgument, match=r"guided_decoding_guide .* more work than one request may use"
     ):
         follow(Guide(GuideKind.EBNF_GRAMMAR, grammar), 400, backend)
 
