@@ -165,7 +165,7 @@ class Overlaps:
         if self._num_steps > _MOST_STEPS:
             raise refused(
                 node.path,
-                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to tell "
+                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to find "
                 "which values are valid by several parts of it",
             )
 

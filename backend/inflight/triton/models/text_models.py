@@ -172,8 +172,8 @@ class Preprocessing(TextModel):
         first = facts.vocab_size
         if first is None:
             raise Unsupported(
-                "PROMPT_VOCAB_SIZE: where the model's vocabulary ends, its config.json says, which is neither in "
-                "the folder gpt_model_path nor in tokenizer_dir"
+                "PROMPT_VOCAB_SIZE needs the model's vocabulary size, which is unknown: there is no config.json "
+                "in the folder gpt_model_path or tokenizer_dir"
             )
         return range(first, first + num_rows)
 
