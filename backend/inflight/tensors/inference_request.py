@@ -84,7 +84,7 @@ class InferenceRequest:
 
 _REFUSED = {
     RequestKind.STOP: "stop is true: a request is ended by the PollStopSignal callback",
-    RequestKind.STATE: "state is true: GptManager.state tells it",
+    RequestKind.STATE: "state is true: call GptManager.state instead",
     RequestKind.ADAPTERS: "lora_command: a GptManager does not support adapter commands",
 }
 _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=False)

@@ -65,7 +65,7 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
     # A row that contains NaN has the maximum NaN.
     if logits is not None and not np.isfinite(logits.max(axis=-1)).all():
         raise InvalidArgument(
-            Name("draft_logits"), " must hold finite numbers in every row; -inf for what is never drawn"
+            Name("draft_logits"), " must hold finite numbers in every row; -inf for tokens that are never drafted"
         )
     threshold = reader.real("draft_acceptance_threshold")
     return ExternalDraft(tuple(ids.tolist()), None if logits is None else as_float_tensor(logits), threshold)

@@ -220,7 +220,7 @@ class FrontEnd:
     def _ask_state(self, description: EngineDescription, stream: TritonStream) -> None:
         if not description.state_enabled:
             raise Unsupported(
-                "state is true, but this server does not tell its state: parameter enable_state_requests of the "
+                "state is true, but this server does not report its state: parameter enable_state_requests of the "
                 "model that holds the engine is false"
             )
         self._states.ask(stream)
