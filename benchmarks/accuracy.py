@@ -1,15 +1,15 @@
 """Measure how far bfloat16, int8, fp8 and quantized checkpoints are from float32, on held-out text.
 
 Runs in this process, without a server. The text is modules of Python's standard library that were held out
-when the demo model was trained, prepared as for the training, in windows of 512 tokens. The logits at every
-position are compared with those of torch's operators in float32: KL divergence from float32 in nats, whether
-the likeliest token is the same, and the loss on the token that follows. dtypes of weights and of the KV cache
-are measured.
+in the training of the demo model, prepared as for the training, in windows of 512 tokens. For each dtype of
+the weights and of the KV cache, the logits at every position are compared with the logits of torch's
+operators in float32: KL divergence from float32 in nats, whether the likeliest token is the same, and the
+loss on the next token.
 
-Then the demo model is written in several quantized formats, rounded to the nearest level. Two comparisons are
-made for each. The dequantized weights in float32 are compared with the demo model, which shows the error of the
-format. The quantized checkpoint, as it is and in bfloat16, is compared with its dequantized weights in float32,
-which shows the error of this engine's computation.
+Then the demo model is written in several quantized formats, rounded to the nearest level, and two
+comparisons are made for each format. First, the dequantized weights in float32 are compared with the demo
+model, which shows the error of the format. Second, the quantized checkpoint, unchanged and in bfloat16, is
+compared with its dequantized weights in float32, which shows the error of this engine's computation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OUTPUT = OutputOptions(return_context_logits=True)
 class Way:
     """Dtype of the weights, kernels, and dtype of the KV cache."""
 
-    dtype: str | None  # None: the checkpoint's; quantized weights stay as they are
+    dtype: str | None  # None: the checkpoint's; quantized weights stay quantized
     kernels: str
     kv_cache_dtype: str = "auto"
 
@@ -81,7 +81,7 @@ WAYS_OF_QUANTIZED = (Way(None, "native"), Way(None, "torch"), Way("bfloat16", "n
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Difference over all positions; `kl_` in nats, `loss` in nats per token."""
+    """Difference over all positions. Fields with the prefix `kl_` are in nats, `loss` in nats per token."""
 
     kl_mean: float
     kl_p99: float
@@ -104,7 +104,7 @@ def held_out_tokens() -> list[int]:
 def compute_logits(
     way: Way, windows: Sequence[Sequence[int]], folder: Path | None = None, device: str = "cpu"
 ) -> list[Tensor]:
-    """Return float32 logits [tokens, vocab_size] per window, of the demo model or the one in `folder`."""
+    """Return float32 logits [tokens, vocab_size] per window, of the demo model or of the model in `folder`."""
     engine = load_engine(
         EngineConfig(
             str(folder or _DEMO_MODEL),
@@ -128,7 +128,7 @@ def compute_logits(
 
 
 def compare(exact: Sequence[Tensor], found: Sequence[Tensor], windows: Sequence[Sequence[int]]) -> Error:
-    """Compare the logits of each window with the exact ones."""
+    """Compare the logits of each window with the exact logits."""
     divergences, same, losses, exact_losses = [], [], [], []
     for should, logits, window in zip(exact, found, windows, strict=True):
         expected, log_probs = should.double().log_softmax(-1), logits.double().log_softmax(-1)
@@ -224,7 +224,7 @@ def _load_training() -> ModuleType:
     """Load the program that trained the model, which prepares the text."""
     loader = SourceFileLoader("train_demo_model", str(_TRAINING))
     spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None, "there is a loader"
+    assert spec is not None, "a spec of a file has a loader"
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -1,8 +1,8 @@
-"""Run AIPerf against /v1, beside Triton's own gRPC: tokens/s and first tokens at 1, 16 and 64 streams.
+"""Run AIPerf against /v1, and compare with Triton's own gRPC, at 1, 16 and 64 streams.
 
 AIPerf is installed into an environment of its own, `.venv-aiperf`. It sends prepared bodies to
-/v1/completions, streamed: the token ids of the workload of `scripts/bench serve`, with the same numbers of
-tokens to generate.
+/v1/completions, which are answered as streams: the workload of `scripts/bench serve`, with the same token
+ids and output lengths.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class AiperfOnV1:
         self._model = model.resolve()
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """Run the load, as `comparison.Way.run` describes."""
+        """Send every request once, `streams` at a time, like `comparison.Way.run`."""
         assert server.openai is not None, "it was started with an OpenAI endpoint"
         return self.send(server.openai, requests, streams)
 
     def send(self, url: str, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """Run the load against any endpoint, given its URL without a path."""
+        """Send every request once to any endpoint, given its URL without a path."""
         with tempfile.TemporaryDirectory(prefix="inflight-aiperf-") as name:
             folder = Path(name)
             (folder / "requests.json").write_text(json.dumps(make_input(self._model.name, requests)))
@@ -63,15 +63,15 @@ class AiperfOnV1:
             *("--input-file", "requests.json", "--custom-dataset-type", "inputs_json"),
             *("--dataset-sampling-strategy", "sequential", "--tokenizer", str(self._model)),
             *("--concurrency", str(min(streams, num_requests)), "--request-count", str(num_requests)),
-            # AIPerf's processes connect with their first request. The warm-up goes through the file in a
-            # circle, so that each request is still sent once afterwards.
+            # AIPerf's processes connect when they send their first request, so there is a warm-up. It takes
+            # requests from the file in a circle, so that each request is still sent once afterwards.
             *("--warmup-request-count", str(min(streams, num_requests))),
             *("--artifact-dir", "artifacts", "--ui", "none"),
         ]
 
 
 def make_input(model: str, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """Return AIPerf's inputs.json: a conversation per request, named by its index, with one body."""
+    """Return AIPerf's inputs.json: one conversation for each request, named by its index, with one body."""
     return {
         "data": [
             {"session_id": str(index), "payloads": [_body(model, request)]}
@@ -93,7 +93,7 @@ def _body(model: str, request: BenchRequest) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """Return variables that turn the hub off; otherwise AIPerf takes a folder for a name on the hub."""
+    """Return environment variables that disable the hub. Otherwise AIPerf treats a folder as a name on the hub."""
     return {
         key: value
         for key, value in os.environ.items()

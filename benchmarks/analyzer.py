@@ -1,7 +1,7 @@
-"""Send requests to a real server with Triton's perf_analyzer, each once by a gRPC stream, and read its times.
+"""Send each request once to a real server with perf_analyzer, by gRPC streams, and read the times.
 
-Owns perf_analyzer's arguments and how its export is read. Does not know what the figures are for.
-perf_analyzer is a program of its own, so the client's cost is not part of this process.
+Defines perf_analyzer's arguments, and reads its export. perf_analyzer is a separate program, so that the
+client's cost is not part of this process.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def analyze(server: TritonServer, requests: Sequence[BenchRequest], concurrency:
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         data = Path(folder) / "requests.json"
         write_input(data, requests)
-        # One thread sends the requests in order, the next when any has ended. Several threads would divide
-        # the requests in advance.
+        # One thread sends the requests in order, and the next one when any request has ended. Several
+        # threads would divide the requests in advance.
         experiments = perf_analyzer.export(
             ["-m", _MODEL, "-i", "grpc", "-u", server.grpc, "--streaming", "--async", "--max-threads", "1"]
             + ["--input-data", str(data), "--concurrency-range", str(min(concurrency, len(requests)))]
@@ -84,7 +84,7 @@ def write_input(path: Path, requests: Sequence[BenchRequest]) -> None:
 def read_experiments(
     experiments: Sequence[Mapping[str, Any]], requests: Sequence[BenchRequest]
 ) -> list[Answer]:
-    """Read all answers from perf_analyzer's export; ServeError unless every request ran once and ended."""
+    """Read all answers from perf_analyzer's export. Raises ServeError unless every request ran once and ended."""
     records = [record for experiment in experiments for record in experiment["requests"]]
     sent = Counter(map(_request_of, records))
     if sent != Counter(requests):

@@ -1,8 +1,9 @@
-"""Measure tokens/s alone and beside busy loops on the same cores, with threads that spin or sleep at barriers.
+"""Measure tokens/s without and with busy loops on the same cores, for several times of spinning at barriers.
 
-Runs the engine in this process, like `offline`, on cores that busy loops share with it, once for each time that
-the threads of compiled layers spin at a barrier before they sleep. Rounds alternate between these times. A fair
-share is what the scheduler of the operating system gives the engine if it treats all threads and loops alike.
+Runs the engine in this process, like `offline`, on cores that it shares with busy loops. The threads of
+compiled layers spin for some time at a barrier before they sleep; rounds alternate between different times.
+The fair share is the processor time that the operating system gives the engine if it treats all threads and
+loops equally.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians of the rounds with one time of spinning and one number of busy loops.
+    """Medians over the rounds with the same time of spinning and the same number of busy loops.
 
     Attributes:
         spin_us: Microseconds that a thread spins at a barrier before it sleeps.
         loops: Number of busy loops.
         tokens_per_s: Output tokens per second.
         processors: Processors that the engine's process used on average.
-        share: Tokens per second relative to those without loops.
-        fair_share: The share if threads and loops get equal processor time.
+        share: Tokens per second divided by the tokens per second without loops.
+        fair_share: The expected share if threads and loops get equal processor time.
     """
 
     spin_us: int
@@ -75,7 +76,10 @@ def fair_share(num_processors: int, num_threads: int, num_loops: int) -> float:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Run busy loops on the processors of this process, from when all of them run until the block ends."""
+    """Run busy loops on the processors of this process.
+
+    The `with` block begins when all of them run; they end after it.
+    """
     with ExitStack() as stack:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-c", _LOOP], stdout=subprocess.PIPE)
@@ -89,7 +93,10 @@ def busy_loops(count: int) -> Iterator[None]:
 def summarize(
     rounds: dict[tuple[int, int], list[Round]], num_processors: int, num_threads: int
 ) -> list[Figures]:
-    """Return the figures of all rounds, which are given by time of spinning and number of loops, 0 among them."""
+    """Return the figures of all rounds.
+
+    The keys are (time of spinning in µs, number of loops); 0 loops is required.
+    """
     medians = {
         key: Round(
             statistics.median(each.tokens_per_s for each in measured),
@@ -135,7 +142,7 @@ def _loaded(options: Options, requests: Sequence[BenchRequest], spin_us: int) ->
 def main() -> None:
     parser = new_parser("busy", __doc__)
     add_options(parser, concurrency=0)
-    parser.add_argument("--processors", type=positive, help="run on this many of them; default: all")
+    parser.add_argument("--processors", type=positive, help="number of processors to use; default: all")
     parser.add_argument(
         "--loops", type=positive, nargs="+", default=[1, 2], help="numbers of busy loops (default: 1 2)"
     )
@@ -149,7 +156,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     cpus = Processors.here().cpus[: given.processors]
-    os.sched_setaffinity(0, cpus)  # of this thread, and of those that it starts
+    os.sched_setaffinity(0, cpus)  # also inherited by threads that this thread starts
     options = Options.of(given)
     try:
         requests = draw(

@@ -1,9 +1,9 @@
 """Measure how soon a real server detects cancelled streams, and how soon their blocks are free.
 
-Starts a tritonserver with a fake engine that records a trace, opens N gRPC streams and one more that stays,
-lets tokens flow, cancels the N at once, and reads the trace. A stop's time in the trace is when the
-cancellation was detected. The iteration that takes the stops frees their slots and blocks. Times are in
-milliseconds since the cancellation.
+Starts a tritonserver with a fake engine that records a trace, opens N gRPC streams and one more that is not
+cancelled, waits until they generate, cancels the N streams at once, and reads the trace. The time of a stop
+in the trace is when the cancellation was detected. The iteration that fetches the stops frees their slots
+and blocks. Times are in milliseconds since the cancellation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight.testing.fake_server import serve_fake
 
 
 def _stops(trace: GrowingTrace) -> Iterator[Begin]:
-    """Yield the iterations since the last call that took stops."""
+    """Yield the iterations since the last call that fetched stop signals."""
     for record in trace.new_records(containing=b'"stops":[{'):
         if isinstance(record, Begin):
             yield record

@@ -2,9 +2,9 @@
 
 Runs in this process, without a server. N streams generate when a prompt of 2,000 tokens arrives. Without
 `enable_chunked_context` one iteration computes the whole prompt, and every stream waits for it. With it,
-streams come first, and the prompt gets the rest of `max_num_tokens`. Gaps are the times between a stream's
-tokens, from the arrival until the prompt's first token. With two prompts at a time, the two chunking policies
-are compared.
+streams have precedence, and the prompt gets the rest of `max_num_tokens`. The gaps between a stream's tokens
+are measured from the arrival until the prompt's first token. With two prompts at a time, the two chunking
+policies are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Case:
 
 
 def cases(num_streams: int, prompt_length: int, chunk: int) -> list[Case]:
-    """Return the cases: whole and chunked prompts; then two prompts, one after the other and in turns."""
+    """Return the cases: a whole prompt, a chunked one, and two chunked prompts with either chunking policy."""
 
     def chunked(policy: ChunkingPolicy) -> SchedulingConfig:
         return SchedulingConfig(
@@ -60,7 +60,7 @@ class Streams:
     """Streams that run through a whole case, and the gaps between their tokens.
 
     Attributes:
-        gaps_s: Gaps in seconds; the caller clears it.
+        gaps_s: Gaps in seconds. The caller clears the list.
     """
 
     def __init__(self, loop: Loop, count: int, vocab_size: int, new_tokens: int) -> None:

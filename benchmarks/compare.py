@@ -1,8 +1,8 @@
 """Compare this package with other systems on the same requests, round by round, and print the ratios.
 
-Every run is a process of its own, which loads once, and then warms up and is timed for each workload. Only
-one runs at a time, and the sides take turns, so that other load on the machine affects all of them. A peer is
-a program in an environment of its own (docs/comparing.md says how to make one). One thread, which waits.
+Every run is a process of its own, which loads the model once, and then is warmed up and timed for each
+workload. Only one process runs at a time, and the sides alternate, so that other load on the machine affects
+all of them. A peer is a program in an environment of its own (docs/comparing.md describes how to create it).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """Run the comparison; return 1 if any run failed. The medians leave out failed runs."""
+    """Run the comparison; return 1 if any run failed. Failed runs are not part of the medians."""
     options = _parse(sys.argv[1:])
     peers = peers_of(options.peer_options)
     for peer in peers:
         for library in missing_libraries(peer):
             print(f"{peer.name} runs without {library}: not found", file=sys.stderr)
-    # Without this, the running side would outlive this process.
+    # Without this, the running side would continue after this process is killed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_ENDED_BY_SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         work = _prepare(options, Path(folder))
@@ -91,7 +91,7 @@ def _setup(options: argparse.Namespace, work: Work, runs: Sequence[Run]) -> dict
 
 
 class _InOrder(argparse.Action):
-    """Keeps the order of --peer, --peer-python and --peer-model: the last two refer to the --peer before."""
+    """Stores --peer, --peer-python and --peer-model in order, as the last two refer to the preceding --peer."""
 
     def __call__(self, parser, namespace, value, option_string=None) -> None:
         namespace.peer_options = [*namespace.peer_options, (option_string, value)]
@@ -149,7 +149,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def peers_of(options: Sequence[tuple[str, str]]) -> list[Side]:
-    """Convert (option, value) pairs in order to peers; ValueError for a misplaced or missing option."""
+    """Convert (option, value) pairs to peers. Raises ValueError for a misplaced or missing option."""
     found: list[dict[str, str]] = []
     for option, value in options:
         if option == "--peer":
@@ -230,14 +230,17 @@ class Progress:
         self._total = len(self._left) + sum(map(len, self._taken_s.values()))
 
     def left_s(self) -> float:
-        """Estimate the seconds of all remaining runs; a side without one counts as the mean of the others."""
+        """Estimate the seconds of all remaining runs.
+
+        A side that has not run yet counts as the mean of the others.
+        """
         means = {side: statistics.mean(taken) for side, taken in self._taken_s.items()}
         typical = statistics.mean(means.values())
         return sum(means.get(side, typical) for side in self._left)
 
 
 def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: int) -> Iterator[Run]:
-    """Run every side in every round, ours first. A side that hangs is not run again."""
+    """Run every side in every round, this package first. A side that hangs is not run again."""
     progress, given_up = Progress([side.name for side in sides], num_rounds), set()
     for number in range(1, num_rounds + 1):
         for side in sides:
@@ -254,7 +257,10 @@ def _rounds(sides: Sequence[Side], work: Work, shape: ModelShape, num_rounds: in
 
 
 def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[Printed, Run]:
-    """Run a side and print a line of its figures; memory bandwidth is measured just before and just after."""
+    """Run a side and print a line of its figures.
+
+    Memory bandwidth is measured just before and just after the run.
+    """
     before = read_gb_per_s(work.threads)
     printed = run(side, work)
     after = read_gb_per_s(work.threads)
@@ -266,12 +272,12 @@ def _run_side(side: Side, work: Work, shape: ModelShape, number: int) -> tuple[P
         print(json.dumps(head | {"failed": printed.failure}), flush=True)
         return printed, Run(side.name, {})
     figures = {**printed.figures} | weigh(printed.figures, shape, work.dtype)
-    print(json.dumps(head | figures | head), flush=True)  # `head` wins over a program's figures
+    print(json.dumps(head | figures | head), flush=True)  # the keys of `head` are first, with its values
     return printed, Run(side.name, values_of(figures, round(after, 1)), figures)
 
 
 def weigh(figures: Mapping[str, object], shape: ModelShape, dtype: str) -> dict[str, int]:
-    """Return the bytes of weights and KV cache, each number once, and the rest of the peak memory."""
+    """Return the bytes of the weights and of the KV cache, and the remaining bytes of the peak memory."""
     cache, peak = figures.get("kv_cache"), figures.get("peak_rss_bytes")
     if not isinstance(cache, Mapping) or not isinstance(peak, int):
         return {}

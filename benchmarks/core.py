@@ -1,7 +1,7 @@
-"""Measure the pure core: schedule and update of an iteration, and admission, without any device.
+"""Measure the core's scheduler: schedule and update of an iteration, and admission, without any device.
 
-Outputs are made in advance, so that only the scheduler is timed: no sender threads, no forward pass. The
-statistics are counted, but not written as JSON. Each kind of request is measured separately.
+Outputs are made in advance, so that only the scheduler is timed, without sender threads and forward pass.
+Statistics are counted, but not written as JSON. Each kind of request is measured separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DRAFTS = 4
 _TOKEN = 7
 
 MakeRequest = Callable[[int, int, int], Request]
-"""(request id, prompt tokens, new tokens) → a request."""
+"""Function that makes a request from (request id, number of prompt tokens, number of new tokens)."""
 
 
 def _plain(request_id: int, prompt: int, new: int) -> Request:
@@ -46,7 +46,7 @@ def _drafted(request_id: int, prompt: int, new: int) -> Request:
 
 
 def _answer(batch: ScheduledBatch) -> ModelOutput:
-    """Make an output with one token in every row and drafts accepted; beams continue each other in turn."""
+    """Make an output with one token in every row and all drafts accepted. Beams continue other beams in turn."""
     tokens = [(_TOKEN,) * (1 + chunk.num_draft_tokens) for chunk in batch.context if chunk.is_last]
     tokens += [(_TOKEN,)] * len(batch.generation_slots)
     return ModelOutput(batch.iteration, tokens, [_candidates(group) for group in batch.beam_groups])

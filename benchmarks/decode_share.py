@@ -1,6 +1,6 @@
-"""Measure which share of an iteration is spent on sampling, on a checkpoint.
+"""Measure the fraction of an iteration that is spent on sampling, with a checkpoint.
 
-All rows sample greedily, then with a temperature, then with a top_p too, and then with all common controls.
+All rows sample greedily, then with a temperature, then also with a top_p, and then with all common controls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLINGS = {
 def measure(
     engine: ModelEngine, sampling: SamplingConfig, prompt_length: int, num_iterations: int
 ) -> dict[str, float]:
-    """Return medians over generation iterations with every slot taken, in milliseconds."""
+    """Return medians in milliseconds over generation iterations in which every slot has a sequence."""
     limits = engine.limits
     prompt = tuple((7 * i) % limits.vocab_size for i in range(prompt_length))
     scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), limits)

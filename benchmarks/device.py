@@ -1,9 +1,8 @@
 """Measure generation on a device against the limit of its memory bandwidth and transformers' `generate`.
 
-Batches are made by hand, without a scheduler or a server: sequences with contexts of one length, then one
-token for each of them per iteration. An iteration has to read every weight and every key and value once, so
-the limit is their bytes divided by the bandwidth of a large copy. Prints one JSON line for each number of
-sequences.
+Batches are made without a scheduler or a server: contexts of equal length, then iterations with one token
+for each sequence. An iteration must read every weight, key and value once, so its limit is the number of
+these bytes divided by the bandwidth of a large copy. Prints one JSON line for each number of sequences.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class Workload:
 
     Attributes:
         rows: Numbers of sequences; each is a measurement.
-        context: Tokens of a sequence before the first iteration.
+        context: Tokens of a sequence before the first timed iteration.
         iterations: Number of timed iterations.
         tokens_per_block: Tokens per KV block.
-        copy_bytes: Size of the copy that measures the bandwidth.
+        copy_bytes: Size in bytes of the copy that measures the bandwidth.
     """
 
     rows: tuple[int, ...]
@@ -69,7 +68,7 @@ class Workload:
 
 
 def bytes_read(decoder: DecoderConfig, dtype: torch.dtype, num_rows: int, length: float) -> float:
-    """Return the bytes of weights, keys and values that an iteration of `num_rows` sequences has to read."""
+    """Return the bytes of weights, keys and values that an iteration of `num_rows` sequences must read."""
     hidden, mlp = decoder.hidden_size, 3 if decoder.gated_mlp else 2
     layer = hidden * (2 * decoder.query_size + 2 * decoder.kv_size + mlp * decoder.intermediate_size)
     weights = (decoder.num_layers * layer + decoder.vocab_size * hidden) * dtype.itemsize
@@ -77,14 +76,17 @@ def bytes_read(decoder: DecoderConfig, dtype: torch.dtype, num_rows: int, length
 
 
 def copy_bytes_per_s(device: torch.device, size: int) -> float:
-    """Return the bytes read and written per second by a copy of `size` bytes; the best of several."""
+    """Return the bytes read and written per second by a copy of `size` bytes, the best of several copies."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / min(time_of(lambda: target.copy_(source), device) for _ in range(_COPIES))
 
 
 def iteration_seconds(engine: ModelEngine, workload: Workload, num_rows: int) -> list[float]:
-    """Time each iteration of `num_rows` sequences, until its tokens or the previous ones are on the host."""
+    """Return the seconds of each iteration of `num_rows` sequences.
+
+    With overlapped iterations, an iteration ends when the previous iteration's tokens are on the host.
+    """
     seconds = []
     limits = engine.limits
     in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
@@ -147,10 +149,10 @@ def measure_engine(config: EngineConfig, workload: Workload) -> list[dict[str, o
 def measure_transformers(
     folder: Path, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> list[float]:
-    """Return tokens/s of greedy `generate` by number of sequences, without its context phase."""
+    """Return tokens/s of greedy `generate`, without its context phase, for each number of sequences."""
     import transformers
 
-    # Its declared type has neither `to` nor `generate`.
+    # The declared type of the model has neither `to` nor `generate`.
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device)
     figures = []

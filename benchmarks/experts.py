@@ -1,9 +1,9 @@
-"""Measure a mixture of experts against the speed of reading its weights, and the time of its router.
+"""Measure a mixture of experts: its speed relative to the memory bandwidth, and the time of its router.
 
-Runs generation iterations on compiled layers. The sequences begin differently, so that their tokens go to
-different experts. An iteration reads every matrix once, but only those experts that any row goes to; the
-layers count these. Without `--model`, weights are random, and about a billion of them are active. A router's
-choices are then nearly even, which is also the aim of training.
+Runs generation iterations on compiled layers. The sequences begin differently, so that their tokens use
+different experts. An iteration reads every matrix once, but of the experts only those that a row uses; the
+layers count them. Without `--model`, weights are random, and about a billion of them are active. The router
+then chooses experts nearly evenly, which is also the aim of training.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from inflight.testing.make_model import Shape, make_model, num_weights
 
 FAMILY = "qwen3_moe"
 SHAPE = Shape(16, 2048, 32, 4, 768, 128_256, 8192, 1e6, experts=24, experts_per_token=8)
-"""1.02 billion active of 2.23 billion weights; experts have Qwen3-30B-A3B's width and number per token."""
+"""2.23 billion weights, of which 1.02 billion are active. Width and number of active experts as in
+Qwen3-30B-A3B."""
 _BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 _WARM_UP = 2  # iterations
 _SEED = 3
@@ -58,7 +59,7 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one round with a number of rows, or medians of several rounds.
+    """Figures of one round, or medians of several rounds with the same number of rows.
 
     Attributes:
         tokens_per_s: Tokens per second of the median iteration.
@@ -66,8 +67,8 @@ class Figures:
         experts_read: Mean number of experts that a layer reads in an iteration.
         gigabytes_read: Gigabytes of weights that an iteration reads.
         memory_gb_per_s: Memory bandwidth before and after the round.
-        share: Fraction of the speed that the mean bandwidth allows for the bytes read.
-        router_share: Fraction of the time of all iterations that the router takes.
+        share: Speed as a fraction of the speed at which the mean bandwidth could read the same bytes.
+        router_share: The router's time as a fraction of the time of all iterations.
     """
 
     rows: int
@@ -81,7 +82,7 @@ class Figures:
 
 
 def bytes_read(config: DecoderConfig, dtype: str, experts_read: float) -> float:
-    """Return the bytes of weights read in an iteration, with `experts_read` experts in layers with experts."""
+    """Return the bytes of weights that an iteration reads if it reads `experts_read` experts in each layer."""
     experts = config.experts
     assert experts is not None, "the model has experts"
     shape = ModelShape.of(config)
@@ -111,7 +112,7 @@ def summarize(
 
 
 def generate(engine: ModelEngine, decoder: NativeDecoder, rows: int, prompt: int, count: int) -> Iterations:
-    """Run `count` iterations of `rows` rows after random prompts of `prompt` tokens, which fit in one batch."""
+    """Run `count` iterations of `rows` rows after random prompts of `prompt` tokens, in one batch."""
     numbers = random.Random(_SEED)
     scheduler = Scheduler(SchedulingConfig(enable_kv_cache_reuse=False), engine.limits)
     vocab_size, num_tokens = engine.limits.vocab_size, 1 + _WARM_UP + count

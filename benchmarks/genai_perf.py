@@ -1,8 +1,8 @@
-"""Run genai-perf against /v1 and against Triton, beside Triton's own gRPC, at 1, 16 and 64 streams.
+"""Run genai-perf against /v1 and against Triton, and compare with Triton's own gRPC, at 1, 16 and 64 streams.
 
-genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs tritonclient's perf_analyzer,
-because its own packages have none. It sends texts to /v1/completions, and by gRPC to
-`ensemble`. The tokens of the same texts are sent to `tensorrt_llm`.
+genai-perf is installed into an environment of its own, `.venv-genai-perf`. It runs tritonclient's
+perf_analyzer, because its own packages do not include this program. It sends texts to /v1/completions, and
+by gRPC to `ensemble`. For comparison, the token ids of the same texts are sent to `tensorrt_llm`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class GenaiPerf:
         self._prompts = prompts
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """Run the load, as `comparison.Way.run` describes."""
+        """Send every request once, `streams` at a time, like `comparison.Way.run`."""
         if self.name == "triton":
             return self.send(server.grpc, "ensemble", requests, streams)
         assert server.openai is not None, "it was started with an OpenAI endpoint"
@@ -97,7 +97,7 @@ class GenaiPerf:
     def send(
         self, address: str, model: str, requests: Sequence[BenchRequest], streams: int
     ) -> list[Timeline]:
-        """Run the load against any endpoint, given HOST:PORT and its model's name."""
+        """Send every request once to any endpoint, given HOST:PORT and the model's name."""
         error: ServeError | None = None
         for _ in range(_ATTEMPTS):
             try:
@@ -140,10 +140,10 @@ class GenaiPerf:
 _ENDPOINT_OPTIONS = {
     "v1": (
         *("--endpoint-type", "completions", "--extra-inputs"),
-        # No usage: genai-perf 0.0.16 cannot handle an event without choices.
+        # Usage is not requested, because genai-perf 0.0.16 cannot handle an event without choices.
         json.dumps({"ignore_eos": True, "temperature": 0}),
     ),
-    # "deterministic" also requests at least that many tokens.
+    # "deterministic" also sets the minimum number of tokens.
     "triton": (
         *("--endpoint-type", "kserve", "--backend", "tensorrtllm"),
         "--output-tokens-mean-deterministic",
@@ -153,7 +153,7 @@ _ENDPOINT_OPTIONS = {
 
 @contextlib.contextmanager
 def _environment() -> Iterator[dict[str, str]]:
-    """Yield variables with which `perf_analyzer` is this environment's, with its libraries."""
+    """Yield environment variables with which genai-perf runs this environment's `perf_analyzer`."""
     with tempfile.TemporaryDirectory(prefix="inflight-genai-perf-") as name:
         program = Path(name) / "perf_analyzer"
         path = f"{_ROOT / 'backend'}{os.pathsep}{_ROOT}"
@@ -166,9 +166,9 @@ def _environment() -> Iterator[dict[str, str]]:
 
 
 def make_prompts(tokenizer: Tokenizer, count: int, num_output_tokens: int) -> dict[BenchRequest, str]:
-    """Return distinct texts of common words, as long as the prompts of the workload of `scripts/bench serve`.
+    """Return distinct texts of common words, with as many tokens as the prompts of `scripts/bench serve`.
 
-    The keys are requests with the texts' tokens.
+    The keys are requests with the texts' token ids.
     """
     numbers = random.Random(_SEED)
     prompts: dict[BenchRequest, str] = {}

@@ -1,13 +1,14 @@
-"""Measure a GPU: iterations, prompts, long contexts, a load and a server, each figure beside its limit.
+"""Measure a GPU: iterations, prompts, long contexts, a load and a server, each figure with its limit.
 
-Makes checkpoints of random weights, one after the other. Measures each in this process, then through
-tritonserver, then in vLLM in an environment of its own (`--vllm-python`). A limit is a time that the device
-cannot beat: reading the weights, keys and values at the bandwidth of a large copy, or the operations at the
-speed of a large bfloat16 product (float32 for float32). Both are measured first. Parts for which no time
-remains are left out, and reported. Also runs on a CPU, with a small shape.
+Makes checkpoints of random weights, one after the other. Each is measured in this process, then through
+tritonserver, then in vLLM in an environment of its own (`--vllm-python`). The limit of a figure is the time
+that the device needs at least: to read the weights, keys and values at the bandwidth of a large copy, or to
+compute the operations at the speed of a large bfloat16 product (float32 for float32). Bandwidth and speed
+are measured first. Parts for which no time remains are skipped and reported. Also runs on a CPU, with a
+small shape.
 
-With `--engine tensorrt`, plans are built for each checkpoint and measured beside torch's layers. Their slots
-have PLAN_TOKENS tokens, so longer prompts are measured with torch only.
+With `--engine tensorrt`, plans are built for each checkpoint, and measured in addition to torch's layers. A
+plan's slots have PLAN_TOKENS tokens, so longer prompts are measured with torch only.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _LOAD_PROMPTS, _LOAD_OUTPUTS = (32, 512), (64, 256)
 _LONGEST_LOAD = _LOAD_PROMPTS[1] + _LOAD_OUTPUTS[1]
 _VLLM_TIMEOUT_S = 300
 PLAN_TOKENS = 1024
-"""Tokens per slot of plans, for which every slot always has memory."""
+"""Number of tokens per slot of plans. Every slot always has memory for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class Limits:
     flop_per_s: float
 
     def seconds(self, num_bytes: float, flop: float) -> tuple[float, str]:
-        """Return the least time for both, and the name of the one that decides."""
+        """Return the least time in seconds for reading and computing, and the name of the slower of the two."""
         times = {"bandwidth": num_bytes / self.bytes_per_s, "FLOP": flop / self.flop_per_s}
         bound = max(times, key=times.__getitem__)
         return times[bound], bound
@@ -82,7 +83,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure in ms or tokens/s, and its limit; None where no limit is known."""
+    """A figure in ms or tokens/s, and its limit; None if the limit is not known."""
 
     model: str
     what: str
@@ -94,7 +95,7 @@ class Line:
 
     @property
     def share(self) -> float | None:
-        """Fraction of the limit that was reached, 0 to 1."""
+        """Return the fraction of the limit that was reached, 0 to 1."""
         if self.limit is None or not self.value:
             return None
         return self.limit / self.value if self.unit == "ms" else self.value / self.limit
@@ -137,14 +138,16 @@ class Model:
         return self._limits.seconds(read, 2 * self._num_weights * num_rows + attention)
 
     def prompt_limit(self, length: int) -> tuple[float, str]:
-        """Return the least seconds of a prompt and the bound that causes them. A token attends to half of the
-        prompt on average, and the prompt's weights and KV cache are read once."""
+        """Return the least seconds of a prompt, and the name of the limit.
+
+        A token attends to half of the prompt on average. Weights and the prompt's KV cache are read once.
+        """
         attention = 4 * self.decoder.num_layers * self.decoder.query_size * length * length / 2
         flop = 2 * self._num_weights * length + attention
         return self._limits.seconds(self._weight_bytes + length * self._token_bytes, flop)
 
     def load_limit(self, requests: Sequence[BenchRequest], slots: int) -> tuple[float, str]:
-        """Return the most output tokens/s of a load with `slots` sequences at a time."""
+        """Return the largest possible output tokens/s of a load with `slots` sequences at a time."""
         outputs = sum(request.num_output_tokens for request in requests)
         rows = sum(request.num_tokens for request in requests)
         cached = sum(
@@ -175,7 +178,7 @@ def draw_load(vocab_size: int, count: int) -> list[BenchRequest]:
 
 
 def measure_iterations(model: Model) -> Iterator[Line]:
-    """Measure generation by rows, first tokens by prompt length, and a long context, on one engine."""
+    """Measure iterations by number of rows, time to first token by prompt length, and a long context."""
     plan = model.plan
     longest = max(plan.long_context, *plan.prompts, plan.context) + plan.iterations + 16
     needed = max(max(plan.rows) * (plan.context + plan.iterations + plan.tokens_per_block), longest)
@@ -210,7 +213,7 @@ def measure_iterations(model: Model) -> Iterator[Line]:
 
 
 def with_plans(model: Model, folder: Path, limits: Limits, serialize: Serialize = serialize) -> Model:
-    """Build plans of the model; return it with those measurements that fit into the plans' slots."""
+    """Build plans of the model; return a Model of the plans, with the measurements that fit into their slots."""
     plan, longest = model.plan, PLAN_TOKENS - model.plan.iterations - 16
     options = BuildOptions(
         dtype=plan.dtype,
@@ -266,7 +269,7 @@ def measure_load(model: Model) -> Iterator[Line]:
 
 
 def measure_server(model: Model) -> Iterator[Line]:
-    """Measure load L through tritonserver, by number of streams."""
+    """Measure load L through tritonserver for each number of streams."""
     most = max(model.plan.streams)
     requests = draw_load(model.decoder.vocab_size, most)
     with ServedEngine(_settings(model, most, requests)) as server:
@@ -288,7 +291,7 @@ def _tokens_per_s(timelines: Sequence[Timeline]) -> float:
 
 
 def measure_vllm(python: Path, model: Model) -> dict[str, float]:
-    """Return vLLM's figures by `Line.what`, from a process in its environment; RuntimeError if it fails."""
+    """Run vLLM in its environment; return its figures by `Line.what`. Raises RuntimeError if it fails."""
     plan = model.plan
     requests = draw_load(model.decoder.vocab_size, plan.num_requests)
     asked = {
@@ -394,7 +397,7 @@ def _build(models: list[Model], folder: str, limits: Limits) -> Iterator[Line]:
 
 
 def _beside(python: Path, model: Model, lines: list[Line]) -> Iterator[Line]:
-    """Add vLLM's figures to our lines; yields none of its own."""
+    """Add vLLM's figures to `lines`. Yields no lines."""
     found = measure_vllm(python, model)
     for index, line in enumerate(lines):
         if line.model == model.name and line.what in found:
@@ -417,7 +420,7 @@ def _parser():
         "--engine",
         choices=("torch", "tensorrt"),
         default="torch",
-        help="tensorrt: measure plans beside torch",
+        help="tensorrt: measure plans and torch",
     )
     add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), default="bfloat16")
     add("--rows", type=positive, nargs="+", default=[1, 8, 32, 128, 256])

@@ -1,10 +1,10 @@
 """Measure the cost of guided decoding: masks for many rows, and the delay of other requests by a slow guide.
 
-The first part times an iteration of a model with random weights. The second samples with that model's engine
-from a made-up vocabulary, in turn with and without a JSON schema that every row follows. The difference is an
-iteration's work for guides: filling masks, banning tokens, and accepting sampled tokens. In the third part a
-request streams while other requests' guides, which exceed the time limit, are compiled in vain. It compares
-the gaps between the stream's tokens with and without them.
+The first part times an iteration of a model with random weights. The second part samples with this model's
+engine and a made-up vocabulary, alternately with and without a JSON schema that every row follows. The
+difference is an iteration's work for guides: filling masks, banning tokens, and accepting sampled tokens. In
+the third part a request streams while other requests' guides are compiled until they exceed the time limit.
+It compares the gaps between the stream's tokens with and without these guides.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _GUIDE = Guide(GuideKind.JSON_SCHEMA, json.dumps(_SCHEMA))
 
 
 def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
-    """Return a vocabulary of all bytes, and texts of two to eight letters, a third of them after a space."""
+    """Return a vocabulary of all bytes and of texts of two to eight letters, a third of them after a space."""
     numbers = np.random.default_rng(0)
     tokens = {bytes([each]): None for each in range(256)}
     while len(tokens) < vocab_size:
@@ -71,12 +71,11 @@ def made_up_vocabulary(vocab_size: int) -> GuideVocabulary:
 def mask_milliseconds(
     name: str, kernels: RowKernels, num_rows: int, vocab_size: int, num_steps: int, num_rounds: int
 ) -> dict[str, float]:
-    """Measure the milliseconds of `Sampler.decode` with guides and without, in turn.
+    """Measure the milliseconds of `Sampler.decode`, alternately with guides and without.
 
     Returns:
-        The times of reading the vocabulary and compiling the guide; medians over the rounds, where a round's
-        value is the median or the 99th percentile of its steps; the difference `guides_ms`, with its lowest
-        and highest value.
+        The times of reading the vocabulary and of compiling the guide; the medians over all rounds of each
+        round's median and 99th percentile; and the difference `guides_ms` with its lowest and highest value.
     """
     vocabulary = made_up_vocabulary(vocab_size)
     begun = time.perf_counter()
@@ -114,7 +113,7 @@ def _decode_seconds(
     vocab_size: int,
     num_steps: int,
 ) -> list[float]:
-    """Time greedy rows with new random logits in every step, so that texts take all paths of a guide."""
+    """Return the seconds of greedy decoding. Every step has new random logits, to take all paths of a guide."""
     cpu = torch.device("cpu")
     sampler = Sampler(num_rows, num_steps + 2, vocab_size, cpu, kernels, grammars=grammars)
     slots = tuple(range(num_rows))
@@ -203,7 +202,7 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
 
 
 def _slow_guide(number: int) -> Guide:
-    """Return a grammar whose size doubles with every rule: it takes minutes to compile."""
+    """Return a grammar whose size doubles with every rule, so that it takes minutes to compile."""
     rules = "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(1800))
     return Guide(GuideKind.EBNF_GRAMMAR, f'root ::= r0\n{rules}\nr1800 ::= "a{number}"')
 
@@ -241,8 +240,10 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument("--device", help="device of the forward pass; masks are filled on the host")
     parser.add_argument("--model", type=Path, default=_DEMO_MODEL, help="model of the measured stream")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of that stream")
-    parser.add_argument("--slow", type=int, default=8, help="slow guides that are compiled in vain meanwhile")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens of the measured stream")
+    parser.add_argument(
+        "--slow", type=int, default=8, help="number of slow guides to compile during the stream"
+    )
     arguments = parser.parse_args()
     figures: dict[str, object] = {
         "rows": arguments.rows,

@@ -1,7 +1,7 @@
-"""Measure the processor time that each process of a server without requests takes, in seconds, by name.
+"""Measure the processor time of each process of a server without requests, in seconds, by name.
 
-Starts the same server as `scripts/serve`, with ranks if `--tp` is given, answers one request, and reads the
-processor time of all its processes twice, `--seconds` apart. Prints one line of JSON last.
+Starts the same server as `scripts/serve`, with ranks if `--tp` is given, sends one request, and then reads
+the processor time of all of the server's processes twice, `--seconds` apart. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def report(given: argparse.Namespace, used_s: dict[str, float]) -> dict[str, obj
 
 
 def processor_time(find: Callable[[], Iterator[psutil.Process]], seconds: float) -> dict[str, float]:
-    """Return the processor time that the processes found now use within `seconds`, by name and number."""
+    """Return the processor time in seconds that the present processes use within `seconds`, by name and number."""
     before = {process: _used_s(process) for process in find()}
     time.sleep(seconds)
     return {f"{process.name()} {process.pid}": _used_s(process) - used for process, used in before.items()}

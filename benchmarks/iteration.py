@@ -1,8 +1,9 @@
 """Measure the time of an iteration on a real server, with one stream and with many.
 
 Starts a tritonserver with a fake engine whose forward pass takes a fixed time, opens N gRPC streams, and
-reads the number of iterations and seconds from the statistics in the log. The time of an iteration beyond the
-forward pass is the loop's own work, and time that the sender, cancellation and Triton threads take from it.
+reads the number of iterations and seconds from the statistics in the log. The time of an iteration beyond
+the forward pass is the loop's own work, and the time during which the loop waits for the sender,
+cancellation and Triton threads.
 """
 
 from __future__ import annotations

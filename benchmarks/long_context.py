@@ -1,4 +1,4 @@
-"""Code shared by the benchmarks of long prompts: a model with room for them, and a loop without threads."""
+"""Code shared by the benchmarks of long prompts: a model with enough positions, and a loop without threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight.engine.engine import ModelEngine
 from inflight.testing.make_model import Shape, make_model
 
 _DEMO_WITH_ROOM = Shape(4, 256, 4, 2, 512, 3072, 8192, 10_000.0)
-"""The demo model's sizes, with more positions and random weights, as only the time counts."""
+"""The demo model's sizes, but with more positions. Weights are random, because only the time is measured."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def load_engine(
     options: argparse.Namespace, max_num_sequences: int, max_num_tokens: int, max_tokens_in_kv_cache: int
 ) -> Iterator[ModelEngine]:
-    """Yield an engine, which is closed at the end of the `with` block."""
+    """Load an engine for the duration of a `with` block."""
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
         model = options.model or str(make_model(Path(folder), shape=_DEMO_WITH_ROOM))
         engine = load.load_engine(
@@ -67,7 +67,7 @@ class Loop:
         self._iteration = 0
 
     def step(self, *requests: Request) -> list[Response]:
-        """Run one iteration with newly arriving requests; raises the error of a failed request."""
+        """Run one iteration in which these requests arrive. Raises the error of a failed request."""
         now_ns = time.monotonic_ns()
         responses = self._scheduler.accept(IterationInput(self._iteration, now_ns, requests))
         self._iteration += 1
@@ -82,5 +82,5 @@ class Loop:
 
 
 def random_tokens(seed: int, count: int, vocab_size: int) -> tuple[int, ...]:
-    """Return `count` random token ids for this seed."""
+    """Return `count` random token ids, which depend on `seed`."""
     return tuple(random.Random(seed).choices(range(vocab_size), k=count))

@@ -1,8 +1,9 @@
-"""Measure the cost of an iteration on the loop thread while slow senders are at work.
+"""Measure the cost of an iteration on the loop thread while a slow sender is working.
 
 Runs a fake engine without a forward pass, N streaming requests, and one sender thread that takes as long per
-response as the Python stub of a real tritonserver. Prints the median time of an iteration for each N, and the
-number of tokens per response: a sender that falls behind merges tokens, and the loop does not wait for it.
+response as the Python stub of a real tritonserver. Prints the median time of an iteration for each N, and
+the number of tokens per response: responses for a sender that falls behind are merged, and the loop does not
+wait for it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class SlowSender:
 
 
 def measure(num_streams: int, num_tokens: int, send_us: float) -> dict[str, float]:
-    """Run `num_streams` streams of `num_tokens` tokens; return times in microseconds."""
+    """Run `num_streams` streams of `num_tokens` tokens; return the times in microseconds."""
     limits = EngineLimits(1000, 8192, max(64, num_streams), num_streams * 300, 32)
     scheduler = Scheduler(SchedulingConfig(), limits)
     sender = SlowSender(send_us * 1e-6)

@@ -1,7 +1,7 @@
-"""Measure LoRA adapters: iterations whose rows have adapters and the same without, in turns in one process.
+"""Measure LoRA adapters: iterations whose rows have adapters, alternately with iterations without, in one process.
 
-All linear layers are adapted. Weights are random, as only the time counts. In generation every row has one
-token, and rows take the adapters in turn; with `--chunk N` one row computes N tokens of a context.
+All linear layers are adapted. Weights are random, because only the time is measured. In generation every row
+has one token, and rows use the adapters in turn; with `--chunk N` one row computes N tokens of a context.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Bench:
     Args:
         engine: Engine with slots for both sets.
         num_rows: Number of sequences per set.
-        num_adapters: Number of adapters that the first set's rows take in turn.
+        num_adapters: Number of adapters, which the first set's rows use in turn.
         rank: Rank of every adapter.
-        num_tokens: Memory per sequence, in tokens.
+        num_tokens: Size of the KV cache per sequence, in tokens.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Bench:
         )
 
     def begin(self, prompt_length: int) -> None:
-        """Start all sequences as if their prompts were cached except for the last token."""
+        """Start all sequences as if all prompt tokens except the last were cached."""
         chunks = [
             ContextChunk(slot, prompt_length - 1, (_TOKEN_ID,), True) for slot in range(2 * self._num_rows)
         ]
         self._run(context=tuple(chunks))
 
     def compute(self, has_adapters: bool, num_tokens: int) -> None:
-        """Compute a context of `num_tokens` tokens in a sequence of one set."""
+        """Compute a context of `num_tokens` tokens in one sequence of a set."""
         slot = self._slots(has_adapters)[0]
         self._run(context=(ContextChunk(slot, 0, (_TOKEN_ID,) * num_tokens, False),))
 
@@ -140,7 +140,7 @@ class Turn:
 
 
 def measure(bench: Bench, options: argparse.Namespace) -> tuple[list[Turn], list[Turn]]:
-    """Measure every round, with adapters and without; return the turns of each."""
+    """Measure every round, with adapters and without; return (turns with adapters, turns without)."""
     bench.begin(options.prompt)
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     for number in range(options.rounds + 1):
@@ -162,7 +162,7 @@ def _take_turn(bench: Bench, has_adapters: bool, options: argparse.Namespace) ->
 
 
 def summarize(adapted: list[Turn], plain: list[Turn], tokens: int) -> dict[str, float | list[float]]:
-    """Return figures: ratios of tokens/s, and of processor times, which other programs affect less."""
+    """Return the figures: ratios of tokens/s, and of processor times, which depend less on other programs."""
     ratios = [bare.wall_ms / own.wall_ms for own, bare in zip(adapted, plain)]
     of_processor = [bare.processor_ms / own.processor_ms for own, bare in zip(adapted, plain)]
     fastest = min(turn.wall_ms for turn in plain) / min(turn.wall_ms for turn in adapted)

@@ -1,8 +1,8 @@
 """Measure the engine in this process, without Triton: tokens/s, time to first token, gaps between tokens.
 
-Runs a server's GptManager and engine, made by the same composition root from the same parameters, with
-callbacks that supply requests and record the times of responses. `w` is a load of 64 requests, all at once or
-N at a time; `lone` is one request after another. The first run warms up and is not counted.
+Runs the server's GptManager and engine, made by the same composition root from the same parameters, with
+callbacks that supply requests and record the times of responses. The workload `w` has 64 requests, all at
+once or N at a time; `lone` has one request after another. The first run warms up and is not counted.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class ClosedLoop:
         self._error: InflightError | None = None
 
     def get(self, max_num: int) -> list[Request]:
-        """Return the requests to send now: at most `max_num`, or any number if it is negative."""
+        """Return the requests to send now: at most `max_num`, or any number if `max_num` is negative."""
         requests: list[Request] = []
         while self._waiting and self._free_since_ns and len(requests) != max_num:
             request_id, request = self._waiting.popleft()
-            # A client would have sent the request as soon as the one before had ended.
+            # A client would have sent the request as soon as the previous one had ended.
             self._sent_ns[request_id] = self._free_since_ns.popleft()
             requests.append(Request(request_id, request.prompt, request.num_output_tokens, streaming=True))
         return requests
@@ -84,13 +84,16 @@ class ClosedLoop:
                 self._ended.set()
 
     def fail(self, error: InflightError) -> None:
-        """End the run because the loop has failed: no more responses will come."""
+        """End the run because the loop has failed and will send no more responses."""
         self._error = self._error or error
         self._waiting.clear()
         self._ended.set()
 
     def wait(self) -> list[Timeline]:
-        """Wait, and return the times of all requests, in order; raises the error of a failed request."""
+        """Wait until all requests have ended; return their timelines in order.
+
+        Raises the error of a failed request.
+        """
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -104,10 +107,10 @@ class ClosedLoop:
 
 
 class InProcess:
-    """A loaded engine and its loop, for the length of a `with` block.
+    """A loaded engine and its loop, for the duration of a `with` block.
 
     Attributes:
-        load_s: Seconds of loading.
+        load_s: Duration of loading, in seconds.
         start_s: Seconds from the start of the process until the first request can be accepted.
         kernels: Implementation of the layers.
     """
@@ -154,7 +157,7 @@ class InProcess:
 
 
 def to_parameters(settings: Mapping[str, str]) -> Parameters:
-    """Return the parameters of a config.pbtxt with these settings, which include max_batch_size."""
+    """Return the parameters of a config.pbtxt with these settings. They must include max_batch_size."""
     given = {key: {"string_value": value} for key, value in settings.items() if key != "max_batch_size"}
     return read_parameters(
         {"name": "tensorrt_llm", "max_batch_size": settings["max_batch_size"], "parameters": given},
@@ -163,7 +166,7 @@ def to_parameters(settings: Mapping[str, str]) -> Parameters:
 
 
 def _kernels(parameters: Parameters, engine: Engine) -> Kernels:
-    """Return the kernels that the engine uses, and the requested ones."""
+    """Return the kernels that were requested, and those that the engine uses."""
     config = parameters.engine
     asked, is_int8 = config.kernels or "default", config.dtype == INT8
     if not isinstance(engine, ModelEngine):
@@ -189,7 +192,7 @@ def main() -> None:
 
 
 def _with_kept_weights(setup: Setup, settings: Mapping[str, str], model: ModelDescription) -> Setup:
-    """Return the setup with the bytes of quantized weights that are kept, if there are any."""
+    """Return the setup; if quantized weights are kept, with their number of bytes."""
     kept = kept_kinds(to_parameters(settings).engine, model, torch.device("cpu"))
     if not kept:
         return setup

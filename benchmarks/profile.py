@@ -1,9 +1,9 @@
 """Profile iterations by stage, speed against concurrency, and KV blocks over time; write JSON and plots.
 
-Runs in this process, with a server's loop, instruments and client. A clock around functions of the program
-divides generation iterations into stages. The workload W runs with more and more requests in flight, and then
-twice in a KV cache with room for half of it: all at once, and at four fifths of the rate that the engine
-reached. Prints the tables of docs/performance.md.
+Runs in this process, with a server's loop, instruments and client. Functions of the program are timed to
+divide generation iterations into stages. The workload W runs with more and more requests in flight, and then
+twice in a KV cache that holds half of it: with all requests at once, and with four fifths of the rate that
+the engine reached. Prints the tables of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
 _MOST = 64  # number of requests in W, and most in flight
 _REQUESTS_PER_STREAM = 8  # for few streams; more would only take longer
 _PROMPT, _OUTPUT = 128, 96  # of the iterations that are divided into stages
-_LOAD = 0.8  # share of the rate at which requests can be served
+_LOAD = 0.8  # fraction of the rate at which requests can be served
 _SEED = 5
 
 
 def measure(options: Options, setup: Setup, requests: list[BenchRequest]) -> Profile:
-    """Measure everything; takes a few minutes on a model of 135 million parameters."""
+    """Measure everything. Takes a few minutes with a model of 135 million parameters."""
     settings = engine_settings(options, requests)
     iterations = _take_apart(settings, setup)
     load = _against_concurrency(settings, requests)

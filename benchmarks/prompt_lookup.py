@@ -1,9 +1,9 @@
-"""Measure how much drafting by prompt lookup saves on a prompt that repeats itself.
+"""Measure how much time drafting by prompt lookup saves for a repetitive prompt.
 
-Runs in this process, without a server: one request at a time through scheduler and engine, plain and with
-`prompt_lookup_num_tokens`, in turns. Two prompts are repetitive Python code, which the demo model continues
-greedily. The third is one line, continued by sampling, which repeats little. The tokens are compared; in
-float32, a difference is an error.
+Runs in this process, without a server: one request at a time through scheduler and engine, alternately
+without and with `prompt_lookup_num_tokens`. Two prompts are repetitive Python code, which the demo model
+continues greedily. The third is one line, which is continued by sampling and repeats little. The generated
+tokens are compared; in float32, a difference is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROMPTS: dict[str, tuple[str, SamplingConfig]] = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One request: its token rate after the first token, and its number of iterations."""
+    """Measurement of one request: tokens per second after the first token, and number of iterations."""
 
     result: SequenceResult
     tokens_per_second: float
@@ -73,7 +73,7 @@ def run(engine: ModelEngine, request: Request) -> Run:
 
 
 def measure(engine: ModelEngine, plain: Request, num_draft: int, rounds: int) -> dict:
-    """Return medians of `rounds`, with and without prompt lookup in turns."""
+    """Return medians over `rounds`, alternately with and without prompt lookup."""
     looking = replace(plain, prompt_lookup_num_tokens=num_draft)
     run(engine, looking)  # warms up
     pairs = [(run(engine, plain), run(engine, looking)) for _ in range(rounds)]

@@ -1,9 +1,10 @@
 """Measure several ranks on this machine: tokens/s, the time of a broadcast, and the bytes transferred.
 
 Runs `ranks_program` under mpirun: one rank with all threads, then tensor- and pipeline-parallel ranks that
-share the same number of threads, in turn, for several rounds. Streams have equal length, start at once, and
-are greedy; Triton is not used. Counts the bytes that each rank passes to its collectives and its neighbours,
-beside the prediction of docs/scaling.md. Imports neither torch nor MPI; the ranks do.
+share the same number of threads, alternately for several rounds. Streams have equal length, start at once,
+and are greedy; Triton is not used. Counts the bytes that each rank passes to its collectives and its
+neighbours, and compares them with the prediction of docs/scaling.md. Imports neither torch nor MPI; the
+ranks do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
 
 @dataclass(frozen=True)
 class Work:
-    """Work of each rank: `prompt` and `tokens` are lengths per stream, `threads` are per rank."""
+    """The work of each rank. `prompt` and `tokens` are lengths per stream, `threads` is the number per rank."""
 
     model: str
     dtype: str
@@ -42,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of rank 0. A row is a computed token; logits are gathered for sampled tokens only."""
+    """Figures of rank 0. A row is one computed token. Logits are gathered for sampled tokens only."""
 
     tokens_per_s: float
     iterations: float

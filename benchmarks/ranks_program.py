@@ -1,7 +1,7 @@
-"""The program of each rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun; WORK is JSON.
+"""The program of each rank of `ranks`: `python -m benchmarks.ranks_program WORK` under mpirun. WORK is JSON.
 
-Each rank has a GptManager and its part of the model. Rank 0 has the requests, and prints the figures on one
-line.
+Each rank has a GptManager and its part of the model. Rank 0 makes the requests, and prints the figures on
+one line.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class _Rank:
         hidden_link, outcomes = make_stage_link(mapping, link, hidden), MpiOutcomes(mapping.sampler)
         self._engine: Engine = RankEngine(stage, mapping, hidden_link, outcomes, stage_ranks)
         if self._is_alone:
-            assert isinstance(stage, ModelEngine), "the only rank chooses tokens"
+            assert isinstance(stage, ModelEngine), "a single rank samples tokens"
             self._engine = stage
         peers = meet(self.world, gather_hosts(self.world))
         self._heartbeat = Heartbeat(peers, self.world.size, _TIMEOUT_S, lambda error: os._exit(1))
         self._ranks = Lockstep(self.world, self._heartbeat)
 
     def measure(self) -> Figures:
-        """Measure on all ranks at the same time; only rank 0's result is used."""
+        """Measure. Must be called on all ranks at the same time; only rank 0's result is used."""
         work = self._work
         num_iterations, seconds = self._serve()
         num_tokens = work.streams * work.tokens
@@ -93,7 +93,7 @@ class _Rank:
         return min(int(said) for said in self.world.all_gather(b"%d" % number))
 
     def _serve(self) -> tuple[int, float]:
-        """Return the iterations and seconds until every request has ended."""
+        """Return (number of iterations, seconds) until every request has ended."""
         work = self._work
         waiting = _make_requests(work, self._engine.limits.vocab_size)
 
@@ -149,7 +149,7 @@ def _make_requests(work: Work, vocab_size: int) -> list[Request]:
 
 
 class _Volume:
-    """Counts the bytes that a rank passes to collectives and sends to the next stage."""
+    """Counts the bytes that a rank passes to its collectives and sends to the next stage."""
 
     def __init__(self, collectives: MpiCollectives, link: MpiStageLink) -> None:
         self.reduced = self.gathered = self.sent = 0

@@ -1,7 +1,8 @@
-"""Measure the time to first token of a prompt whose prefix another request has computed before.
+"""Measure the time to first token of a prompt whose prefix an earlier request has computed.
 
 Runs in this process, without a server. Prompts share a prefix of 1,000 tokens, one request at a time.
-Measures the first request with a prefix, the second one, and the second one without `enable_kv_cache_reuse`.
+Measures the first request with a prefix, the second request, and the second request without
+`enable_kv_cache_reuse`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from inflight.engine.engine import ModelEngine
 
 
 class Asker:
-    """Requests one token at a time."""
+    """Runs requests for one token, one at a time."""
 
     def __init__(self, engine: ModelEngine, is_reuse_on: bool, prefix: int, suffix: int) -> None:
         self._loop = Loop(engine, SchedulingConfig(enable_kv_cache_reuse=is_reuse_on))

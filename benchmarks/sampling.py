@@ -1,8 +1,8 @@
-"""Measure sampling by feature, beside a bare argmax, and a bare softmax and multinomial.
+"""Measure sampling by feature, and compare with only an argmax, and with only a softmax and multinomial.
 
-All rows use the feature. Logits are distributed like a language model's: probabilities fall with the rank,
-and some dozens of tokens have 90 % of them. With `--flat` logits are normally distributed, and a top-p of 0.9
-keeps most tokens.
+All rows use the measured feature. Logits are distributed like a language model's: probabilities fall with
+the rank, and some dozens of tokens together have a probability of 90 %. With `--flat` logits are normally
+distributed, and a top-p of 0.9 keeps most tokens.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _median(run: Callable[[], object], repeats: int, prepare: Callable[[], objec
 
 
 def _batch(feature: Feature, shape: Shape) -> tuple[ScheduledBatch, np.ndarray]:
-    """Make a batch of sequences with `history` tokens; drafts take several rows each."""
+    """Make a batch of sequences with `history` tokens each. A sequence with drafts has several rows."""
     numbers = np.random.default_rng(0)
     per_draft = _DRAFTS + 1
     num_drafted = shape.rows // per_draft if feature.has_drafts else 0

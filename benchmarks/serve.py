@@ -1,8 +1,8 @@
 """Measure a real tritonserver with Triton's perf_analyzer: the figures of `offline`, through gRPC streams.
 
-Starts a server like `scripts/serve`, lets perf_analyzer send every request of the workload once, N at a time,
-and reads the responses' times from its export. The first run warms up and is not counted. With `--beside`,
-the same engine also runs in this process, in turn with the server, and the ratio is printed.
+Starts a server like `scripts/serve`, sends every request of the workload once with perf_analyzer, N at a
+time, and reads the responses' times from its export. The first run warms up and is not counted. With
+`--beside`, the same engine also runs in this process, alternately with the server, and the ratio is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inflight.server.launch import serve
 
 
 class ServedEngine:
-    """A server on free ports, for the length of a `with` block.
+    """A server on free ports, for the duration of a `with` block.
 
     Attributes:
         load_s: Seconds from the start of the server until every model is ready.

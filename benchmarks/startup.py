@@ -1,8 +1,8 @@
 """Measure the time of a server from its start to READY, and the peak memory of all its processes.
 
-Starts the same server as `scripts/serve` several times on one checkpoint. Its files are in the page cache, or
-not with `--cold` (needs root). Compiled layers come from an earlier start, or not with `--compile`. Prints
-one line of JSON last.
+Starts the same server as `scripts/serve` several times with one checkpoint. With `--cold` (needs root) the
+checkpoint's files are removed from the page cache before each start. With `--compile` layers are compiled at
+each start instead of being reused from an earlier one. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Process:
     """Resources of one of a server's processes.
 
     Attributes:
-        name: The model that it runs, or its program.
-        cpu_s: Processor seconds, with those of its children that have ended.
-        pss_bytes: Proportional memory: of pages that n processes share, each has an n-th.
+        name: The model that the process runs, or its program.
+        cpu_s: Processor seconds, including those of its children that have ended.
+        pss_bytes: Proportional set size: a page that n processes share counts as an n-th for each.
         peak_rss_bytes: Peak resident memory, including all shared pages.
     """
 
@@ -62,9 +62,9 @@ class Start:
 
     Attributes:
         ready_s: Seconds from the launcher's start to its READY line.
-        events_s: Seconds from the launcher's start to lines of the log.
-        cpu_s: Processor seconds of all processes, with compilers.
-        peak_pss_bytes: Peak of the memory of all processes together, sampled four times a second.
+        events_s: Seconds from the launcher's start to certain lines of the log, by name.
+        cpu_s: Processor seconds of all processes, including compilers.
+        peak_pss_bytes: Peak of the total memory of all processes, sampled four times a second.
         processes: The processes at READY.
     """
 
@@ -130,7 +130,7 @@ def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]
 
 
 def _start(command: list[str], environment: dict[str, str]) -> Start:
-    """Start a server, wait until READY, and end it. RuntimeError with the log if it does not get ready."""
+    """Start a server, wait until READY, and end it. Raises RuntimeError with the log if it does not get ready."""
     begin = time.monotonic()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as server:
@@ -160,7 +160,7 @@ def _start(command: list[str], environment: dict[str, str]) -> Start:
 
 
 class _Log:
-    """Lines of a server's log with their times of arrival; one thread for each of its streams."""
+    """Lines of a server's log with their times of arrival. A thread for each output stream reads them."""
 
     def __init__(self, begin: float) -> None:
         self.lines: list[str] = []

@@ -1,10 +1,10 @@
-"""Measure the cost of streaming through a real server, and how far its streams lag behind.
+"""Measure the cost of streaming through a real server, and the lag of its streams.
 
-Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and lets perf_analyzer open N
-gRPC streams at once. Prints responses and tokens per second, processor time per response of each process, and
-the streams' lag: the time from the sampling of a token, which a trace records, until it reaches the client. A
-sender that falls behind merges tokens, so a stream should wait no longer than one response to each of the
-others takes.
+Starts a tritonserver with a fake engine whose forward pass takes a fixed time, and opens N gRPC streams at
+once with perf_analyzer. Prints responses and tokens per second, processor time per response of each process,
+and the streams' lag: the time from the sampling of a token, which a trace records, until the client gets it.
+Waiting responses are merged if the sender falls behind, so a stream should wait no longer than it takes to
+send one response to every other stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lag:
 
     Attributes:
         waits_ms: Milliseconds from the sampling of a response's oldest token until its arrival.
-        tokens: Number of tokens sampled by then, from that one on.
+        tokens: Number of tokens that were sampled between this oldest token and the response's arrival.
     """
 
     waits_ms: tuple[float, ...]
@@ -56,7 +56,7 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Processor seconds so far of the process with the engine, of tritonserver, and of the client."""
+    """Processor seconds used so far by the engine's process, by tritonserver, and by the client."""
 
     stub: float
     tritonserver: float
@@ -121,7 +121,7 @@ def lag_of(times_ns: Sequence[int], counts: Sequence[int], chosen_ns: Sequence[i
     """Return the lag of one stream.
 
     Args:
-        times_ns: Arrival times of its responses.
+        times_ns: Arrival times of the stream's responses.
         counts: Number of tokens of each response.
         chosen_ns: Sampling time of each token, by the same clock.
     """
@@ -134,13 +134,13 @@ def lag_of(times_ns: Sequence[int], counts: Sequence[int], chosen_ns: Sequence[i
 
 
 def draw(num_streams: int, num_tokens: int, first: int) -> list[BenchRequest]:
-    """Draw requests whose prompts differ from each other, and from those of another `first`."""
+    """Draw requests with distinct prompts, which also differ from the prompts drawn with another `first`."""
     prompts = [(first, number, *range(10, 8 + _PROMPT_TOKENS)) for number in range(num_streams)]
     return [BenchRequest(prompt, num_tokens) for prompt in prompts]
 
 
 def summarize(answers: Sequence[Answer], lags: Sequence[Lag]) -> dict[str, float]:
-    """Return rates from the first response to the last, and lags of all streams and of the slowest."""
+    """Return rates between the first and the last response, and lags of all streams and of the slowest."""
     times = [time for answer in answers for time in answer.times_ns]
     seconds = 1e-9 * (max(times) - min(times))
     num_responses = len(times)
@@ -170,7 +170,7 @@ class Bench:
         self._rounds = itertools.count(1)
 
     def measure(self, num_streams: int, num_tokens: int) -> dict[str, Any]:
-        """Measure streams of `num_tokens` tokens; costs are those beyond the same streams with one token."""
+        """Measure streams of `num_tokens` tokens. The costs of equal streams with one token are subtracted."""
         start = ProcessorTime.now(self._server)
         self._run(num_streams, 1)
         begun = ProcessorTime.now(self._server)
@@ -199,7 +199,7 @@ class Bench:
 
 
 def settings(step_us: int, stream_interval: int, trace: Path) -> dict[str, str]:
-    """Return the parameters of a fake engine with the demo model's tokenizer, so that text is decoded too."""
+    """Return the parameters of a fake engine with the demo model's tokenizer, so that texts are decoded, too."""
     return {
         "fake_engine": f"vocab={_VOCABULARY},step_us={step_us}",
         "tokenizer_dir": str(default_repository() / "tensorrt_llm/1/demo_model"),

@@ -1,4 +1,4 @@
-"""Answer every prompt with the base model and with a LoRA adapter, in one batch.
+"""Generate for every prompt with the base model and with a LoRA adapter, in one batch.
 
 python examples/adapters.py --model_path CHECKPOINT --adapter PEFT_FOLDER "def area(width, height):"
 """

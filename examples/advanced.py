@@ -62,7 +62,7 @@ def collect(
                 raise SystemExit(f"request {response.request_id} failed: {response.error_msg}")
             result = response.result
             number = numbers[response.request_id]
-            # Streamed beams change as the search goes on: each response has all tokens so far.
+            # Beams change while the search runs, so each streamed response has all tokens so far.
             if len(result.output_token_ids) > 1 or not outputs[number]:
                 outputs[number] = result.output_token_ids
             else:

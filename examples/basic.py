@@ -16,7 +16,7 @@ def main() -> None:
     with trtllm.Executor(
         arguments.model_path, trtllm.ModelType.DECODER_ONLY, trtllm.ExecutorConfig(1)
     ) as executor:
-        # Under mpirun this is true on rank 0 only; the other ranks follow until it ends.
+        # Under mpirun this is true on rank 0 only; the other ranks follow rank 0 until it ends.
         if executor.can_enqueue_requests():
             request_id = executor.enqueue_request(trtllm.Request(input_token_ids=[1, 2, 3, 4], max_tokens=10))
             (response,) = executor.await_responses(request_id)

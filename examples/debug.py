@@ -12,9 +12,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_path", required=True, help="folder of a Hugging Face checkpoint")
     parser.add_argument(
-        "--max_iterations", type=int, default=2, help="how many are kept; 0: they go to files instead"
+        "--max_iterations", type=int, default=2, help="iterations to keep; 0: write files instead"
     )
-    parser.add_argument("--tensor", action="append", help="name of a tensor; sequence_length without one")
+    parser.add_argument("--tensor", action="append", help="name of a tensor (default: sequence_length)")
     arguments = parser.parse_args()
 
     debug_config = trtllm.DebugConfig(

@@ -1,4 +1,4 @@
-"""Generate texts from texts; then stream one text token by token.
+"""Generate a text for each prompt, then stream one text token by token.
 
 python examples/generate.py --model_path CHECKPOINT "def area(width, height):" "import os"
 """

@@ -1,4 +1,4 @@
-"""Callables that change logits: here they allow only even token ids, or for one client only ids below a bound.
+"""Logits post-processors that allow only even token ids, or for one client only ids below a bound.
 
 python examples/logits_processor.py --model_path CHECKPOINT
 python examples/logits_processor.py --model_path CHECKPOINT --batched
@@ -27,7 +27,7 @@ def even_only(
     Args:
         request_id: The request's id.
         logits: [1, beams, vocab_size], on the model's device.
-        token_ids: For each beam its tokens so far, including the prompt.
+        token_ids: The tokens so far of each beam, including the prompt.
         stream_ptr: The CUDA stream on which the logits are computed; 0 on a CPU.
         client_id: The request's client_id.
     """

@@ -1,7 +1,7 @@
-"""A prompt with two images: token ids, and the rows of an image encoder in place of the images.
+"""A prompt with two images: token ids, and a prompt table with an image encoder's output for each image.
 
-An encoder with a projector, as in LLaVA, turns an image into a matrix [rows, hidden_size] in the space of the
-language model's embeddings. Here random rows take its place.
+An encoder with a projector, as in LLaVA, converts an image to a matrix [rows, hidden_size] in the space of
+the language model's embeddings. In this example random rows replace the encoder.
 
 python examples/multimodal_rows.py --checkpoint CHECKPOINT --url localhost:8001
 """
@@ -17,7 +17,7 @@ from inflight_client import Client
 
 
 def encode_image(number: int, num_rows: int, hidden_size: int) -> np.ndarray:
-    """Return random rows instead of an encoder's; the same image gives the same rows."""
+    """Return random rows [num_rows, hidden_size], which depend on the image's number only."""
     rows = np.random.default_rng(number).normal(scale=0.05, size=(num_rows, hidden_size))
     return rows.astype(np.float16)
 
@@ -35,7 +35,7 @@ def main() -> None:
 
     images = [encode_image(number, num_rows, config["hidden_size"]) for number in range(2)]
     table = np.concatenate(images)
-    # The ids of an image are those of its rows in the table, counted from the vocabulary's size.
+    # The token id vocab_size + i stands for row i of the table, so an image is the ids of its rows.
     places = [range(vocab_size + num_rows * i, vocab_size + num_rows * (i + 1)) for i in range(2)]
     prompt = [
         *tokenizer.encode("What differs between "), *places[0],
@@ -51,7 +51,7 @@ def main() -> None:
         print(
             f"{attempt}: {tokenizer.decode(answer.token_ids)!r}, {reused} blocks of the prompt found in the cache"
         )
-    # Rows before a text need no ids: the server inserts them.
+    # If the rows precede a text, the server inserts their ids.
     print(f"one image: {client.generate('What is this?', 10, prompt_table=images[0], end_id=-1).text!r}")
 
 

@@ -1,6 +1,6 @@
 """Check that no page, style or script of a built site makes a browser contact another host.
 
-Links that readers click may lead to other hosts. Standard library only.
+Links that readers click may lead to other hosts. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _URL_ATTRIBUTES = {"src", "href", "srcset", "data", "poster", "action", "formact
 _IN_SCRIPTS = re.compile(r"https?://[\w.-]+\.[a-z]{2,}[^\s\"'`\\)]*")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _MESSAGES = {"https://bit.ly/2s3ChXG"}
-"""URLs in messages that scripts print, which are not fetched."""
+"""URLs in messages of the theme's scripts, which browsers do not fetch."""
 
 
 class _Page(HTMLParser):

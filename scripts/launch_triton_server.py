@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Start the server with tensorrtllm_backend's flags, and return while its models load; --help lists them."""
+"""Start the server with the flags of tensorrtllm_backend's launcher, and return while its models load."""
 
 import sys
 from pathlib import Path

@@ -1,14 +1,14 @@
-# Sourced by the scripts beside it: finds a Python, makes .venv, installs what is missing.
+# Sourced by the other scripts in this folder: finds a Python, makes .venv, and installs missing packages.
 #
-# `bootstrap serve`, `bootstrap test` or `bootstrap client` leaves the environment's interpreter in $PYTHON. What was
-# installed is noted in a stamp file, so that a later call costs a few milliseconds. Everything is said on stderr.
+# `bootstrap serve`, `bootstrap test` or `bootstrap client` sets $PYTHON to the environment's interpreter. A stamp file
+# records the installed packages, so that a later call takes a few milliseconds. All messages go to stderr.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
 PYTHON=""
-# Python cannot find what is installed in a folder whose name has letters that the locale cannot spell.
+# Python cannot import packages from a folder whose name has letters that the locale cannot encode.
 [ "$(locale charmap 2>/dev/null)" = UTF-8 ] || export LC_ALL=C.UTF-8
-# Works for the interpreters that the embedded server brings a backend for and torch has wheels for.
+# The interpreters for which the embedded server has a Python backend and torch has wheels.
 IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
@@ -16,8 +16,8 @@ die() { say "$@"; exit 1; }
 
 # bootstrap serve|test|client [--no-venv]
 #
-# A client's tools are not installed beside a server that may be running: they have an environment of their own, unless
-# the tests' is there, which has them too.
+# A client's tools are not installed into the environment of a server that may be running. They get an environment of
+# their own, unless there is the tests' environment, which has them, too.
 bootstrap() {
   local purpose=$1 stamp wanted
   [ "$purpose" != client ] || are_tests_installed || VENV="$ROOT/.venv-client"
@@ -28,17 +28,17 @@ bootstrap() {
     [ "$purpose" != client ] || [ "$VENV" = "$ROOT/.venv-client" ] || return 0
     [ ! -f "$stamp" ] || [ "$(<"$stamp")" != "$wanted" ] || return 0
   fi
-  # Two first starts at the same time must not install over each other.
+  # Two processes must not install into the same environment at the same time.
   exec 9<"$ROOT"
   command -v flock >/dev/null && flock 9
   [ -n "$PYTHON" ] || make_venv
   [ "$purpose" = client ] || ensure_libpython
-  # The tests ask the server as README's readers do.
+  # The tests send requests with curl, like readers of README.md.
   [ "$purpose" != test ] || command -v curl >/dev/null || apt_install curl || say "the tests need curl; install it"
-  # And they look at the playground with a browser; playwright would have to download one.
+  # The tests of the playground need a browser, which playwright would otherwise have to download.
   [ "$purpose" != test ] || command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     apt_install chromium || say "the tests of the playground need chromium; install it"
-  # And they run compiled layers for Arm by an emulator.
+  # The tests run compiled layers for Arm in an emulator.
   [ "$purpose" != test ] || { command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64; } >/dev/null ||
     apt_install g++-aarch64-linux-gnu qemu-user ||
     say "the tests of compiled layers for Arm need g++-aarch64-linux-gnu and qemu-user; install them"
@@ -52,7 +52,7 @@ are_tests_installed() {
   [ -x "$VENV/bin/perf_analyzer" ] && [ -f "$stamp" ] && [ "$(<"$stamp")" = "$(fingerprint)" ]
 }
 
-# A .venv that is broken or was never finished is made again; one of another Python may be somebody's.
+# A .venv that is broken or incomplete is made again, but not one of another Python, which may be a user's own.
 use_venv_if_made() {
   [ -x "$VENV/bin/pip" ] && "$VENV/bin/python" -c "" 2>/dev/null || return 0
   "$VENV/bin/python" -c "$IN_RANGE" || die ".venv is not of Python 3.10, 3.11 or 3.12: remove it, or use --no-venv"
@@ -88,7 +88,7 @@ make_venv() {
   PYTHON="$VENV/bin/python"
 }
 
-# The Python backend is linked with libpython, which a statically linked Python does without.
+# The Python backend is linked with libpython, which a statically linked Python does not have.
 ensure_libpython() {
   local missing
   missing="$(cd "$ROOT" && "$PYTHON" - <<'PY'
@@ -103,7 +103,7 @@ PY
   [ -z "$missing" ] || apt_install "$missing" || say "the server will need $missing; install it first"
 }
 
-# Installs Debian packages where that is possible; otherwise returns non-zero.
+# Installs Debian packages; returns a non-zero status if that is not possible.
 apt_install() {
   local as_root=()
   command -v apt-get >/dev/null || return 1
@@ -126,17 +126,17 @@ install() {
     cd "$ROOT"
     pip() { "$PYTHON" -m pip --disable-pip-version-check install --no-warn-conflicts "${quiet[@]}" -c constraints.txt "$@" >&2; }
     if [ "$1" = client ]; then
-      # perf_analyzer is in one wheel, libraries that it needs in the other.
+      # perf_analyzer is in tritonclient's wheel, but libraries that it needs are in the server's wheel.
       pip --no-deps tritonclient nvidia-pytriton
       return
     fi
-    # The server's wheel asks for a client stack that nothing here uses.
+    # The server's wheel depends on client packages that are not used here.
     pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii
   ) || die "installing failed"
 }
 
-# The Python of the server's models reads .pth files, and spells what it imports, in ASCII, whatever the locale. From
-# a folder with other letters in its name the package is imported by a link beside the other packages.
+# The Python of the server's models reads .pth files and encodes paths of imported modules in ASCII, whatever the locale
+# is. So if the folder's name has other letters, the package is imported by a link in site-packages.
 spell_in_ascii() {
   "$PYTHON" - "$ROOT/backend" <<'PY'
 import os, pathlib, sys, sysconfig
@@ -151,7 +151,7 @@ PY
 
 stamp_file() { printf '%s/.inflight-%s' "$("$PYTHON" -c 'import sys; print(sys.prefix)')" "$1"; }
 
-# Changes with what is to be installed, and with the folder, as the packages are installed from it in place.
+# A digest of the packages to install, and of the folder, because packages are installed in place (editable).
 fingerprint() {
   (cd "$ROOT" && { pwd -P; cat pyproject.toml constraints.txt client/pyproject.toml scripts/lib.sh; } | sha256sum)
 }

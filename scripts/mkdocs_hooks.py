@@ -1,7 +1,7 @@
-"""Hooks of mkdocs that change links and files; mkdocs.yml lists them, and they run in .venv-docs.
+"""Hooks of mkdocs that change links and files. mkdocs.yml lists them; they run in .venv-docs.
 
-The pages can also be read in the repository. Files outside of docs/ are not part of the site, so links to
-them are replaced by their paths. The theme's scripts are changed so that they fetch nothing.
+Files outside of docs/ are not part of the site, so links to them, which work in the repository, are replaced
+by the files' paths. The theme's scripts are changed so that they fetch nothing from other hosts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _LINK_OUT_OF_DOCS = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace links to files outside of docs/ by text."""
+    """Replace links to files outside of docs/ by the files' paths."""
     return _LINK_OUT_OF_DOCS.sub(_as_text, markdown)
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Remove what the theme would fetch from other hosts, and dictionaries of unused search languages.
+    """Remove everything that the theme would fetch from other hosts, and dictionaries of unused search languages.
 
-    The theme would fetch a library for old browsers, one for diagrams, and statistics of a code host.
+    The theme would fetch a library for old browsers, a library for diagrams, and statistics of a code host.
     """
     scripts = Path(config["site_dir"]) / "assets" / "javascripts"
     shutil.rmtree(scripts / "lunr")

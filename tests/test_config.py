@@ -287,7 +287,7 @@ def test_old_names_of_tensorrtllm_backend_are_read() -> None:
 
 
 def test_an_old_name_with_a_different_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name says"):
+    with pytest.raises(ConfigError, match="max_attention_window_size: got '7', but its other name has"):
         make_parameters(max_kv_cache_length="512", max_attention_window_size="7")
     with pytest.raises(ConfigError, match="max_kv_cache_length, now max_attention_window_size: got 'x'"):
         make_parameters(max_kv_cache_length="x")

@@ -97,7 +97,7 @@ def test_post_processors_from_a_module_and_as_values_are_refused(
     tmp_path: Path, model: list[LogitsPostProcessors]
 ) -> None:
     parameters = make_parameters(gpt_model_path="x", logits_post_processor_module="rules")
-    with pytest.raises(ConfigError, match="is 'rules', but logits post-processors came as values too"):
+    with pytest.raises(ConfigError, match="is 'rules', but logits post-processors were also passed"):
         load_model(parameters, "", None, LogitsPostProcessors())
     with pytest.raises(ConfigError, match="is 'rules': importing it raised ModuleNotFoundError"):
         load_model(parameters, "", None)

@@ -47,7 +47,7 @@ def test_a_worker_started_alone_prints_how_to_start_it():
 def test_rank_0_without_a_job_prints_what_to_do_and_ends_all_ranks():
     ended = run_ranks(IMPATIENT_WORKER, "")
     assert ended.returncode == 2
-    assert "rank 0: ERROR rank 0 has got no job on its standard input" in ended.stderr
+    assert "rank 0: ERROR rank 0 has received no job on its standard input" in ended.stderr
     assert "python -m inflight.worker" in ended.stderr
 
 

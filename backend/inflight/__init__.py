@@ -2,6 +2,6 @@
 
 import os
 
-# By default torch's threads spin for milliseconds before they sleep, which takes processors from the engine's own
-# threads. libgomp reads this variable when it is loaded, at the first import of torch.
+# By default torch's threads spin for milliseconds before they sleep, which takes processors from the
+# engine's other threads. libgomp reads this variable when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,6 +1,6 @@
 """Additional outputs: tensors that a model can return beside its tokens, and the meaning of their names.
 
-The parameters, the launcher, the front ends and the device all use the types declared here. Pure.
+The parameters, the launcher, the front ends and the device use these types.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 CONTEXT, GENERATION = "context_", "generation_"
-"""Prefixes of the output tensors' names: one for rows of the prompt, one for rows that tokens were chosen from."""
+"""Prefixes of the tensors' names: the rows of the prompt, and the rows from which tokens were sampled."""
 
 NAMES = "last_hidden_state, hidden_states_<i>, top_<k>_logits and top_<k>_logit_ids"
 """The possible names of an additional output, for error messages."""
@@ -37,7 +37,8 @@ class Meaning:
 
     Attributes:
         kind: The kind of values.
-        number: For hidden states, the number of layers before them; for top logits, the number per row; else 0.
+        number: For hidden states, the number of layers before them; for top logits, their number per row;
+            else 0.
     """
 
     kind: OutputKind
@@ -46,11 +47,11 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class WantedOutput:
-    """TensorRT-LLM's `AdditionalModelOutput`: an output to be computed, or one that a request asks for.
+    """TensorRT-LLM's `AdditionalModelOutput`: an output that an engine computes, or that a request selects.
 
     Attributes:
         name: One of NAMES.
-        gather_context: Whether the rows of the prompt are wanted too.
+        gather_context: Whether to return the rows of the prompt, too.
     """
 
     name: str
@@ -59,11 +60,11 @@ class WantedOutput:
 
 @dataclass(frozen=True, slots=True)
 class OfferedOutput:
-    """An additional output that an engine computes for requests that ask for it.
+    """An additional output that an engine computes for the requests that select it.
 
     Attributes:
         name: One of NAMES.
-        gather_context: Whether a request can have the rows of the prompt too.
+        gather_context: Whether a request can get the rows of the prompt, too.
         width: Number of values in a row.
     """
 
@@ -73,7 +74,7 @@ class OfferedOutput:
 
 
 def meaning_of(name: str) -> Meaning:
-    """Return the meaning of an output's name; raise ValueError if no output has this name."""
+    """Return the meaning of an output's name; raise ValueError if there is no such output."""
     if name == "last_hidden_state":
         return Meaning(OutputKind.LAST_HIDDEN_STATE)
     match = _NUMBERED.fullmatch(name)
@@ -95,7 +96,7 @@ def parse_outputs(text: str) -> tuple[WantedOutput, ...]:
 
 
 def are_distinct(outputs: Iterable[WantedOutput]) -> bool:
-    """Return whether the names of all outputs differ; raise ValueError for a name that no output has."""
+    """Return whether all outputs have different names; raise ValueError if there is no output of a name."""
     names = [output.name for output in outputs]
     for name in names:
         meaning_of(name)
@@ -103,7 +104,7 @@ def are_distinct(outputs: Iterable[WantedOutput]) -> bool:
 
 
 def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
-    """Return name and number of dimensions, without the batch dimension, of the tensors for these outputs."""
+    """Return (name, number of dimensions without the batch dimension) of each tensor for these outputs."""
     names: list[tuple[str, int]] = []
     for output in outputs:
         names += [(CONTEXT + output.name, 2)] if output.gather_context else []
@@ -112,7 +113,7 @@ def tensor_names(outputs: Iterable[WantedOutput]) -> list[tuple[str, int]]:
 
 
 def outputs_of_tensors(names: Iterable[str]) -> tuple[WantedOutput, ...]:
-    """Return the outputs to request from an engine in order to get the tensors with these names."""
+    """Return the outputs that an engine must compute for the tensors with these names."""
     gathered: dict[str, bool] = {}
     for name in names:
         prefix = CONTEXT if name.startswith(CONTEXT) else GENERATION

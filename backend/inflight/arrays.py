@@ -1,6 +1,6 @@
-"""Converts clients' weights and tables, numpy arrays of any supported type, to the engine's types.
+"""Convert clients' weights and tables, numpy arrays of any supported type, to the engine's types.
 
-numpy has no bfloat16: an array of dtype BFLOAT16 has bfloat16 values here. Plain functions, any thread.
+numpy has no bfloat16, so bfloat16 values are stored as their bits in arrays of dtype BFLOAT16. Any thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.errors import InvalidArgument, Name
 
 BFLOAT16 = np.dtype(np.uint16)
-"""uint16: each element has the upper half of a float32's bits."""
+"""The dtype of arrays with the bits of bfloat16 values, which are the upper half of a float32's bits."""
 
 _EXPONENT = 0x7F80  # the exponent bits, which are all 1 in infinities and NaN
 
@@ -35,7 +35,8 @@ def are_finite(array: NDArray[Any]) -> bool:
 def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
     """Convert `array` [rows, hidden_size] to a prompt table; raise InvalidArgument if a value is not finite.
 
-    NaN or infinities would spread over the whole sequence. `name` is the client's name of the table.
+    NaN or infinity would spread over the whole sequence. `name` is the client's name of the table, for the
+    error.
     """
     if not are_finite(array):
         raise InvalidArgument(Name(name), " must hold finite numbers, got NaN or infinities")

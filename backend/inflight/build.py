@@ -1,8 +1,8 @@
-"""Composition root: a loaded model → scheduler, GptManager, client and endpoint, wired together and running.
+"""Composition root: creates scheduler, GptManager, client and endpoint for a loaded model, and starts them.
 
-The only code that knows every part; `load_model` makes the engine. It imports the parts lazily, inside functions:
-a front end that never builds an engine never imports torch, and a single rank never imports MPI. Called once, on
-the thread that loads the model.
+`load_model` makes the engine. Parts are imported lazily, inside functions, so that a front end without an
+engine never imports torch, and a single rank never imports MPI. Called once, on the thread that loads the
+model.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ __all__ = [
 ]
 
 UNLOAD_TIMEOUT_S = 10.0
-"""Time in which requests of other models' clients may finish; Triton itself waits for those of this model."""
-_FAIL_S = 5.0  # to answer all requests with an error when the engine is lost
-_LOOP_END_S = 2.0  # to end a loop without requests
+"""Seconds in which requests of other models' clients may finish at an unload. Triton itself waits for
+requests of this model's clients."""
+_FAIL_S = 5.0  # seconds to answer all requests with an error when the engine is lost
+_LOOP_END_S = 2.0  # seconds to end a loop without requests
 
 OnHang: TypeAlias = "Callable[[Unavailable], None]"
 
@@ -79,18 +80,19 @@ class RunningEngine:
     def latest_debug_tensors(self) -> list[IterationTensors]:
         """Return the debug tensors of the iterations since the last call, oldest first. Any thread.
 
-        At most debug_tensors_max_iterations entries, none without that parameter; only this rank's tensors.
+        There are at most debug_tensors_max_iterations entries, none without this parameter, and only this
+        rank's tensors.
         """
         return [] if self._debug_tensors is None else self._debug_tensors.latest()
 
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
-        """Refuse new requests, finish or end those in flight, end every thread, free the device. Idempotent.
+        """Refuse new requests, finish or end requests in flight, end all threads, free the device. Idempotent.
 
-        Any thread but the loop's. Takes at most `timeout_s` seconds, and up to seven more if the device hangs.
-        The other ranks, if there are any, end too.
+        May be called on any thread except the loop's. Takes at most `timeout_s` seconds, and up to seven
+        more if the device hangs. The other ranks, if there are any, end too.
 
         Args:
-            timeout_s: Time for requests in flight to finish; later they end with UNAVAILABLE.
+            timeout_s: Seconds in which requests in flight may finish; afterwards they end with UNAVAILABLE.
 
         Returns:
             Whether the generation loop has ended. If not, it hangs in the device: every request has been
@@ -106,17 +108,17 @@ class RunningEngine:
             finally:
                 self.client.close()
                 if self._endpoint is not None:
-                    self._endpoint.close()  # it still sends the answers made so far
+                    self._endpoint.close()  # the endpoint first sends the answers made so far
                 if self._guides is not None:
                     self._guides.close()
                 if self._adapters is not None:
                     self._adapters.cache.close()
 
     def fail(self, error: InflightError) -> None:
-        """Answer every request with `error`, in other processes too, even if the loop hangs.
+        """Answer every request with `error`, including requests from other processes, even if the loop hangs.
 
-        Any thread but the loop's. The process cannot be used afterwards. Waits for a few seconds at most: a loop
-        that hangs while it delivers a response blocks all other deliveries.
+        May be called on any thread except the loop's. The engine cannot be used afterwards. Waits for a few
+        seconds at most, because a loop that hangs while it delivers a response blocks all other deliveries.
         """
 
         def answer() -> None:
@@ -130,9 +132,9 @@ class RunningEngine:
 
 
 def check_parameters(parameters: Parameters) -> None:
-    """Raise ConfigError if these parameters contradict each other, whatever the checkpoint is.
+    """Raise ConfigError if these parameters contradict each other, independent of the checkpoint.
 
-    For callers that have to release something before they can build an engine.
+    For callers that must release resources, such as an old engine, before they can build an engine.
     """
     parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
 
@@ -140,7 +142,7 @@ def check_parameters(parameters: Parameters) -> None:
 def _load_checked(
     load: LoadModel, parameters: Parameters, version_dir: str, rank_context: RankContext | None
 ) -> LoadedModel:
-    """Load the model and check default_end_ids against its vocabulary: ConfigError is raised on all ranks."""
+    """Load the model, and check default_end_ids against its vocabulary. ConfigError is raised on all ranks."""
     model = load(parameters, version_dir, rank_context)
     vocab_size = model.engine.limits.vocab_size
     for end_id in parameters.default_end_ids:
@@ -166,14 +168,14 @@ def build_engine(
     load: LoadModel = load_model,
     on_hang: OnHang | None = None,
 ) -> RunningEngine:
-    """Load the model and serve it, to other processes too; of several ranks, called on rank 0.
+    """Load the model and serve it to this process and to others. With several ranks, called on rank 0.
 
     Args:
         parameters: The parameters from config.pbtxt.
         version_dir: The Triton model's version folder, which contains the demo model.
         endpoint_path: Unix socket for front ends in other processes.
-        return_metrics: As for `start_engine`; so are `rank_context` and `load`.
-        supervision: Given for an engine that another process supervises and ends.
+        return_metrics, rank_context, load: As for `start_engine`.
+        supervision: The supervision, if another process supervises and ends this engine.
         on_hang: As for `start_engine`.
 
     Raises:
@@ -188,7 +190,7 @@ def build_engine(
 
     try:
         endpoint = EndpointServer(engine.client, endpoint_path, engine.client.drain, retire, supervision)
-    except Exception:  # reraised below; the engine must not keep running
+    except Exception:  # raised again below; the engine must not keep running
         engine.close(0.0)
         raise
     running = replace(engine, _endpoint=endpoint)
@@ -203,18 +205,19 @@ def start_engine(
     load: LoadModel = load_model,
     on_hang: OnHang | None = None,
 ) -> RunningEngine:
-    """Load the model and start the loop, for this process alone; of several ranks, called on rank 0.
+    """Load the model and start the loop, without an endpoint. With several ranks, called on rank 0.
 
     Args:
         parameters: The parameters from config.pbtxt.
         version_dir: The Triton model's version folder, which contains the demo model.
-        return_metrics: Receives statistics and metrics, at most once in `stats_check_period_ms`.
-        rank_context: Rank 0's context if there are several ranks; the others call `start_following` meanwhile.
-            Closing the engine in order leaves it; if this function raises, the caller has to leave it.
-        load: Makes the engine; each rank passes its own. `functools.partial(load_model, …)` passes logits
-            post-processors or a vocabulary as values.
-        on_hang: Called once, on its own thread, if an iteration takes longer than `hang_timeout_ms`. It has to end
-            this process, with several ranks too, because the other ranks wait for it. None: no such limit.
+        return_metrics: Called with statistics and metrics, at most once in `stats_check_period_ms`.
+        rank_context: Rank 0's context if there are several ranks. The other ranks call `start_following` at
+            the same time. Closing the engine leaves the context; if this function raises, the caller must
+            leave it.
+        load: Function that loads the model; each rank passes its own. `functools.partial(load_model, …)` can
+            pass logits post-processors or a vocabulary as objects.
+        on_hang: Called once, on its own thread, if an iteration takes longer than `hang_timeout_ms`. It must
+            end this process, because other ranks may wait for it. None: hangs are not detected.
 
     Raises:
         ConfigError: The model cannot be loaded; the message names parameter or file.
@@ -231,7 +234,7 @@ def start_engine(
     client = LocalEngineClient(
         _describe(parameters, model),
         lambda: manager.notify(),
-        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read it
+        lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
         instruments.reports,
         adapters,
     )
@@ -243,7 +246,7 @@ def start_engine(
         client.send_response,
         client.poll_stop_signals,
         stats_period_ns=parameters.stats_check_period_ms * 1_000_000,
-        on_death=_tell_of_death(client, rank_context),
+        on_death=_loop_failure_reporter(client, rank_context),
         instruments=instruments,
         ranks=None if rank_context is None else rank_context.ranks,
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
@@ -257,7 +260,7 @@ def start_engine(
 def _make_guide_compiler(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> ChildCompiler | None:
-    """Return the compiler of guides, which runs in a process beside the loop; None without a tokenizer."""
+    """Return the compiler of guides, which runs in another process; None without a tokenizer."""
     if model.grammars is None:
         return None
     from inflight.guided.compiler import ChildCompiler, GuideBounds
@@ -271,15 +274,15 @@ def _make_guide_compiler(
 def make_adapters(
     parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> AdapterCommands | None:
-    """Return rank 0's adapters, including those of the prefetch folder; None if the engine takes no adapters.
+    """Return rank 0's adapters, including adapters in the prefetch folder; None if the engine takes no adapters.
 
     Args:
         parameters: The parameters from config.pbtxt.
         model: The model whose engine uses the adapters.
-        notify: Wakes the engine's loop; called on any thread.
+        notify: Function that wakes the engine's loop; called on any thread.
 
     Raises:
-        ConfigError: There is no room for adapters that parameters name, or a folder is missing.
+        ConfigError: There is no memory for adapters that the parameters name, or a folder is missing.
     """
     limits = model.engine.limits
     if not (limits.num_adapter_pages and model.model_path):
@@ -326,7 +329,7 @@ def _describe(parameters: Parameters, model: LoadedModel) -> EngineDescription:
         limits=limits.model_limits(parameters.scheduler),
         model_path=model.model_path,
         tokenizer_dir=parameters.tokenizer_dir or found,
-        # A checkpoint may name an end id outside its vocabulary, which no sequence can generate.
+        # A checkpoint may have an end id outside of its vocabulary, which no sequence can generate.
         eos_token_ids=tuple(token_id for token_id in model.eos_token_ids if token_id < limits.vocab_size),
         default_end_ids=parameters.default_end_ids,
         exclude_input_from_output=bool(parameters.exclude_input_in_output),
@@ -367,16 +370,16 @@ def _make_watchdog(parameters: Parameters, on_hang: OnHang | None) -> Watchdog |
     if on_hang is None or not hang_ms:
         return Watchdog(stuck_ms / 1000) if stuck_ms else None
 
-    def tell(line: str) -> None:
+    def report_hang(line: str) -> None:
         on_hang(Unavailable(f"the engine hangs, and ends (hang_timeout_ms): {line}"))
 
-    return Watchdog((stuck_ms or hang_ms) / 1000, hang_timeout_s=hang_ms / 1000, on_hang=tell)
+    return Watchdog((stuck_ms or hang_ms) / 1000, hang_timeout_s=hang_ms / 1000, on_hang=report_hang)
 
 
 def _counting_iterations(
     get_inference_requests: GetInferenceRequestsCallback, rank_context: RankContext | None
 ) -> GetInferenceRequestsCallback:
-    """Wrap the callback that begins an iteration so that rank 0's heartbeat counts iterations."""
+    """Wrap the callback that begins an iteration, so that rank 0's heartbeat counts iterations."""
     if rank_context is None:
         return get_inference_requests
 
@@ -392,27 +395,28 @@ def _wait_until_sent(
 ) -> WaitUntilSent | None:
     """Return a function that waits between iterations until responses are sent; None if it must not wait.
 
-    It waits only for a model that uses all processors. With several ranks it is None, because the other ranks
-    wait for this one in a broadcast, which takes the processors that the senders need.
+    Waiting is needed only for a model that uses all processors. With several ranks this returns None,
+    because the other ranks would wait for this rank in a broadcast, which uses the processors that the
+    senders need.
     """
     return client.wait_until_sent if takes_all_processors and rank_context is None else None
 
 
-def _tell_of_death(
+def _loop_failure_reporter(
     client: LocalEngineClient, rank_context: RankContext | None
 ) -> Callable[[InflightError], None]:
-    """Return a function that reports the death of the loop to clients and other ranks, so that none waits."""
+    """Return a function that reports a failure of the loop to clients and other ranks."""
 
-    def tell(error: InflightError) -> None:
+    def report(error: InflightError) -> None:
         client.fail_all(error)
         if rank_context is not None:
             rank_context.report_dead_loop()
 
-    return tell
+    return report
 
 
 def _release_once(model: LoadedModel, rank_context: RankContext | None) -> Callable[[], None]:
-    """Return a function that releases the model and leaves the other ranks; later calls do nothing."""
+    """Return a function that releases the model and leaves the rank context; later calls do nothing."""
     steps = [] if rank_context is None else [model.release, rank_context.leave]
 
     def release() -> None:
@@ -434,7 +438,10 @@ class FollowingRank:
     _deaths: Sequence[InflightError]
 
     def wait(self) -> bool:
-        """Wait until rank 0 ends; return whether it ended in order. All ranks have left then."""
+        """Wait until rank 0 ends.
+
+        Returns whether it ended in order, after which all ranks have left the rank context.
+        """
         self._manager.join()
         if self._deaths:
             return False
@@ -446,7 +453,9 @@ class FollowingRank:
 def start_following(
     parameters: Parameters, version_dir: str, rank_context: RankContext, load: LoadModel = load_model
 ) -> FollowingRank:
-    """Load a part of the model on a rank other than 0 and start its loop; rank 0 calls `start_engine` meanwhile.
+    """Load a part of the model on a rank other than 0 and start its loop.
+
+    Rank 0 calls `start_engine` at the same time.
 
     Raises ConfigError, on all ranks, if the model cannot be loaded.
     """

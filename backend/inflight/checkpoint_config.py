@@ -1,8 +1,8 @@
-"""The only reader of a checkpoint's config.json and generation_config.json, and the facts that they state.
+"""Read a checkpoint's config.json and generation_config.json. No other module reads these files.
 
-Errors name file, key, value and what was expected. `inflight.models` translates each family's keys when it
-loads a checkpoint; programs that load none, or need a fact earlier, use `CheckpointFacts`. Standard library
-only; any thread.
+Errors have the file, the key, its value and the expected value. `inflight.models` interprets each family's
+keys when it loads a checkpoint; code that loads no checkpoint, or needs a fact earlier, uses
+`CheckpointFacts`. Imports only the standard library; any thread.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _T = TypeVar("_T")
 
 
 def checkpoint_name(folder: Path) -> str:
-    """Return a checkpoint's name: its name on the hub if it was fetched, else its folder's name."""
+    """Return a checkpoint's name: its name on the hub if it was downloaded, else its folder's name."""
     found = _SNAPSHOT.search(folder.as_posix())
     return found[1].replace("--", "/") if found else folder.name
 
 
 def instead_of_gguf(path: Path) -> str:
-    """Return the advice for a message that refuses `path` because it is GGUF; "" if it is not."""
+    """Return the advice for an error about `path` if the path has a GGUF file; "" if it has none."""
     is_gguf = "gguf" in checkpoint_name(path).rsplit("/")[-1].lower() or any(path.glob("*.gguf"))
     return _NAME_THE_FILE if is_gguf else ""
 
@@ -47,7 +47,7 @@ def instead_of_gguf(path: Path) -> str:
 class ConfigFile:
     """Typed access to the keys of one JSON object. A key whose value is null counts as absent.
 
-    It records which keys were read, so that a caller can check the unread ones afterwards.
+    It records which keys were read, so that a caller can check the other keys afterwards.
 
     Attributes:
         path: The file.
@@ -108,7 +108,7 @@ class ConfigFile:
         return self._required(key, self.int_or_none(key), _POSITIVE_INT)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return an integer of at least 0; `default` if absent, though null is an error."""
+        """Return an integer of at least 0; `default` if the key is absent. null is an error."""
         found = self.value(key) if key in self.values else default
         if type(found) is not int or found < 0:
             raise self.error(key, "an integer >= 0")
@@ -197,11 +197,11 @@ class ConfigFile:
 
 
 class CheckpointFacts:
-    """Facts about a checkpoint from its config.json, under any of the names that families use for them.
+    """Facts about a checkpoint from its config.json, whatever key a family uses for a fact.
 
-    Of a multimodal model, sizes and other facts are those of its text part; name, model type and tokenizer are
-    the whole model's. A fact that is not stated is None. Sizes that are not integers of at least 1 count as not
-    stated; loading the checkpoint reports such errors.
+    For a multimodal model, name, model type and tokenizer are the whole model's, and all other facts are the
+    text part's. A fact that config.json does not state is None. Sizes that are not integers of at least 1
+    are treated as absent; loading the checkpoint reports such errors.
     """
 
     def __init__(self, config: ConfigFile) -> None:
@@ -210,8 +210,9 @@ class CheckpointFacts:
 
     @classmethod
     def read(cls, *folders: str | Path) -> CheckpointFacts:
-        """Return the facts from the first of these folders with a config.json; if none has one, no fact is
-        stated.
+        """Return the facts from the first of these folders that has a config.json.
+
+        Without one, all facts are None.
 
         Raises:
             ConfigError: The file cannot be read, or is not a JSON object.
@@ -282,7 +283,7 @@ class CheckpointFacts:
 
     @property
     def dtype(self) -> str | None:
-        """Dtype of the stored weights, one of DTYPES; None if not stated or stated as auto."""
+        """Dtype of the stored weights, one of DTYPES; None if it is not stated, or auto."""
         return stated_dtype(self._config)
 
     @property
@@ -292,7 +293,7 @@ class CheckpointFacts:
 
     @property
     def quantization(self) -> ConfigFile | None:
-        """The section about quantized weights; ConfigError if it is not a JSON object."""
+        """The section about quantized weights. Raises ConfigError if it is not a JSON object."""
         key = "quantization_config"
         return self._config.child(key) if self._config.has(key) else None
 

@@ -1,12 +1,12 @@
 """Every parameter of the engine, declared once: its name, type, default, range and meaning.
 
 A parameter is a field of `Parameters` or of its parts `SchedulingConfig` and `EngineConfig`, from which the
-scheduler and the engine are built. The rows of config.pbtxt, their comments and what `parameter_reader.py` accepts
-come from these fields. Rows without a field follow: keys of TensorRT-LLM that can have no effect here are accepted
-and logged; keys for features that are not built yet are accepted only at values that do not ask for the feature.
+scheduler and the engine are built. These fields determine the rows of config.pbtxt, their comments, and the
+values that `parameter_reader.py` accepts. Keys of TensorRT-LLM that have no effect here are rows without a
+field (`idle_parameters.py`).
 
-TensorRT-LLM's keys keep their meaning and, where it is known, their default. No other package is below this one;
-the types, ranges and rows are in `parameter_spec.py`. Pure.
+TensorRT-LLM's keys keep their meaning and, if it is known, their default. Types, ranges and rows are
+declared with `parameter_spec.py`.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ __all__ = [
 INT8 = "int8"
 FP8 = "fp8"
 QUANTIZED = (INT8, FP8)
-"""Dtypes that apply to the weights of linear layers only; everything else is bfloat16."""
+"""Dtypes that apply to the weights of linear layers only; all other tensors are bfloat16."""
 MMAP = "mmap"
-"""Value of the parameter `weights` for mapped weights."""
+"""Value of the parameter `weights` with which weights are mapped from a file."""
 
 SEQUENCES_PER_ITERATION = 256
-"""Maximum number of sequences that one iteration accepts, and of those that it ends because of a client, a
-deadline or an event. Accepting or ending that many takes some milliseconds."""
+"""Maximum number of sequences that one iteration accepts, and also the maximum number that it ends because
+of a client, a deadline or an event. Accepting or ending this many takes a few milliseconds."""
 
 DEBUG_INPUTS = ("input_ids", "positions", "sequence_length")
 DEBUG_OUTPUTS = ("logits",)
@@ -80,7 +80,7 @@ _MODELS = ENGINE_ONLY | _FRONT_END
 _PREPROCESSING = frozenset({Role.PREPROCESSING})
 _ALL = frozenset(Role)
 _OUTPUTS = ParameterKind(
-    f"different ones of {OUTPUT_NAMES} with commas between, each with :context behind it for prompts too",
+    f"different ones of {OUTPUT_NAMES} with commas between, each with :context after it for prompts too",
     parse_outputs,
     lambda value: all(isinstance(each, WantedOutput) for each in value) and are_distinct(value),
 )
@@ -97,11 +97,11 @@ _DEBUG_TENSORS = ParameterKind(
 class CapacityPolicy(Enum):
     """TensorRT-LLM's `batch_scheduler_policy`. Specification: The Batch Manager, GptManager Design.
 
-    GUARANTEED_NO_EVICT admits a request only if its KV blocks are certain to suffice to its end.
-    MAX_UTILIZATION admits it if its context fits; when blocks run out it pauses the request that started last
-    among those of the lowest priority.
-    STATIC_BATCH is V1 batching: requests are admitted only when none runs, and that batch ends before the
-    next starts.
+    GUARANTEED_NO_EVICT admits a request only if there are certainly enough KV blocks until its end.
+    MAX_UTILIZATION admits a request if its context fits. When blocks run out, it pauses a request of the
+    lowest priority, the one that started last.
+    STATIC_BATCH is V1 batching: requests are admitted only when none runs, so that a batch ends before the
+    next one starts.
     """
 
     GUARANTEED_NO_EVICT = "guaranteed_no_evict"
@@ -110,9 +110,9 @@ class CapacityPolicy(Enum):
 
 
 class ChunkingPolicy(Enum):
-    """TensorRT-LLM's `ContextChunkingPolicy`: which contexts get an iteration's remaining rows, if chunked.
+    """TensorRT-LLM's `ContextChunkingPolicy`: which contexts get an iteration's remaining tokens, with chunking.
 
-    FIRST_COME_FIRST_SERVED gives the oldest context as many rows as it needs, then the next.
+    FIRST_COME_FIRST_SERVED gives the oldest context as many tokens as it needs, then the next oldest.
     EQUAL_PROGRESS gives every context one block's worth of tokens in turn.
     """
 
@@ -125,14 +125,15 @@ class SchedulingConfig:
     """Policies and limits by which the scheduler chooses the requests and rows of an iteration.
 
     Attributes:
-        policy: STATIC_BATCH if `gpt_model_type` is V1.
-        max_num_tokens: Maximum rows of one packed forward pass, context and generation tokens together.
-        enable_chunked_context: If true, a prompt may exceed max_num_tokens.
-        context_chunking_policy: Used only with enable_chunked_context.
-        max_queue_size: Limits the waiting sequences of a request's priority or higher.
-        max_num_requests: Maximum number of active requests, waiting ones included; negative: no limit.
+        policy: Rule for which sequences may hold KV blocks. STATIC_BATCH if `gpt_model_type` is V1.
+        max_num_tokens: Maximum number of context and generation tokens in one packed forward pass.
+        enable_chunked_context: Whether to split long prompts; a prompt may then exceed max_num_tokens.
+        context_chunking_policy: Rule for which contexts get the remaining tokens. Used only with
+            enable_chunked_context.
+        max_queue_size: Maximum number of waiting sequences with at least the priority of a new request.
+        max_num_requests: Maximum number of active requests, including waiting ones; negative: no limit.
         sequences_per_iteration: Maximum number of sequences that an iteration ends because of a client, a
-            deadline or an event; further ones end in the next iterations. Sequences of one request end
+            deadline or an event; more sequences end in later iterations. Sequences of one request end
             together.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
     """
@@ -141,7 +142,7 @@ class SchedulingConfig:
         CapacityPolicy.GUARANTEED_NO_EVICT,
         # Static batching is chosen by gpt_model_type, not by this parameter.
         member(CapacityPolicy, CapacityPolicy.STATIC_BATCH),
-        "who may hold KV blocks",
+        "which sequences may hold KV blocks",
         key="batch_scheduler_policy",
         behind="gpt_model_type",
     )
@@ -149,20 +150,22 @@ class SchedulingConfig:
     context_chunking_policy: ChunkingPolicy = parameter(
         ChunkingPolicy.FIRST_COME_FIRST_SERVED,
         member(ChunkingPolicy),
-        "who gets the tokens of an iteration that are left for split prompts",
+        "which split prompts get the remaining tokens of an iteration",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
-    max_num_tokens: int = parameter(8192, integer(1), "most tokens in one iteration")
+    max_num_tokens: int = parameter(8192, integer(1), "maximum number of tokens in one iteration")
     max_queue_size: int = parameter(
-        0, integer(0), "most sequences that wait beyond the free slots, later ones are refused; 0: no bound"
+        0,
+        integer(0),
+        "maximum number of sequences that wait for a slot, further ones are refused; 0: no limit",
     )
     max_beam_width: int | None = parameter(
-        None, integer(1), "most beams of a search; max_batch_size without one"
+        None, integer(1), "maximum number of beams of a beam search; default: max_batch_size"
     )
     max_sequences_per_request: int = parameter(
         2048,
         integer(1),
-        "most sequences that one request or body may ask for: its prompts times num_return_sequences",
+        "maximum number of sequences of one request or body: its prompts times num_return_sequences",
     )
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
@@ -199,29 +202,28 @@ class EngineConfig:
     """The settings that an engine is loaded with.
 
     Attributes:
-        dtype: float32, bfloat16 or float16: dtype of weights, activations and KV cache. int8, fp8: weights of
-            linear layers are quantized, and with native kernels or fp8 their inputs too; everything else is
-            bfloat16.
-        implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or plans of
-            TensorRT.
-        engine_dir: If given, `gpt_model_path` is the checkpoint that the plans were built from.
-        weights: mmap has no effect without compiled layers.
-        kv_cache_dtype: int8, fp8: keys and values are stored in 8 bits with a scale per token and head, and
-            computed in the dtype of activations.
-        max_attention_window_size: Number of keys that a token attends to, itself included; layer i uses entry
-            i % n. If the checkpoint has a sliding window too, the smaller one applies. Keys outside the
-            window stay in the cache: no memory is saved.
-        sink_token_length: Without effect in layers without a window. `layer_windows` documents the difference
-            from TensorRT-LLM.
-        normalize_log_probs: Does not affect cum_log_probs and the log probs of the top tokens, which are
-            always the model's own.
+        dtype: float32, bfloat16 and float16 are the dtype of weights, activations and KV cache. With int8
+            and fp8, the weights of linear layers are quantized, and with native kernels or fp8 also their
+            inputs; all other tensors are bfloat16.
+        implementation: The code that runs the layers: `inflight.engine`, transformers' own code, or TensorRT
+            plans.
+        engine_dir: Folder of plans. If given, `gpt_model_path` is the checkpoint that they were built from.
+        weights: Place of packed weights: memory or a mapped file. mmap has no effect without compiled layers.
+        kv_cache_dtype: With int8 and fp8, keys and values are stored in 8 bits with a scale per token and
+            head, and attention is computed in the dtype of activations.
+        max_attention_window_size: Number of keys that a token attends to, including its own; layer i uses
+            entry i % n. If the checkpoint also has a sliding window, the smaller window applies. Keys
+            outside the window stay in the cache, so that no memory is saved.
+        sink_token_length: Number of first tokens that stay in every window; no effect in layers without a
+            window. `layer_windows` documents the difference from TensorRT-LLM.
+        normalize_log_probs: Whether log probs are those of the distribution that a token was sampled from.
+            cum_log_probs and the log probs of the top tokens are always the model's own.
         engine_threads: On a CPU, number of threads of compiled layers and of torch in this process.
-        max_num_sequences: Number of slots, that is, of sequences that can run at once: Triton's
-            max_batch_size.
-        max_num_tokens: Maximum rows of one packed forward pass, as in SchedulingConfig.
+        max_num_sequences: Number of slots: how many sequences can run at a time. Triton's max_batch_size.
+        max_num_tokens: Maximum number of tokens in one packed forward pass, as in SchedulingConfig.
         device: A torch device; None: cuda if available, else cpu.
-        ranks_on_host: Number of ranks that share this machine's memory; on a CPU, each uses a share of the
-            free memory.
+        ranks_on_host: Number of ranks that share this machine's memory. On a CPU, each rank uses an equal
+            part of the free memory.
         shares_blocks: Whether several sequences may use one KV block, by prefix reuse or as beams.
     """
 
@@ -235,26 +237,26 @@ class EngineConfig:
     dtype: str | None = parameter(
         None,
         choice("float32", "bfloat16", "float16", "int8", "fp8"),
-        "of weights and KV cache, or of weights alone: int8, fp8, the rest bfloat16; the checkpoint's without one",
+        "of weights and KV cache; int8 and fp8: of weights only, the rest is bfloat16; default: the checkpoint's",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: this server's own layers; transformers: its modelling code, for families that these do not have, "
-        "slower; tensorrt: plans of scripts/build; by the checkpoint's family without one",
+        "torch: own layers of this server; transformers: its slower modelling code, for all other families; "
+        "tensorrt: plans of scripts/build; default: by the checkpoint's family",
         key="engine",
     )
     engine_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of plans that scripts/build wrote; gpt_model_path may be one, too",
+        "folder of plans that scripts/build wrote; gpt_model_path may be such a folder, too",
         key="tensorrt_engine_dir",
     )
     kernels: str | None = parameter(
         None,
         choice("native", "torch"),
-        "compiled layers, for CPUs, or torch's operators; native where possible without one",
+        "native: compiled layers, for CPUs; torch: torch's operators; default: native if possible",
     )
     weights: str = parameter(
         "memory",
@@ -268,87 +270,92 @@ class EngineConfig:
     max_sequence_length: int | None = parameter(
         None,
         integer(2),
-        "prompt and output, at most what the model's positions reach; that without one",
+        "maximum number of tokens of prompt and output together; default: the model's number of positions",
         behind="max_beam_width",
     )
     max_attention_window_size: tuple[int, ...] = parameter(
         (),
         WINDOWS,
-        "tokens that a layer attends to: one number, or some that are repeated over the layers; all without one",
+        "tokens that a layer attends to: one number, or several that are repeated over the layers; default: all",
     )
-    sink_token_length: int = parameter(0, integer(0), "first tokens that stay in every window, as part of it")
+    sink_token_length: int = parameter(
+        0, integer(0), "number of first tokens that stay in every window, as part of it"
+    )
     tokens_per_block: int = parameter(32, integer(1), "tokens per KV cache block")
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
-        "of stored keys and values: int8 and fp8 (e4m3) round them, in half the memory; auto: dtype's",
+        "of stored keys and values: int8 and fp8 (e4m3) are rounded and need half the memory; auto: dtype",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
-        None, integer(1), "size of the KV cache; by fraction without one"
+        None, integer(1), "size of the KV cache in tokens; default: by the fraction of free memory"
     )
     recurrent_state_snapshots: int | None = parameter(
         None,
         integer(0),
-        "recurrent states saved for prefix reuse; twice max_batch_size without one",
+        "number of recurrent states saved for prefix reuse; default: twice max_batch_size",
     )
     kv_cache_free_gpu_mem_fraction: float = parameter(
-        0.9, share(above=True), "share of free GPU memory for the KV cache"
+        0.9, share(above=True), "fraction of free GPU memory for the KV cache"
     )
     kv_cache_free_cpu_mem_fraction: float = parameter(
-        0.5, share(above=True), "the same share of memory, on a CPU"
+        0.5, share(above=True), "fraction of free memory for the KV cache, on a CPU"
     )
     lora_cache_optimal_adapter_size: int = parameter(
         8,
         integer(1),
-        "ranks that a page of the device's memory for LoRA adapters has room for",
+        "number of ranks in a page of device memory for LoRA adapters",
         behind="guided_decoding_max_guide_bytes",
     )
     lora_cache_max_adapter_size: int = parameter(64, integer(1), "largest rank of a LoRA adapter")
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "share of free device memory, beside the weights, for LoRA adapters, 0: none are taken; without one 0.05, "
+        "fraction of the device memory without weights for LoRA adapters, 0: no adapters; default: 0.05, "
         "or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,
         BOOLEAN,
-        "output_log_probs of the distribution that a token was drawn from instead of the model's own",
+        "output_log_probs are those of the distribution that a token was sampled from, not the model's own",
         behind="exclude_input_in_output",
     )
     engine_threads: int | None = parameter(
         None,
         integer(1),
-        "threads of a rank's forward pass; by its share of cores and quota without one",
+        "number of threads of a rank's forward pass; default: by its cores and processor quota",
         behind="engine_endpoint",
     )
     additional_model_outputs: tuple[WantedOutput, ...] = parameter(
         (),
         _OUTPUTS,
-        "tensors of the model that requests may have as context_<name> and generation_<name>",
+        "tensors of the model that requests can get as outputs context_<name> and generation_<name>",
         _MODELS,
         behind="max_repeated_logits_bytes",
     )
     debug_input_tensors: bool = parameter(
         False,
         BOOLEAN,
-        f"write {', '.join(DEBUG_INPUTS)} of every iteration down",
+        f"write {', '.join(DEBUG_INPUTS)} of every iteration to files",
         behind="watchdog_timeout_ms",
     )
     debug_output_tensors: bool = parameter(
-        False, BOOLEAN, f"the same of {', '.join(DEBUG_OUTPUTS)}", behind="debug_input_tensors"
+        False,
+        BOOLEAN,
+        f"write {', '.join(DEBUG_OUTPUTS)} of every iteration to files",
+        behind="debug_input_tensors",
     )
     debug_tensor_names: tuple[str, ...] = parameter(
-        (), _DEBUG_TENSORS, "the same of these", behind="debug_output_tensors"
+        (), _DEBUG_TENSORS, "write these tensors of every iteration to files", behind="debug_output_tensors"
     )
     debug_tensors_max_iterations: int = parameter(
         0,
         integer(0),
-        "iterations whose tensors are kept in memory for programs that hold the engine; 0: files instead",
+        "number of iterations whose debug tensors are kept in memory instead of files; 0: files",
         behind="debug_tensor_names",
     )
     debug_tensors_dir: str = parameter(
-        "/tmp/tllm_debug", TEXT, "folder of these files", behind="debug_tensors_max_iterations"
+        "/tmp/tllm_debug", TEXT, "folder of the debug tensors' files", behind="debug_tensors_max_iterations"
     )
     max_num_sequences: int = 8
     max_num_tokens: int = 8192
@@ -357,7 +364,7 @@ class EngineConfig:
     shares_blocks: bool = True
 
     def validate(self) -> None:
-        """Raise ConfigError that names parameter, value and what was expected."""
+        """Raise ConfigError, with parameter, value and expected values, if a value is not valid."""
         for name, spec in declared_rows(EngineConfig).items():
             value = getattr(self, name)
             if value is not None and not _accepts(spec.kind, value):
@@ -376,7 +383,7 @@ def _accepts(kind: ParameterKind, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """All parameters of a model from config.pbtxt, complete and checked. None means not given."""
+    """All parameters of a model from config.pbtxt, checked, with defaults. None means not given."""
 
     tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL)
     gpt_model_type: str = parameter(
@@ -393,47 +400,51 @@ class Parameters:
     ignored_request_parameters: tuple[str, ...] = parameter(
         (),
         NAMES,
-        "request parameters that may come and that nobody reads, for instance HTTP headers that Triton forwards",
+        "request parameters to accept and ignore, for instance HTTP headers that Triton forwards",
         _ALL,
     )
     default_end_ids: tuple[int, ...] = parameter(
-        (), TOKEN_IDS, "end ids of requests by token ids without end_id"
+        (), TOKEN_IDS, "end ids of requests that send token ids but no end_id"
     )
     cancellation_check_period_ms: int = parameter(
-        20, integer(1), "how often every client is asked whether it is gone", _MODELS
+        20, integer(1), "how often each request is checked for cancellation", _MODELS
     )
     stream_interval: int = parameter(
         1,
         integer(1),
-        "tokens of a streamed response, but for the first and the last: each costs time that the model could have",
+        "number of tokens in a streamed response, except the first and the last; more save time for the model",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(
         True,
         BOOLEAN,
-        "every response of a stream has the output_log_probs of all tokens so far; else those of its own tokens",
+        "each response of a stream has output_log_probs of all tokens so far; false: of its own tokens only",
         _MODELS,
     )
     max_repeated_logits_bytes: int = parameter(
         8 << 20,
         integer(0),
-        "context_logits up to this size are in every response of a stream, larger ones in its first alone",
+        "context_logits up to this size are in every response of a stream, larger ones only in the first",
         _MODELS,
     )
     stats_check_period_ms: int = parameter(100, integer(1), "how often statistics are published")
     iter_stats_max_iterations: int = parameter(
-        1000, integer(0), "iterations whose statistics are kept to be fetched"
+        1000, integer(0), "number of iterations whose statistics are kept for fetching"
     )
-    request_stats_max_iterations: int = parameter(0, integer(0), "the same with statistics of every request")
+    request_stats_max_iterations: int = parameter(
+        0, integer(0), "number of iterations whose statistics of requests are kept for fetching"
+    )
     enable_state_requests: bool = parameter(
-        False, BOOLEAN, "let clients ask what is queued, running and cached"
+        False, BOOLEAN, "let clients read what is queued, running and cached"
     )
     logits_post_processor_module: str | None = parameter(
         None,
         TEXT,
         "Python module, or path of a .py file, whose functions requests may name to change their logits",
     )
-    record_path: str | None = parameter(None, TEXT, "file to record requests and decisions to, for a replay")
+    record_path: str | None = parameter(
+        None, TEXT, "file to which requests and decisions are recorded for a replay"
+    )
     watchdog_timeout_ms: int = parameter(
         60000, integer(0), "an iteration that takes longer is reported as hung; 0: off"
     )
@@ -444,49 +455,53 @@ class Parameters:
         behind="watchdog_timeout_ms",
     )
     engine_endpoint: str | None = parameter(
-        None, TEXT, "path of the engine's socket; unique per server without one", _MODELS
+        None, TEXT, "path of the engine's socket; default: a path that is unique for each server", _MODELS
     )
-    tensor_parallel_size: int = parameter(1, integer(1), "ranks that share every layer")
-    pipeline_parallel_size: int = parameter(1, integer(1), "stages that share out the layers")
+    tensor_parallel_size: int = parameter(1, integer(1), "number of ranks that share every layer")
+    pipeline_parallel_size: int = parameter(
+        1, integer(1), "number of stages between which the layers are divided"
+    )
     moe_expert_parallel_size: int = parameter(
         1,
         integer(1),
-        "groups of the ranks that share a layer, each of which has some of the experts whole; divides "
+        "number of groups of tensor-parallel ranks, each of which has some of the experts; divides "
         "tensor_parallel_size",
     )
     launch_mode: str | None = parameter(
         None,
         choice("in_process", "leader", "orchestrator"),
-        "how ranks start: none are started, mpirun or srun starts tritonserver on each, or the model starts them; "
-        "chosen automatically if unset",
+        "in_process: no ranks; leader: mpirun or srun starts tritonserver and ranks; orchestrator: the model; "
+        "default: chosen automatically",
     )
-    mpirun_arguments: str | None = parameter(None, TEXT, "more arguments for mpirun, in a shell's words")
-    rank_timeout_ms: int = parameter(5000, integer(100), "a rank that is silent for longer is lost")
+    mpirun_arguments: str | None = parameter(None, TEXT, "further arguments for mpirun, in a shell's syntax")
+    rank_timeout_ms: int = parameter(
+        5000, integer(100), "a rank without a heartbeat for longer counts as lost"
+    )
     gpu_device_ids: tuple[int, ...] = parameter(
-        (), DEVICES, "GPUs to use, one for each rank of a host; the first without"
+        (), DEVICES, "GPUs to use, one for each rank of a host; default: the first"
     )
     prompt_embedding_table_data_type: str = parameter(
         "TYPE_FP16",
         DATA_TYPES,
-        "of the input prompt_embedding_table, which may be of one type only",
+        "data type of the input prompt_embedding_table, which may have one type only",
         _MODELS,
     )
     tensorrt_llm_model_name: str = parameter(
         "tensorrt_llm", TEXT, "the model that holds the engine", _FRONT_END, template_value="tensorrt_llm"
     )
     tensorrt_llm_draft_model_name: str | None = parameter(
-        None, TEXT, "the model that drafts tokens for requests with num_draft_tokens; none without one", _BLS
+        None, TEXT, "the model that drafts tokens for requests with num_draft_tokens; default: none", _BLS
     )
     draft_engine_endpoint: str | None = parameter(
-        None, TEXT, "path of that model's socket, if it has one of its own in engine_endpoint", _BLS
+        None, TEXT, "path of the draft model's socket, if its engine_endpoint is set", _BLS
     )
     accumulate_tokens: bool = parameter(
-        False, BOOLEAN, "every response of a stream has the whole text so far; else the new text", _BLS
+        False, BOOLEAN, "each response of a stream has the whole text so far; false: only the new text", _BLS
     )
     add_special_tokens: SpecialTokens = parameter(
         SpecialTokens.ADDED,
         SPECIAL_TOKENS,
-        "those that the tokenizer puts around a prompt; auto: unless the text begins with them",
+        "add the tokenizer's special tokens around a prompt; auto: unless the text begins with them",
         _MODELS | _PREPROCESSING,
     )
     skip_special_tokens: bool = parameter(
@@ -495,37 +510,37 @@ class Parameters:
     guided_decoding_backend: str = parameter(
         "llguidance",
         choice("llguidance", "xgrammar", any_case=True),
-        "library that follows guides; xgrammar has to be installed: pip install -e '.[guided-xgrammar]'",
+        "library for guided decoding; xgrammar must be installed: pip install -e '.[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
         5000, integer(1), "a guide that takes longer to compile is refused"
     )
-    guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "longest guide, in bytes")
+    guided_decoding_max_guide_bytes: int = parameter(65536, integer(1), "maximum size of a guide in bytes")
     lora_cache_host_memory_bytes: int | None = parameter(
         None,
         integer(1),
-        "host memory for LoRA adapters, and as much again for weights that wait to be stored; without one 1 GiB, "
-        "or room for one of the largest rank if that is more",
+        "host memory for LoRA adapters, and as much again for weights that wait to be stored; default: 1 GiB, "
+        "or the size of one adapter of the largest rank if that is more",
     )
     lora_prefetch_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of adapters that are read at the start, and those that are not kept again when they are needed: "
-        "each in a folder that is called by its task id, as two .npy files",
+        "folder of adapters that are read at the start, and read again when needed if they were dropped: "
+        "each in a folder named by its task id, as two .npy files",
     )
     lora_dir: str | None = parameter(
         None,
         TEXT,
-        "folder of PEFT folders that requests may name, read when they first do; they may be added at any time",
+        "folder of PEFT folders that requests may name; read on first use; may be added at any time",
     )
     lora_adapters: tuple[tuple[str, str], ...] = parameter(
-        (), NAMED_FOLDERS, "PEFT folders that requests may name otherwise"
+        (), NAMED_FOLDERS, "PEFT folders, with the names that requests use for them"
     )
     enable_adapter_commands: bool = parameter(False, BOOLEAN, "let clients list, load and unload adapters")
     lora_weights_data_type: str = parameter(
         "TYPE_FP16",
         DATA_TYPES,
-        "of the input lora_weights, which may be of one type only",
+        "data type of the input lora_weights, which may have one type only",
         _MODELS,
     )
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
@@ -561,4 +576,4 @@ _TRITONS_OWN = ParameterSpec(
 PARAMETERS: tuple[ParameterSpec, ...] = (*_built(), _TRITONS_OWN, *NO_EFFECT, *UNBUILT)
 
 DEFAULT_NUM_SEQUENCES = 64
-"""Number of slots if max_batch_size is 0 and so does not give it."""
+"""Number of slots if max_batch_size is 0."""

@@ -1,8 +1,8 @@
-"""Generates the files that are written from the declarations of sampling controls.
+"""Generate source files from the declarations of sampling controls.
 
-They are for code that cannot read the declarations: the client is installed alone, and a browser runs the
-playground. OpenAI's body and the Executor's SamplingConfig get their fields as source text, for type checkers
-and editors. Run by `scripts/write_configs`; a test checks that the files equal the output of this module.
+Some code cannot import the declarations: the client is installed alone, and the playground runs in a
+browser. OpenAI's body and the Executor's SamplingConfig need their fields as source text for type checkers
+and editors. `scripts/write_configs` runs this module; a test checks that the files equal its output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMPY_TYPES = {"FP32": "float32", "INT32": "int32", "UINT64": "uint64"}
 
 
 def files(root: Path) -> dict[Path, str]:
-    """Return the content of each generated file of the checkout at `root`, by its path."""
+    """Return the content of each generated file by its path, for the checkout at `root`."""
     backend = root / "backend" / "inflight"
     return {
         backend / "openai" / "control_fields.py": body_fields(),
@@ -111,7 +111,7 @@ def client_options() -> str:
         f'"""{doc}"""',
         "",
         f"ENDING_CONTROLS = {json.dumps(ending)}",
-        '"""Those that end the answer."""',
+        '"""Options that end the answer."""',
         "",
         f"ALIASES = {json.dumps(aliases)}",
         '"""Further names of options."""',
@@ -120,7 +120,7 @@ def client_options() -> str:
 
 
 def playground_settings() -> str:
-    """Return the source of the playground's grouped settings, and the fields that OpenAI's own client lacks."""
+    """Return the source of the playground's grouped settings and of the fields that OpenAI's client lacks."""
     groups: dict[str, list[dict[str, str]]] = {}
     extra: list[str] = []
     for control in CONTROLS.values():

@@ -1,4 +1,4 @@
-"""The Linux control groups of this process, of version 1 and 2. Standard library only. Any thread."""
+"""The Linux control groups of this process, of version 1 and 2. Imports only the standard library. Any thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class ControlGroup:
     """A Linux control group (cgroup), which may limit the processor time and memory of its processes.
 
     Attributes:
-        version: 1 or 2; names of files differ.
-        folder: Its folder below /sys/fs/cgroup, which may not exist.
+        version: 1 or 2; the versions have different file names.
+        folder: The group's folder below /sys/fs/cgroup, which may not exist.
     """
 
     version: int
@@ -21,11 +21,11 @@ class ControlGroup:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> list[ControlGroup]:
-    """Return this process's groups that may limit a resource, each before its parents.
+    """Return the groups of this process that may limit a resource. A group precedes its parents.
 
     Args:
         controller: Name of the resource's controller, such as cpu or memory.
-        root: Folder of /proc and /sys.
+        root: Folder that contains proc and sys.
     """
     try:
         entries = os.fsdecode((root / "proc/self/cgroup").read_bytes()).splitlines()
@@ -36,7 +36,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> list[ControlGroup
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         group = Path(path.lstrip("/"))
-        # Inside a container the path may be the host's, while its own group is mounted at the top.
+        # In a container the path may be the host's, while the container's group is mounted at the top.
         folders = dict.fromkeys((group, *group.parents))
         if not controllers:
             found += [ControlGroup(2, mount / folder) for folder in folders]

@@ -1,7 +1,8 @@
-"""Facts about folders of plans that `scripts/build` wrote, for front ends. Standard library only, any thread.
+"""Facts about folders of TensorRT plans that `scripts/build` wrote, for front ends.
 
-Such a folder also has copies of the checkpoint's configuration and tokenizer, so it can be served and moved
-alone. `engine.tensorrt.sidecar` reads the full descriptions of the plans.
+Such a folder also has copies of the checkpoint's configuration and tokenizer, so that it can be served
+without the checkpoint. `engine.tensorrt.sidecar` reads the full descriptions of the plans. Imports only the
+standard library; any thread.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ _FIRST = "rank0.json"
 
 
 def is_engine_folder(folder: str | Path) -> bool:
-    """Return whether a folder contains plans."""
+    """Return whether a folder contains TensorRT plans."""
     return (Path(native(folder)) / _FIRST).is_file()
 
 
 def num_slots(folder: str | Path) -> int | None:
-    """Return the number of slots of a folder's plans; None if unreadable: loading the plans reports why."""
+    """Return the number of slots of a folder's plans.
+
+    Returns None if it cannot be read, which loading the plans reports.
+    """
     try:
         description = json.loads((Path(native(folder)) / _FIRST).read_bytes())
         found = description["settings"]["max_batch_size"]

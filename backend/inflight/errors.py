@@ -1,24 +1,19 @@
 """Every error that this package raises on purpose, and its Triton code.
 
-    InflightError                     INTERNAL
-    ├── RequestError                  one request is at fault; nothing else is touched
-    │   ├── InvalidArgument           INVALID_ARG
-    │   │   ├── TooLong               prompt and output exceed the model or its KV cache
-    │   │   └── BadAdapter            the LoRA adapter that the request names cannot be used
-    │   ├── Unsupported               UNSUPPORTED
-    │   ├── AlreadyExists             ALREADY_EXISTS
-    │   ├── NotFound                  NOT_FOUND
-    │   ├── Unavailable               UNAVAILABLE
-    │   │   └── QueueFull             as many requests wait as may
-    │   ├── Cancelled                 CANCELLED
-    │   └── StepFailed                INTERNAL: the iteration that carried the request raised
-    └── ConfigError                   INTERNAL: the model does not load
+    InflightError                     INTERNAL ├── RequestError                  an error of one request; no
+    other request is affected │   ├── InvalidArgument           INVALID_ARG │   │   ├── TooLong prompt and
+    output exceed the model or its KV cache │   │   └── BadAdapter            the LoRA adapter that the
+    request names cannot be used │   ├── Unsupported               UNSUPPORTED │   ├── AlreadyExists
+    ALREADY_EXISTS │   ├── NotFound                  NOT_FOUND │   ├── Unavailable               UNAVAILABLE
+    │   │   └── QueueFull             the queue of waiting requests is full │   ├── Cancelled CANCELLED │
+    └── StepFailed                INTERNAL: an exception in the iteration with the request └── ConfigError
+    INTERNAL: the model cannot be loaded
 
-The code is the name of a `TritonError` constant, so layers below `inflight.triton` can choose one without
-Triton. A message keeps names of inputs apart from its text (`Name`), so that each protocol can show its own
-names. Between processes an error is sent as `kind` and `marked`, and `error_from_kind` rebuilds it;
-`error_to_plain` and `error_from_plain` do this for errors inside larger values. Errors of the Executor API,
-which stay in one process, are in `executor/errors.py`.
+The code is the name of a `TritonError` constant, so that packages below `inflight.triton` can choose one
+without importing Triton. In a message, names of inputs are `Name` objects, so that each protocol can replace
+them by its own names. Between processes an error is sent as `kind` and `marked`, and `error_from_kind`
+restores it; `error_to_plain` and `error_from_plain` do this for errors inside larger values. Errors of the
+Executor API, which stay in one process, are in `executor/errors.py`.
 """
 
 from __future__ import annotations
@@ -39,16 +34,16 @@ _PLACES = re.compile(
 
 
 class Name(str):
-    """The name of an input in a message: a tensor of `tensorrt_llm`, or a field of one other protocol.
+    """The name of an input in a message: a tensor of `tensorrt_llm`, or a field of another protocol.
 
-    It may be a path such as messages[0].content. It has no braces.
+    It may be a path such as messages[0].content. It must not contain braces.
     """
 
     __slots__ = ()
 
     @property
     def root(self) -> str:
-        """The input that contains the field at this path."""
+        """The first name of the path, such as messages of messages[0].content."""
         return self.partition(".")[0].partition("[")[0]
 
 
@@ -58,13 +53,13 @@ class InflightError(Exception):
         InvalidArgument(Name("request_output_len"), f" must be at least 1, got {length}")
 
     Args:
-        message: Parts of the message, which says what came and what was expected: text, and input names as
-            `Name`.
+        message: Parts of the message: text, and names of inputs as `Name`. The message should have the
+            received and the expected value.
 
     Attributes:
         code: The name of the Triton error code.
-        kind: The name under which errors of this class are sent between processes: the code, unless front
-            ends have to distinguish the class from others with the same code.
+        kind: The name with which errors of this class are sent between processes: the code, or another name
+            if front ends must distinguish the class from others with the same code.
     """
 
     code = "INTERNAL"
@@ -87,7 +82,7 @@ class InflightError(Exception):
 
     @property
     def marked(self) -> str:
-        """The message as text with marked names: a name stands in braces, and every other brace is doubled.
+        """The message as text with marked names: names are in braces, and every other brace is doubled.
 
         The syntax is that of str.format: "{end_id} must be in [0, 9], got 12".
         """
@@ -98,11 +93,10 @@ class InflightError(Exception):
         return readable("".join(parts))
 
     def with_names(self: _E, shown: Callable[[str], str]) -> _E:
-        """Return the same error with other names of inputs; its class must be constructible from a message
-        alone.
+        """Return the error with other names of inputs. The constructor of its class must take only a message.
 
         Args:
-            shown: Maps each name to the new one.
+            shown: Function that returns the new name for a name.
         """
         return type(self)(*(Name(shown(part)) if isinstance(part, Name) else part for part in self.args))
 
@@ -148,7 +142,7 @@ class NotFound(RequestError):
 
 
 class Unavailable(RequestError):
-    """A server that cannot take the request now; a later try may work."""
+    """A server that cannot accept the request now. A later attempt may succeed."""
 
     code = "UNAVAILABLE"
 
@@ -160,7 +154,7 @@ class QueueFull(Unavailable):
 
 
 class Unreachable(Unavailable):
-    """An engine that cannot be reached. The log has the address; the message, which clients read, has not."""
+    """An engine that cannot be reached. Its address is in the log but not in the message, which clients get."""
 
 
 class Cancelled(RequestError):
@@ -170,7 +164,7 @@ class Cancelled(RequestError):
 
 
 class StepFailed(RequestError):
-    """An exception in the iteration that computed the request."""
+    """A request whose iteration raised an exception."""
 
 
 class ConfigError(InflightError):
@@ -220,18 +214,18 @@ def error_from_kind(kind: str, marked: str) -> RequestError:
 
 
 def error_to_plain(value: object) -> tuple[str, str]:
-    """Encode an error as its kind and marked message; an `enc_hook` for values of types unknown to msgspec."""
+    """Encode an error as (kind, marked message). This is an `enc_hook` of msgspec."""
     if isinstance(value, InflightError):
         return value.kind, value.marked
-    # msgspec expects this exception from a hook that does not know a type: a defect of the program, not of
-    # data.
+    # msgspec requires this exception for an unknown type, which is a defect of the program, not of the data.
     raise NotImplementedError(f"a value of type {type(value).__name__} cannot be encoded")
 
 
 def error_from_plain(kind: type, value: Any) -> RequestError:
-    """Decode an error that `error_to_plain` encoded; a `dec_hook` for fields of such types."""
+    """Decode an error that `error_to_plain` encoded. This is a `dec_hook` of msgspec."""
     if not issubclass(kind, InflightError):
-        # As above. msgspec would turn a ValueError into its ValidationError, which is for invalid data.
+        # As in `error_to_plain`. msgspec would convert a ValueError to its ValidationError, which is for
+        # invalid data.
         raise NotImplementedError(f"a value of type {kind.__name__} cannot be decoded")
     match value:
         case [str(kind_name), str(marked)]:
@@ -241,14 +235,16 @@ def error_from_plain(kind: type, value: Any) -> RequestError:
 
 
 def without_places(text: str) -> str:
-    """Return a text for clients, with this machine's paths, sockets and shared memory regions replaced by
-    "…".
+    """Return a text for clients: paths, sockets and shared-memory regions of this machine are replaced by "…".
 
-    For texts from other libraries, which do not come in parts.
+    Used for messages of other libraries.
     """
     return _PLACES.sub("…", text)
 
 
 def unexpected(what: str, error: Exception) -> StepFailed:
-    """Return the error for an unforeseen exception, for the client that caused it; the log has the details."""
+    """Return the error for the client of a request that raised an unexpected exception.
+
+    The log has the details.
+    """
     return StepFailed(f"{what}: {without_places(repr(error))}")

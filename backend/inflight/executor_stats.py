@@ -1,7 +1,7 @@
-"""The Executor API's statistics: the classes, their JSON, and the conversion from this engine's counters.
+"""The Executor API's statistics: their classes, their JSON form, and the conversion from this engine's counters.
 
-Clients of the Executor get the objects; the response to a `state` request has the same values as JSON. Fields and
-keys have TensorRT-LLM's names. Fields can be assigned, as in the original.
+Clients of the Executor get the objects; the response to a `state` request has the same values as JSON.
+Fields and keys have TensorRT-LLM's names. As in TensorRT-LLM, fields can be assigned.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KvCacheStats(_WithJson):
 
 @dataclass
 class StaticBatchingStats(_WithJson):
-    """A static batch, from its start until now."""
+    """A static batch, since its start."""
 
     num_scheduled_requests: int = 0
     num_context_requests: int = 0
@@ -90,12 +90,13 @@ class IterationStats(_WithJson):
     Attributes:
         timestamp: Local time, with microseconds.
         iter: Number of the iteration.
-        iter_latency_ms: Its duration in milliseconds.
-        new_active_requests_queue_latency_ms: Total time that the requests started in it had waited.
-        num_new_active_requests: Number of requests started in it.
-        num_active_requests: Requests without a final response.
-        num_queued_requests: Requests in the queue.
-        num_completed_requests: Requests that got their final response in it.
+        iter_latency_ms: Duration of the iteration in milliseconds.
+        new_active_requests_queue_latency_ms: Total time in milliseconds that the requests started in the
+            iteration had waited.
+        num_new_active_requests: Number of requests started in the iteration.
+        num_active_requests: Number of requests without a final response.
+        num_queued_requests: Number of requests in the queue.
+        num_completed_requests: Number of requests that got their final response in the iteration.
         max_num_active_requests: Maximum number of requests that can run at a time.
         max_batch_size_static, max_batch_size_tuner_recommended, max_batch_size_runtime: Maximum number of
             sequences that run at a time; there is no tuner.
@@ -104,7 +105,7 @@ class IterationStats(_WithJson):
         gpu_mem_usage, cpu_mem_usage, pinned_mem_usage: Memory of this process, in bytes.
         kv_cache_stats, cross_kv_cache_stats: The KV cache; there is no cross-attention cache.
         static_batching_stats, inflight_batching_stats: The batch; exactly one of them is set.
-        specdec_stats: Draft tokens; None without any.
+        specdec_stats: Draft tokens; None if there were none.
     """
 
     timestamp: str = ""
@@ -146,15 +147,16 @@ class RequestStats(_WithJson):
 
     Attributes:
         id: The request's id.
-        stage: Its stage.
-        context_prefill_position: Prompt tokens computed.
-        num_generated_tokens: Tokens generated so far.
-        avg_num_decoded_tokens_per_iter: Average over the iterations that gave it tokens.
-        scheduled: Whether it was in the iteration's batch.
-        paused: Whether it is paused.
-        dis_serving_stats: None, as there is no disaggregated serving.
-        alloc_total_blocks_per_request, alloc_new_blocks_per_request, reused_blocks_per_request,
-            missed_blocks_per_request, kv_cache_hit_rate_per_request: KV blocks of the tokens it began with.
+        stage: The request's stage.
+        context_prefill_position: Number of computed prompt tokens.
+        num_generated_tokens: Number of generated tokens so far.
+        avg_num_decoded_tokens_per_iter: Average number of tokens over the iterations that generated tokens
+            of the request.
+        scheduled: Whether the request was in the iteration's batch.
+        paused: Whether the request is paused.
+        dis_serving_stats: None, because there is no disaggregated serving. alloc_total_blocks_per_request,
+        alloc_new_blocks_per_request, reused_blocks_per_request, missed_blocks_per_request,
+        kv_cache_hit_rate_per_request: KV blocks of the request's tokens at its start.
     """
 
     id: int = 0
@@ -189,7 +191,7 @@ def _plain(value: object) -> object:
 
 
 def _camel_case(name: str) -> str:
-    """iter_latency_ms → iterLatencyMS."""
+    """Convert a field's name to TensorRT-LLM's key: iter_latency_ms to iterLatencyMS."""
     first, *others = name.split("_")
     return first + "".join("MS" if part == "ms" else part.capitalize() for part in others)
 
@@ -198,7 +200,7 @@ def _camel_case(name: str) -> str:
 
 
 def iteration_stats(entry: core.KeptIteration, memory: core.MemoryUsage) -> IterationStats:
-    """Return the statistics of an iteration; `memory` is the current memory of the engine's process."""
+    """Return the statistics of an iteration. `memory` is the current memory use of the engine's process."""
     stats = entry.stats
     return IterationStats(
         timestamp=core.timestamp(entry.wall_clock_s),

@@ -1,9 +1,9 @@
 """Paths with non-ASCII letters, in an interpreter that treats file names as ASCII.
 
-Triton's Python stub starts its interpreter without a locale, whatever the environment says. Python then represents
-the bytes of non-ASCII letters in file names by surrogates, and cannot open a path that has the letters themselves.
-`native` converts text from elsewhere (config.pbtxt, another process) to a file name; `readable` converts file
-names to text for people. In any other interpreter neither changes anything. Pure.
+Triton's Python stub starts its interpreter without a locale, whatever the environment says. Python then
+represents the bytes of non-ASCII letters in file names by surrogates, and cannot open a path with the
+letters themselves. `native` converts text from other sources (config.pbtxt, another process) to a file name;
+`readable` converts file names to readable text. In other interpreters both return their argument unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def native(path: str | os.PathLike[str]) -> str:
 
 
 def readable(text: str) -> str:
-    """Return a text with the file names in it as readable text; undecodable characters become "?"."""
+    """Return a text in which file names are readable. Undecodable characters are replaced by "?"."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError:  # an unpaired UTF-16 surrogate from JSON, or a file name that is not UTF-8

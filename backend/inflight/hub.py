@@ -1,9 +1,9 @@
-"""The place of a checkpoint: a folder or GGUF file on this machine, or a name on the hub, which is fetched.
+"""Find a checkpoint: a folder or GGUF file on this machine, or a name on the Hugging Face hub to download.
 
-Fetching uses huggingface_hub: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` gives access to
-private models, `HF_ENDPOINT` names another hub, and `HF_HUB_OFFLINE=1` forbids access. Only files that are served
-are fetched: no weights in other formats, no code. Standard library only until something is fetched or a GGUF file
-is read; any thread.
+Downloads use huggingface_hub: its cache (`HF_HOME`) is shared with other programs, `HF_TOKEN` gives access
+to private models, `HF_ENDPOINT` selects another hub, and `HF_HUB_OFFLINE=1` forbids access. Only files that
+the server needs are downloaded, no weights in other formats and no code. Imports only the standard library
+until it downloads a checkpoint or reads a GGUF file; any thread.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _log = logging.getLogger(__name__)
 
 
 def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = True) -> Path:
-    """Return the folder of a checkpoint, fetching it if necessary; on a terminal a fetch shows a bar.
+    """Return the folder of a checkpoint, after downloading it if necessary. On a terminal, a download shows a bar.
 
     Args:
         model: A folder, a GGUF file, or a name on the hub such as Qwen/Qwen3-0.6B. A GGUF file gets a folder
             of its own in the user's cache (`inflight.gguf`).
         revision: Branch, tag or commit of a name on the hub; None: the branch main.
-        may_fetch: Whether files that are not in the hub's cache on this machine may be fetched.
+        may_fetch: Whether files that are not in the hub's cache on this machine may be downloaded.
 
     Raises:
-        ConfigError: The checkpoint is not available; the message says why.
+        ConfigError: The checkpoint is not available. The message has the reason.
     """
     folder = Path(model).expanduser()
     if folder.exists() or not _HUB_ID.fullmatch(model):
@@ -79,13 +79,13 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
                 local_files_only=not may_fetch,
             )
         )
-    except Exception as error:  # the hub's client raises its own errors, the HTTP library's and the system's
+    except Exception as error:  # errors of the client, the HTTP library or the system
         reason = _reason(name, revision or constants.DEFAULT_REVISION, error)
         raise ConfigError(f"{name}: no such folder, and {reason}") from error
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:
-    """Return the reason why the checkpoint cannot be fetched, and a remedy."""
+    """Return the reason why the checkpoint cannot be downloaded, and a remedy."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
@@ -101,7 +101,7 @@ def _reason(name: str, revision: str, error: Exception) -> str:
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"on {endpoint} it has no revision {revision!r}"
-    if isinstance(error, errors.LocalEntryNotFoundError):  # stands for anything that prevented the request
+    if isinstance(error, errors.LocalEntryNotFoundError):  # raised for every error that prevented the request
         cache = constants.HF_HUB_CACHE
         if error.__cause__ is None or isinstance(error.__cause__, errors.OfflineModeIsEnabled):
             return f"revision {revision!r} of that name is not, or not all of it, in the hub's cache {cache}"

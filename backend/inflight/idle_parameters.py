@@ -1,7 +1,7 @@
 """Parameters of TensorRT-LLM that have no effect here: rows of `inflight.config` without a field.
 
-Some cannot have an effect whatever their value is: they are accepted, and the log says why. Others belong to
-features that are not built: they are accepted only at values that do not ask for the feature. Pure.
+Some have no effect whatever their value is: they are accepted, and the reason is logged. Others belong to
+features that are not implemented: they are accepted only with values that do not enable the feature.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Types of values parsed from JSON, and checks that tell a type checker what they contain. Standard library
-only."""
+"""Types of values parsed from JSON, and type checks for them. Imports only the standard library."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Loads a checkpoint, or one rank's part of it: parameters → engine, logits post-processors, grammars for
-guides.
+"""Load a checkpoint, or one rank's part of it: an engine, its logits post-processors, and grammars for guides.
 
-Knows no scheduler, loop or front end: `build` adds these. It imports lazily, inside functions: a process that
-never loads a model never imports torch, and a single rank never imports MPI. Called once, on the thread that
-loads the model.
+`build` adds scheduler, loop and front ends. Packages are imported lazily, inside functions, so that a
+process that loads no model never imports torch, and a single rank never imports MPI. Called once, on the
+thread that loads the model.
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ class LoadedModel:
     """A loaded engine, and the facts of its checkpoint that front ends need.
 
     Attributes:
-        engine: The engine; the caller that runs it closes it.
-        model_path: Folder of the checkpoint; "" for none.
+        engine: The engine, which the caller must close.
+        model_path: Folder of the checkpoint; "": none.
         dtype: Dtype of the weights.
         eos_token_ids: The checkpoint's end ids.
-        release: Releases what the engine shares with other ranks; called on all ranks at once, after it is
-            closed.
-        debug_tensors: The engine's debug tensors if it records any; of several ranks, this rank's.
-        grammars: The grammars that guides use, on rank 0 and on the rank that samples; None without a
-            tokenizer.
+        release: Function that releases the resources that the engine shares with other ranks. It must be
+            called on all ranks at the same time, after the engine is closed.
+        debug_tensors: The engine's debug tensors if it records any; with several ranks, this rank's.
+        grammars: The grammars of guides, on rank 0 and on the rank that samples; None without a tokenizer.
     """
 
     engine: Engine
@@ -69,11 +67,11 @@ class LoadedModel:
 
 
 MakeGrammars = Callable[[int], "Grammars | None"]
-"""Makes the grammars for a vocabulary of the given size; None without a tokenizer."""
+"""Function that makes the grammars for a vocabulary of the given size; it returns None without a tokenizer."""
 
 LoadModel = Callable[["Parameters", str, "RankContext | None"], LoadedModel]
-"""Loads a model, or one rank's part of it: takes the parameters, the Triton model's version folder and the
-rank's context, as `load_model` does."""
+"""Function that loads a model, or one rank's part of it, like `load_model`. Its arguments are the
+parameters, the Triton model's version folder and the rank's context."""
 
 
 def load_model(
@@ -89,9 +87,9 @@ def load_model(
         parameters: The parameters from config.pbtxt.
         version_dir: The Triton model's version folder, which contains the demo model.
         rank_context: This rank's context if there are several ranks; None for the whole model.
-        processors: Logits post-processors that requests may name; None: those of the parameter
+        processors: Logits post-processors that requests may name; None: use the parameter
             `logits_post_processor_module`.
-        vocabulary: The vocabulary that guides use; None: the tokenizer's.
+        vocabulary: The vocabulary of guides; None: the tokenizer's.
 
     Raises:
         ConfigError: The checkpoint cannot be loaded; with several ranks, all of them raise it.
@@ -106,13 +104,13 @@ def load_model(
 
     make_grammars = functools.cache(functools.partial(_make_grammars, parameters, path, vocabulary))
     if rank_context is None:
-        Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # raises if this needs several ranks
+        Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # raises if several ranks are needed
         return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
     return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
 
 
 def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
-    """Return the engine's configuration with implementation and folder resolved, however they were given."""
+    """Return the engine's configuration with `implementation` and `engine_dir` resolved."""
     config, scheduler = parameters.engine, parameters.scheduler
     shares_blocks = scheduler.enable_kv_cache_reuse or scheduler.max_beam_width != 1
     config = replace(config, gpt_model_path=path, shares_blocks=shares_blocks)
@@ -138,7 +136,7 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
         return given or NO_POST_PROCESSORS
     if given is not None:
         raise ConfigError(
-            f"logits_post_processor_module is {module!r}, but logits post-processors came as values too: expected "
+            f"logits_post_processor_module is {module!r}, but logits post-processors were also passed: expected "
             "one of the two"
         )
     found = load_post_processors(module)
@@ -168,7 +166,10 @@ def _make_grammars(
 
 
 def _begin_compiling(config: EngineConfig, path: str) -> None:
-    """Start compiling layers while torch is imported, which takes seconds too. The load reports any errors."""
+    """Start compiling layers in the background while torch is imported, which takes seconds, too.
+
+    Errors are reported when the model is loaded.
+    """
     if (
         config.kernels == "torch"
         or config.implementation in ("transformers", "tensorrt")
@@ -183,14 +184,14 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
             facts = CheckpointFacts.read(path)
             dtype, quantization = facts.dtype, facts.quantization
             if dtype != "float32" and quantization is not None and _keeps_integers(quantization):
-                dtype = INT8  # the same code has 4 bits
+                dtype = INT8  # the compiled code for int8 also handles 4 bits
     if dtype is not None and dtype != FP8:
         is_rounded = config.kv_cache_dtype != "auto"
         begin_loading("bfloat16" if dtype == INT8 else dtype, dtype == INT8, is_rounded)
 
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
-    """Return whether code for int8 and 4 bits will compute a checkpoint, judged by config.json."""
+    """Return whether a checkpoint needs the compiled code for int8 and 4 bits, as far as config.json shows."""
     has_q4_0 = "Q4_0" in (quantization.value("types") or ())  # of a GGUF file
     by_method = {"awq": True, "gptq": quantization.value("bits") == 4, "gguf": has_q4_0}
     is_integer = quantization.value("format") in ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
@@ -279,7 +280,7 @@ def _load_part(
 
 
 def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
-    """Raise ConfigError if another rank has other logits post-processors and so would refuse other requests."""
+    """Raise ConfigError if another rank has other logits post-processors and would accept other requests."""
     digest = zlib.crc32("\0".join(names).encode())
     if agreement.least(digest) != digest:
         raise ConfigError(
@@ -290,7 +291,7 @@ def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:
 def _connect(
     rank_context: RankContext, stage_ranks: MpiStage, device: torch.device
 ) -> tuple[Collectives, Callable[[], None]]:
-    """Return the collectives of this rank's stage and a function that closes them; called on all ranks."""
+    """Return the collectives of this rank's stage and a function that closes them. Must be called on all ranks."""
     from inflight.engine.collectives import MpiCollectives, TorchCollectives
 
     if device.type == "cpu":
@@ -306,9 +307,9 @@ def guide_vocabulary(
     """Return the vocabulary of TensorRT-LLM's `GuidedDecodingConfig`, for `load_model`.
 
     Args:
-        encoded_vocab: Tokens by id, in the tokenizer's spelling.
-        tokenizer_str: Content of a tokenizer.json, which defines the bytes of each token; without it, a token
-            stands for its own UTF-8 bytes.
+        encoded_vocab: Token strings by id, as the tokenizer spells them.
+        tokenizer_str: Content of a tokenizer.json, which determines the bytes of each token; without it,
+            these are the UTF-8 bytes of the token string.
         stop_token_ids: Ids of tokens that are not text.
 
     Raises:

@@ -1,7 +1,7 @@
 """Multimodal models (classes `…ForConditionalGeneration`), of which the text part is served.
 
-Owns the list of these classes, and the conversion of their config.json to one of the text part alone. Does not
-know tensors. Standard library only; plain functions on parsed JSON, any thread.
+Has the list of these classes, and converts their config.json to that of the text part alone. Imports only
+the standard library; any thread.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from inflight.json_values import is_object
 
 SECTION = "text_config"
-"""Key of config.json under which the text part's keys are."""
+"""Key of config.json whose value has the text part's keys."""
 
-# Keys that count for the text part too if they are beside `text_config`.
+# Keys that apply to the text part even if they are outside of `text_config`.
 _OF_WHOLE = ("eos_token_id", "quantization_config", "compression_config", "quantization")
 _DTYPES = ("dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
@@ -29,11 +29,11 @@ class Multimodal:
         model_type: config.json's `model_type`.
         architecture: The class in config.json's `architectures`.
         text_type: `model_type` of the text part if config.json does not state it.
-        tied: Default of `tie_word_embeddings`, which is read beside `text_config`.
-        tied_by_text: Whether `tie_word_embeddings: true` inside `text_config` counts too.
-        may_be_flat: Whether files without `text_config` have the text part's keys at the top, as older ones of
-            Qwen2-VL.
-        inputs: Kinds of input that the other parts take, in words.
+        tied: Default of `tie_word_embeddings`, which is read outside of `text_config`.
+        tied_by_text: Whether `tie_word_embeddings: true` inside of `text_config` also applies.
+        may_be_flat: Whether files without `text_config` have the text part's keys at the top, such as older
+            files of Qwen2-VL.
+        inputs: The inputs of the model's other parts, for messages.
         lacking: Components of the text part that are not implemented here; "" if it is served.
     """
 
@@ -100,7 +100,7 @@ MULTIMODAL = (
     ),
 )
 
-# Families of the text parts whose model_type is no family's.
+# Families of text parts whose model_type is not the name of a family.
 _FAMILY_OF = {
     "gemma4_unified_text": "gemma4_text",
     "qwen2_vl_text": "qwen2",
@@ -128,8 +128,8 @@ _QWEN_VL_DEFAULTS: Mapping[str, Any] = {
     "max_window_layers": 80,
     "rope_theta": 1e6,
 }
-# transformers' defaults of keys that files of multimodal models omit, and that the families require, or for which
-# they have other defaults.
+# transformers' defaults of keys that config.json of multimodal models may omit, but that the text families
+# require or for which they have other defaults.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         "vocab_size": 262208,
@@ -144,7 +144,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_GEMMA4_DEFAULTS,
         "max_position_embeddings": 262144,
         "sliding_window": 1024,
-        "hidden_size_per_layer_input": 0,  # the class has no such inputs, nor experts
+        "hidden_size_per_layer_input": 0,  # the class has neither such inputs nor experts
     },
     "llama4_text": {
         "vocab_size": 202048,
@@ -211,8 +211,8 @@ class TextPart:
     Attributes:
         whole_class: The class of the whole model.
         values: Keys and values, as in a config.json of a text model.
-        section: Key under which the file has them; "" if it has them at the top.
-        outside: Keys of the text part that stand outside its section.
+        section: Key of the file whose value has the text part's keys; "" if they are at the top.
+        outside: Keys of the text part that are outside of this section.
     """
 
     whole_class: Multimodal
@@ -224,8 +224,8 @@ class TextPart:
 def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
     """Return the text part of a multimodal model's config.json; None for any other model.
 
-    As in transformers, `text_config` alone has the keys of the text part, and keys beside it are about other
-    parts, except the few in this module.
+    As in transformers, the text part's keys are in `text_config`; keys outside of it are about other parts,
+    except the few that this module lists.
     """
     found = _find_class(values)
     if found is None:

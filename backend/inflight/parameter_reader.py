@@ -1,7 +1,7 @@
-"""Reads the parameters of a config.pbtxt, by their declarations in `config.py`.
+"""Read the parameters of a config.pbtxt according to their declarations in `config.py`.
 
-An empty value or an unfilled `${…}` counts as absent. Every other value must parse and every key must be known:
-otherwise the load fails, with all problems in one message. Pure.
+An empty value or an unfilled `${…}` counts as absent. Every other value must be valid and every key must be
+known; otherwise ConfigError is raised, with all problems in one message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ OLD_NAMES: Mapping[str, str] = {
     "max_kv_cache_length": "max_attention_window_size",
     "worker_path": "executor_worker_path",
 }
-"""Former names of parameters in tensorrtllm_backend's files of 2023 and 2024: accepted, never written here."""
+"""Present name of each parameter by its former name in tensorrtllm_backend's files of 2023 and 2024."""
 
 
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     """Read a model's parameters from its configuration, as Triton passes it to `initialize`.
 
-    Raises ConfigError that lists every problem: key, value, what was expected, and the nearest known key.
+    Raises ConfigError that lists every problem: the key, its value, the expected values, and the nearest
+        known key.
     """
     problems: list[str] = []
     known = {spec.key: spec for spec in PARAMETERS if role in spec.roles}
@@ -49,12 +50,12 @@ def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
                 value = known[name].parse(text)
                 if given.setdefault(name, value) != value:
                     problems.append(
-                        f"{key}: got {text!r}, but its other name says {given[name]}: fill in one"
+                        f"{key}: got {text!r}, but its other name has {given[name]}: set only one of them"
                     )
             except ConfigError as error:
                 problems.append(f"{key}, now {error}" if key in OLD_NAMES else str(error))
     max_batch_size = int(model_config.get("max_batch_size", 0))
-    least = 0 if role is Role.ENGINE else 1  # 0: tensors without a batch dimension, as in llmapi
+    least = 0 if role is Role.ENGINE else 1  # 0 means tensors without a batch dimension, as in llmapi
     if max_batch_size < least:
         problems.append(f"max_batch_size: got {max_batch_size}, expected an integer >= {least}")
     if problems:
@@ -101,7 +102,7 @@ def is_filled(text: str | None) -> bool:
 
 
 def _queue_bound(model_config: Mapping[str, Any]) -> int:
-    """Return the limit of Triton's own queue, which tensorrtllm_backend's files set by its max_queue_size."""
+    """Return the limit of Triton's own queue, which tensorrtllm_backend's files set from max_queue_size."""
     policy = model_config.get("dynamic_batching", {}).get("default_queue_policy", {})
     return int(policy.get("max_queue_size", 0))
 

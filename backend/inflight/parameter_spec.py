@@ -1,7 +1,7 @@
 """The declaration of a parameter: its type and range, and its row in config.pbtxt.
 
-Owns the syntax of booleans, numbers, choices and lists, and the parsing, description and error messages of a row.
-Does not know any parameter: `inflight.config` declares them. Pure.
+Defines the syntax of booleans, numbers, choices and lists, and the parsing, description and error messages
+of a row. `inflight.config` declares the parameters.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ class ParameterKind:
 
     Attributes:
         expected: The allowed values, in words for messages.
-        convert: Converts a text to a value; ValueError for a text that is not of the type.
-        accepts: Whether a value is of the type and within the range.
+        convert: Function that converts a text to a value; it raises ValueError if the text is not of the
+            type.
+        accepts: Function that returns whether a value is of the type and within the range.
     """
 
     expected: str
@@ -45,7 +46,7 @@ def integer(minimum: int) -> ParameterKind:
 
 
 def share(above: bool = False) -> ParameterKind:
-    """Return the kind of a number in [0, 1], or in ]0, 1] if it has to be above 0."""
+    """Return the kind of a number in [0, 1], or with `above` in ]0, 1]."""
     return ParameterKind(
         f"a number {'>' if above else '>='} 0 and <= 1",
         float,
@@ -54,7 +55,7 @@ def share(above: bool = False) -> ParameterKind:
 
 
 def _named(values: Mapping[str, Any], any_case: bool = False) -> ParameterKind:
-    """Return the kind of one of `values`, given by name; `any_case` ignores the case of letters."""
+    """Return the kind of a value that is given by its name in `values`. `any_case` ignores the case of letters."""
     by_text = {name.lower(): value for name, value in values.items()} if any_case else values
 
     def convert(text: str) -> Any:
@@ -94,12 +95,12 @@ def _named_folders(text: str) -> tuple[tuple[str, str], ...]:
 _FLOAT_TYPES = ("TYPE_FP16", "TYPE_BF16", "TYPE_FP32")
 DATA_TYPES = choice(*_FLOAT_TYPES)
 DATA_TYPE_OF = "_data_type"
-"""Suffix of parameters that give the data type with which config.pbtxt declares an input: x_data_type for input
+"""Suffix of parameters with the data type that config.pbtxt declares for an input: x_data_type for input
 `x`. Triton accepts an input only in the declared type."""
 
 
 def input_types(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return the data type, such as TYPE_FP32, of each input whose parameter gives a valid one, by input name."""
+    """Return data types, such as TYPE_FP32, by input, for inputs whose parameter x_data_type is set and valid."""
     return {
         key.removesuffix(DATA_TYPE_OF): value
         for key, value in parameters.items()
@@ -114,7 +115,8 @@ BOOLEAN = dataclasses.replace(_named(_TRUTH, any_case=True), expected="true or f
 class SpecialTokens(Enum):
     """Whether the special tokens that tokenizer.json adds around a text, such as BOS, are added to a prompt.
 
-    AUTO adds them unless the text already begins with the leading ones, as the output of a chat template may.
+    AUTO adds them unless the text already begins with the leading special tokens, as the output of a chat
+    template may.
     """
 
     ADDED = "true"
@@ -172,14 +174,15 @@ class ParameterSpec:
         default: The value when absent.
         meaning: One line of explanation for readers of config.pbtxt.
         roles: The models that accept the parameter.
-        template: tensorrtllm_backend's template variable, if its name is not the key.
-        template_value: The value in config.pbtxt in place of a template variable.
-        neutral: None for a parameter that is implemented. Otherwise the only accepted values, () for none.
-        read_by_triton: Whether Triton's Python backend reads the parameter and this package does not.
-        complaint: The beginning of an error about the value, with {key} and {text}.
-        no_effect: The reason why no value has an effect, logged if one is given; "" for a parameter with an
-            effect.
-        behind: The key that the row follows in config.pbtxt, if not that of the field before it.
+        template: tensorrtllm_backend's template variable, if it is not named like the key.
+        template_value: The value in config.pbtxt instead of a template variable.
+        neutral: None for a parameter that is implemented. Otherwise the only accepted values; (): no value
+            is.
+        read_by_triton: Whether only Triton's Python backend reads the parameter.
+        complaint: Beginning of an error about the value, with {key} and {text}.
+        no_effect: The reason why no value has an effect, which is logged if the parameter is given; "" for a
+            parameter with an effect.
+        behind: The key after which the row is in config.pbtxt, if not after the previous field's key.
     """
 
     key: str
@@ -197,12 +200,12 @@ class ParameterSpec:
 
     @property
     def built(self) -> bool:
-        """Whether this version implements the parameter."""
+        """Return whether this version implements the parameter."""
         return self.neutral is None and not self.read_by_triton and not self.no_effect
 
     @property
     def expectation(self) -> str:
-        """The allowed values, for a comment."""
+        """Return the allowed values, for a comment in config.pbtxt."""
         if self.neutral is not None:
             return f"not available yet, {self._neutral_advice}"
         if self.no_effect:
@@ -218,10 +221,10 @@ class ParameterSpec:
         shown = [
             str(value).lower() if isinstance(value, bool) else str(value) for value in self.neutral or ()
         ]
-        return "leave it out" + (f" or say {' or '.join(shown)}" if shown else "")
+        return "leave it out" + (f" or set {' or '.join(shown)}" if shown else "")
 
     def parse(self, text: str) -> Any:
-        """Parse a filled-in `text`; raise ConfigError with key, value and what was expected."""
+        """Parse a filled-in `text`; raise ConfigError with the key, its value and the expected values."""
         try:
             value = self.kind.parse(text)
         except ValueError:

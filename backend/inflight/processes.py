@@ -1,6 +1,7 @@
-"""Processes identified so that a later process with the same number is not mistaken for them. Linux. Any thread.
+"""Identify processes by number and start time, so that a later process with the same number is a different one.
 
-Standard library only: programs that run beside the server, or before anything is installed, use it.
+Imports only the standard library, because programs use it that run beside the server, or before anything is
+installed. Linux only; any thread.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _MOST_DESCRIPTORS = 65_536
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit of open files and connections, which its children inherit, as far as allowed.
+    """Raise this process's limit of file descriptors, which its children inherit, to the hard limit.
 
-    The new limit is capped: some systems allow a thousand million, and programs that close every possible
-    descriptor would take very long.
+    The new limit is capped, because some systems allow a thousand million, and programs that close every
+    possible descriptor would take very long.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
@@ -36,10 +37,10 @@ def raise_descriptor_limit() -> None:
 
 
 def exempt_from_collection() -> None:
-    """Exempt all objects that exist now from garbage collection; for a process that has loaded what it serves.
+    """Exempt all existing objects from garbage collection. Called after the model is loaded.
 
-    Otherwise a full collection visits all objects of torch and transformers, which stops every thread of an
-    engine, and so every stream, for 0.2 s.
+    Otherwise a full collection would visit all objects of torch and transformers, which stops all threads of
+    an engine, and so all streams, for 0.2 s.
     """
     gc.collect()
     gc.freeze()
@@ -47,14 +48,14 @@ def exempt_from_collection() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """The identity of a process on this machine, alive or not; `str` gives a text that `parse` accepts."""
+    """The identity of a process on this machine, running or not. `str` returns a text that `parse` accepts."""
 
     pid: int
     start_time: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """Return the current process with this number; None if there is none."""
+        """Return the running process with this number; None if there is none."""
         fields = stat_fields(pid)
         return None if fields is None else cls(pid, int(fields[_START_TIME]))
 
@@ -78,7 +79,7 @@ class ProcessId:
 
     def signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
-        with self.opened() as descriptor:
+        with self.open_pidfd() as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, number)
@@ -86,9 +87,9 @@ class ProcessId:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the process to end, at most `timeout_s` seconds; return whether it has ended.
 
-        It need not be a child of this process.
+        The process need not be a child of this process.
         """
-        with self.opened() as descriptor:
+        with self.open_pidfd() as descriptor:
             if descriptor is None:
                 return True
             poll = select.poll()
@@ -96,8 +97,11 @@ class ProcessId:
             return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     @contextlib.contextmanager
-    def opened(self) -> Generator[int | None, None, None]:
-        """Open a descriptor of the process that is readable once it has ended; yield None if it already has."""
+    def open_pidfd(self) -> Generator[int | None, None, None]:
+        """Open a pidfd of the process, which is readable once the process has ended.
+
+        Yields None if the process has already ended.
+        """
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -110,7 +114,7 @@ class ProcessId:
 
 
 def this_parent() -> ProcessId:
-    """Return the process that started this one; for the Triton stub, that is tritonserver."""
+    """Return this process's parent, which for Triton's stub is tritonserver."""
     parent = ProcessId.of(os.getppid())
     assert parent is not None, "a process always has a parent"
     return parent
@@ -119,7 +123,7 @@ def this_parent() -> ProcessId:
 def stat_fields(pid: int) -> list[str] | None:
     """Return a process's fields in /proc/PID/stat after the name; None if there is no such process."""
     try:
-        # The name stands in brackets and may contain anything.
+        # The name is in brackets and may contain any characters.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

@@ -1,7 +1,8 @@
-"""The processors that this process may use, and how many threads compute on them without holding each other up.
+"""The processors that this process may use, and the best number of threads for a computation on them.
 
-Three things limit them: the affinity mask (taskset, cpusets), the physical cores of the processors in the mask,
-and the quota of the control groups (docker run --cpus, limits of Kubernetes). Standard library only. Any thread.
+The number is limited by the affinity mask (taskset, cpusets), the physical cores of the processors in the
+mask, and the quota of the control groups (docker run --cpus, limits of Kubernetes). Imports only the
+standard library. Any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Processors:
 
     Attributes:
         cpus: Numbers of the processors in the affinity mask, ascending.
-        cores: Their physical cores, ascending; each is named by the lowest number of its processors.
+        cores: The physical cores of these processors, ascending. A core's number is the lowest of its
+            processors' numbers.
         quota: Seconds of processor time per second that the control groups grant; None: no limit.
     """
 
@@ -30,7 +32,7 @@ class Processors:
 
     @classmethod
     def here(cls, root: Path = Path("/")) -> Processors:
-        """Return the processors of this process; `root` is the folder of /proc and /sys."""
+        """Return the processors of this process. `root` is the folder that contains proc and sys."""
         cpus = sorted(os.sched_getaffinity(0))
         cores = sorted({_core(root, cpu) for cpu in cpus})
         quotas = [quota for group in control_groups("cpu", root) if (quota := _quota(group)) is not None]
@@ -38,12 +40,12 @@ class Processors:
 
     @property
     def num_threads(self) -> int:
-        """Number of threads for one computation: one for each core, and no more than the quota has time for."""
+        """Number of threads for one computation: one for each core, but no more than the quota allows."""
         return max(1, int(min(len(self.cores), self.capacity)))
 
     @property
     def capacity(self) -> float:
-        """Most seconds of processor time per second."""
+        """Largest processor time that this process can use, in seconds per second."""
         return len(self.cpus) if self.quota is None else min(len(self.cpus), self.quota)
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""Progress of a long step at the start, such as reading weights or compiling layers.
+"""Display the progress of a long step at the start, such as reading weights or compiling layers.
 
-The code that does the step counts, and this module displays: as a bar on a terminal, elsewhere as a log line every
-few seconds. A server's engine writes lines to its log, and `ProgressEcho` in `scripts/serve` turns them into
-a bar. Knows neither weights nor compilers. A display that fails is turned off, and the step continues.
-Reports come from the thread that works; `ProgressEcho` takes lines from any thread.
+The code that does the step reports numbers, which this module displays: as a bar on a terminal, otherwise as
+a log line every few seconds. A server's engine writes lines to its log, and `ProgressEcho` in
+`scripts/serve` converts them to a bar. A display that fails is switched off, and the step continues. Each
+step is reported by one thread; `ProgressEcho` accepts lines from any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _PATIENCE_S = 1.0  # a shorter step is not displayed
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines, a tenth of the elapsed time
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines
 _GB = 1e9
 _WEIGHTS = re.compile(
     r"(?P<who>rank \d+: )?(?:INFO )?(?P<title>Loading .+?): (?P<done>[\d.]+) (?P<kind>of|GB in) (?P<total>[\d.]+)"
@@ -38,10 +38,10 @@ def pause_s(elapsed_s: float) -> float:
 
 @contextlib.contextmanager
 def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], None], None, None]:
-    """Display the progress of a load of `total_bytes`; yield a function that counts bytes as loaded.
+    """Display the progress of loading `total_bytes`; yield a function that adds a number of loaded bytes.
 
-    Nothing is displayed in the first second. Then a bar appears if stderr is a terminal; otherwise a line is
-    logged every few seconds, and one when the load is done.
+    Nothing is displayed in the first second. Then a bar is shown if stderr is a terminal; otherwise a line
+    is logged every few seconds, and when the load is done.
     """
     report = _LoadReport(title, total_bytes)
     try:
@@ -52,7 +52,7 @@ def load_progress(title: str, total_bytes: int) -> Generator[Callable[[int], Non
 
 
 class _LoadReport:
-    """The display of one load. `advance` only reads the clock unless a display is due."""
+    """The display of one load. `advance` is cheap: it only reads the clock, unless the display must be updated."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._title, self._total, self._done = title, total_bytes, 0
@@ -83,7 +83,7 @@ class _LoadReport:
 
 @contextlib.contextmanager
 def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
-    """Display the progress of compiling layers; yield a function to call about once a second meanwhile.
+    """Display the progress of compiling layers; yield a function that the caller must call about once a second.
 
     Args:
         what: The kind of layers that are compiled, such as "bfloat16".
@@ -112,7 +112,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
 
 
 class Bar:
-    """A bar at the bottom of a terminal, or one per title; `close` removes it. One thread at a time.
+    """A progress bar for each title, at the bottom of a terminal. `close` removes the bars. One thread at a time.
 
     Args:
         stream: The terminal.
@@ -126,11 +126,11 @@ class Bar:
 
     @property
     def is_shown(self) -> bool:
-        """Whether a bar is shown, so that lines must be written above it."""
+        """Return whether a bar is shown, so that lines must be written with `write`."""
         return self._progress is not None
 
     def show(self, title: str, done: int, total: int | None) -> None:
-        """Show `done` of `total` bytes; None if the total is unknown."""
+        """Show `done` of `total` bytes in the bar with this title; `total` is None if it is not known."""
         if self._is_broken:
             return
         try:
@@ -140,12 +140,12 @@ class Bar:
             if title not in self._tasks:
                 self._tasks[title] = self._progress.add_task(title, total=total)
             self._progress.update(self._tasks[title], completed=done)
-        except Exception:  # from the terminal, or because it has another bar: the step must continue
+        except Exception:  # an error of the terminal, or another bar is shown: the step must continue
             self._is_broken = True
             self.close()
 
     def hide(self, title: str) -> None:
-        """Remove the bar of this title, and the whole display if no other is left."""
+        """Remove the bar with this title, and the whole display if no other bar is left."""
         task = self._tasks.pop(title, None)
         if not self._tasks:
             self.close()
@@ -153,14 +153,14 @@ class Bar:
             self._progress.remove_task(task)
 
     def write(self, text: str) -> None:
-        """Write lines above the bar."""
+        """Write lines above the bars."""
         if self._progress is not None:
             from rich.text import Text
 
             self._progress.console.print(Text(text), end="", soft_wrap=True)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove all bars from the terminal."""
         progress, self._progress = self._progress, None
         self._tasks.clear()
         if progress is not None:
@@ -171,7 +171,7 @@ class Bar:
 class ProgressEcho:
     """A wrapper of a terminal that shows the progress lines of a server's log as a bar below the other lines.
 
-    Implements the part of TextIO that `print` and `ServerLog` use. Any thread.
+    Implements the methods of TextIO that `print` and `ServerLog` use. Any thread.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -181,7 +181,7 @@ class ProgressEcho:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        """Write lines, or show them as a bar; an unfinished line is kept until its end arrives."""
+        """Write lines, or show them as a bar. An unfinished line is stored until its end is written."""
         with self._lock:
             *lines, self._part = (self._part + text).split("\n")
             for line in lines:
@@ -194,7 +194,7 @@ class ProgressEcho:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream that lines are written to."""
+        """Flush the terminal."""
         with self._lock:
             self._stream.flush()
 
@@ -203,14 +203,14 @@ class ProgressEcho:
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Remove the bar and write an unfinished line; the terminal stays open."""
+        """Remove the bar and write an unfinished line. The terminal stays open."""
         with self._lock:
             self._bar.close()
             self._stream.write(self._part)
             self._part = ""
 
     def _take(self, line: str) -> bool:
-        """Show a progress line as a bar; return whether the line then need not be written."""
+        """Show a line as a bar if it is a progress line; return whether it was, so that it need not be written."""
         if found := _WEIGHTS.search(line):
             title = f"{found['who'] or ''}{found['title']}"
             if found["kind"] != "of":

@@ -1,4 +1,4 @@
-"""A prompt of a client's request as front ends use it, and the parts of its reply. Pure."""
+"""The classes with which front ends represent a prompt of a client's request, and the outputs of its reply."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from inflight.core.request.response import SequenceResult
 
 @dataclass(frozen=True, slots=True)
 class ReplyOptions:
-    """Facts that the reply to a prompt depends on and that the engine does not need.
+    """Options of the reply to a prompt that the engine does not need.
 
     Attributes:
-        outputs: Names, in the client's protocol, of the wanted outputs.
-        named: Names of all outputs that the client mentioned; unwanted ones are returned without elements.
+        outputs: Names, in the client's protocol, of the outputs to return.
+        named: Names of all outputs that the client named. Those not in `outputs` are returned as empty
+            tensors.
         streaming: Whether the client wants responses during generation. The engine may stream in any case.
-        prompt_text: The prompt's text; None if it came as ids.
+        prompt_text: The prompt's text; None if the client sent ids.
         include_prompt: Whether the output text starts with the prompt.
         stop_strings: Texts that end the output.
-        min_tokens: Number of tokens before the first one that may complete a stop string.
-        vocab_size: Width of a row of logits; ids from there on are rows of a prompt table.
+        min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
+        vocab_size: Number of logits in a row. Ids from this number on are rows of a prompt table.
         offered: The additional outputs that the engine offers.
     """
 
@@ -37,10 +38,10 @@ class ReplyOptions:
 
 
 def engine_streams(streaming: bool, stop_strings: tuple[str, ...], uses_beams: bool) -> bool:
-    """Return whether the engine has to stream, even if only the server reads the stream.
+    """Return whether the engine must stream a request.
 
-    With stop strings, the server searches the text during generation. With beams it searches when the beam
-    search has ended, because beams change until then.
+    It must if the client gets a stream, or there are stop strings, for which the server searches the text
+    during generation. For a beam search the server searches at the end, because beams change until then.
 
     Args:
         streaming: Whether the client wants responses during generation.
@@ -56,7 +57,7 @@ class Prompt:
 
     Attributes:
         request: The engine's request; its `request_id` is 0 until the engine client assigns one.
-        options: Options of its reply.
+        options: Options of the reply.
     """
 
     request: Request
@@ -65,11 +66,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One part of a response: a prompt's sequence, its beams, or all of its sequences.
+    """The part of a response that belongs to one prompt: one of its sequences, its beams, or all of its sequences.
 
     Attributes:
-        prompt: The prompt that is answered.
-        result: Tokens and their log probs and other outputs, with a row per beam or sequence.
+        prompt: The prompt.
+        result: Tokens, log probs and other outputs, with one row for each beam or sequence.
         texts: The text of each row; None if there is no text.
         batch_index: Index of the prompt in its request.
     """

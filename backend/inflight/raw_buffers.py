@@ -1,7 +1,7 @@
-"""Messages whose RawBuffers are sent separately: the message has each buffer's length, and the bytes follow.
+"""Encode messages without their RawBuffers: the message has each buffer's length, and the bytes follow it.
 
-Both sides process the buffers of a message in the same order. The receiver allocates each buffer and fills it
-from a socket or a broadcast, so bytes are not copied into and out of a message.
+Both sides process the buffers of a message in the same order. The receiver allocates each buffer and fills
+it from a socket or a broadcast, so that the bytes are not copied to and from a message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class BufferedEncoder:
-    """Encodes messages with msgpack. One thread at a time."""
+    """Encodes messages with msgpack. Must be used by one thread at a time."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._note)
@@ -37,14 +37,14 @@ class BufferedEncoder:
 
 
 class BufferedDecoder(Generic[_T]):
-    """Decodes messages of a type. One thread at a time."""
+    """Decodes messages of one type. Must be used by one thread at a time."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[_T] = msgspec.msgpack.Decoder(kind, dec_hook=self._make_room)
         self._buffers: list[memoryview] = []
 
     def decode(self, body: bytes) -> tuple[_T, list[memoryview]]:
-        """Return the message, and memory for its buffers, to be filled in this order before the message is used.
+        """Return the message, and its empty buffers, which must be filled in order before the message is used.
 
         Raises:
             msgspec.MsgspecError: The body is not a message of this type.

@@ -1,4 +1,4 @@
-"""The folder in the user's cache for files that this package makes and may make again."""
+"""The folder in the user's cache for files that this package creates and can create again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNUSED_S = 30 * 24 * 3600.0
 
 
 def cache_folder() -> Path | None:
-    """Return the folder, writable by this user only as code in it is executed; None without one."""
+    """Return the folder; None if it would be writable by other users, because code in it is executed."""
     candidates = [os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")]
     for candidate in candidates:
         folder = Path(candidate) / "inflight"
@@ -47,7 +47,7 @@ def remove_unused(folder: Path, pattern: str, but: Path) -> None:
 
 
 def modified_s(path: Path) -> float:
-    """Return the modification time in seconds since the epoch; the far future for a file that is gone."""
+    """Return the modification time in seconds since the epoch; infinity if the file no longer exists."""
     try:
         return path.lstat().st_mtime
     except OSError:

@@ -5,7 +5,8 @@
                         as one line to rank 0's standard input, reads from one line of its standard output whether
                         it serves, and supervises it through the engine endpoint
 
-The main thread loads the model and then waits until the engine ends. A rank that loses another one ends at once.
+The main thread loads the model and then waits until the engine ends. If one rank is lost, all others end at
+once.
 """
 
 from __future__ import annotations
@@ -36,24 +37,25 @@ _PR_SET_PDEATHSIG = 1
 _ORDERS_TIMEOUT_S = 30.0
 _WRONG_USE = 2
 _NO_ORDERS = (
-    "rank 0 has got no job on its standard input within {:g} s. In orchestrator mode the model starts this; "
+    "rank 0 has received no job on its standard input in {:g} s. In orchestrator mode the model starts this; "
     "in leader mode: mpirun --enable-recovery -n 1 tritonserver ... : -n N-1 python -m inflight.worker"
 )
 
 
 def main(load: LoadModel = load_model) -> int:
-    """Run one rank; return 0 if it ends in order, 1 if the model does not load, 2 for wrong usage.
+    """Run one rank; return 0 if it ends in order, 1 if the model cannot be loaded, 2 for wrong usage.
 
-    `load` makes this rank's engine.
+    `load` loads this rank's part of the model.
     """
     _parser().parse_args()
     if not _is_started_with_others():
         print("inflight.worker: mpirun or srun --mpi=pmix has to start it (see --help)", file=sys.stderr)  # noqa: T201
         return _WRONG_USE
-    os.umask(0o077)  # as for the server's processes; on another host it is not inherited
+    os.umask(0o077)  # a rank on another host does not inherit it
     _end_with_parent()
     report = _take_stdout()
-    # The variable comes from the host that started the ranks; the folder may be missing on other hosts.
+    # The value of the variable comes from the host that started the ranks; the folder may be missing on this
+    # host.
     if folder := os.environ.get(SHARED_MEMORY):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     world = join()
@@ -77,7 +79,7 @@ def _is_started_with_others() -> bool:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this rank when its parent process ends."""
+    """Ask the kernel to kill this rank when its parent process ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -85,17 +87,17 @@ def _end_with_parent() -> None:
 
 
 def _take_stdout() -> int:
-    """Return a descriptor of standard output for the report; all other output goes to standard error."""
+    """Return a descriptor of standard output for the report, and redirect all other output to standard error."""
     report = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return report
 
 
 def _end_at_once() -> None:
-    """Kill this process without closing connections, from which the other ranks notice the loss.
+    """Kill this process by a signal, so that the other ranks notice the loss by the broken connections.
 
-    By a signal: if a rank exits with a status other than 0, mpirun also ends rank 0, even with --enable-recovery,
-    before rank 0 has answered its clients.
+    If a rank exited with a status other than 0 instead, mpirun would end rank 0 before it has answered its
+    clients, even with --enable-recovery.
     """
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,7 +138,7 @@ def _lead(world: MpiWorld, report: int, load: LoadModel) -> int:
     os.close(report)
     notice_s = supervision.wait_for_end()
     if notice_s is None:
-        engines[0].fail(Unavailable("the engine was lost by the model that holds it; a later try may work"))
+        engines[0].fail(Unavailable("the model lost its engine; a later attempt may succeed"))
     if not engines[0].close(notice_s or 0.0):
         _end_at_once()  # the loop hangs in the device
     return 0
@@ -179,9 +181,9 @@ def _build(
 
 
 def _follow(world: MpiWorld, load: LoadModel) -> int:
-    """Run a rank other than 0; always return 0, because after any other status mpirun would end rank 0.
+    """Run a rank other than 0; always return 0, because after any other exit status mpirun would end rank 0.
 
-    Rank 0 reports if the model does not load.
+    If the model cannot be loaded, rank 0 reports it.
     """
     try:
         job, rank_context = attend(world, lambda error: _end_at_once())

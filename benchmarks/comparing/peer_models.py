@@ -1,7 +1,7 @@
 """Check that a peer loads the same model in the same dtype.
 
 Reads the headers of OpenVINO's exports, GGUF files and checkpoint folders, and compares sizes and kinds of
-weights, but not the weights' values. Any thread.
+weights, but not the values of weights. Any thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GGUF_STRING, _GGUF_ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model; None for sizes that a file does not have."""
+    """Sizes of a model. A size that the file does not state is None."""
 
     hidden_size: int | None
     num_layers: int | None
@@ -40,7 +40,7 @@ class Contents:
     Attributes:
         sizes: Sizes of the model.
         kind: Kind of most weights: "bfloat16" (any 16-bit type), "int8", "int4", or the format's own name of
-            another kind; None for a checkpoint, which is read in any dtype.
+            another kind. None for a checkpoint folder, which can be loaded in any dtype.
     """
 
     sizes: Sizes
@@ -48,7 +48,7 @@ class Contents:
 
 
 def check_peer_model(path: Path, model: Path, dtype: str) -> None:
-    """Raise ValueError unless `path` is `model` with weights of `dtype`, judging by its headers."""
+    """Raise ValueError if the headers show that `path` is not `model` with weights of `dtype`."""
     try:
         found = _read(path)
     except (OSError, ValueError, KeyError, struct.error, ElementTree.ParseError) as error:

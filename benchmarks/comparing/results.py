@@ -1,4 +1,4 @@
-"""Summarize the runs of all sides: medians, extremes, ratios, and tables. Pure except for printing."""
+"""Summarize the runs of all sides: medians, extremes, ratios, and tables."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Column:
         label: Heading of the column.
         scale: Factor for shown values.
         decimals: Decimals of shown values.
-        better: The better direction; None for a metric that is not compared, and has no ratios.
-        is_peak: Whether the highest of all rounds is shown instead of the median.
+        better: The better direction; None if the metric is not compared and has no ratios.
+        is_peak: Whether the highest value of all rounds is shown instead of the median.
     """
 
     metric: Metric
@@ -78,7 +78,7 @@ class Run:
     Attributes:
         side: Name of the side.
         values: Compared values; empty if the run failed.
-        told: Everything that its program printed.
+        told: Everything that the side's program printed.
     """
 
     side: str
@@ -88,7 +88,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spread:
-    """A metric, or our ratio to a peer, over all rounds: the representative value and the extremes."""
+    """A metric, or this package's ratio to a peer, over all rounds: the representative value and the extremes."""
 
     typical: float
     low: float
@@ -97,14 +97,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Best:
-    """The best peer for a metric, and our value divided by the peer's."""
+    """The best peer for a metric, and this package's value divided by the peer's."""
 
     side: str
     ratio: float
 
 
 def values_of(told: Mapping[str, object], memory_gb_per_s: float) -> Values:
-    """Return the compared values of a program's JSON, with medians of latencies, without missing figures."""
+    """Return the compared values in a program's JSON. Latencies are medians; missing figures are left out."""
     found: dict[Group, Mapping[Metric, float]] = {}
     for group, columns in _COLUMNS.items():
         part = told if group == "process" else told.get(group)
@@ -128,7 +128,7 @@ def _number(value: object) -> float | None:
 
 
 def spreads(runs: Sequence[Run], group: Group, side: str) -> dict[Metric, Spread]:
-    """Return the spread of each metric over the rounds that measured it; failed runs have no metrics."""
+    """Return the spread of each metric over the rounds that measured it. Failed runs have no metrics."""
     found: dict[Metric, Spread] = {}
     for column in _COLUMNS[group]:
         rows = [run.values.get(group, {}) for run in runs if run.side == side]
@@ -140,7 +140,10 @@ def spreads(runs: Sequence[Run], group: Group, side: str) -> dict[Metric, Spread
 
 
 def ratios(runs: Sequence[Run], group: Group, peer: str) -> dict[Metric, Spread]:
-    """Return ours / peer for metrics that both have; extremes are over rounds in which both have them."""
+    """Return this package's value / the peer's value for metrics that both have.
+
+    Extremes are over the rounds in which both have the metric.
+    """
     ours, theirs = spreads(runs, group, OURS), spreads(runs, group, peer)
     found: dict[Metric, Spread] = {}
     for column in _COLUMNS[group]:
@@ -161,14 +164,14 @@ def _ratios_of_rounds(runs: Sequence[Run], group: Group, metric: Metric, peer: s
 
 
 def best_peers(runs: Sequence[Run], group: Group) -> dict[Metric, Best]:
-    """Return the best peer for each metric that we and at least one peer have."""
+    """Return the best peer for each metric that this package and at least one peer have."""
     peers = [side for side in sides_of(runs) if side != OURS]
     found: dict[Metric, Best] = {}
     for column in _COLUMNS[group]:
         known = {peer: ratios(runs, group, peer).get(column.metric) for peer in peers}
         typical = {peer: ratio.typical for peer, ratio in known.items() if ratio is not None}
         if typical:
-            # Our value is the same in all ratios, so the best peer gives our worst ratio.
+            # This package's value is the same in all ratios, so its worst ratio belongs to the best peer.
             worst = (min if column.better == "more" else max)(typical, key=typical.__getitem__)
             found[column.metric] = Best(worst, typical[worst])
     return found
@@ -185,7 +188,7 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
 
 
 def to_values(runs: Sequence[Run]) -> dict:
-    """Return a JSON object: group of figures → side → values, with `best_peer` beside the sides."""
+    """Return a JSON object with the values by group of figures and side; each group also has `best_peer`."""
     return {group: _group_values(runs, group) for group in groups_of(runs)}
 
 
@@ -212,7 +215,7 @@ def _group_values(runs: Sequence[Run], group: Group) -> dict:
 
 
 def print_tables(runs: Sequence[Run]) -> None:
-    """Print a table per group of figures: every side, and ours divided by the best peer's."""
+    """Print a table per group of figures: every side, and this package's figures divided by the best peer's."""
     # A log file has no width, and a table squeezed into 80 columns would be unreadable.
     console = Console(width=max(_TABLE_WIDTH, Console().width))
     for group in groups_of(runs):

@@ -1,8 +1,8 @@
 """The processes that `compare` starts: one in this package's environment, and one in each peer's environment.
 
-Owns command lines and environment variables. A process's last JSON object is its figures. A peer is never
-imported here. Runs on the main thread, which waits for each process. A process that hangs or is abandoned is
-killed with all of its children.
+Defines their command lines and environment variables. The last JSON object that a process prints has its
+figures. A peer is never imported here. Runs on the main thread, which waits for each process. A process that
+hangs or is abandoned is killed with all of its children.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROGRAMS = Path(__file__).parent / "peers"
 _ROOT = Path(__file__).resolve().parents[2]
 _TCMALLOC = "tcmalloc_minimal"
 _LINES_OF_A_FAILURE = 12
-_VLLM_KV_CACHE_GIB = 1  # for its plans; the program sets the size of the KV cache
+_VLLM_KV_CACHE_GIB = 1  # only vLLM's default: the program sets the size of the KV cache
 _ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 _OURS = ("PYTHONPATH", "GOMP_SPINCOUNT")  # variables of this process that must not reach a peer
 
@@ -38,8 +38,8 @@ class Side:
 
     Attributes:
         name: OURS or one of PEER_NAMES.
-        python: Interpreter of its environment.
-        model: Its converted model, if it needs one.
+        python: Interpreter of the system's environment.
+        model: The converted model, if the system needs one.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Printed:
-    """Output of a program: its line of JSON or the reason why it has none, and all other output.
+    """Output of a program: its line of JSON or the reason why there is none, and all other output.
 
-    `has_hung` says that it was killed because it took too long.
+    `has_hung` is whether the program was killed because it took too long.
     """
 
     figures: Mapping[str, object] | None
@@ -99,10 +99,12 @@ def command(side: Side, work: Work) -> list[str]:
 
 
 def environment(side: Side, threads: int) -> dict[str, str]:
-    """Return the side's environment variables. Those of a peer have the settings that its guide recommends,
-    and none of this project's paths."""
+    """Return the side's environment variables.
+
+    A peer gets the settings that its guide recommends, and no paths of this project.
+    """
     if side.name == OURS:
-        return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # the benchmarks are not installed
+        return os.environ | _ON_CPU | {"PYTHONPATH": str(_ROOT)}  # because the benchmarks are not installed
     inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
     inherited |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | _ON_CPU
     return inherited | (_vllm_variables(side.python, threads) if side.name == "vllm" else {})
@@ -120,8 +122,8 @@ def _vllm_variables(python: Path, threads: int) -> dict[str, str]:
 
 
 def _vllm_libraries(python: Path) -> dict[str, str | None]:
-    """Find the libraries that vLLM's guide says to preload, by name: a faster malloc, and Intel's OpenMP."""
-    # The interpreter is a link out of its environment, so it must not be resolved.
+    """Return the libraries that vLLM's guide recommends to preload: a faster malloc, and Intel's OpenMP."""
+    # The interpreter is a link to a file outside of its environment, so the link must not be resolved.
     openmp = python.absolute().parent.parent / "lib" / "libiomp5.so"
     return {
         f"lib{_TCMALLOC}": ctypes.util.find_library(_TCMALLOC),
@@ -181,7 +183,7 @@ def _failure(what: str, said: str) -> str:
 
 
 def last_json_line(text: str) -> dict | None:
-    """Return the last line that is a JSON object, because libraries print other lines before and after it."""
+    """Return the last line that is a JSON object. Libraries print other lines before and after it."""
     return next(filter(None, map(_json_object, reversed(text.splitlines()))), None)
 
 

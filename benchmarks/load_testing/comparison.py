@@ -1,8 +1,8 @@
-"""Send the same requests to one server by several load generators and endpoints (`Way`), with N streams each.
+"""Send the same requests to one server with several load generators and endpoints (`Way`), with N streams each.
 
-The last one is always perf_analyzer over Triton's own gRPC, as in `scripts/bench serve`: the reference for the
-others. It also warms up every number of streams, uncounted. Runs on the main thread; the load generators are
-processes of their own.
+The last Way is always perf_analyzer over Triton's own gRPC, as in `scripts/bench serve`; it is the reference
+for the other Ways. It also warms up the server for every number of streams, which is not counted. Runs on
+the main thread; the load generators are processes of their own.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class LoadFigures:
     Attributes:
         requests: Number of requests sent.
         output_tokens_per_s: Output tokens per second, from the first request sent to the last response.
-        tokens_per_response: Mean; more than 1 if tokens were merged on their way.
-        ttft_ms: Time to first token.
-        itl_ms: Gaps between the responses of a request; 0 between events that arrived together.
-        tpot_ms: For each request, the time after its first response divided by its further tokens.
+        tokens_per_response: Mean number of tokens per response; more than 1 if responses were merged.
+        ttft_ms: Time to first token in milliseconds.
+        itl_ms: Milliseconds between the responses of a request; 0 between events that arrived together.
+        tpot_ms: Milliseconds per output token: for each request, the time after the first response divided
+            by the number of further tokens.
     """
 
     requests: int
@@ -99,7 +100,7 @@ class TritonGrpc:
     name = "triton_grpc"
 
     def run(self, server: TritonServer, requests: Sequence[BenchRequest], streams: int) -> list[Timeline]:
-        """Run the load, as `Way.run` describes."""
+        """Send every request once, `streams` at a time."""
         return [answer.timeline for answer in analyze(server, requests, streams)]
 
 
@@ -145,7 +146,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def num_requests(asked: int | None, streams: int) -> int:
-    """Return the number of requests of a run at this many streams."""
+    """Return the number of requests of a run with this number of streams."""
     return asked or max(_LEAST_REQUESTS, _REQUESTS_OF_STREAM * streams)
 
 
@@ -157,8 +158,8 @@ def compare(
     Args:
         bench: Name of the program.
         given: Result of `parser`.
-        requests: As many as the largest run needs; smaller runs use the first ones.
-        ways: All but the last one, perf_analyzer over Triton's own gRPC.
+        requests: The requests of the largest run. Smaller runs use the first of them.
+        ways: All Ways except the last, which is perf_analyzer over Triton's own gRPC.
     """
     wanted = options(given)
     measured: dict[str, dict[str, Any]] = {}
@@ -195,9 +196,9 @@ def start(wanted: Options, requests: Sequence[BenchRequest]) -> AbstractContextM
 def run_tool(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout_s: float = TIMEOUT_S
 ) -> None:
-    """Run a load generator in `folder` until it ends; ServeError with its output if it fails or hangs.
+    """Run a load generator in `folder` until it ends. Raises ServeError with its output if it fails or hangs.
 
-    All of its processes are killed with it, also if this program is interrupted.
+    All of the load generator's processes are killed at the end, even if this program is interrupted.
     """
     name = Path(command[0]).name
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """A separate environment for a load generator, whose packages conflict with the server's.
 
-`.venv-NAME` in the checkout is made on first use, with the packages that `NAME.txt` beside this file pins. A
-stamp file records that it is complete, and for which pins. Runs on the main thread.
+`.venv-NAME` in the checkout is made on first use, with the packages that `NAME.txt` in this folder pins. A
+stamp file in it records that it is complete, with a digest of the pins. Runs on the main thread.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from inflight.server.errors import ServeError
 _ROOT = Path(__file__).resolve().parents[2]
 _PINS = Path(__file__).resolve().parent
 _STAMP = ".inflight-complete"
-_PYTHONS = ("python3.11", "python3.12")  # AIPerf needs 3.11 or later, the pinned wheels these
+_PYTHONS = ("python3.11", "python3.12")  # AIPerf needs 3.11 or later; the pinned wheels exist for these two
 
 
 def find_program(name: str, root: Path = _ROOT) -> Path | None:
-    """Return the program NAME in its environment; None if that is missing, incomplete or of other pins."""
+    """Return the program NAME in its environment.
+
+    Returns None if the environment is missing, incomplete or has other pins.
+    """
     stamp = _folder(name, root) / _STAMP
     try:
         is_complete = stamp.read_text() == _digest(name)
@@ -31,9 +34,11 @@ def find_program(name: str, root: Path = _ROOT) -> Path | None:
 
 
 def require_program(name: str, root: Path = _ROOT) -> Path:
-    """Return the program like `find_program`, but make the environment if needed, in a minute or two.
+    """Return the program like `find_program`.
 
-    Raises ServeError if it cannot be made.
+    First make the environment if necessary, which takes a minute or two.
+
+    Raises ServeError if the environment cannot be made.
     """
     if (program := find_program(name, root)) is not None:
         return program

@@ -1,7 +1,8 @@
-"""Convert AIPerf's and genai-perf's records of requests to the timelines of `measuring.report`. Pure.
+"""Convert AIPerf's and genai-perf's records of requests to the timelines of `measuring.report`.
 
-Both tools print summaries, but by their own definitions, and genai-perf counts tokens by tokenizing the text
-again. So the records of single requests are read here, and summarized like those of Triton's gRPC.
+The summaries of both tools use their own definitions, and genai-perf counts tokens by tokenizing the text
+again. Therefore the records of single requests are read here, and summarized in the same way as for Triton's
+gRPC.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ def read_aiperf(lines: Iterable[str], requests: Sequence[BenchRequest]) -> list[
 
     Args:
         lines: Lines of the file.
-        requests: Requests that were sent; a record's `conversation_id` is an index into them.
+        requests: Requests that were sent. A record's `conversation_id` is an index into them.
 
     Raises:
-        ServeError: A request failed, got another number of tokens, or was not sent exactly once.
+        ServeError: A request failed, did not get the requested number of tokens, or was not sent exactly
+            once.
     """
     records = [json.loads(line) for line in lines if line.strip()]
     records = [each for each in records if each["metadata"]["benchmark_phase"] == "profiling"]
@@ -48,14 +50,14 @@ def _aiperf_timeline(record: Mapping[str, Any], request: BenchRequest) -> Timeli
 
 
 def read_genai_perf(text: str, requests: Mapping[str, BenchRequest]) -> list[Timeline]:
-    """Convert a genai-perf run's profile_export.json, which perf_analyzer wrote, to timelines.
+    """Convert a genai-perf run's profile_export.json, which perf_analyzer writes, to timelines.
 
     Args:
         text: Text of the file.
         requests: Requests that were sent, by prompt.
 
     Raises:
-        ServeError: The file is incomplete, or a request failed or did not end by its length.
+        ServeError: The file is incomplete, or a request failed or did not end because of its length.
     """
     try:
         experiments = json.loads(text, strict=False)["experiments"]
@@ -86,7 +88,7 @@ def _genai_timeline(record: Mapping[str, Any], requests: Mapping[str, BenchReque
 
 
 def _openai_chunk(response: str) -> tuple[bool, str | None]:
-    """Return whether a response has text, and its finish reason; None if it has none."""
+    """Return (whether a response has text, its finish reason or None)."""
     has_text, end = False, None
     for line in response.splitlines():
         data = line.removeprefix("data:").strip()

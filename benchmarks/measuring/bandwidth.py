@@ -1,7 +1,7 @@
-"""Measure how fast memory can be read at the moment, as the reference for latencies of a model on a CPU.
+"""Measure the present memory bandwidth, as a reference for a model's latencies on a CPU.
 
-The memory speed of a shared machine changes within seconds. `Probe` measures in a process of its own, so that
-its array does not count as the caller's memory, and the caller's pinned threads do not bind it.
+The memory bandwidth of a shared machine changes within seconds. `Probe` measures in a process of its own, so
+that its array is not part of the caller's memory, and its threads are not pinned like the caller's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PASSES = 3
 
 def read_gb_per_s(num_threads: int) -> float:
     """Read a large array in chunks of 1 MB by parallel threads; return the best of three passes, in GB/s."""
-    # Ones, because pages that were never written may all be the same page.
+    # The array is filled with ones, because pages that were never written may all be the same physical page.
     chunks = np.ones((_ARRAY_BYTES // _CHUNK_BYTES, _CHUNK_BYTES // 8), np.int64)
     parts = np.array_split(chunks, num_threads)
     with ThreadPoolExecutor(num_threads) as threads:
@@ -40,7 +40,7 @@ def _read(part: np.ndarray) -> None:
 
 
 class Probe:
-    """Measures on request. A context manager; make it before anything pins the caller's threads."""
+    """A context manager that measures on request. It must be created before the caller's threads are pinned."""
 
     def __init__(self, num_threads: int) -> None:
         self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Probe:
         )
 
     def gb_per_s(self) -> float:
-        """Return the bandwidth like `read_gb_per_s`; takes about half a second."""
+        """Return the bandwidth in GB/s like `read_gb_per_s`. Takes about half a second."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         return float(self._process.stdout.readline())

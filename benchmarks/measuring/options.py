@@ -1,7 +1,7 @@
-"""Options of `offline` and `serve`, and the parameters of config.pbtxt that both give the engine.
+"""Options of `offline` and `serve`, and the parameters of config.pbtxt with which both load the engine.
 
-Both use the same parameters, so that they differ in Triton only. Prefixes are not shared, because every round
-sends the same prompts again.
+Both use the same parameters, so that they differ only in the use of Triton. Prefix reuse is off, because
+every round sends the same prompts again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from inflight.processors import Processors
 _DEFAULT_REQUESTS: Mapping[WorkloadName, int] = {"w": 64, "lone": 4}
 _MAX_SEQUENCE_LENGTH = 1024
 _TOKENS_PER_BLOCK = 32
-_LARGEST_BLOCK = 128  # of the systems in `compare`: all get equal room, and no request waits
+# Largest block of the systems in `compare`, so that all get KV caches of equal size and no request waits.
+_LARGEST_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,12 @@ class Options:
         model: Checkpoint folder.
         workload: Name of the workload.
         num_requests: Number of requests.
-        concurrency: Most requests in flight; the next one is sent when one has ended.
+        concurrency: Largest number of requests in flight. When one has ended, the next is sent.
         dtype: Value of the parameter in config.pbtxt; None: the checkpoint's dtype.
         kernels: Value of the parameter in config.pbtxt; None: the engine's choice.
         num_threads: Threads of the forward pass.
-        max_num_tokens: Most tokens of an iteration.
-        num_rounds: Number of times that everything is measured.
+        max_num_tokens: Largest number of tokens of an iteration.
+        num_rounds: Number of rounds, in each of which everything is measured once.
         more: Values of other parameters of config.pbtxt.
     """
 
@@ -133,7 +134,7 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
 
 
 def kv_cache_tokens(requests: Sequence[BenchRequest], concurrency: int) -> int:
-    """Return room for any `concurrency` of the requests at a time, in tokens, each in whole blocks of 128."""
+    """Return the KV cache size in tokens for any `concurrency` of the requests, in whole blocks of 128."""
     needed = sorted((-(-request.num_tokens // _LARGEST_BLOCK) for request in requests), reverse=True)
     return sum(needed[:concurrency]) * _LARGEST_BLOCK
 

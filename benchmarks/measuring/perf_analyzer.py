@@ -1,11 +1,12 @@
 """Run the perf_analyzer program of tritonclient.
 
-Its wheel lacks two libraries that the program needs. The server's wheel has both under other file names, so
-they are linked under the needed names in a temporary folder during the run.
+tritonclient's wheel lacks two libraries that the program needs. The server's wheel has both with other file
+names, so links with the needed names are made in a temporary folder during the run.
 
-Its export of requests (`--profile-export-file`) is sometimes incomplete, with status 0. It writes a number
-for every output of the model, even if a response lacks the output; then it writes four uninitialized bytes.
-If these are not a finite float32, which JSON cannot express, it stops writing.
+The program's export of requests (`--profile-export-file`) is sometimes incomplete although the exit status
+is 0. It writes a number for every output of the model, and if a response lacks the output, it interprets
+four uninitialized bytes as float32. If they are not a finite number, which JSON cannot express, it stops
+writing.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from inflight.server.installation import wheel_libraries
 # Libraries that the program needs, and their names in the server's wheel.
 _LIBRARIES = (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart-*.so.12.*"))
 
-_ERROR_LINES = 4  # its usage follows
+_ERROR_LINES = 4  # lines of an error that are shown; the program's usage follows
 _ATTEMPTS = 3
 
 
@@ -38,7 +39,7 @@ def find() -> Path:
 
 @contextlib.contextmanager
 def environment() -> Iterator[dict[str, str]]:
-    """Yield the program's environment variables; its libraries exist until the `with` block ends."""
+    """Yield the program's environment variables. The links to its libraries exist until the `with` block ends."""
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         for name, pattern in _LIBRARIES:
             _link(Path(folder) / name, pattern)
@@ -57,7 +58,7 @@ def run(arguments: Sequence[str], timeout: float | None = None) -> "subprocess.C
 def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[str, Any]]:
     """Run the program with these arguments and return the experiments that it exports, one per level of load.
 
-    Runs it again if the export is incomplete, at most twice.
+    If the export is incomplete, runs the program again, at most twice.
 
     Raises:
         ServeError: The program failed, with its output, or all its exports were incomplete.
@@ -66,7 +67,7 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
     text = ""
     for _ in range(_ATTEMPTS):
         text = _export(arguments, timeout)
-        # It writes response bytes as they came, which are not valid UTF-8 if a response ends inside a
+        # The export has the responses' bytes, which are not valid UTF-8 if a response ends inside a
         # character.
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(text, strict=False)["experiments"]

@@ -1,4 +1,4 @@
-"""Code shared by benchmarks of a real server: endless streams, its log with times, and its trace."""
+"""Code shared by benchmarks of a real server: endless streams, the server's log with times, and its trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LINE = re.compile(r"^I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d\.\d+) (.*)$", re.M)
 
 
 def open_streams(url: str, num_requests: int) -> tuple[grpc.InferenceServerClient, list[int]]:
-    """Start endless requests on a stream; return the client and a list that grows by one per response."""
+    """Start endless requests on a stream; return the client, and a list that gets one item for each response."""
     responses: list[int] = []
     client = grpc.InferenceServerClient(url)
     client.start_stream(lambda result, error: responses.append(1))
@@ -36,7 +36,7 @@ def open_streams(url: str, num_requests: int) -> tuple[grpc.InferenceServerClien
 
 
 def log_since(server: TritonServer, started: float) -> list[tuple[float, str]]:
-    """Return (seconds since `started`, text) of the log's lines from then on, with quotes unescaped."""
+    """Return (seconds since `started`, text) of the log's lines since this time, with quotes unescaped."""
     log = server.log_text().replace('\\"', '"')
     base = time.localtime(started)
     midnight = time.mktime((base.tm_year, base.tm_mon, base.tm_mday, 0, 0, 0, 0, 0, -1))

@@ -1,4 +1,4 @@
-"""Convert the times of responses to figures, and combine the figures of several rounds. Pure."""
+"""Convert the times of responses to figures, and combine the figures of several rounds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Timeline:
     """Times of one request.
 
     Attributes:
-        num_prompt_tokens: Length of its prompt.
+        num_prompt_tokens: Length of the prompt in tokens.
         num_output_tokens: Number of output tokens.
         sent_ns: Time of sending, in nanoseconds.
-        responses_ns: Times of its responses, by the same clock; each has one token or more.
+        responses_ns: Times of the responses in nanoseconds of the same clock. Each response has one token or
+            more.
     """
 
     num_prompt_tokens: int
@@ -46,7 +47,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """The median, and the 99th percentile by the nearest rank; 0 without values."""
+    """The median, and the 99th percentile by the nearest-rank method; 0 without values."""
 
     p50: float
     p99: float
@@ -74,7 +75,8 @@ class Resources:
     Attributes:
         load_s: Seconds from reading the checkpoint to accepting requests, without imports.
         peak_rss_bytes: Peak resident memory of the process with the engine (VmHWM).
-        server_peak_rss_bytes: Sum over all processes of a server; None without one.
+        server_peak_rss_bytes: Sum of the peak resident memory of all processes of a server; None without a
+            server.
         start_s: Seconds from the start of the process, with imports, to accepting requests; None for a
             server.
     """
@@ -87,19 +89,19 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one round, or medians of several; of memory, the highest value.
+    """Figures of one round, or medians of several rounds. Of memory, the highest value of all rounds.
 
     Attributes:
         output_tokens_per_s: Generated tokens per second, from the first request sent to the last response.
-        total_tokens_per_s: The same with prompt tokens.
-        tokens_per_response: Mean; more than 1 if tokens were merged on their way. Gaps are between responses.
-        ttft_ms: Time to first token.
-        itl_ms: Gaps between the responses of a request.
-        gflop_per_s: Work of all linear layers and the output projection per second, without attention.
-        prefill_gflop_per_s: Work of all prompts over the sum of their times to first token; only for lone
-            requests.
-        decode_gflop_per_s: Work of one token over the median gap; only for lone requests. With 16-bit weights
-            it is also the GB/s at which they are read.
+        total_tokens_per_s: Prompt tokens and generated tokens per second.
+        tokens_per_response: Mean number of tokens per response; more than 1 if responses were merged.
+        ttft_ms: Time to first token in milliseconds.
+        itl_ms: Milliseconds between the responses of a request.
+        gflop_per_s: GFLOP per second of all linear layers and the output projection, without attention.
+        prefill_gflop_per_s: GFLOP of all prompts divided by the sum of their times to first token; only for
+            lone requests.
+        decode_gflop_per_s: GFLOP of one token divided by the median gap; only for lone requests. With 16-bit
+            weights it equals the GB/s at which weights are read.
         memory_gb_per_s: Measured memory bandwidth.
         resources: Resources that the engine used.
     """
@@ -130,7 +132,7 @@ def summarize(
     num_output = sum(timeline.num_output_tokens for timeline in timelines)
     ttft = Percentiles.of([timeline.ttft_ms for timeline in timelines])
     itl = Percentiles.of([gap for timeline in timelines for gap in timeline.gaps_ms])
-    # The last token of a request is not fed back.
+    # The last token of a request is not an input of the model.
     gflop = shape.gflop(num_prompt + num_output - len(timelines), num_output)
     prompt_gflop = shape.gflop(num_prompt, len(timelines))
     prompt_seconds = 1e-3 * sum(timeline.ttft_ms for timeline in timelines)
@@ -149,7 +151,10 @@ def summarize(
 
 
 def medians(rounds: Sequence[T]) -> T:
-    """Return medians of dataclasses of numbers, field by field; None for None, the highest of peaks."""
+    """Return the medians of dataclasses of numbers, field by field.
+
+    None stays None; of peaks, the highest value.
+    """
     return _combine(rounds, is_peak=False)
 
 
@@ -170,7 +175,7 @@ def to_line(bench: str, figures: Figures, setup: Setup, **more: Any) -> str:
 
 
 def to_values(figures: Figures) -> dict[str, Any]:
-    """Return values by name, with the fields of `resources` beside the others."""
+    """Return the values by name. The fields of `resources` are at the same level as the other figures."""
     values = asdict(figures)
     return values | values.pop("resources")
 

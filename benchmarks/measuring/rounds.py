@@ -1,4 +1,4 @@
-"""Measure engines in turn, A B A B: the same requests each time, with the memory bandwidth beside them."""
+"""Measure engines alternately (A B A B), with the same requests each time, together with the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class BenchedEngine(Protocol):
     name: str
 
     def run(self, requests: Sequence[BenchRequest], concurrency: int) -> list[Timeline]:
-        """Send all requests, `concurrency` at a time, and wait until all have ended; return their times."""
+        """Send all requests, `concurrency` at a time, and wait until all have ended; return their timelines."""
         ...
 
     def resources(self) -> Resources:
-        """Return its memory and load time so far."""
+        """Return the engine's load time, and its peak memory so far."""
         ...
 
 
 def run_rounds(
     engines: Sequence[BenchedEngine], requests: Sequence[BenchRequest], setup: Setup, probe: Probe
 ) -> list[Figures]:
-    """Warm up all engines, measure each `setup.rounds` times, and return their medians and peak memory."""
+    """Warm up all engines, measure each `setup.rounds` times, and return each engine's medians and peak memory."""
     for engine in engines:
         engine.run(warm_up(requests, setup.concurrency), setup.concurrency)
     rounds: list[list[Figures]] = [[] for _ in engines]

@@ -1,4 +1,4 @@
-"""The setup of a figure: model shape, engine settings, versions and machine."""
+"""Describe the setup of a figure: model shape, engine settings, versions and machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BYTES = {"int4": 0.5, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 
 def value_bytes(dtype: str) -> int:
-    """Return the bytes of an activation, a key or a value in a model with weights of this dtype."""
+    """Return the bytes of one element of activations, keys and values in a model with weights of this dtype."""
     return int(_BYTES["bfloat16" if dtype in ("int8", "int4") else dtype])
 
 
@@ -24,11 +24,11 @@ class ModelShape:
     """Sizes of a decoder, and the numbers of its weights.
 
     Attributes:
-        layer_weights: Weights of the linear layers of all decoder layers; of experts, only those of one
-            token.
-        head_weights: Weights of the output projection.
-        num_weights: Weights of all matrices, with all experts, and the embedding if it is not the output
-            projection.
+        layer_weights: Number of weights of the linear layers of all decoder layers; of experts, only those
+            that one token uses.
+        head_weights: Number of weights of the output projection.
+        num_weights: Number of weights of all matrices, with all experts, and with the embedding if it is not
+            also the output projection.
     """
 
     layers: int
@@ -75,11 +75,14 @@ class ModelShape:
         )
 
     def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all matrices, each number once, without scales."""
+        """Return the bytes of all matrices, without scales."""
         return int(self.num_weights * _BYTES[dtype])
 
     def kv_cache_bytes(self, num_tokens: int, value_bytes: int, scale_bytes: int = 0) -> int:
-        """Return the bytes of the keys and values of `num_tokens` tokens, `scale_bytes` for each head's scale."""
+        """Return the bytes of the keys and values of `num_tokens` tokens.
+
+        Each head's scale has `scale_bytes` bytes.
+        """
         return num_tokens * (self.cached * value_bytes + self.cached // self.head_dim * scale_bytes)
 
     def gflop(self, num_rows: float, num_sampled: float) -> float:
@@ -107,10 +110,11 @@ class Kernels:
 
     Attributes:
         asked: Value of the parameter in config.pbtxt; "default" is the engine's choice.
-        ran: "native" or "torch"; None for an engine in another process, whose log says it.
+        ran: Kernels that were used, "native" or "torch"; None for an engine in another process, whose log
+            has it.
         instruction_sets: Instruction sets that native code was compiled for.
-        int8_products: With 8-bit or 4-bit weights, the kind of their products: "vnni", "avx2", or "bfloat16"
-            if they are converted to it.
+        int8_products: With 8-bit or 4-bit weights, how products are computed: "vnni", "avx2", or "bfloat16"
+            if weights are converted to bfloat16.
     """
 
     asked: str
@@ -121,17 +125,17 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Everything known that a figure depends on.
+    """The known conditions on which a figure depends.
 
     Attributes:
         model: Name of the checkpoint's folder.
-        dtype: Data type of the weights; of a quantized checkpoint's kept weights, the quantization.
+        dtype: Data type of the weights; if a checkpoint's quantized weights are kept, the quantization.
         kernels: Implementation of the layers.
         kv_cache_tokens: Size of the KV cache in tokens.
         kv_cache_bytes: Size of the KV cache in bytes.
         kv_cache_dtype: Value of the parameter in config.pbtxt.
-        weight_bytes: Bytes of the matrices, each number once. For kept quantized weights, bytes of all
-            weights with scales, and of both forms of an embedding that is also the output projection.
+        weight_bytes: Bytes of the matrices. If quantized weights are kept, bytes of all weights with scales,
+            and of both forms of an embedding that is also the output projection.
     """
 
     model: str
@@ -161,7 +165,7 @@ class Setup:
         requests: list[BenchRequest],
         kernels: Kernels | None = None,
     ) -> Setup:
-        """Describe a run with these options and requests; `kernels` is for an engine in this process."""
+        """Describe a run with these options and requests. `kernels` is given for an engine in this process."""
         shape, dtype = ModelShape.of(config), options.dtype or config.dtype or "float32"
         num_kv_tokens = kv_cache_tokens(requests, options.concurrency)
         kv_cache_dtype = dict(options.more).get("kv_cache_dtype", "auto")
@@ -190,7 +194,7 @@ class Setup:
 
 
 def cpu_name() -> str:
-    """Return the name of the first core, or the architecture if the kernel does not name it."""
+    """Return the name of the first core's model, or the architecture if the kernel does not report it."""
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,8 +1,8 @@
 """The workload of `offline`, `serve` and `compare`: the same requests for every system, drawn from a seed.
 
 Token ids are random, so that prompts have no common prefix. Requests are greedy, and no token ends a
-sequence, so that every system generates the same number of tokens. Standard library only, as it also runs
-where this package is not installed.
+sequence, so that every system generates the same number of tokens. Imports only the standard library,
+because it is also used where this package is not installed.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ class BenchRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output."""
+        """Return the number of tokens of prompt and output together."""
         return len(self.prompt) + self.num_output_tokens
 
 
 def draw(name: WorkloadName, vocab_size: int, count: int) -> list[BenchRequest]:
-    """Return the first `count` requests of a workload, which do not depend on `count`."""
+    """Return the first `count` requests of a workload. The requests do not depend on `count`."""
     return draw_w(vocab_size, count) if name == "w" else draw_lone(vocab_size, count)
 
 
 def draw_w(vocab_size: int, count: int) -> list[BenchRequest]:
-    """Draw prompts of 32 to 512 tokens, log-uniform, and outputs of 16 to 128, uniform."""
+    """Draw log-uniform prompts of 32 to 512 tokens, and uniform outputs of 16 to 128 tokens."""
     numbers = random.Random(_SEED)
     return [_draw_one(numbers, vocab_size) for _ in range(count)]
 
 
 def draw_lone(vocab_size: int, count: int) -> list[BenchRequest]:
-    """Draw prompts of 128 tokens and outputs of 64, for requests that run alone."""
+    """Draw prompts of 128 tokens and outputs of 64 tokens, for requests that run alone."""
     numbers = random.Random(_LONE_SEED)
     return [BenchRequest(_draw_tokens(numbers, _LONE_PROMPT, vocab_size), _LONE_OUTPUT) for _ in range(count)]
 
 
 def warm_up(requests: Sequence[BenchRequest], concurrency: int) -> Sequence[BenchRequest]:
-    """Return the requests to run before timing: all of them, or one if they run one after another.
+    """Return the requests to run before timing: all, or only one if requests run one after another.
 
-    Some systems prepare for every shape of a batch when they first see it.
+    Some systems do extra work whenever a batch has a new shape.
     """
     return requests[:1] if concurrency == 1 else requests
 

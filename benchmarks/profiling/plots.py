@@ -1,6 +1,6 @@
-"""Write a profile as SVG files, with text as text and colours that are readable on white and on black.
+"""Write a profile as SVG files, with text elements and colours that are readable on white and on black.
 
-The only module that imports matplotlib. Equal profiles give equal files.
+This is the only module that imports matplotlib. Equal profiles give equal files.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _draw_iterations(costs: Sequence[IterationCost], whole: Axes, outside: Axes)
 
 
 def _stack(axes: Axes, labels: Sequence[str], parts: Sequence[tuple[str, str, Sequence[float]]]) -> None:
-    """Draw stacked bars; a part is its name, its colour and its heights in milliseconds."""
+    """Draw stacked bars. Each part is (name, colour, heights in milliseconds)."""
     bottoms = [0.0] * len(labels)
     for name, colour, heights in parts:
         axes.bar(labels, heights, bottom=bottoms, label=name, color=colour, width=0.65)
@@ -137,6 +137,6 @@ def _draw_cache(runs: Sequence[CacheRun], axes: Sequence[Axes]) -> None:
 
 
 def _thin(samples: Sequence[CacheSample]) -> list[CacheSample]:
-    """Return about _MOST_POINTS of the samples, or all if there are fewer; the last is among them."""
+    """Return about _MOST_POINTS of the samples, including the last, or all if there are fewer."""
     step = -(-len(samples) // _MOST_POINTS)
     return [*samples[:-1:step], *samples[-1:]]

@@ -1,4 +1,4 @@
-"""Results of `profile`, and their output as JSON and Markdown tables. Pure."""
+"""Results of `profile`, and their output as JSON and Markdown tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DECIMALS = 4
 
 @dataclass(frozen=True, slots=True)
 class IterationCost:
-    """Stages of an iteration with a fixed number of generation rows and nothing else.
+    """Stages of an iteration with a fixed number of generation rows and no context chunks.
 
     Attributes:
         rows: Number of rows.
@@ -32,24 +32,24 @@ class IterationCost:
 
     @classmethod
     def of(cls, rows: int, iterations: Sequence[Iteration]) -> IterationCost:
-        """Return the cost of the iterations, at least one, with this many generation rows and no chunks."""
+        """Return the cost of those iterations that have `rows` generation rows and no context chunks."""
         wanted = [each for each in iterations if each.num_generation == rows and not each.num_chunks]
         stages_ms = (1e-6 * statistics.median(each.stages_ns[stage] for each in wanted) for stage in Stage)
         return cls(rows, len(wanted), tuple(stages_ms))
 
     @property
     def total_ms(self) -> float:
-        """Milliseconds of all stages."""
+        """Return the milliseconds of all stages."""
         return sum(self.stages_ms)
 
     @property
     def outside_ms(self) -> float:
-        """Milliseconds of all stages except the forward pass."""
+        """Return the milliseconds of all stages except the forward pass."""
         return sum(self.stages_ms[stage] for stage in Stage if stage is not Stage.FORWARD)
 
     @property
     def share_outside(self) -> float:
-        """Fraction of an iteration outside the forward pass."""
+        """Return the fraction of an iteration outside of the forward pass."""
         return self.outside_ms / self.total_ms
 
 
@@ -90,8 +90,8 @@ class CacheSample:
 
     Attributes:
         time_s: Seconds since the first sample.
-        used_blocks: Blocks of running requests.
-        running, waiting: Numbers of requests.
+        used_blocks: Number of blocks that running requests hold.
+        running, waiting: Numbers of running and waiting requests.
     """
 
     time_s: float
@@ -101,7 +101,7 @@ class CacheSample:
 
     @classmethod
     def of(cls, stats: IterationCounts, since_ns: int) -> CacheSample:
-        """Make a sample from the statistics of requests with one sequence each."""
+        """Make a sample from an iteration's statistics. Every request must have one sequence."""
         waiting = stats.num_waiting_requests
         return cls(1e-9 * since_ns, stats.num_used_blocks, stats.num_active_requests - waiting, waiting)
 
@@ -111,9 +111,9 @@ class CacheRun:
     """One run of the workload in a KV cache that is too small for all of it.
 
     Attributes:
-        requests_per_s: Rate of arrival; None: all at once.
-        blocks: Blocks of the cache.
-        samples: Samples in the order of time.
+        requests_per_s: Rate of arrival; None: all requests at once.
+        blocks: Number of blocks in the cache.
+        samples: Samples in order of time.
     """
 
     requests_per_s: float | None
@@ -148,7 +148,7 @@ def to_json(profile: Profile) -> str:
 
 
 def to_markdown(profile: Profile) -> str:
-    """Return a table of the iterations and one of the load."""
+    """Return a table of the iterations, and a table of the load."""
     return "\n\n".join((_iteration_table(profile.iterations), _load_table(profile.load)))
 
 

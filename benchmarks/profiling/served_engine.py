@@ -1,7 +1,7 @@
 """An engine with a server's instruments and client, and a load for it, without Triton.
 
-The caller's thread is the client: it sends requests and takes responses from a delivery, like the thread of a
-front end.
+The caller's thread is the client: it sends requests and takes responses from a Delivery, like the thread of
+a front end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _AT_ONCE = (0.0,)
 
 
 class ServedEngine:
-    """A loaded engine and its loop, for the length of a `with` block.
+    """A loaded engine and its loop, for the duration of a `with` block.
 
     Attributes:
         num_blocks: Number of KV cache blocks.
@@ -53,9 +53,9 @@ class ServedEngine:
 
         Args:
             requests: At least one request.
-            concurrency: Most requests in flight.
-            pauses_s: Seconds to wait before each request after the one before, whatever the responses; the
-                last pause is used for all further requests.
+            concurrency: Largest number of requests in flight.
+            pauses_s: Seconds between each request and the previous one, independent of responses. The last
+                number is used for all further requests.
 
         Raises:
             InflightError: The error of a failed request.
@@ -63,7 +63,7 @@ class ServedEngine:
         return _Run(self._engine.client.submit, requests, concurrency, pauses_s).timelines()
 
     def take_samples(self) -> list[CacheSample]:
-        """Return the samples since the last call, with times since the first of them."""
+        """Return the samples since the last call. Their times are relative to the first sample."""
         samples, self._samples = self._samples, []
         return [CacheSample.of(stats, when_ns - samples[0][0]) for when_ns, stats in samples]
 
@@ -100,7 +100,7 @@ class _Run:
         self._num_open = 0
 
     def timelines(self) -> list[Timeline]:
-        """Run the load and return the times of its requests."""
+        """Run the load and return the timelines of its requests."""
         while self._waiting or self._num_open:
             self._send_due()
             for response in self._delivery.take(self._patience_s()):

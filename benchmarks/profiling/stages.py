@@ -1,7 +1,7 @@
 """Map functions of the program to the stages of an iteration.
 
-The forward pass is the compiled code for embeddings, layers and logits, or torch's decoder without compiled
-code. The Python code around it belongs to packing.
+The stages of the forward pass are the compiled code for embeddings, layers and logits, or without compiled
+code torch's decoder. The Python code around them belongs to the stage of packing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLACES = (
 
 
 def watch_loop(dtype: str) -> Stopwatch:
-    """Make a stopwatch for engines of this dtype that are made while it is entered."""
+    """Make a stopwatch for engines of this dtype that are created while its `with` block runs."""
     return Stopwatch(
         Place(GptManager, "step", Stage.OTHER),
         Place(ModelEngine, "forward", Stage.PACK),

@@ -1,8 +1,8 @@
 """A clock for the stages of the loop's iterations, which only wraps functions of the program.
 
-Owns the wrappers, for the length of a `with` block, and their measurements. A stage's time is its own: if a
-wrapped function calls another one, the inner time counts for the other's stage. So the stages of an iteration
-add up to its time. The wrapped functions run on the loop thread; read `iterations` while it is idle.
+Functions are wrapped during a `with` block. A function's time does not include wrapped functions that it
+calls, whose time counts for their own stages; so the stages of an iteration add up to its time. The wrapped
+functions run on the loop thread; `iterations` must be read while the loop is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 
 
 class Stage(IntEnum):
-    """Stages of an iteration; the forward pass is embeddings, layers and logits."""
+    """Stages of an iteration. The forward pass consists of embeddings, layers and logits."""
 
     GET = 0
     SCHEDULE = 1
@@ -38,7 +38,7 @@ class Place:
     Attributes:
         owner: Class, module or library that has the function.
         name: Name of the function there.
-        stage: Stage that its own time counts for.
+        stage: Stage for which the function's time counts.
     """
 
     owner: Any
@@ -62,10 +62,10 @@ class Iteration:
 
 
 class Stopwatch:
-    """Wraps functions while it is entered.
+    """A context manager that wraps functions to measure their time.
 
     Args:
-        root: Function that runs an iteration; its own time counts for `Stage.OTHER`.
+        root: Function that runs an iteration; the time of its own code counts for `Stage.OTHER`.
         forward: Method whose first argument is the batch.
         places: All other functions.
 

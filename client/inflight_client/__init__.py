@@ -1,4 +1,4 @@
-"""A client for the server: takes text or token ids, returns a whole answer or a stream of deltas.
+"""A client for the server: sends a text or token ids, and returns a whole answer or a stream of deltas.
 
     >>> client = Client("localhost:8001")
     >>> client.generate("def main():", max_tokens=20).text
@@ -6,7 +6,7 @@
     ...     print(delta.token_ids)
     >>> client.generate("def main():", beam_width=3, stop_words=["\\n\\n"], return_log_probs=True).sequences
 
-Needs tritonclient and numpy, and none of the server's code.
+Needs only tritonclient and numpy.
 """
 
 from inflight_client.aio import AsyncClient

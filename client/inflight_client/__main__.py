@@ -42,7 +42,7 @@ def main(arguments: Seq[str] | None = None) -> int:
         print(file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe, as in `… --stream | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the interpreter flushes to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed at exit
         return 0
     except (ServerError, ValueError, OSError) as error:
         status = f"{error.status}: " if isinstance(error, ServerError) else ""
@@ -108,7 +108,7 @@ def _shown(answer: Delta | Sequence, as_ids: bool) -> str:
 
 
 def _print_log_probs(answer: Completion | Sequence) -> None:
-    """Print log probabilities to standard error, after the answer and apart from it."""
+    """Print log probabilities to standard error, so that standard output has only the answer."""
     if answer.cum_log_prob is not None:
         each = " ".join(f"{value:.4f}" for value in answer.log_probs)
         print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)

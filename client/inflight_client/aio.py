@@ -1,4 +1,4 @@
-"""The client for asyncio: the methods of `client.Client` as coroutines. Belongs to one event loop."""
+"""The client for asyncio: the methods of `client.Client` as coroutines. Must be used in one event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 class AsyncClient:
     """A client of the server's gRPC port; as an asynchronous context manager it closes the connection.
 
-    It keeps as many gRPC streams open as it has had concurrent requests, so use one client for many requests.
+    It keeps as many gRPC streams open as it has had concurrent requests. Use one client for many requests.
 
     Args:
         url: host:port.
@@ -68,41 +68,41 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
-        """See `Client.generate`; cancelling the task cancels the request."""
+        """Like `Client.generate`. Cancelling the task cancels the request."""
         call = self._call(prompt, False, request_id, max_tokens, options)
         return completion([delta async for delta in self._deltas(call)])
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
-        """See `Client.stream`; `aclose()` of the iterator cancels the request."""
+        """Like `Client.stream`. `aclose()` of the iterator cancels the request."""
         return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     async def cancel(self, request_id: str, model: str | None = None) -> None:
-        """See `Client.cancel`."""
+        """Like `Client.cancel`."""
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         async for _ in self._deltas(stop_call(model, request_id)):
             pass
 
     async def state(self, model: str | None = None) -> dict[str, Any]:
-        """See `Client.state`."""
+        """Like `Client.state`."""
         call = state_call(model or self._model or IDS_MODEL)
         (state,) = [state async for state in self._received(call, read_state)]
         return state
 
     async def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
-        """See `Client.adapters`."""
+        """Like `Client.adapters`."""
         return await self._command(model, command="list")
 
     async def load_adapter(
         self, name: str, path: str | None = None, model: str | None = None
     ) -> tuple[Adapter, ...]:
-        """See `Client.load_adapter`."""
+        """Like `Client.load_adapter`."""
         return await self._command(model, command="load", name=name, path=path)
 
     async def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
-        """See `Client.unload_adapter`."""
+        """Like `Client.unload_adapter`."""
         return await self._command(model, command="unload", **name_or_id(adapter))
 
     async def _command(self, model: str | None, **command: Any) -> tuple[Adapter, ...]:
@@ -162,10 +162,10 @@ async def _read(
 
 
 class _Stream:
-    """A stream, which serves one request after another; see `streams.py`.
+    """A gRPC stream, which serves one request after another; see `streams.py`.
 
     Attributes:
-        is_idle: Whether it can take a request, as far as is known.
+        is_idle: Whether the stream can take a request, as far as the client knows.
     """
 
     def __init__(self, connection: grpc_aio.InferenceServerClient, url: str) -> None:
@@ -179,7 +179,8 @@ class _Stream:
     async def ask(self, call: Call) -> AsyncIterator[grpc_aio.InferResult]:
         """Yield the responses to a request as they arrive; raises ServerError.
 
-        Raises EndedIdle if the stream has served other requests and had not begun to answer this one.
+        Raises EndedIdle if the stream has served earlier requests and ends before its first response to this
+        one.
         """
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
         self._calls.put_nowait(call)
@@ -195,7 +196,7 @@ class _Stream:
                 raise server_error(error, self._url) from error
             may_have_ended = False
             self.is_idle = refusal is not None or is_final(result)
-            if refusal is not None:  # of this request; the stream continues
+            if refusal is not None:  # an error of this request only; the stream continues
                 raise server_error(refusal, self._url)
             yield result
 

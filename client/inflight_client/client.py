@@ -1,4 +1,4 @@
-"""The blocking client. It may be used from several threads at a time."""
+"""The blocking client. Several threads may use it at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 class Client:
     """A client of the server's gRPC port; as a context manager it closes the connections.
 
-    It keeps as many gRPC streams open as it has had concurrent requests, so use one client for many requests.
+    It keeps as many gRPC streams open as it has had concurrent requests. Use one client for many requests.
 
     Args:
         url: host:port.
@@ -51,7 +51,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections without requests in flight. Idempotent; a later request opens a new one."""
+        """Close all connections without requests in flight. Idempotent; a later request opens a new connection."""
         self._streams.close()
 
     def generate(
@@ -63,26 +63,31 @@ class Client:
             prompt: The prompt to continue.
             max_tokens: Maximum number of tokens to generate.
             request_id: An id for `cancel`, chosen by the caller; unique among requests in flight.
-            options: An option that is None is left to the server. docs/tensors.md has the meaning of each.
+            options: If an option is None, the server's default applies. docs/tensors.md describes each
+                option's tensor.
 
-                Sampling: temperature, top_k, top_p, seed and all others of `inflight_client.options.CHOOSING`;
-                allowed_token_ids, a list; logit_bias, {token id: 2.5}; embedding_bias, an array [vocab_size] or
-                texts with their weights, {"word": -5.0}; logits_post_processor_name, a function of the server.
+                Sampling: temperature, top_k, top_p, seed and all other options in
+                `inflight_client.options.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
+                embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0};
+                logits_post_processor_name, a function of the server.
 
-                Ending: end_id, pad_id, min_length; stop_words, and bad_words that never come: texts, lists of
-                token ids, or the array that the server takes, [2, n] or [1, 2, n]. The answer ends before a stop
-                word given as text, and after one given as ids. A bad word given as text is banned in its usual
-                tokens.
+                Ending: end_id, pad_id, min_length; stop_words, which end the answer, and bad_words, which
+                    are never
+                generated: texts, lists of token ids, or an array in the server's layout, [2, n] or [1, 2,
+                n]. The answer ends before a stop word given as text, but after one given as ids. A bad word
+                given as text is banned in its usual tokenizations.
 
                 Guided decoding: guide, a `Guide`.
 
-                LoRA: lora, an adapter's name or task id; lora_weights, (weights, config) for a task id that the
-                server does not know yet: arrays [rows, width] and [rows, 3 or 4]. The type of the weights is that
-                of the server's parameter lora_weights_data_type, float16 by default.
+                LoRA: lora, an adapter's name or task id; lora_weights, (weights, config) for a task id that
+                    the
+                server does not know yet: arrays [rows, width] and [rows, 3 or 4]. The weights must have the
+                type of the server's parameter lora_weights_data_type, by default float16.
 
                 Prompt tables, for example of an image: prompt_table, an array or a torch tensor [rows,
-                hidden_size], in the type that the server declares, float16 by default. Token id vocab_size + i
-                stands for row i; all rows are put before a text prompt. prompt_table_extra_ids, one per id.
+                hidden_size], in the type that the server declares, by default float16. Token id vocab_size +
+                i stands for row i; if the prompt is a text, all rows precede it. prompt_table_extra_ids, one
+                number per token id.
 
                 Several answers: num_return_sequences; beam_width with length_penalty, early_stopping and
                 beam_search_diversity_rate.
@@ -96,7 +101,7 @@ class Client:
                 where None means no end or no time limit; retention_decode_priority and
                 retention_decode_duration_ms.
 
-                Additional results: return_log_probs, num_top_log_probs, return_prompt_log_probs,
+                Further results: return_log_probs, num_top_log_probs, return_prompt_log_probs,
                 return_context_logits, return_generation_logits, return_perf_metrics.
 
         A text goes to `tensorrt_llm` instead of `ensemble` if `ensemble` has no tensor for one of its options:
@@ -114,25 +119,28 @@ class Client:
     ) -> Iterator[Delta]:
         """Return the answer as a stream. The request is sent when the first delta is requested.
 
-        A delta continues earlier ones of the same `sequence_index`. Deltas of a beam search are cumulative: each
-        one has everything so far, and replaces the previous one. Closing the iterator, or leaving a `for` loop
-        over it, cancels the request. Arguments and errors are those of `generate`.
+        A delta continues earlier deltas of the same `sequence_index`. Deltas of a beam search are
+        cumulative: each delta has everything so far, and replaces the previous one. Closing the iterator, or
+        leaving a `for` loop over it, cancels the request. Arguments and errors are as in `generate`.
         """
         return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     def cancel(self, request_id: str, model: str | None = None) -> None:
-        """End a request in flight, of this client or another one. Its last delta has the finish reason CANCELLED.
+        """Cancel a request in flight, of this client or of another one.
+
+        Its last delta has the finish reason CANCELLED.
 
         Args:
-            request_id: The request's id; nothing happens if it is not in flight.
-            model: The model that serves it, needed if another client sent it to a model other than `ensemble`.
+            request_id: The request's id. Nothing happens if no such request is in flight.
+            model: The model that serves the request; required if another client sent it to a model other
+                than `ensemble`.
         """
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         completion(self._deltas(stop_call(model, request_id)))
 
     def state(self, model: str | None = None) -> dict[str, Any]:
-        """Return the state of the server's batcher, for people; the server must have enabled state requests.
+        """Return the state of the server's batcher, for diagnosis. The server must have enabled state requests.
 
         Args:
             model: The model to ask; `tensorrt_llm` by default.
@@ -144,7 +152,7 @@ class Client:
         return state
 
     def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
-        """Return the server's LoRA adapters: named ones, loaded or not, and those sent by clients.
+        """Return the server's LoRA adapters: named adapters, loaded or not, and adapters sent by clients.
 
         Args:
             model: The model to ask; `tensorrt_llm` by default.
@@ -160,8 +168,8 @@ class Client:
         """Load an adapter before the first request needs it; return all adapters.
 
         Args:
-            name: Its name in requests.
-            path: Its folder below the server's lora_dir, if the server does not know the name yet.
+            name: The adapter's name in requests.
+            path: The adapter's folder below the server's lora_dir, if the server does not know the name yet.
             model: See `adapters`.
 
         Raises:
@@ -171,11 +179,12 @@ class Client:
         return self._command(model, command="load", name=name, path=path)
 
     def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
-        """Free an adapter's memory once no request uses it; return the remaining adapters. A named one is loaded
-        again when needed.
+        """Free an adapter's memory as soon as no request uses it; return the remaining adapters.
+
+        An adapter with a name is loaded again when a request needs it.
 
         Args:
-            adapter: Its name or its task id.
+            adapter: The adapter's name or task id.
             model: See `adapters`.
 
         Raises:
@@ -213,5 +222,5 @@ class Client:
                 if said is not None:
                     yield said
         finally:
-            responses.close()  # also if `read` has raised
+            responses.close()  # even if `read` has raised an error
             self._in_flight.discard(call)

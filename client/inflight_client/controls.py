@@ -150,7 +150,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
 """By option: its tensor's name in a text model, that in an id model, type, dimensions, and help."""
 
 ENDING_CONTROLS = ["min_length"]
-"""Those that end the answer."""
+"""Options that end the answer."""
 
 ALIASES = {"min_tokens": "min_length", "len_penalty": "length_penalty"}
 """Further names of options."""

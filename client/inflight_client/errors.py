@@ -21,7 +21,7 @@ _STATUS = {
     "CANCELLED": "CANCELLED",
     "INTERNAL": "INTERNAL",
 }
-"""gRPC's names for the server's kinds of errors."""
+"""gRPC's status name by the server's kind of error."""
 
 
 class ServerError(Exception):
@@ -54,9 +54,9 @@ def server_error(error: Exception, url: str) -> ServerError:
 
 
 def _with_options(marked: str) -> str:
-    """Replace the names of tensors, marked as in str.format's syntax, by names of options."""
+    """Replace the names of tensors, which are marked by braces as for str.format, by names of options."""
     try:
         parts = [(text, name) for text, name, *_ in Formatter().parse(marked)]
-    except ValueError:  # not this server's
+    except ValueError:  # another server's message, whose braces mark no names
         return marked
     return "".join(text + ("" if name is None else shown_name(name)) for text, name in parts)

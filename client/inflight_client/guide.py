@@ -1,4 +1,4 @@
-"""Guides: the formats that generated text can be constrained to."""
+"""Guides (guided decoding): formats to which generated text can be constrained."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class Guide:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Guide:
-        """Return a guide for text that is JSON and valid by a JSON schema."""
+        """Return a guide for text that is JSON and valid according to a JSON schema."""
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

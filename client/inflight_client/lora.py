@@ -114,7 +114,7 @@ def _convert(folder: Path, dtype: LoraType) -> tuple[NDArray[Any], NDArray[np.in
 def _by_layer(
     tensors: Mapping[str, NDArray[np.float32]],
 ) -> dict[tuple[int, int], tuple[str, dict[str, NDArray[np.float32]]]]:
-    """Return by layer and module id a linear layer's name, and its lora_A and lora_B."""
+    """Return the name, lora_A and lora_B of each linear layer, keyed by layer and module id."""
     layers: dict[tuple[int, int], tuple[str, dict[str, NDArray[np.float32]]]] = {}
     for key, tensor in tensors.items():
         match = _KEY.fullmatch(key)

@@ -23,12 +23,12 @@ class Adapter:
     """A LoRA adapter that requests can use.
 
     Attributes:
-        name: Its `lora_name` in requests; "" for one with a task id.
-        task_id: Its `lora_task_id` in requests; None for one with a name.
-        path: Its folder on the server; "" for one sent by a client.
-        is_loaded: Whether the server has it in memory. If not, its first request loads it.
-        rank: Its largest rank; 0 while it is not loaded.
-        num_bytes: Its size in the server's memory, in bytes.
+        name: The adapter's `lora_name` in requests; "" if it has a task id.
+        task_id: The adapter's `lora_task_id` in requests; None if it has a name.
+        path: The adapter's folder on the server; "" if a client sent it.
+        is_loaded: Whether the server has the adapter in memory. If not, the next request with it loads it.
+        rank: The adapter's largest rank; 0 while it is not loaded.
+        num_bytes: The adapter's size in the server's memory, in bytes.
     """
 
     name: str = ""
@@ -41,20 +41,22 @@ class Adapter:
 
 @dataclass(frozen=True)
 class PerfMetrics:
-    """Times and KV cache counts of a sequence. Times are the server's monotonic clock in ns; 0 if not reached yet.
+    """Times and KV cache counts of a sequence.
+
+    Times are in nanoseconds of the server's monotonic clock; 0 if the event has not happened yet.
 
     Attributes:
-        arrival_time_ns: The request was queued.
-        first_scheduled_time_ns: Its first iteration began.
-        first_token_time_ns: The first token was generated.
-        last_token_time_ns: The last token was generated.
-        kv_cache_alloc_new_blocks: KV blocks allocated for its prompt.
-        kv_cache_reused_blocks: KV blocks found in the cache.
-        kv_cache_missed_blocks: Full blocks of known tokens not found in the cache.
+        arrival_time_ns: When the request was queued.
+        first_scheduled_time_ns: When the request's first iteration began.
+        first_token_time_ns: When the first token was generated.
+        last_token_time_ns: When the last token was generated.
+        kv_cache_alloc_new_blocks: Number of KV blocks allocated for the prompt.
+        kv_cache_reused_blocks: Number of KV blocks found in the cache.
+        kv_cache_missed_blocks: Number of full blocks of the prompt that were not found in the cache.
         kv_cache_alloc_total_blocks: Equal to kv_cache_alloc_new_blocks.
-        total_draft_tokens: Draft tokens verified.
-        total_accepted_draft_tokens: Draft tokens accepted.
-        acceptance_rate: Accepted / verified.
+        total_draft_tokens: Number of verified draft tokens.
+        total_accepted_draft_tokens: Number of accepted draft tokens.
+        acceptance_rate: Accepted draft tokens / verified draft tokens.
     """
 
     arrival_time_ns: int = 0
@@ -72,7 +74,7 @@ class PerfMetrics:
 
 @dataclass(frozen=True)
 class Sequence:
-    """One answer, or the part of it in a delta. Fields that were not requested are empty or None.
+    """One answer, or the part of an answer in a delta. Fields that were not requested are empty or None.
 
     Attributes:
         text: Generated text, if the prompt was a text.
@@ -80,12 +82,13 @@ class Sequence:
         finish_reason: NOT_FINISHED until the last delta; then END_ID, STOP_WORDS, LENGTH, TIMED_OUT or CANCELLED.
         log_probs: The log probability of each generated token. All log probabilities are the model's own, before
             any option changes them.
-        cum_log_prob: Their sum over all tokens so far; for a beam, the sum that the search ranks it by.
+        cum_log_prob: Sum of the log probabilities of all tokens so far; for a beam, the sum by which the
+            search ranks beams.
         top_log_probs: The most likely tokens at the position of each generated token.
         generation_logits: [tokens, vocab_size] float32, the logits that each token was sampled from.
         perf_metrics: Times, and counts of KV blocks and draft tokens.
-        additional_outputs: By the output's name, `generation_<name>`, [tokens, width] float32: a row for the
-            position that each token was sampled at.
+        additional_outputs: Arrays [tokens, width] float32 by name, `generation_<name>`: one row for each
+            token, at the position from which it was sampled.
     """
 
     text: str = ""
@@ -102,8 +105,7 @@ class Sequence:
 
 
 class _FirstSequence:
-    """Access to the first sequence's values: those of the only sequence, the first of several, or the best
-    beam."""
+    """Properties with the values of the first sequence, which for a beam search is the best beam."""
 
     sequences: tuple[Sequence, ...]
 
@@ -161,17 +163,18 @@ class _FirstSequence:
 class Delta(_FirstSequence):
     """The content of one response of the server.
 
-    It continues earlier deltas of the same sequence, unless it is cumulative: the beams of a search change as it
-    goes on, so each of its responses has everything so far, best beam first.
+    A delta continues earlier deltas of the same sequence. But the beams of a beam search change while it
+    runs, so its deltas are cumulative: each has everything so far, with the best beam first.
 
     Attributes:
         sequences: One sequence; for a beam search, its beams.
         sequence_index: Index among num_return_sequences.
-        is_cumulative: Whether it replaces the previous delta instead of continuing it.
-        prompt_log_probs: Log probability of each prompt token, the first 0.
-        context_logits: [prompt tokens, vocab_size] float32. Like prompt_log_probs in every delta of a sequence,
-            or, if large, only in the first.
-        context_outputs: By the output's name, `context_<name>`, [prompt tokens, width] float32; only in a
+        is_cumulative: Whether the delta replaces the previous delta instead of continuing it.
+        prompt_log_probs: Log probability of each prompt token; 0 for the first. In every delta of a
+            sequence, or if large, only in the first.
+        context_logits: [prompt tokens, vocab_size] float32. In every delta of a sequence, or if large, only
+            in the first.
+        context_outputs: Arrays [prompt tokens, width] float32 by name, `context_<name>`; only in a
             sequence's first delta.
     """
 
@@ -190,10 +193,10 @@ class Completion(_FirstSequence):
     """A whole answer, without the prompt.
 
     Attributes:
-        sequences: One, or num_return_sequences of them in order, or the beams, best first.
-        prompt_log_probs: Log probability of each prompt token, the first 0.
+        sequences: One sequence; or num_return_sequences sequences in order; or the beams, best first.
+        prompt_log_probs: Log probability of each prompt token; 0 for the first.
         context_logits: [prompt tokens, vocab_size] float32.
-        context_outputs: See Delta.
+        context_outputs: As in Delta.
     """
 
     sequences: tuple[Sequence, ...] = ()
@@ -220,7 +223,7 @@ def completion(deltas: Iterable[Delta]) -> Completion:
 
 
 def _sequences(deltas: list[Delta]) -> tuple[Sequence, ...]:
-    """Return the sequences that deltas of one sequence, or of one beam search, form."""
+    """Join the deltas of one sequence, or of one beam search; return the sequence, or the beams."""
     last = deltas[-1]
     if last.is_cumulative or len(last.sequences) != 1:
         return last.sequences

@@ -1,9 +1,9 @@
 """gRPC streams that serve one request after another, for threads.
 
-A request in flight has a stream of its own. It can therefore be cancelled separately, errors belong to one
-request, and tritonserver 2.51 never writes two requests' responses to one stream, which can end it. The
-stream of an ended request is kept for the next one, because opening and ending hundreds per minute has ended
-that server too.
+Each request in flight has a stream to itself. So a request can be cancelled without others, and an error on
+a stream belongs to one request. Besides, tritonserver 2.51 can crash when it writes responses of two
+requests to one stream. The stream of an ended request is reused, because opening and closing hundreds of
+streams per minute can also crash tritonserver 2.51.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from inflight_client.tensors import PARAMETERS, Call, is_final
 
 
 class EndedIdle(Exception):
-    """A kept stream had ended before its next request: send the request again on a new one."""
+    """A reused stream had already ended, so that the request must be sent again on a new stream."""
 
 
 class Streams:
-    """The streams of one client: as many as it has had concurrent requests. Any thread."""
+    """The streams of one client. There are as many as it has had concurrent requests. Any thread."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Streams:
     def ask(self, call: Call) -> Generator[grpc.InferResult, None, None]:
         """Yield the responses to a request as they arrive; raises ServerError.
 
-        If the iterator is closed before the last response, the request is cancelled and its stream ended.
+        If the iterator is closed before the last response, the request is cancelled and its stream is closed.
         """
         try:
             yield from self._ask(call, self._take())
@@ -43,14 +43,14 @@ class Streams:
             yield from self._ask(call, self._add(_Stream(self._url)))
 
     def close(self) -> None:
-        """End the streams without requests. Idempotent."""
+        """Close the streams without requests. Idempotent."""
         with self._lock:
             idle, self._idle = self._idle, []
         for stream in idle:
             stream.close()
 
     def cancel(self) -> None:
-        """End all streams, which cancels requests in flight; for the end of the program."""
+        """Close all streams, which cancels requests in flight. Called at the end of the program."""
         with self._lock:
             in_flight = list(self._in_flight)
         for stream in in_flight:
@@ -80,10 +80,10 @@ class Streams:
 
 
 class _Stream:
-    """One stream, with a connection of its own, as in tritonclient.
+    """One gRPC stream, with a connection of its own, as tritonclient requires.
 
     Attributes:
-        is_idle: Whether it can take a request, as far as is known.
+        is_idle: Whether the stream can take a request, as far as the client knows.
     """
 
     def __init__(self, url: str) -> None:
@@ -104,8 +104,11 @@ class _Stream:
         starter.join()
 
     def ask(self, call: Call) -> Generator[grpc.InferResult, None, None]:
-        """See `Streams.ask`; raises EndedIdle if the stream has served other requests and had not begun to answer
-        this one."""
+        """Yield the responses to a request like `Streams.ask`.
+
+        Raises EndedIdle if the stream has served earlier requests and ends before its first response to this
+        one.
+        """
         may_have_ended, self._is_used, self.is_idle = self._is_used, True, False
         try:
             self._connection.async_stream_infer(
@@ -117,7 +120,8 @@ class _Stream:
                 parameters=PARAMETERS,
             )
         except InferenceServerException as error:
-            # A stream that broke before the request was sent has reported the reason, which is the better error.
+            # If the stream broke before the request was sent, it has reported the reason, which is a better
+            # error.
             _, reported = (None, None) if self._responses.empty() else self._responses.get()
             raise self._error(reported or error, may_have_ended) from error
         while not self.is_idle:
@@ -129,14 +133,15 @@ class _Stream:
             yield result
 
     def _error(self, error: Exception | None, may_have_ended: bool) -> Exception:
-        # A gRPC error has a status and ends the stream; a refusal by Triton has none, and ends the request.
+        # A gRPC error has a status and ends the stream. An error of Triton has no status and ends only the
+        # request.
         self.is_idle = isinstance(error, InferenceServerException) and error.status() is None
         if may_have_ended and not self.is_idle:
             return EndedIdle()
         return server_error(error, self._url) if error else ServerError("UNKNOWN", "an empty response")
 
     def close(self) -> None:
-        """Cancel a request in flight, and end the stream. Idempotent."""
+        """Cancel a request in flight, and close the stream. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

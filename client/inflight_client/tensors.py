@@ -1,7 +1,6 @@
-"""Requests as tensors, and the conversion of responses from tensors.
+"""Convert requests to tensors, and the tensors of responses to deltas.
 
-Owns the choice of the model and the conversion of a response's tensors to a delta. Knows nothing of connections.
-Plain functions; any thread.
+Also chooses the model of a request. Any thread.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
-# Models that also take text, under the names of the id models.
+# Models with the tensor names of the id models that also take text.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
 PARAMETERS = {"structured_errors": True}
-"""Parameters of every request: error messages begin with their kind, since Triton's streams do not carry the
-error code, and mark names of tensors, so that this client can name its options instead. The header
-`triton_grpc_error` would carry the code too, but can end a tritonserver 2.51."""
+"""Parameters of every request. With them, error messages begin with the error's kind, because Triton's
+streams do not transmit the error code, and mark names of tensors, so that this client can replace them by
+its options' names. The header `triton_grpc_error` would also transmit the code, but can crash tritonserver
+2.51."""
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 _PER_TOKEN_OUTPUTS = frozenset({"output_log_probs", "top_log_probs", "generation_logits"})
 
@@ -44,12 +44,12 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A request that is ready to be sent. A call is equal to itself only.
+    """A request that is ready to be sent. Two calls are never equal.
 
     Attributes:
-        model: The model that serves it.
-        request_id: Its id, unique among requests in flight.
-        inputs: Its tensors.
+        model: The model that serves the request.
+        request_id: The request's id, unique among requests in flight.
+        inputs: The request's tensors.
         outputs: The outputs to return.
         is_cumulative: Whether each response has everything so far.
         additional_outputs: The outputs from the server's parameter additional_model_outputs.
@@ -74,7 +74,7 @@ def generate_call(
 
     Raises:
         TypeError: An option is unknown.
-        ValueError: A value does not fit its tensor, or `model` has no tensor for it.
+        ValueError: A value does not fit its tensor, or `model` has no tensor for an option.
     """
     is_text = isinstance(prompt, str)
     if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
@@ -83,14 +83,16 @@ def generate_call(
     model = model or _model_for(is_text, read)
     by_text_names = is_text and model not in _ENGINE_MODELS
     if by_text_names and read.only_ids:
-        raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, by text too")
+        raise ValueError(f"{model} does not take {read.only_ids[0]}: {IDS_MODEL} does, and also takes text")
     if by_text_names and _has_ragged_outputs(read):
-        raise ValueError(f"{model} does not say how long each beam is: {IDS_MODEL} does, by text too")
+        raise ValueError(
+            f"{model} does not return the length of each beam: {IDS_MODEL} does, and also takes text"
+        )
     ids_outputs = (
         () if by_text_names else ("sequence_length",) if is_text else ("output_ids", "sequence_length")
     )
     if by_text_names and "output_log_probs" in read.outputs:
-        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat earlier values
+        ids_outputs = (NUM_OUTPUT_TOKENS,)  # a stream's responses repeat earlier log probs
     outputs = (*(("text_output",) if is_text else ()), *ids_outputs, "finish_reason", *read.outputs)
     tensors = {
         **_prompt_tensor(prompt),
@@ -111,7 +113,7 @@ def generate_call(
 
 
 def stop_call(model: str, request_id: str) -> Call:
-    """Return the request that ends another one, by its id."""
+    """Return the request that stops the request with this id."""
     stop = _input("stop", as_tensor("stop", [True], np.bool_, 1))
     return Call(model, request_id, [stop], [InferRequestedOutput("finish_reason")])
 
@@ -123,13 +125,13 @@ def state_call(model: str) -> Call:
 
 
 def read_state(result: InferResult) -> dict[str, Any] | None:
-    """Read the answer to `state_call`; None if it has only the final flag."""
+    """Read the response to `state_call`; return None if it has only the final flag."""
     array = result.as_numpy("state")
     return None if array is None else json.loads(array.ravel()[0])
 
 
 def adapters_call(model: str, **command: Any) -> Call:
-    """Return the request that lists, loads or unloads adapters; values that are None are left out."""
+    """Return the request that lists, loads or unloads adapters. Arguments that are None are left out."""
     text = json.dumps({key: value for key, value in command.items() if value is not None})
     array = np.array([[text.encode()]], dtype=np.object_)
     return Call(model, str(uuid.uuid4()), [_input("lora_command", array)], [InferRequestedOutput("adapters")])
@@ -141,7 +143,7 @@ def name_or_id(adapter: str | int) -> dict[str, str | int]:
 
 
 def read_adapters(result: InferResult) -> tuple[Adapter, ...] | None:
-    """Read the answer to `adapters_call`; None if it has only the final flag."""
+    """Read the response to `adapters_call`; return None if it has only the final flag."""
     array = result.as_numpy("adapters")
     return (
         None if array is None else tuple(Adapter(**each) for each in json.loads(array.ravel()[0])["adapters"])
@@ -149,7 +151,7 @@ def read_adapters(result: InferResult) -> tuple[Adapter, ...] | None:
 
 
 def read_delta(result: InferResult, call: Call) -> Delta | None:
-    """Read a response; None if it has only the final flag."""
+    """Read a response; return None if it has only the final flag."""
     outputs = _Outputs(result, call.additional_outputs)
     reasons = outputs.rows("finish_reason")
     if reasons is None:
@@ -190,7 +192,9 @@ class _Outputs:
         texts, ids = self._result.as_numpy("text_output"), self._part(row, "output_ids", length)
         log_probs = self._log_probs(row, length)
         return results.Sequence(
-            text="" if texts is None else texts.reshape(-1)[row].decode(),  # it has no batch dimension
+            text=""
+            if texts is None
+            else texts.reshape(-1)[row].decode(),  # this tensor has no batch dimension
             token_ids=() if ids is None else tuple(ids.tolist()),
             finish_reason=self._part(row, "finish_reason").decode(),
             log_probs=() if log_probs is None else tuple(log_probs.tolist()),
@@ -205,13 +209,12 @@ class _Outputs:
         )
 
     def additional(self, prefix: str) -> dict[str, np.ndarray]:
-        """Return the additional outputs of this kind, by name."""
+        """Return the additional outputs whose names begin with `prefix`, by name."""
         found = {name: self.rows(name) for name in self._additional if name.startswith(prefix)}
         return {name: rows for name, rows in found.items() if rows is not None}
 
     def _length(self, row: int) -> int | None:
-        """Return the number of tokens of a row, as rows are padded to the longest; None if there is only one
-        row."""
+        """Return the number of tokens of a row without padding; None if there is only one row, which has none."""
         lengths = self.rows("sequence_length")
         if lengths is None:
             lengths = self.rows(NUM_OUTPUT_TOKENS)
@@ -224,7 +227,7 @@ class _Outputs:
         return rows[row] if length is None else rows[row][:length]
 
     def _log_probs(self, row: int, length: int | None) -> np.ndarray | None:
-        """Return log probs of this response's tokens; a stream may repeat those of earlier tokens."""
+        """Return the log probs of this response's tokens, without repeated ones of earlier tokens."""
         rows = self.rows("output_log_probs")
         if rows is None or length is None or len(rows) > 1:
             return self._part(row, "output_log_probs", length)
@@ -247,7 +250,7 @@ def _model_for(is_text: bool, options: Options) -> str:
 
 
 def _has_ragged_outputs(options: Options) -> bool:
-    """Return whether the beams' lengths are needed to remove padding; a text model does not return these."""
+    """Return whether the beams' lengths, which text models do not return, are needed to remove padding."""
     return options.has_beams and not _PER_TOKEN_OUTPUTS.isdisjoint(options.outputs)
 
 
@@ -261,7 +264,8 @@ def _prompt_tensor(prompt: Prompt) -> dict[str, np.ndarray]:
 def _input(name: str, array: np.ndarray) -> InferInput:
     if array.dtype == BFLOAT16:
         tensor = InferInput(name, array.shape, "BF16")
-        # set_data_from_numpy converts float32 one value at a time, which takes seconds for an image's rows.
+        # set_data_from_numpy converts float32 to bfloat16 one value at a time, which takes seconds for an
+        # image's rows.
         tensor._raw_content = array.tobytes()
         return tensor
     tensor = InferInput(name, array.shape, np_to_triton_dtype(array.dtype))

@@ -1,7 +1,7 @@
-"""The name that programs of TensorRT-LLM's Executor API import; everything behind it is the package `inflight`.
+"""The package name that programs of TensorRT-LLM's Executor API import, implemented by the package `inflight`.
 
-There is `tensorrt_llm.bindings` with `executor` and GptManager, and nothing else of TensorRT-LLM. A path below
-this package, such as that of `bin/executorWorker`, names no file: the Executor ignores it, since it starts ranks
+It has only `tensorrt_llm.bindings`, with `executor` and GptManager. Files of TensorRT-LLM, such as
+`bin/executorWorker`, do not exist; the Executor ignores the path of that program, because it starts ranks
 itself.
 """
 

@@ -1,4 +1,4 @@
-"""The version of the package behind the name, which `bindings.executor.__version__` is too."""
+"""The version of the package `inflight`, equal to `bindings.executor.__version__`."""
 
 from inflight.executor import __version__
 

@@ -375,7 +375,9 @@ def test_a_model_that_lacks_a_tensor_gets_no_request(server) -> None:
     text_client = Client(server.url, model="ensemble")
     with pytest.raises(ValueError, match="ensemble does not take draft_input_ids: tensorrt_llm does"):
         text_client.generate("x", draft_input_ids=[1])
-    with pytest.raises(ValueError, match="ensemble does not say how long each beam is: tensorrt_llm does"):
+    with pytest.raises(
+        ValueError, match="ensemble does not return the length of each beam: tensorrt_llm does"
+    ):
         text_client.generate("x", beam_width=2, return_log_probs=True)
     assert not server.asked
 

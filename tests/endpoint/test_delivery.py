@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Response
-from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES, Delivery
+from inflight.endpoint.delivery import MAX_MERGED_LOGITS_BYTES, Delivery
 from inflight.errors import StepFailed
 from tests.endpoint.factories import PATIENCE_S, delta, make_result
 
@@ -83,7 +83,7 @@ def test_an_error_drops_waiting_responses_of_every_sequence() -> None:
 
 def test_merged_logits_have_a_size_limit() -> None:
     delivery = Delivery(limit=1)
-    row = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 12), bytes(4 * (MAX_JOINED_LOGITS_BYTES // 12)))
+    row = FloatTensor((1, MAX_MERGED_LOGITS_BYTES // 12), bytes(4 * (MAX_MERGED_LOGITS_BYTES // 12)))
     for token in range(7):
         result = make_result(token, generation_logits=(row,))
         delivery.put(Response(1, result, is_final=token == 6))
@@ -95,7 +95,7 @@ def test_merged_logits_have_a_size_limit() -> None:
 
 def test_remaining_pieces_of_large_logits_come_before_the_final_response() -> None:
     delivery = Delivery()
-    rows = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 4), bytes(MAX_JOINED_LOGITS_BYTES))
+    rows = FloatTensor((1, MAX_MERGED_LOGITS_BYTES // 4), bytes(MAX_MERGED_LOGITS_BYTES))
     for token in range(3):
         delivery.put(Response(1, make_result(token, generation_logits=(rows,))))
     delivery.put(delta(1, 9, final=True, sequence_index=1))
@@ -105,13 +105,13 @@ def test_remaining_pieces_of_large_logits_come_before_the_final_response() -> No
 
 def test_logits_beyond_the_size_limit_are_delivered() -> None:
     delivery = Delivery()
-    rows = FloatTensor((1, MAX_JOINED_LOGITS_BYTES // 2), bytes(2 * MAX_JOINED_LOGITS_BYTES))
+    rows = FloatTensor((1, MAX_MERGED_LOGITS_BYTES // 2), bytes(2 * MAX_MERGED_LOGITS_BYTES))
     delivery.put(Response(1, make_result(5, generation_logits=(rows,))))
     assert [r.result.output_token_ids for r in delivery.take()] == [((5,),)]
 
 
 def test_unmerged_responses_are_delivered_as_they_were_put() -> None:
-    delivery = Delivery(joins=False)
+    delivery = Delivery(merges=False)
     error = Response(7, error=StepFailed("boom"), is_final=True)
     of_7 = [delta(7, 1, sequence_index=1), delta(7, 2), delta(7, 3, sequence_index=1), error]
     for response in (*of_7[:2], delta(8, 1), *of_7[2:]):
@@ -120,9 +120,9 @@ def test_unmerged_responses_are_delivered_as_they_were_put() -> None:
     assert delivery.take() == [*of_7, delta(8, 1)]
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_responses_of_one_request_can_be_taken(joins: bool) -> None:
-    delivery = Delivery(limit=1, joins=joins)
+@pytest.mark.parametrize("merges", [True, False])
+def test_responses_of_one_request_can_be_taken(merges: bool) -> None:
+    delivery = Delivery(limit=1, merges=merges)
     of_2 = [delta(2, 2), delta(2, 3, sequence_index=1)]
     for response in (delta(1, 1), *of_2, delta(3, 4)):
         delivery.put(response)

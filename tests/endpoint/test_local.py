@@ -314,7 +314,7 @@ def test_a_batcher_that_does_not_answer_is_unavailable() -> None:
 
 
 def test_a_batcher_may_have_no_state(client) -> None:
-    with pytest.raises(Unsupported, match="does not tell its state"):
+    with pytest.raises(Unsupported, match="does not report its state"):
         client.state(1.0)
 
 

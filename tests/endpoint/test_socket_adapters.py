@@ -48,7 +48,7 @@ def test_an_engine_without_adapters_refuses_adapter_commands(path: str) -> None:
     server = EndpointServer(client, path)
     far = SocketEngineClient(path)
     for each in (client, far):
-        with pytest.raises(Unsupported, match="takes no commands for adapters"):
+        with pytest.raises(Unsupported, match="does not accept adapter commands"):
             each.adapters(LIST, 5.0)
     far.close()
     server.close()

@@ -114,6 +114,6 @@ def test_a_question_to_a_silent_engine_times_out(path, monkeypatch) -> None:
         connected, _ = listening.accept()
         with connected:
             connected.sendall(frames.encode(frames.Hello(DESCRIPTION)))
-            assert isinstance(asked.answer, Unavailable) and "did not tell its state" in str(asked.answer)
+            assert isinstance(asked.answer, Unavailable) and "did not report its state" in str(asked.answer)
             connected.sendall(frames.encode(frames.State(1, "too late")))
         client.close()

@@ -14,7 +14,7 @@ from tests.endpoint.factories import delta
 
 def handed_on(interval: int, responses: list[Response]) -> list[list[Response]]:
     """Return the responses that can be taken after each one is put."""
-    delivery: Delivery[Response] = Delivery(interval=interval, joins=False)
+    delivery: Delivery[Response] = Delivery(interval=interval, merges=False)
     steps = []
     for response in responses:
         delivery.put(response)

@@ -48,12 +48,12 @@ def test_an_answer_may_be_taken_before_the_request_is_opened() -> None:
 
 def test_the_queue_limit_counts_unfinished_sequences() -> None:
     enqueued = EnqueuedRequests()
-    assert enqueued.announce(2, most=3)
-    assert not enqueued.announce(2, most=3)
-    assert enqueued.announce(1, most=3)
-    enqueued.retract(2)
-    assert enqueued.announce(2, most=3)
-    assert enqueued.announce(100, most=None)
+    assert enqueued.reserve(2, most=3)
+    assert not enqueued.reserve(2, most=3)
+    assert enqueued.reserve(1, most=3)
+    enqueued.release(2)
+    assert enqueued.reserve(2, most=3)
+    assert enqueued.reserve(100, most=None)
 
 
 def test_take_returns_at_once_after_close() -> None:

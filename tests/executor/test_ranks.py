@@ -110,7 +110,7 @@ def test_a_lost_rank_is_reported_and_the_ranks_restart(checkpoint: Path, referen
             try:
                 answer = results_of(executor, trtllm.Request(PROMPT, 3))[0]
             except RuntimeError as error:
-                assert "cannot be reached" in str(error) or "later try" in str(error)
+                assert "cannot be reached" in str(error) or "later attempt" in str(error)
         assert answer.output_token_ids == [PROMPT + reference(PROMPT, 3)]
         assert executor.await_responses(timedelta(0)) == []
 

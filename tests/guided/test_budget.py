@@ -98,15 +98,13 @@ def test_a_grammar_with_growing_steps_ends_with_an_error(
 ) -> None:
     monkeypatch.setattr(llguidance_backend, "_most_items", lambda vocab_size: 500)
     backend = make_backend("llguidance", tiny_vocabulary())
-    with pytest.raises(
-        InvalidArgument, match=r"guided_decoding_guide .* more work than one request may ask for"
-    ):
+    with pytest.raises(InvalidArgument, match=r"guided_decoding_guide .* more work than one request may use"):
         follow(Guide(GuideKind.EBNF_GRAMMAR, grammar), 400, backend)
 
 
 LETTERS = Guide(GuideKind.REGEX, "[a-z]{1000}")
 LETTER = tiny_vocabulary().tokens.index(b"a")
-TOO_MUCH = "guided_decoding_guide cannot be used: its tokens take more work than one request may ask for"
+TOO_MUCH = "guided_decoding_guide cannot be used: its masks take more work than one request may use"
 
 
 def grammars_with(*guides: Guide, name: str) -> Grammars:

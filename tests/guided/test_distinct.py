@@ -107,14 +107,14 @@ def test_items_of_rejected_drafts_are_allowed() -> None:
     forked = matcher.fork()
     for each in (matcher, forked):
         each.consume(list(b',"y","z","w"]'))
-    with pytest.raises(InvalidArgument, match="has to be equal to one before it"):
+    with pytest.raises(InvalidArgument, match="must equal an earlier one"):
         followed.matcher(guide({"type": "string"})).consume(list(b'["x","y","x"'))
 
 
 def test_a_keyword_that_is_spelled_by_an_escape_counts() -> None:
     text = r'{"type": "array", "items": {"type": "integer"}, "unique\u0049tems": true}'
     matcher = grammars().matcher(Guide(GuideKind.JSON_SCHEMA, text))
-    with pytest.raises(InvalidArgument, match="has to be equal to one before it"):
+    with pytest.raises(InvalidArgument, match="must equal an earlier one"):
         matcher.consume(list(b"[1,1]"))
 
 

@@ -391,7 +391,7 @@ def test_a_property_cannot_come_twice_even_escaped(backend: GuideBackend) -> Non
                 "$ref": "#/$defs/a",
                 "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}},
             },
-            "a \\$ref that comes back to itself",
+            "a recursive \\$ref",
         ),
         ({"minimum": "3"}, 'minimum is "3", expected a number'),
         ({"maxLength": -1}, "maxLength is -1, expected an integer of at least 0"),
@@ -646,7 +646,7 @@ def test_unique_items_allow_only_different_items(backend: GuideBackend) -> None:
     assert np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist() == [ord("a")]
     other.consume(list(b'a","aa'))
     errors = backend.fill([MaskJob(other, 0)], masks)
-    assert "an item of an array has to be equal to one before it, and uniqueItems is true" in str(errors[0])
+    assert "where an array item must equal an earlier one, but uniqueItems is true" in str(errors[0])
     assert errors[0].names == ("guided_decoding_guide",)
     with pytest.raises(InvalidArgument, match="uniqueItems"):
         other.consume(list(b'"'))

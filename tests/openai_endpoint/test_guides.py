@@ -86,9 +86,12 @@ def test_vllms_white_space_options_are_followed() -> None:
         ),
         (
             {"structured_outputs": {"json": {"x-guidance": {}}, "disable_any_whitespace": True}},
-            "and so does the x-guidance of its schema",
+            "and the x-guidance of its schema both define the allowed white space",
         ),
-        ({"guided_json": {"x-guidance": {}}, "guided_whitespace_pattern": " "}, "x-guidance of its schema"),
+        (
+            {"guided_json": {"x-guidance": {}}, "guided_whitespace_pattern": " "},
+            "the x-guidance of its schema",
+        ),
         ({"guided_whitespace_pattern": " "}, "is for guided_json, which is missing"),
         ({"structured_outputs": {"json": "{", "whitespace_pattern": " "}}, "must have a JSON schema"),
     ],

@@ -273,7 +273,7 @@ def test_an_incomplete_body_times_out() -> None:
     with serving(ShortForBodies) as address:
         answer = talk(address, "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
     assert answer.startswith(b"HTTP/1.1 408 ") and b"x-request-id: " in answer
-    assert "3 bytes of the body have come" in bodies_of(answer)[0]["error"]["message"]
+    assert "3 bytes of the body were received" in bodies_of(answer)[0]["error"]["message"]
 
 
 def test_timeouts_apply_to_reused_connections() -> None:

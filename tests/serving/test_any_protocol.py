@@ -52,7 +52,7 @@ class Lines:
 class LineMaker:
     """Maker of responses as lines."""
 
-    def outputs(self, outputs: Sequence[Output]) -> str:
+    def make_response(self, outputs: Sequence[Output]) -> str:
         return "/".join(text for output in outputs for text in output.texts or ())
 
     def tensor_sizes(self, response: Any) -> list[tuple[str, int]]:

@@ -40,7 +40,7 @@ def start_batch(in_flight: InFlight, size: int, request_id: str = "") -> InFligh
 
 
 def finish(in_flight: InFlight, entry: InFlightRequest) -> list[Arrival | None]:
-    return [in_flight.arrive(engine_id, is_final=True) for engine_id in entry.engine_ids]
+    return [in_flight.find_arrival(engine_id, is_final=True) for engine_id in entry.engine_ids]
 
 
 def test_an_entry_is_found_by_the_engines_id_until_it_is_finished() -> None:
@@ -48,22 +48,22 @@ def test_an_entry_is_found_by_the_engines_id_until_it_is_finished() -> None:
     entry = start(in_flight, "a")
     (engine_id,) = entry.engine_ids
     assert engine_id == client.last_id
-    assert in_flight.arrive(engine_id, is_final=False) == Arrival(entry, 0, is_last=False)
-    assert in_flight.arrive(engine_id, is_final=True) == Arrival(entry, 0, is_last=True)
-    assert in_flight.arrive(engine_id, is_final=False) is None
-    assert in_flight.arrive(engine_id, is_final=True) is None
+    assert in_flight.find_arrival(engine_id, is_final=False) == Arrival(entry, 0, is_last=False)
+    assert in_flight.find_arrival(engine_id, is_final=True) == Arrival(entry, 0, is_last=True)
+    assert in_flight.find_arrival(engine_id, is_final=False) is None
+    assert in_flight.find_arrival(engine_id, is_final=True) is None
 
 
 def test_a_batch_is_finished_with_its_last_prompt() -> None:
     in_flight, _ = make_in_flight()
     entry = start_batch(in_flight, 3, "a")
     first, second, third = entry.engine_ids
-    assert in_flight.arrive(second, is_final=True) == Arrival(entry, 1, is_last=False)
-    assert in_flight.arrive(first, is_final=True) == Arrival(entry, 0, is_last=False)
+    assert in_flight.find_arrival(second, is_final=True) == Arrival(entry, 1, is_last=False)
+    assert in_flight.find_arrival(first, is_final=True) == Arrival(entry, 0, is_last=False)
     with pytest.raises(AlreadyExists):
         start(in_flight, "a")
-    assert in_flight.arrive(third, is_final=False) == Arrival(entry, 2, is_last=False)
-    assert in_flight.arrive(third, is_final=True) == Arrival(entry, 2, is_last=True)
+    assert in_flight.find_arrival(third, is_final=False) == Arrival(entry, 2, is_last=False)
+    assert in_flight.find_arrival(third, is_final=True) == Arrival(entry, 2, is_last=True)
     start(in_flight, "a")
 
 
@@ -79,7 +79,7 @@ def test_stop_and_cancel_reach_every_prompt() -> None:
 def test_an_abandoned_batch_ends_its_prompts_and_is_forgotten() -> None:
     in_flight, client = make_in_flight(FakeEngineClient(answers_stops=False))
     entry = start_batch(in_flight, 3, "a")
-    in_flight.arrive(entry.engine_ids[1], is_final=True)
+    in_flight.find_arrival(entry.engine_ids[1], is_final=True)
     in_flight.abandon(entry)
     assert [engine_id for engine_id, _ in client.stopped] == [entry.engine_ids[0], entry.engine_ids[2]]
     assert finish(in_flight, entry) == [None] * 3
@@ -100,7 +100,10 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     with pytest.raises(Unavailable, match="full"):
         start_batch(in_flight, 3, "a")
     assert [engine_id for engine_id, _ in client.stopped] == list(client.submitted)
-    assert [in_flight.arrive(engine_id, is_final=True) for engine_id in client.submitted] == [None, None]
+    assert [in_flight.find_arrival(engine_id, is_final=True) for engine_id in client.submitted] == [
+        None,
+        None,
+    ]
     assert in_flight.stop_admitting() == ()
 
 
@@ -117,7 +120,7 @@ def test_an_id_in_flight_is_refused_and_the_first_request_continues() -> None:
     with pytest.raises(AlreadyExists, match=r"^requestId a is already in progress, request is ignored\.$"):
         start(in_flight, "a")
     assert len(client.submitted) == 1 and not client.stopped
-    assert in_flight.arrive(first.engine_ids[0], is_final=False) is not None
+    assert in_flight.find_arrival(first.engine_ids[0], is_final=False) is not None
 
 
 def test_an_id_may_be_used_again_after_its_final_response() -> None:
@@ -200,7 +203,7 @@ def test_a_response_before_submit_returns_finds_its_entry() -> None:
     class FastClient(FakeEngineClient):
         def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
             handle = super().submit(request, on_response)
-            arrive = lambda: found.append(in_flight.arrive(handle.request_id, is_final=False))  # noqa: E731
+            arrive = lambda: found.append(in_flight.find_arrival(handle.request_id, is_final=False))  # noqa: E731
             lookers.append(threading.Thread(target=arrive))
             lookers[0].start()
             return handle
@@ -263,7 +266,7 @@ def test_a_registered_request_starts() -> None:
     entry = register(in_flight, "a")
     in_flight.start(entry, [make_request()], ignore)
     assert in_flight.wait_for_requests() == (entry,)
-    assert in_flight.arrive(client.last_id, is_final=True) == Arrival(entry, 0, is_last=True)
+    assert in_flight.find_arrival(client.last_id, is_final=True) == Arrival(entry, 0, is_last=True)
 
 
 def test_a_stop_before_the_start_ends_it_when_it_starts() -> None:

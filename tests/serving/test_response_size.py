@@ -7,7 +7,7 @@ import pytest
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
-from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
+from inflight.endpoint.delivery import MAX_MERGED_LOGITS_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 from inflight.serving.response_size import (
     MAX_RESPONSE_BYTES,
@@ -105,7 +105,7 @@ def test_sequences_in_one_response_count_together() -> None:
 
 def test_a_response_of_a_stream_has_at_most_the_joined_logits() -> None:
     long, short = with_logits(1000), with_logits(2)
-    assert sizes_of(long, streaming=True)["generation_logits"] == MAX_JOINED_LOGITS_BYTES
+    assert sizes_of(long, streaming=True)["generation_logits"] == MAX_MERGED_LOGITS_BYTES
     assert sizes_of(short, streaming=True)["generation_logits"] == 2 * MIB
     drafted = make_request(new=100, draft=20, return_generation_logits=True)
     assert sizes_of(drafted, streaming=True)["generation_logits"] == 21 * MIB  # joined into one response
@@ -259,7 +259,7 @@ def test_additional_outputs_count_if_they_are_requested() -> None:
     assert together.listed_bytes < MIB
     long = make_request(new=1000, additional_outputs=wanted)
     streamed = dict(response_size(long, VOCABULARY, True, False, offered).outputs)
-    assert streamed["generation_last_hidden_state"] == MAX_JOINED_LOGITS_BYTES
+    assert streamed["generation_last_hidden_state"] == MAX_MERGED_LOGITS_BYTES
 
 
 def test_additional_outputs_without_room_are_refused_at_admission() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight.core.request.stop import FinishReason
-from inflight.serving.background import NICENESS, give_way
+from inflight.serving.background import NICENESS, lower_priority
 from inflight.serving.in_flight import InFlight
 from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
@@ -34,7 +34,7 @@ def in_thread(work: Callable[[], int]) -> int:
 def nicer_by(more: int) -> Callable[[], int]:
     def work() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness() + more)
-        give_way()
+        lower_priority()
         return niceness()
 
     return work

@@ -25,7 +25,7 @@ BUILDER = ResponseBuilder(FakePbUtils())
 
 def arrays_of(*names: str, texts: tuple[str, ...] | None = ("text",), **result: object) -> dict:
     prompt = make_prompt(frozenset(names)) if names else make_prompt()
-    return BUILDER.outputs([Output(prompt, make_result(**result), texts)]).arrays()
+    return BUILDER.make_response([Output(prompt, make_result(**result), texts)]).arrays()
 
 
 def test_outputs_have_the_expected_values_and_shapes() -> None:
@@ -60,7 +60,7 @@ def test_an_output_requested_by_one_prompt_is_sent_for_the_whole_batch() -> None
     curious = Output(
         make_prompt(frozenset({"output_ids", "cum_log_probs"})), make_result(cum_log_probs=(-1.5,)), None
     )
-    arrays = BUILDER.outputs([plain, curious]).arrays()
+    arrays = BUILDER.make_response([plain, curious]).arrays()
     assert arrays["cum_log_probs"].tolist() == [[0.0], [-1.5]]
 
 

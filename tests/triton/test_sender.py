@@ -245,7 +245,7 @@ def test_the_id_is_free_when_the_final_response_arrives(desk: Desk) -> None:
 
     class LookingSender(ResponseSender):
         def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-            seen.append(desk.in_flight.arrive(entry.engine_ids[0], is_final=False))
+            seen.append(desk.in_flight.find_arrival(entry.engine_ids[0], is_final=False))
             super().send(response, flags)
 
     stream = LookingSender()

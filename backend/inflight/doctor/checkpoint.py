@@ -1,7 +1,7 @@
-"""Checks of a checkpoint (`--model`): its kind, whether it will load, and the room for its KV cache.
+"""Checks of a checkpoint (`--model`): its kind, whether it can be loaded, and how large its KV cache can be.
 
-The same functions read it as at a load, and it is laid out in a model repository like `scripts/serve` does
-it, but no weights are read. One thread.
+The checkpoint is read by the functions that load it, and laid out in a model repository as by
+`scripts/serve`, but no weights are read. One thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_checkpoint(
     """Report everything about one checkpoint.
 
     Args:
-        model: Folder or name, as for `scripts/serve --model`; missing files are not fetched.
+        model: Folder or name, as for `scripts/serve --model`; missing files are not downloaded.
         revision: As for `scripts/serve --revision`.
         dtype: As for `scripts/serve --dtype`.
         settings: As for `scripts/serve --set`.
@@ -131,7 +131,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 
 def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
-    """Report whether TensorRT plans would run here, by the checks that a load makes before it reads them."""
+    """Report whether TensorRT plans would run here, by the checks that are made before plans are loaded."""
     from inflight.engine.room import find_device
     from inflight.engine.tensorrt.checks import (
         check_model,

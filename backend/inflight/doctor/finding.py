@@ -1,4 +1,4 @@
-"""The finding of a check: its severity, and how to fix it. Standard library only."""
+"""The finding of a check: its severity, and how to fix the problem. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ INSTALL = "scripts/serve (it installs what is missing into .venv)"
 
 
 class Level(Enum):
-    """Severity of a finding: nothing to do; could be better; a server does not start or serve."""
+    """Severity of a finding.
+
+    GREEN: nothing to do. YELLOW: works, but could be better. RED: a server cannot serve.
+    """
 
     GREEN = "green"
     YELLOW = "yellow"
@@ -26,7 +29,7 @@ class Finding:
         name: Subject of the check.
         level: Severity.
         says: The result, in words.
-        mend: How to fix it, a command if there is one; "" if there is nothing to fix.
+        mend: How to fix the problem, if possible as a command; "" if there is nothing to fix.
     """
 
     name: str
@@ -51,7 +54,7 @@ def red(name: str, says: str, mend: str) -> Finding:
 
 
 def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of a check; a missing package or an error of the check is a red finding."""
+    """Return the findings of a check. A missing package, or an error of the check itself, gives a red finding."""
     try:
         return list(check())
     except ImportError as error:
@@ -62,7 +65,7 @@ def examine(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except Exception as error:  # a failing check must not hide the findings of the others
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         return [
-            red(name, f"the check itself failed: {said}", "this is a defect of the doctor: please report it")
+            red(name, f"the check itself failed: {said}", "this is a bug in scripts/doctor: please report it")
         ]
 
 

@@ -1,6 +1,6 @@
 """Checks of the machine: Python, processors, memory, shared memory, ports, a GPU and its driver.
 
-Standard library only, so that it runs before anything is installed. One thread.
+Imports only the standard library, so that it runs before anything is installed. One thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 4 << 30, 1 << 30
 _MODELS, _SHARED_BYTES_OF_MODEL = (
     6,
     4 << 20,
-)  # number of models, and the shared memory of each at the start (launch.py)
+)  # number of models times the shared memory of each at the start (launch.py)
 _LITTLE_SHARED_MEMORY = 256 << 20
 _ROOT = Path("/")
 _KINDS = (("bfloat16", False), ("float32", False), ("bfloat16", True))
@@ -58,7 +58,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report the usable processors, by affinity, cores and the control groups' quota, and the threads for them."""
+    """Report the processors that affinity, cores and control groups allow, and the engine's number of threads."""
     processors = Processors.here(root)
     if processors.num_threads == 1:
         yield yellow(
@@ -71,7 +71,7 @@ def check_processors(root: Path = _ROOT) -> Iterator[Finding]:
 
 
 def check_memory(root: Path = _ROOT) -> Iterator[Finding]:
-    """Report the memory for weights and KV cache, as the engine will see it."""
+    """Report the memory that the engine can use for weights and KV cache."""
     from inflight.engine.memory import available_cpu_memory
 
     free = available_cpu_memory(root)
@@ -123,7 +123,7 @@ def _mend_layers(reason: str) -> str:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Report whether /dev/shm has room for the models' responses; each model takes 4 MiB at its start."""
+    """Report whether /dev/shm is large enough for the models' responses. Each model takes 4 MiB at its start."""
     needed = _MODELS * _SHARED_BYTES_OF_MODEL
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         yield red(str(folder), "is not a writable folder", "mount -t tmpfs -o size=1g tmpfs /dev/shm")
@@ -179,7 +179,7 @@ def _described_owner(port: int) -> str:
 
 
 def _listeners(port: int, root: Path = _ROOT) -> list[tuple[int, str]]:
-    """Return (process id, name) of the processes that listen on a TCP port, except those of other users."""
+    """Return (process id, name) of the processes of this user that listen on a TCP port."""
     inodes = set(_listening_sockets(port, root))
     found: list[tuple[int, str]] = []
     for folder in (root / "proc").glob("[0-9]*") if inodes else ():
@@ -207,7 +207,7 @@ def _listening_sockets(port: int, root: Path) -> Iterator[str]:
 
 
 def has_gpu(root: Path = _ROOT) -> bool:
-    """Return whether the kernel has an NVIDIA device, as a start determines it."""
+    """Return whether the kernel has an NVIDIA device; the same test as at a start."""
     return (root / "dev/nvidiactl").exists()
 
 

@@ -1,4 +1,4 @@
-"""Write findings: in colours by rich on a terminal, as plain lines elsewhere, or as JSON."""
+"""Write findings as JSON or as lines; on a terminal, lines are coloured by the package rich."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUMMARY = {
 
 
 def write_json(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Write an object: `status`, the worst level, and `findings` with name, level, says and mend."""
+    """Write a JSON object with `status`, the worst level, and `findings`, each with name, level, says and mend."""
     values = [{**asdict(finding), "level": finding.level.value} for finding in findings]
     json.dump({"status": worst(findings).value, "findings": values}, stream, indent=2)
     stream.write("\n")

@@ -63,9 +63,9 @@ def _devices(torch: Any) -> Iterator[Finding]:
 def check_attention(
     model: Path | None, dtype: str | None = None, kv_cache_dtype: str = "auto"
 ) -> Iterator[Finding]:
-    """Report which attention kernel a model gets on the device, and why not a faster one.
+    """Report which attention kernel a model uses on the device, and why faster kernels are not used.
 
-    Kernels are tried as at a load.
+    Kernels are tried as when a model is loaded.
 
     Args:
         model: Checkpoint folder; None: the demo model, as an example.
@@ -157,7 +157,8 @@ def check_tritonserver(program: Path | None = None) -> Iterator[Finding]:
             yield red("tritonserver", str(error), _mend_server(str(error)))
             return
         says = f"{found.program}{_wheel_version() if program is None else _image_version(found.program)}"
-        # It has no option to print its version; --help shows whether it can be loaded at all.
+        # tritonserver has no option to print its version; --help shows whether the program can be loaded at
+        # all.
         if _first_line([str(found.program), "--help"], found.environment()) is None:
             yield red("tritonserver", f"{says} does not start: a library is missing", f"ldd {found.program}")
             return
@@ -188,7 +189,7 @@ def _wheel_version() -> str:
 
 
 def _image_version(program: Path) -> str:
-    """Return the version of a server in one of NVIDIA's images, read from a file; "" elsewhere."""
+    """Return the version of a server in one of NVIDIA's images, read from a file; "" if there is no such file."""
     try:
         return f", {(program.parent.parent / 'TRITON_VERSION').read_text().strip()}"
     except OSError:

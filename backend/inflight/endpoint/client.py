@@ -1,7 +1,8 @@
 """The front end's side of the endpoint: an EngineClient for an engine in another process.
 
-The client has one connection, made on first use and again after it broke. When a connection ends, every request in
-flight on it gets one final Unavailable. Any thread may call; responses arrive on the reader thread.
+The client has one connection, made on first use and made again after it was lost. When a connection ends,
+every request in flight on it gets one final response with Unavailable. Any thread may call; responses arrive
+on the client's reader thread.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ from inflight.errors import InvalidArgument, Unavailable, Unreachable, error_fro
 
 _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 5.0
-# The engine reads frames as they arrive. One that does not for this long hangs, and must not block the front end.
+# Seconds for which a send may block. The engine reads frames as they arrive; if it does not, it hangs and
+# must not block the front end.
 _SEND_TIMEOUT_S = 5
-# A connection may break just as a request is about to be sent.
+# Attempts to send a request: the connection may be lost just before.
 _CONNECTIONS_TRIED = 3
-# How much longer than the engine's own timeout this side waits for an answer.
+# Seconds by which this side waits longer for an answer than the engine's own timeout.
 _MARGIN_S = 1.0
 
 _Question = ReadState | CommandAdapters | ReadReports
@@ -79,8 +81,7 @@ class SocketEngineClient:
         """Send `request` to the engine.
 
         Raises:
-            Unavailable: The engine cannot be reached, and `on_response` is not called. InvalidArgument: The
-                request is too large to be sent.
+            Unavailable: The engine cannot be reached, and `on_response` is not called.
             InvalidArgument: The request is too large to be sent.
         """
         request_id = next(self._ids)
@@ -91,10 +92,10 @@ class SocketEngineClient:
         for _ in range(_CONNECTIONS_TRIED):
             if self._connected().submit(request_id, parts, on_response):
                 return RequestHandle(request_id, self.stop)
-        raise Unreachable("the engine ends every connection; a later try may work")
+        raise Unreachable("the engine closes every connection; a later attempt may succeed")
 
     def reserve_id(self) -> int:
-        """Return an id that no request will get."""
+        """Return an id that no request has or will have."""
         return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
@@ -104,25 +105,25 @@ class SocketEngineClient:
             connection.stop(Stop(request_id, reason, sequence_index))
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing: an engine in another process does not wait for an outbox here."""
+        """Do nothing: an engine in another process does not wait until this process has sent its responses."""
 
     def state(self, timeout_s: float) -> str:
         """Return the engine's state as JSON; raises Unavailable if the engine does not answer.
 
-        Must not be called from a callback of `submit`, as answers arrive on the thread of the callbacks.
+        Must not be called from a callback of `submit`, because answers arrive on the thread of the callbacks.
         """
         return self._connected().state(timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Have the engine carry out a command, and return all adapters as they are afterwards.
+        """Send a command to the engine, and return the state of all adapters after it.
 
-        Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the command.
-        Must not be called from a callback of `submit` (see `state`).
+        Raises Unavailable if the engine cannot be reached or does not answer in time, and errors of the
+        command. Must not be called from a callback of `submit` (see `state`).
         """
         return self._connected().adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Return the reports kept since the last call; raises Unavailable without an engine.
+        """Return the reports since the last call; raises Unavailable if the engine cannot be reached.
 
         Must not be called from a callback of `submit` (see `state`).
         """
@@ -145,7 +146,7 @@ class SocketEngineClient:
             return self._connection
 
     def _connect(self) -> _EngineConnection:
-        """Make a new connection. Of consecutive failures only the first is logged, with the path."""
+        """Make a new connection. Only the first of consecutive failures is logged, with the path."""
         try:
             made = _EngineConnection(self._path)
         except Unreachable as error:
@@ -162,7 +163,7 @@ class _EngineConnection:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()  # guards the tables of callbacks and questions
+        self._lock = threading.Lock()  # guards the callbacks and the unanswered questions
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
         self._questions: dict[int, Future[_Reply]] = {}
@@ -175,7 +176,7 @@ class _EngineConnection:
             self._socket.close()
             raise Unreachable(
                 f"the engine cannot be reached ({_why(error)}): check that the model that holds it (tensorrt_llm, "
-                "or what tensorrt_llm_model_name or tensorrt_llm_draft_model_name says) is loaded and READY, and "
+                "or that of tensorrt_llm_model_name or tensorrt_llm_draft_model_name) is loaded and READY, and "
                 "that both models have the same engine_endpoint"
             ) from error
         self._reader = threading.Thread(target=self._read, name="endpoint-client", daemon=True)
@@ -192,7 +193,7 @@ class _EngineConnection:
     def submit(
         self, request_id: int, parts: Sequence[bytes | memoryview], on_response: SendResponseCallback
     ) -> bool:
-        """Send a request; return whether it will be answered. If not, the connection has ended."""
+        """Send a request; return whether `on_response` gets a response. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
@@ -228,7 +229,7 @@ class _EngineConnection:
         return reported.reports
 
     def _ask(self, question: _Question, what: str) -> _Reply:
-        """Send a question and wait for the answer, for the question's own timeout and a margin."""
+        """Send a question and wait for its answer, a little longer than the question's own timeout."""
         timeout_s = question.timeout_s
         answer: Future[_Reply] = Future()
         with self._lock:
@@ -239,7 +240,7 @@ class _EngineConnection:
         try:
             return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
-            raise Unreachable(f"the engine did not tell {what} in {timeout_s:g} s") from None
+            raise Unreachable(f"the engine did not report {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
                 self._questions.pop(question.question, None)
@@ -250,7 +251,7 @@ class _EngineConnection:
             self._reader.join()
 
     def _send(self, *parts: bytes | memoryview) -> bool:
-        """Send a frame; return False if the engine closed the connection, so that it has not read all of it."""
+        """Send a frame; return False if the engine closed the connection before it read the whole frame."""
         try:
             with self._send_lock:
                 for part in parts:
@@ -292,7 +293,7 @@ class _EngineConnection:
             return
         try:
             on_response(response)
-        except Exception:  # a faulty front end must not end the connection for all
+        except Exception:  # an error in a front end must not end the connection of all requests
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
     def _answer(self, frame: _Reply) -> None:
@@ -315,8 +316,8 @@ class _EngineConnection:
 
     def _lost(self) -> Unreachable:
         return Unreachable(
-            "the connection to the engine was lost while the request was in flight; the server's log may say "
-            "why, and a later try may work"
+            "the connection to the engine was lost while the request was in flight; the server's log may have "
+            "the reason, and a later attempt may succeed"
         )
 
 
@@ -326,14 +327,14 @@ def _why(error: OSError | BadFrame) -> str:
 
 
 def drain_engine(path: str, timeout_s: float) -> bool:
-    """Tell the engine at `path` that its server is shutting down, and wait until everything in flight is answered.
+    """Notify the engine at `path` that its server is shutting down, and wait until all requests are answered.
 
     Args:
-        path: The engine's socket.
+        path: Path of the engine's socket.
         timeout_s: Requests still in flight after this many seconds end with UNAVAILABLE.
 
     Returns:
-        Whether the engine has answered everything; False if no engine can be reached.
+        Whether the engine has answered all requests; False if no engine can be reached.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + 2 * _HELLO_TIMEOUT_S)
@@ -349,21 +350,21 @@ def drain_engine(path: str, timeout_s: float) -> bool:
 
 
 def retire_predecessor(path: str, timeout_s: float, server: str = "", patience_s: float = 30.0) -> bool:
-    """End the engine at `path` if it has the same parent process as this one, or works for the server `server`.
+    """End the engine at `path` if its process has the same parent as this one, or it belongs to `server`.
 
-    A server may start a model's next process while the previous one is still alive. The previous one is told to
-    finish its requests and free its resources, and this function waits until it is gone. Engines of other servers
-    are left alone.
+    tritonserver may start a model's next process while the previous process is still alive. This function
+    asks the previous process to finish its requests and free its resources, and waits until it has ended.
+    Engines of other servers are not touched.
 
     Args:
-        path: The engine's socket.
-        timeout_s: How long its requests may continue, in seconds.
-        server: The tritonserver to which an engine may belong that tritonserver has not started itself
-            (`Hello.server`).
-        patience_s: How many more seconds to wait for the engine's end.
+        path: Path of the engine's socket.
+        timeout_s: How long the engine's requests may continue, in seconds.
+        server: The tritonserver of this process, as in `Hello.server`, for engines that are not child
+            processes of their tritonserver.
+        patience_s: How many seconds after `timeout_s` to wait for the engine's end.
 
     Returns:
-        Whether there was such an engine and it is gone.
+        Whether there was such an engine and it has ended.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s + patience_s)

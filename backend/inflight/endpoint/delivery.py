@@ -1,12 +1,11 @@
 """Queues of responses from the engine to a consumer that may be slower.
 
-A delivery holds the responses that wait for one consumer: a sender thread, a connection's writer, a coroutine, or
-a program that fetches them. A consumer that falls behind gets one merged response per sequence, so that its work
-is bounded by the number of sequences and not of tokens. A request's final response comes out after all its other
-responses: its sequences are merged separately, and end in any order.
+A Delivery holds the responses that wait for one consumer: a sender thread, a connection's writer, a
+coroutine, or a program that fetches them. A consumer that falls behind gets one merged response per
+sequence, so that its work is bounded by the number of sequences, not of tokens. The sequences of a request
+are merged separately and end in any order, but the request's final response is always taken last.
 
-It does not know the consumer or what it does with a response. Any thread may call any method. Nothing polls: an
-idle consumer waits on a condition variable.
+Any thread may call any method. An idle consumer waits on a condition variable.
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from typing import Generic, TypeVar
 
 from inflight.core.request.response import Response, merge_responses
 
-MAX_JOINED_LOGITS_BYTES = 8 << 20
-"""Responses with more bytes of generation_logits and additional outputs than this are not merged. Otherwise a
-stream that falls behind could need as much memory as its whole answer."""
+MAX_MERGED_LOGITS_BYTES = 8 << 20
+"""Largest size in bytes of the generation_logits and additional outputs of merged responses.
+
+Without this limit, a stream that falls behind could need as much memory as its whole answer.
+"""
 
 _Key = tuple[int, int]  # request id, sequence index
 _R = TypeVar("_R", bound=Response)
@@ -32,43 +33,44 @@ class Delivery(Generic[_R]):
     A request id must not be reused while its final response is still waiting here.
 
     Args:
-        limit: Maximum number of responses to take at a time; 0: no limit. Responses left waiting continue to be
-            merged.
-        interval: Number of tokens for which a sequence's response is held back, at least 1. The first and the last
-            response of a sequence are never held back.
-        joins: Whether the waiting responses of a sequence are merged. If not, each is taken unchanged, and those
-            of one request are taken together.
-        on_news: Called on the thread of `put`, without a lock, when the queue becomes non-empty, for a consumer
-            that does not wait in `take`. It has to take until nothing is left.
+        limit: Largest number of responses to take at a time; 0: no limit. Responses that are left waiting
+            are merged with later ones.
+        interval: A sequence's responses are held back until they have this many tokens together, at least 1.
+            The first and the last response of a sequence are never held back.
+        merges: Whether the waiting responses of a sequence are merged. If not, responses are taken
+            unchanged, and all responses of one request are taken together.
+        on_news: Function for a consumer that does not wait in `take`: called on the thread of `put`, without
+            a lock, when the queue becomes non-empty. The consumer must then take until the queue is empty.
     """
 
     def __init__(
         self,
         limit: int = 0,
         interval: int = 1,
-        joins: bool = True,
+        merges: bool = True,
         on_news: Callable[[], object] | None = None,
     ) -> None:
         self._limit = limit
         self._interval = interval
-        self._joins = joins
+        self._merges = merges
         self._on_news = on_news
         lock = threading.Lock()
         self._changed = threading.Condition(lock)
         self._asleep = threading.Condition(lock)
         self._waiting: dict[_Key, list[_R]] = {}  # in order of first insertion, hence fair
-        # By request, the waiting sequences besides sequence 0; requests with one sequence are not here.
+        # Indices of the waiting sequences other than 0, by request. Requests with one sequence have no
+        # entry.
         self._further: dict[int, set[int]] = {}
-        # Responses held back since the last delivered one, by request and sequence. A sequence has no entry before
+        # Responses held back because of `interval`, by request and sequence. A sequence has no entry before
         # its first response.
         self._held: dict[int, dict[int, list[_R]]] = {}
         self._num_consumers_asleep = 0
         self._closed = False
 
     def put(self, response: _R) -> None:
-        """Add one response in O(1), without waiting for a consumer; an error takes O(sequences).
+        """Add one response without waiting for the consumer, in O(1); in O(sequences) if it is an error.
 
-        A sequence that is already waiting keeps its place in the queue. After `close` the response is dropped.
+        A sequence that is already waiting keeps its place in the queue. After `close` responses are dropped.
         """
         with self._changed:
             if self._closed:
@@ -88,21 +90,21 @@ class Delivery(Generic[_R]):
 
         Args:
             timeout_s: Seconds to wait for the first response; None waits until there is one.
-            request_id: The request whose responses to take; None: of all requests, at most `limit`.
+            request_id: Request whose responses to take; None: take those of all requests, at most `limit`.
 
         Returns:
-            The responses; empty if the delivery is closed and drained, or the time is up.
+            The responses; empty if the delivery is closed and has no more, or after the timeout.
         """
         with self._changed:
             if not self._waits(request_id) and not self._closed and timeout_s != 0:
                 self._sleep(timeout_s, request_id)
             backlogs = self._take(request_id)
-        if self._joins:
+        if self._merges:
             return [merge_responses(backlog) for backlog in backlogs]
         return [response for backlog in backlogs for response in backlog]
 
     def run(self, sink: Callable[[list[_R]], object]) -> None:
-        """Pass responses to `sink`, on this thread, until the delivery is closed and drained."""
+        """Pass responses to `sink`, on this thread, until the delivery is closed and has no more."""
         while responses := self.take():
             sink(responses)
 
@@ -113,10 +115,10 @@ class Delivery(Generic[_R]):
             return sum(len(self._waiting[key]) for key in keys)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait, at most `timeout_s` seconds, until nothing waits here and a consumer is back in `take`.
+        """Wait, at most `timeout_s` seconds, until all responses are sent; return whether they are.
 
-        Returns whether that is so. A consumer back in `take` has dealt with everything it took. Responses held
-        back by `interval` do not count.
+        They are sent when the queue is empty and the consumer waits in `take` again. Responses that are held
+        back because of `interval` do not count.
         """
         with self._changed:
             return self._asleep.wait_for(
@@ -124,7 +126,7 @@ class Delivery(Generic[_R]):
             )
 
     def close(self) -> None:
-        """Accept no more responses. Waiting ones are still delivered; after that `take` returns an empty list."""
+        """Accept no more responses. Waiting responses can still be taken; then `take` returns an empty list."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -133,7 +135,7 @@ class Delivery(Generic[_R]):
     # ---------------------------------------------------------------- under the lock
 
     def _due(self, response: _R) -> list[_R]:
-        """Return the responses to let through, in order, now that `response` has arrived."""
+        """Return the responses to queue now: none if `response` is held back, else all held-back ones and it."""
         sequences = self._held.setdefault(response.request_id, {})
         is_first = response.sequence_index not in sequences
         held = sequences.setdefault(response.sequence_index, [])
@@ -149,12 +151,12 @@ class Delivery(Generic[_R]):
         return []
 
     def _add(self, response: _R) -> None:
-        key = (response.request_id, response.sequence_index if self._joins else 0)
-        if response.result is None and self._joins:
+        key = (response.request_id, response.sequence_index if self._merges else 0)
+        if response.result is None and self._merges:
             self._drop_all(response.request_id)
         backlog = self._waiting.get(key)
         if backlog is not None:
-            backlog.append(response)  # merged on the consumer's thread, as the producer is the loop thread
+            backlog.append(response)  # merged on the consumer's thread, to save time of the loop thread
             return
         self._append(key, [response])
         if self._num_consumers_asleep:
@@ -174,7 +176,7 @@ class Delivery(Generic[_R]):
         return self._waiting.pop(key, [])
 
     def _drop_all(self, request_id: int) -> None:
-        """Drop a request's responses: an error follows, which takes the place of sequence 0."""
+        """Drop a request's waiting responses, because an error follows, which is queued as sequence 0."""
         for index in tuple(self._further.get(request_id, ())):
             self._remove((request_id, index))
         if (request_id, 0) in self._waiting:
@@ -194,9 +196,9 @@ class Delivery(Generic[_R]):
             for key in self._next_keys(request_id):
                 backlog = self._remove(key)
                 if backlog[-1].is_final and self._waits(key[0]):
-                    self._append(key, backlog)  # behind its request's other sequences
+                    self._append(key, backlog)  # after its request's other sequences
                     continue
-                count = _num_joined(backlog) if self._joins else len(backlog)
+                count = _num_to_merge(backlog) if self._merges else len(backlog)
                 taken.append(backlog[:count])
                 if count < len(backlog):
                     self._append(key, backlog[count:])
@@ -218,7 +220,10 @@ class Delivery(Generic[_R]):
 
 
 def _num_tokens(held: list[_R]) -> int:
-    """Count the tokens of these responses. A cumulative one repeats earlier tokens, so it counts as one token."""
+    """Count the tokens of these responses.
+
+    A cumulative response repeats earlier tokens and counts as one token.
+    """
     return sum(
         1 if each.result.is_cumulative else len(each.result.output_token_ids[0])
         for each in held
@@ -226,14 +231,14 @@ def _num_tokens(held: list[_R]) -> int:
     )
 
 
-def _num_joined(backlog: list[_R]) -> int:
-    """Return how many responses, from the first on, to merge: all, unless their logits are too large."""
+def _num_to_merge(backlog: list[_R]) -> int:
+    """Return how many of the first responses to merge: all, unless their tensors are larger than the limit."""
     last = backlog[-1].result
     if last is None or last.is_cumulative or (last.generation_logits is None and not last.additional_outputs):
         return len(backlog)
     num_bytes = 0
     for count, response in enumerate(backlog):
         num_bytes += 0 if response.result is None else response.result.num_tensor_bytes
-        if num_bytes > MAX_JOINED_LOGITS_BYTES:
+        if num_bytes > MAX_MERGED_LOGITS_BYTES:
             return max(count, 1)
     return len(backlog)

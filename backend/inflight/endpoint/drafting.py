@@ -1,15 +1,15 @@
 """An EngineClient over two engines: a draft model proposes tokens, and the target model verifies them.
 
-A `DraftedRequest` is answered in rounds. In each round the draft engine generates a few tokens after the known
-ones, and the target engine verifies them in one pass, which returns the accepted ones and one more. Both engines
-get ordinary requests, and find the KV blocks of earlier rounds by content. All other requests go to the target
-engine unchanged. This module knows no texts and no protocol.
+A `DraftedRequest` is answered in rounds. In each round the draft engine generates a few tokens that continue
+the known tokens, and the target engine verifies them in one forward pass, which returns the accepted tokens
+and one more. Both engines get ordinary requests, and reuse the KV blocks of earlier rounds by prefix
+caching. All other requests go to the target engine unchanged.
 
-The state of drafted requests belongs to one thread, which starts rounds and passes responses on. Everything that
-happens on other threads (responses of the engines, `submit` and `stop`) reaches it through a queue. It never waits
-for an engine's computation; but while an engine's socket accepts no connection or no bytes, the thread blocks in
-the client's `submit`, for some seconds at most, and all drafted requests with it. Other requests do not pass
-through it.
+One thread, the drafting thread, owns the state of drafted requests, starts rounds and passes responses on.
+Events on other threads (responses of the engines, `submit` and `stop`) reach it through a queue. It never
+waits for an engine's computation; but if an engine's socket accepts no connection or no bytes, it blocks in
+the client's `submit` for some seconds at most, and all drafted requests wait. Other requests do not use this
+thread.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from inflight.errors import InflightError, Name, StepFailed, Unavailable, withou
 _log = logging.getLogger(__name__)
 _NS_PER_MS = 1_000_000
 _DRAFT_SEED = 0x5DEECE66D
-"""Bits in which the seed of sampled drafts differs from the request's seed."""
+"""XORed with a request's seed to get the seed of its sampled drafts."""
 
 _Job = Callable[[], None]
 
 
 class DraftingClient:
-    """An `EngineClient` over a target and a draft engine; it closes both clients.
+    """An `EngineClient` over a target engine and a draft engine. It owns and closes both clients.
 
     Args:
         target: The client of the model whose tokens are returned.
-        draft: The client of the model that proposes tokens. It must have the same tokenizer; the vocabularies may
-            be padded to different sizes.
+        draft: The client of the model that proposes tokens. Both models must have the same tokenizer; their
+            vocabularies may be padded to different sizes.
     """
 
     def __init__(self, target: EngineClient, draft: EngineClient) -> None:
@@ -84,7 +84,7 @@ class DraftingClient:
                     del self._drafted[request_id]
             try:
                 on_response(replace(response, request_id=request_id))
-            except Exception:  # a faulty request must not end the thread of all
+            except Exception:  # an error of one request must not end the thread of all
                 _log.exception("a front end failed to take a response of request %d", request_id)
 
         engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
@@ -95,7 +95,7 @@ class DraftingClient:
         return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
-        """Return an id that no request will get."""
+        """Return an id that no request has or will have."""
         return self._target.reserve_id()
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
@@ -116,16 +116,16 @@ class DraftingClient:
         return self._target.state(timeout_s)
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Have the target engine carry out a command, and return all of its adapters."""
+        """Send a command to the target engine, and return the state of all of its adapters."""
         return self._target.adapters(command, timeout_s)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Return the reports that the target engine has kept since the last call."""
+        """Return the target engine's reports since the last call."""
         return self._target.reports(kind, timeout_s)
 
     def close(self) -> None:
         """Close both clients; requests in flight get Unavailable. Idempotent."""
-        # Both answer everything in flight; a request that then starts another round fails.
+        # Closing answers all requests in flight; a request that starts another round afterwards fails.
         self._draft.close()
         self._target.close()
         self._jobs.put(None)
@@ -150,8 +150,8 @@ class _Drafted:
     Args:
         request: The client's request.
         engines: The target engine and the draft engine.
-        respond: Takes its responses; their request id is ignored.
-        put: Runs a function on the drafting thread.
+        respond: Function that takes the request's responses; it ignores their request id.
+        put: Function that queues a function to run on the drafting thread.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class _Drafted:
         self._so_far = _Totals(self._arrival_ns)
 
     def begin_round(self) -> None:
-        """Have the next tokens drafted; if there is no room for drafts, let the target go on alone."""
+        """Submit a request for drafts; if no draft tokens fit, let the target engine generate the rest alone."""
         self._running = None
         try:
             self._begin_round()
@@ -212,7 +212,7 @@ class _Drafted:
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def _take_draft(self, response: Response) -> None:
-        """Have the target verify the draft model's tokens."""
+        """Submit the draft model's tokens to the target engine for verification."""
         result = response.result
         if result is None:
             raise response.error or StepFailed("the draft model gave no result")
@@ -221,12 +221,12 @@ class _Drafted:
             self._end(stopped or result.finish_reasons[0])
             return
         draft = self._proposal(result)
-        # With an empty draft, as when the draft model would end here, the target generates the next token.
+        # The draft is empty if the draft model ends the text here; the target then generates the next token.
         request = self._target_request(len(draft.token_ids) + 1, draft if draft.token_ids else None)
         self._submit(self._target.client, request, self._take_tokens)
 
     def _take_tokens(self, response: Response) -> None:
-        """Pass the target's tokens on, and start the next round."""
+        """Pass the target's tokens to the client, and start the next round."""
         result = response.result
         if result is None:
             raise response.error or StepFailed("the engine gave no result")
@@ -274,7 +274,7 @@ class _Drafted:
         return self._request.allotted_time_ms - (time.monotonic_ns() - self._arrival_ns) // _NS_PER_MS
 
     def _num_drafts(self) -> int:
-        """Return how many tokens to draft; 0 if one of the engines has no room for a round."""
+        """Return how many tokens to draft; 0 if a round would exceed the limits of one of the engines."""
         length, target, draft = len(self._known), self._target.limits, self._draft.limits
         count = min(
             self._request.num_draft_tokens,
@@ -288,11 +288,10 @@ class _Drafted:
         return max(0, count) if fits and max(self._known) < draft.vocab_size else 0
 
     def _common(self) -> dict[str, Any]:
-        """Return the arguments common to the requests to both engines.
+        """Return the arguments that the requests to both engines share.
 
-        Requests of later rounds go before requests of the same priority that have not started, as a running
-        request should not wait behind those. As continuations they are accepted with a full queue and during a
-        drain.
+        Requests of later rounds are continuations: they start before requests of equal priority that have
+        not started, and are accepted even if the queue is full or the server is draining.
         """
         request, num_generated = self._request, len(self._known) - self._request.prompt_length
         sampling = request.sampling
@@ -315,18 +314,19 @@ class _Drafted:
         )
 
     def _draft_request(self, count: int) -> Request:
-        """Return a request for a greedy draft, or, if the target weighs logits, for a sampled one."""
+        """Return a request to the draft engine: sampled if the target uses rejection sampling, else greedy."""
         request, common = self._request, self._common()
         output = OutputOptions(
             exclude_input_from_output=True, return_generation_logits=request.use_draft_logits
         )
         changes = {**common, "max_new_tokens": count, "streaming": False, "output": output}
         changes["may_be_continued"] = True
-        # When drafts are weighed, every sampled token counts, end ids included.
-        vocab_size = 0 if self._weighs else self._draft.limits.vocab_size
+        # With rejection sampling, a sampled end id is a draft token like any other.
+        vocab_size = 0 if self._samples_drafts else self._draft.limits.vocab_size
         changes["end_ids"] = tuple(end_id for end_id in request.end_ids if end_id < vocab_size)
-        if self._weighs or self._draft.limits.vocab_size != self._target.limits.vocab_size:
-            # Token ids and vocabulary-sized rows of the target may mean nothing to the draft model.
+        if self._samples_drafts or self._draft.limits.vocab_size != self._target.limits.vocab_size:
+            # Token ids beyond the draft model's vocabulary, and biases of the target's size, are not valid
+            # for the draft model.
             changes |= {
                 "sampling": self._plain_sampling(common["sampling"]),
                 "bad_words": (),
@@ -335,31 +335,31 @@ class _Drafted:
         return request.plain(**changes)
 
     @property
-    def _weighs(self) -> bool:
-        """Whether drafts are accepted by rejection sampling, so that they must be sampled from their logits."""
+    def _samples_drafts(self) -> bool:
+        """Return whether the target uses rejection sampling, for which drafts must be sampled, with logits."""
         return self._request.use_draft_logits and not self._request.sampling.greedy
 
     def _plain_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        if self._weighs:
-            # When the target samples itself, it must not use the random number that chose the draft.
+        if self._samples_drafts:
+            # The target must not sample with the random numbers that chose the draft.
             seed = sampling.random_seed ^ _DRAFT_SEED
             return SamplingConfig(temperature=sampling.temperature, top_p=1.0, random_seed=seed)
         names = ("temperature", *DRAWING, "random_seed")
         return SamplingConfig(**{name: getattr(sampling, name) for name in names})
 
     def _proposal(self, result: SequenceResult) -> ExternalDraft:
-        """Return the draft for the target: ids of its vocabulary, and logits as wide as that."""
+        """Convert a draft to the target's vocabulary; its logits get the shape [tokens, target vocab_size]."""
         vocab_size, token_ids = self._target.limits.vocab_size, result.output_token_ids[0]
         known = next((at for at, token_id in enumerate(token_ids) if token_id >= vocab_size), len(token_ids))
         logits = None
         if self._request.use_draft_logits and result.generation_logits:
-            temperature = self._request.sampling.temperature if self._weighs else 1.0
+            temperature = self._request.sampling.temperature if self._samples_drafts else 1.0
             logits = _fit(result.generation_logits[0], known, vocab_size, temperature)
         return ExternalDraft(token_ids[:known], logits, ends_sequence=True)
 
 
 class _Totals:
-    """Totals over the rounds so far, for values that a response gives for the whole sequence."""
+    """Totals over all rounds so far of the values that a response reports for the whole sequence."""
 
     def __init__(self, arrival_ns: int) -> None:
         self._arrival_ns = arrival_ns
@@ -368,7 +368,7 @@ class _Totals:
         self._metrics: PerfMetrics | None = None
 
     def add(self, result: SequenceResult, ends_round: bool) -> SequenceResult:
-        """Return a round's result as one of the whole sequence."""
+        """Add a round's result to the totals; return it with the values for the whole sequence."""
         log_probs = result.cum_log_probs
         summed = None if log_probs is None else (self._cum_log_prob + log_probs[0],)
         num_iterations = self._num_iterations + result.num_iterations
@@ -383,7 +383,10 @@ class _Totals:
 
 
 def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics | None:
-    """Combine a sequence's metrics with those of a round; block counts are those of the first round."""
+    """Combine a sequence's metrics with the metrics of one more round.
+
+    Block counts are kept from the first round.
+    """
     if before is None or now is None:
         return now
     return replace(
@@ -398,7 +401,7 @@ def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics 
 
 
 def _fit(logits: FloatTensor, num_rows: int, vocab_size: int, temperature: float) -> FloatTensor:
-    """Return the first rows, divided by the temperature; tokens that the draft model lacks get probability 0."""
+    """Return the first rows of logits divided by the temperature, [num_rows, vocab_size], padded with -inf."""
     rows = np.frombuffer(logits.data, np.float32).reshape(logits.shape)[:num_rows]
     fitted = np.full((num_rows, vocab_size), -np.inf, np.float32)
     width = min(vocab_size, rows.shape[1])

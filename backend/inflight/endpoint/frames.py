@@ -1,12 +1,12 @@
 """The messages of the engine endpoint: msgpack, preceded by a four-byte length.
 
-This module owns the message types and their encoding. The engine's side speaks first, with Hello. The connecting
-side numbers its requests itself; these ids mean nothing outside of the connection. Errors are sent as code and
-message.
+This module owns the message types and their encoding. The engine's side sends the first message, a Hello.
+The connecting side chooses the ids of its requests, which are valid on this connection only. Errors are sent
+as code and message.
 
-Logits and additional outputs are not part of a message: they follow their EngineResponse as raw bytes, in numbers
-known from their shapes, so that gigabytes are not copied more often than a socket does. The adapter and prompt
-table of a Submit follow it likewise (`raw_buffers.py`). Pure except for the functions that read.
+Logits and additional outputs are not encoded in a message: they follow their EngineResponse as raw bytes,
+whose sizes are known from the shapes in the message, so that gigabytes are not copied needlessly. The
+adapter and the prompt table of a request follow its Submit in the same way (`raw_buffers.py`).
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _T = TypeVar("_T")
 
 
 class BadFrame(InflightError):
-    """The other side does not speak this protocol, or no longer does."""
+    """The peer sent bytes that are not a message of this protocol."""
 
 
 class EngineProcesses(msgspec.Struct, frozen=True):
     """The processes of an engine, for a supervisor that may have to end them.
 
     Attributes:
-        launcher: The process whose end ends all others, `ProcessId` as text.
-        folder: Their folder in shared memory, to be removed after their end.
-        pause_s: Seconds by which their start was delayed after earlier processes were lost.
+        launcher: The process whose end makes all others end, `ProcessId` as text.
+        folder: The processes' folder in shared memory, to be removed after they have ended.
+        pause_s: Seconds by which the start of the processes was delayed because earlier ones were lost.
     """
 
     launcher: str
@@ -56,12 +56,13 @@ class EngineProcesses(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end, once, as the first message.
+    """Engine → front end: the first message, sent once.
 
     Attributes:
         description: The engine's description.
-        server: The tritonserver that the engine works for, if that is not its parent: `ProcessId` as text.
-        job: The command it was started with, if a process of that tritonserver is to take it over; otherwise "".
+        server: The engine's tritonserver, if it is not the parent process of the engine: `ProcessId` as text.
+        job: The command that the engine was started with, if a process of this tritonserver is to take it
+            over; otherwise "".
     """
 
     description: EngineDescription
@@ -70,13 +71,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: a request. Its request_id is the connection's own. Its buffers follow."""
+    """Front end → engine: a request. Its request_id is valid on this connection only. Its raw buffers follow."""
 
     request: Request
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: end a request early, or one of its sequences."""
+    """Front end → engine: stop a request, or one of its sequences."""
 
     request_id: int
     reason: StopReason
@@ -100,9 +101,9 @@ class State(msgspec.Struct, frozen=True, tag=True):
 
 
 class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: carry out `command`, and answer with an AdapterStates with the same `question`.
+    """Front end → engine: execute `command`, and answer with AdapterStates of the same `question`.
 
-    `timeout_s`: how long the front end waits, in seconds.
+    `timeout_s` is how long the front end waits, in seconds.
     """
 
     question: int
@@ -120,9 +121,9 @@ class AdapterStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadReports(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: answer with a Reported with the same `question`.
+    """Front end → engine: answer with a Reported of the same `question`.
 
-    `timeout_s`: how long to wait for KV events, in seconds; None: until there are some.
+    `timeout_s` is how long to wait for KV events, in seconds; None: until there are some.
     """
 
     question: int
@@ -131,14 +132,14 @@ class ReadReports(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reported(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front end: the reports kept since the last ReadReports."""
+    """Engine → front end: the reports since the last ReadReports."""
 
     question: int
     reports: Reports
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: refuse new requests, finish the others within `timeout_s` seconds, send Drained."""
+    """Supervisor → engine: refuse new requests, finish others within `timeout_s` seconds, then send Drained."""
 
     timeout_s: float
 
@@ -154,11 +155,14 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Supervise(msgspec.Struct, frozen=True, tag=True):
-    """Supervisor → engine: answer Supervised, then send Beat, and end when there is no supervisor any more."""
+    """Supervisor → engine: answer with Supervised, then send Beat regularly.
+
+    The engine must end when no supervisor is connected.
+    """
 
 
 class Supervised(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: the processes to end if the engine does not end itself."""
+    """Engine → supervisor: the engine's processes, which the supervisor must end if they do not end themselves."""
 
     processes: EngineProcesses
 
@@ -168,7 +172,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Statistics(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: statistics and metrics, their time, and the engine's memory."""
+    """Engine → supervisor: statistics and metrics, the time of both, and the memory of the engine's process."""
 
     stats: IterationCounts
     metrics: MetricsSnapshot
@@ -177,7 +181,7 @@ class Statistics(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """Engine → supervisor: the engine has been told to end, so its end is not a failure."""
+    """Engine → supervisor: the engine was asked to end, so that its end is not a failure."""
 
 
 class EngineResponse(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -218,7 +222,7 @@ _FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 
 def encode(frame: FromEngine | FromFrontEnd) -> bytes:
-    """Return a frame, length and body; raises BadFrame if it is too long."""
+    """Return a message as a frame: its length and its body. Raises BadFrame if it is too long."""
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
@@ -226,7 +230,7 @@ def encode(frame: FromEngine | FromFrontEnd) -> bytes:
 
 
 def encode_submit(request: Request) -> list[bytes | memoryview]:
-    """Return the frame and buffers of a Submit; raises BadFrame if any of them is too long."""
+    """Return the frame and the raw buffers of a Submit; raises BadFrame if any of them is too long."""
     body, buffers = BufferedEncoder().encode(Submit(request))
     longest = max([len(body), *map(len, buffers)])
     if longest > MAX_FRAME_BYTES:
@@ -235,7 +239,10 @@ def encode_submit(request: Request) -> list[bytes | memoryview]:
 
 
 def encode_response(response: Response) -> list[bytes]:
-    """Return the frame of an EngineResponse and its tensors; raises BadFrame as `encode` does."""
+    """Return the frame of an EngineResponse and its tensors as raw bytes.
+
+    Raises BadFrame if the frame is too long.
+    """
     result, error = response.result, response.error
     if error is not None:
         answer = EngineResponse(response.request_id, None, error.kind, error.marked, response.is_final)
@@ -281,7 +288,7 @@ def decode_from_engine(body: bytes) -> FromEngine:
 
 
 class FrontEndFrames:
-    """The messages of a front end on one connection. Read by a single thread."""
+    """Reader of a front end's messages on one connection. Used by one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -298,7 +305,7 @@ class FrontEndFrames:
         return frame
 
     def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
-        """Return a frame's message and buffers to be filled next; raises BadFrame if it is not a message."""
+        """Return a frame's message, and empty buffers to fill with the bytes that follow it; raises BadFrame."""
         return _decode(self._decoder.decode, body)
 
 
@@ -312,7 +319,7 @@ def _decode(decode: Callable[[bytes], _T], body: bytes) -> _T:
 def read_frame(connection: socket.socket) -> bytes | None:
     """Read the body of the next frame; None at the end of the connection.
 
-    Raises BadFrame if it is too long or cut short.
+    Raises BadFrame if the frame is too long or incomplete.
     """
     header = _read(connection, _LENGTH_BYTES)
     if not header:
@@ -324,7 +331,10 @@ def read_frame(connection: socket.socket) -> bytes | None:
 
 
 def read_response(connection: socket.socket, answer: EngineResponse) -> Response:
-    """Return the response of an EngineResponse and read its tensors; raises BadFrame if they are cut short."""
+    """Read the tensors of an EngineResponse; return the response.
+
+    Raises BadFrame if the tensors are incomplete.
+    """
     error = error_from_kind(answer.error_kind, answer.error_message) if answer.error_kind else None
     result, context, generation = answer.result, answer.context_logits, answer.generation_logits
     if result is not None and (context is not None or generation is not None or answer.additional_outputs):

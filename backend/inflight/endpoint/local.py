@@ -1,12 +1,13 @@
 """The engine client for front ends in this process, and the callbacks that feed the batcher.
 
-It owns the requests the batcher has not fetched, the stop signals it has not polled, and the callback of each
-unanswered request. It does not know the batcher: it gets `notify`, and the batcher gets three callbacks.
+Owns the requests that the batcher has not fetched, the stop signals that it has not polled, and the callback
+of each unanswered request. The client is connected to the batcher by functions only: `notify` wakes the
+batcher, and the batcher calls three callbacks.
 
-`describe`, `submit`, `stop`, `state` and `adapters` may be called on any thread. The callbacks
-`get_inference_requests`, `poll_stop_signals` and `send_response` belong to the batcher's loop thread, on which
-every response is delivered. Only `fail_all`, `drain` and `close` deliver on their caller's thread, when the loop
-is dead, hangs or has ended.
+`describe`, `submit`, `stop`, `state` and `adapters` may be called on any thread. The batcher's loop thread
+calls `get_inference_requests`, `poll_stop_signals` and `send_response`, and responses are delivered on this
+thread. Only `fail_all`, `drain` and `close` deliver on their caller's thread, if the loop has failed, hangs
+or has ended.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from inflight.errors import InflightError, Unavailable, Unsupported
 _log = logging.getLogger(__name__)
 _Waiting = TypeVar("_Waiting")
 _TOKENS_OF_A_SEQUENCE = 1024
-"""Checking and copying a prompt of this many tokens takes as long as the rest of the work for a sequence."""
+"""Number of prompt tokens whose checking and copying takes as long as the other work for a new sequence."""
 _PATIENCE_S = 5.0
 _BETWEEN_ROUNDS_S = 2.0
-"""How long a drain waits for the continuation of an answered request, in seconds."""
+"""Seconds for which `drain` waits for the next round of a request that is answered in rounds."""
 _SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -47,12 +48,13 @@ class LocalEngineClient:
 
     Args:
         description: The result of `describe`.
-        notify: Wakes the batcher's loop if it is idle. Called without any lock.
-        read_state: Takes a timeout in seconds and returns the batcher's state as a JSON object; raises Unavailable
-            once its loop has ended. None if the batcher does not report its state.
-        read_reports: Takes a kind and a timeout in seconds, and returns reports as `reports` does. None if the
-            batcher keeps no reports.
-        adapters: Carries out adapter commands; None: there are none.
+        notify: Function that wakes the batcher's loop if it is idle. Called without any lock.
+        read_state: Function that takes a timeout in seconds and returns the batcher's state as a JSON
+            object. It raises Unavailable once the loop has ended. None if the batcher does not report its
+            state.
+        read_reports: Function that takes a kind and a timeout in seconds, and returns reports like
+            `reports`. None if the batcher keeps no reports.
+        adapters: Executes adapter commands; None: there are no such commands.
     """
 
     def __init__(
@@ -71,24 +73,25 @@ class LocalEngineClient:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
-        self._callbacks: dict[int, SendResponseCallback] = {}  # of every unanswered request
+        self._callbacks: dict[int, SendResponseCallback] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
         self._refuses_all = False  # continuations too
-        # Unanswered requests that may be continued; a drain waits for the continuation.
+        # Unanswered requests that may be followed by another round, for which a drain waits.
         self._to_be_continued: set[int] = set()
         self._continued_until_s = 0.0  # monotonic
-        self._farewell: InflightError | None = None  # error for requests ended by a drain
+        self._drain_error: InflightError | None = None  # error for requests ended by a drain
         self._all_answered = threading.Condition(self._lock)
-        # Held while a response is delivered, so that no response follows the error of `fail_all`.
+        # A lock held while a response is delivered, so that no response is delivered after the error of
+        # `fail_all`.
         self._delivering = threading.RLock()
 
     # ---------------------------------------------------------------- for front ends, any thread
 
     def describe(self) -> EngineDescription:
-        """Return the engine's description; raises Unavailable once the engine is gone."""
+        """Return the engine's description; raises Unavailable after the engine has failed or ended."""
         self._check_available()
         return self._description
 
@@ -114,13 +117,13 @@ class LocalEngineClient:
         return RequestHandle(request_id, self.stop)
 
     def reserve_id(self) -> int:
-        """Return an id that no request will get."""
+        """Return an id that no request has or will have."""
         return next(self._ids)
 
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
-        """End a request, or one of its sequences, early.
+        """Stop a request, or one of its sequences.
 
-        A request that the batcher has not fetched never reaches it and ends without tokens.
+        A request that the batcher has not fetched yet ends without tokens and is never fetched.
         """
         with self._lock:
             waiting = self._queue.pop(request_id, None) if sequence_index is None else None
@@ -141,26 +144,27 @@ class LocalEngineClient:
         self._outboxes += (wait_until_sent,)
 
     def state(self, timeout_s: float) -> str:
-        """Return the queue here and the batcher's state as JSON; waits at most `timeout_s` seconds.
+        """Return the state of this client's queue and of the batcher as JSON; waits at most `timeout_s` seconds.
 
         Raises Unavailable once the batcher's loop has ended, Unsupported if it does not report its state.
         """
         if self._read_state is None:
-            raise Unsupported("this engine does not tell its state")
+            raise Unsupported("this engine does not report its state")
         batcher = json.loads(self._read_state(timeout_s))
         with self._lock:
             in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
         return json.dumps({**in_front, "batcher": batcher})
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Carry out a command on this thread, and return all adapters as they are afterwards.
+        """Execute a command on this thread, and return the state of all adapters after it.
 
-        Raises Unavailable if the engine is gone or reading an adapter takes longer than `timeout_s` seconds,
-        Unsupported if the engine takes no adapter commands, and the command's own error if it fails.
+        Raises Unavailable if the engine has ended or reading an adapter takes longer than `timeout_s`
+        seconds, Unsupported if the engine takes no adapter commands, and the command's own error if it
+        fails.
         """
         self._check_available()
         if self._adapters is None:
-            raise Unsupported("this engine takes no commands for adapters")
+            raise Unsupported("this engine does not accept adapter commands")
         if command.action is AdapterAction.LOAD:
             self._adapters.load(command.name, command.path, timeout_s)
         elif command.action is AdapterAction.UNLOAD:
@@ -168,31 +172,33 @@ class LocalEngineClient:
         return tuple(self._adapters.list_adapters())
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Return the reports kept since the last call, even after the batcher's end."""
+        """Return the reports since the last call, even after the batcher has ended."""
         return Reports() if self._read_reports is None else self._read_reports(kind, timeout_s)
 
     def refuse(self, error: InflightError) -> None:
-        """Make later submits raise Unavailable; accepted requests and their continuations go on."""
+        """Make later submits raise Unavailable. Accepted requests and their continuations are still served."""
         with self._lock:
             self._refusal = self._refusal or str(error)
 
     def drain(self, timeout_s: float, why: str = _SHUTTING_DOWN) -> None:
-        """Refuse new requests and wait until all others are answered, or end them with Unavailable in time.
+        """Refuse new requests and wait until all others are answered.
 
-        A request answered in rounds is waited for until its last round. Returns when all requests have their final
-        response, at most five seconds after `timeout_s`: a loop that has not ended them by then hangs, and they
-        are answered without it. Must not be called on the loop thread.
+        After `timeout_s`, end them with Unavailable.
+
+        A request that is answered in rounds may run until its last round. Returns when all requests have
+        their final response, at most five seconds after `timeout_s`: if the loop has not ended the requests
+        by then, it hangs, and this method answers them. Must not be called on the loop thread.
 
         Args:
             timeout_s: How many seconds requests may continue.
-            why: The message for requests that are refused or ended.
+            why: The error message for requests that are refused or ended.
         """
         error = Unavailable(why)
         self.refuse(error)
         with self._lock:
             if self._wait_for_all(timeout_s):
                 return
-            self._farewell, self._refuses_all = error, True
+            self._drain_error, self._refuses_all = error, True
             late = list(self._callbacks)
         for request_id in late:
             self.stop(request_id, StopReason.CANCELLED)
@@ -206,7 +212,7 @@ class LocalEngineClient:
     def fail_all(self, error: InflightError) -> None:
         """Answer every unanswered request with `error`, and make later submits raise Unavailable.
 
-        Any thread. Responses that the loop makes for them later are dropped.
+        Any thread. Later responses of the loop to these requests are dropped.
         """
         self.refuse(error)
         with self._delivering, self._lock:
@@ -226,9 +232,9 @@ class LocalEngineClient:
         self.fail_all(Unavailable(_SHUTTING_DOWN))
 
     def _wait_for_all(self, timeout_s: float) -> bool:
-        """Wait until all requests are answered and no continuation is due; return whether that was in time.
+        """Wait until all requests are answered and no continuation is expected; return False after the timeout.
 
-        Lock held.
+        The caller holds the lock.
         """
         end_s = time.monotonic() + timeout_s
         while self._all_answered.wait_for(lambda: not self._callbacks, max(0.0, end_s - time.monotonic())):
@@ -243,78 +249,82 @@ class LocalEngineClient:
         if self._refusal is not None:
             raise Unavailable(self._refusal)
 
-    # ---------------------------------------------------------------- the batcher's callbacks, its thread
+    # ---------------------------------------------------------------- the batcher's callbacks, on its thread
 
     def get_inference_requests(self, max_num: int) -> list[Request]:
         """Return the requests that have waited longest, at most `max_num`; a negative number means no limit.
 
-        Together they have at most SEQUENCES_PER_ITERATION sequences (long prompts count as several), unless the
-        first request alone has more. Responses to requests stopped here are delivered within the same bound.
+        Together they have at most SEQUENCES_PER_ITERATION sequences (long prompts count as several), unless
+        the first request alone has more. Also delivers the responses of requests that were stopped before
+        they were fetched, at most as many sequences.
         """
         with self._lock:
             ended = _take_first(self._stopped_in_queue, -1, len)
             requests = _take_first(self._queue, max_num, _cost)
-            is_to_go_on = bool(self._stopped_in_queue)
+            has_more_ended = bool(self._stopped_in_queue)
         for response in itertools.chain.from_iterable(ended):
             self.send_response(response)
-        if is_to_go_on:
+        if has_more_ended:
             self._notify()
         return requests
 
     def poll_stop_signals(self) -> list[StopSignal]:
-        """Return the stop signals since the last call for requests that the batcher has fetched."""
+        """Return the stop signals since the last call, for requests that the batcher has fetched."""
         with self._lock:
             signals, self._stop_signals = self._stop_signals, []
         return signals
 
     def send_response(self, response: Response) -> None:
-        """Pass a response to its request's callback, which is dropped after the final response."""
+        """Pass a response to its request's callback, and remove the callback after the final response."""
         with self._delivering:
-            self._hand_on(response)
+            self._pass_to_callback(response)
         if response.is_final:
             with self._lock:
                 if not self._callbacks:
                     self._all_answered.notify_all()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until the outboxes in this process are empty, at most `timeout_s` seconds; return whether they are.
+        """Wait at most `timeout_s` seconds until this process's front ends have sent all responses.
 
-        Front ends in other processes have outboxes of their own, which are not visible here.
+        Returns whether they have. Front ends in other processes are not included.
         """
         end_s = time.monotonic() + timeout_s
         return all(wait(max(0.0, end_s - time.monotonic())) for wait in self._outboxes)
 
     def _expect_continuation(self, response: Response) -> None:
-        """Note that a request in rounds will be continued, if this final response allows that. Lock held."""
+        """Note that another round of the request is expected, if it has rounds. The caller holds the lock."""
         if response.request_id in self._to_be_continued:
             self._to_be_continued.remove(response.request_id)
             if response.result is not None and response.result.finish_reasons[0] is FinishReason.LENGTH:
                 self._continued_until_s = time.monotonic() + _BETWEEN_ROUNDS_S
 
-    def _hand_on(self, response: Response) -> None:
+    def _pass_to_callback(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
                 on_response = self._callbacks.pop(response.request_id, None)
                 self._expect_continuation(response)
             else:
                 on_response = self._callbacks.get(response.request_id)
-            farewell = self._farewell
+            drain_error = self._drain_error
         if on_response is not None:
-            if farewell is not None and response.result and response.result.was_cut_short:
-                _deliver_farewell(on_response, response, farewell)
+            if drain_error is not None and response.result and response.result.was_cut_short:
+                _deliver_drain_error(on_response, response, drain_error)
             else:
                 _deliver(on_response, response)
 
 
 def _cost(request: Request) -> int:
-    """Return the number of sequences of a request; a long prompt, which each of them copies, counts as more."""
+    """Return the cost of fetching a request, in sequences.
+
+    Long prompts cost more, as every sequence copies them.
+    """
     return request.sampling.num_sequences * (1 + request.prompt_length // _TOKENS_OF_A_SEQUENCE)
 
 
 def _take_first(
     waiting: dict[int, _Waiting], max_num: int, num_sequences: Callable[[_Waiting], int]
 ) -> list[_Waiting]:
-    """Take the first entries: at most `max_num` unless negative, with a bounded number of sequences."""
+    """Take the first entries with at most SEQUENCES_PER_ITERATION sequences: at most `max_num` unless negative."""
     taken: list[int] = []
     total = 0
     for request_id, each in waiting.items():
@@ -325,14 +335,16 @@ def _take_first(
     return [waiting.pop(request_id) for request_id in taken]
 
 
-def _deliver_farewell(on_response: SendResponseCallback, response: Response, farewell: InflightError) -> None:
-    """Deliver an error as the request's final response; drop other sequences' final responses."""
+def _deliver_drain_error(
+    on_response: SendResponseCallback, response: Response, drain_error: InflightError
+) -> None:
+    """Deliver an error instead of the request's final response; drop the last responses of its other sequences."""
     if response.is_final:
-        _deliver(on_response, Response(response.request_id, error=farewell, is_final=True))
+        _deliver(on_response, Response(response.request_id, error=drain_error, is_final=True))
 
 
 def _deliver(on_response: SendResponseCallback, response: Response) -> None:
     try:
         on_response(response)
-    except Exception:  # a faulty front end must not end the loop
+    except Exception:  # an error in a front end must not end the loop
         _log.exception("a front end failed to take a response of request %d", response.request_id)

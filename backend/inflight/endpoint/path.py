@@ -1,7 +1,7 @@
-"""The path of the engine endpoint's socket: listening there as a server, and connecting as a client.
+"""The path of the engine endpoint's socket, and functions to listen and connect at this path.
 
-The functions here own the naming rule and the socket's file: stale sockets are replaced; live ones and other files
-are not touched. Any thread may call them.
+A stale socket file of a dead server is replaced; other files, and sockets of live servers, are not touched.
+Any thread may call these functions.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred: process, user and group id
 def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None = None) -> str:
     """Return the socket path of the engine in model `model_name` of the tritonserver with this process id.
 
-    It is in the user's runtime folder if there is one, otherwise in the temporary folder. The user id is part of
-    the name, so that servers of two users with equal process ids (in two containers, for example) do not collide.
-    A folder that would make the path too long for a socket is skipped.
+    The socket is in the user's runtime folder if there is one, otherwise in the temporary folder. The user
+    id is part of the name, so that servers of two users with equal process ids (for example in two
+    containers) do not collide. A folder whose path is too long for a socket is skipped.
 
     Args:
         server_pid: tritonserver's process id.
         model_name: The model that holds the engine.
-        runtime_folder: Runtime folder of that server; None: the one of this process.
+        runtime_folder: The tritonserver's runtime folder; None: the folder of this process.
     """
     runtime_folder = os.environ.get("XDG_RUNTIME_DIR", "") if runtime_folder is None else runtime_folder
     name = f"inflight-{os.geteuid()}-{server_pid}-{_file_name(model_name)}.sock"
@@ -45,9 +45,9 @@ def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None =
 
 
 def listen(path: str) -> socket.socket:
-    """Listen at `path`, for this user only; a dead server's socket file is replaced.
+    """Listen at `path`, for this user only. Replaces the socket file of a dead server.
 
-    Raises ConfigError if a live server listens there, or the path cannot be used.
+    Raises ConfigError if a live server listens at the path, or the path cannot be used.
     """
     if not _fits(path):
         raise ConfigError(f"engine_endpoint: {path} is longer than the {_LONGEST} bytes of a socket's path")
@@ -55,7 +55,7 @@ def listen(path: str) -> socket.socket:
     try:
         _remove_stale(path)
         listening.bind(path)
-        os.chmod(path, 0o600)  # no client can have connected, as it does not listen yet
+        os.chmod(path, 0o600)  # before it listens, so that no client can have connected
         listening.listen()
     except OSError as error:
         listening.close()
@@ -67,7 +67,7 @@ def listen(path: str) -> socket.socket:
 
 
 def remove(path: str) -> None:
-    """Delete the socket's file; no error if it is gone."""
+    """Delete the socket's file if it exists."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
@@ -75,15 +75,15 @@ def remove(path: str) -> None:
 def connect(connection: socket.socket, path: str) -> Hello:
     """Connect a Unix socket to the engine at `path`, and return its Hello.
 
-    Raises OSError if it cannot be reached, BadFrame if it sends something else, or belongs to a user other than
-    this one and root.
+    Raises OSError if the engine cannot be reached. Raises BadFrame if its first message is no Hello, or its
+    process belongs to a user other than this process's user and root.
     """
     reach(connection, path)
     return read_hello(connection)
 
 
 def reach(connection: socket.socket, path: str) -> None:
-    """Connect as `connect` does, but do not wait for the Hello: a busy engine sends none."""
+    """Connect like `connect`, but do not wait for the Hello, which a busy engine may send late."""
     connection.connect(native(path))
     _pid, uid, _gid = _peer(connection)
     if uid not in (0, os.geteuid()):
@@ -95,12 +95,12 @@ def read_hello(connection: socket.socket) -> Hello:
     body = read_frame(connection)
     frame = decode_from_engine(body) if body is not None else None
     if not isinstance(frame, Hello):
-        raise BadFrame("the engine did not introduce itself")
+        raise BadFrame("the engine's first message is no Hello")
     return frame
 
 
 def peer_has_this_parent(connected: socket.socket) -> bool:
-    """Whether the peer is another process with the same parent process as this one."""
+    """Return whether the peer is another process with the same parent process as this one."""
     pid, _uid, _gid = _peer(connected)
     fields = stat_fields(pid)  # None if it has ended or is not visible
     return pid != os.getpid() and fields is not None and int(fields[PARENT]) == os.getppid()
@@ -132,7 +132,7 @@ def _fits(path: str) -> bool:
 
 
 def _file_name(model_name: str) -> str:
-    """Return `model_name` if it can be part of a file name, otherwise a unique and nearly as readable name."""
+    """Return `model_name` if it can be part of a file name; otherwise a readable part of it with a hash."""
     if re.fullmatch(r"[\w.-]+", model_name, re.ASCII) and len(model_name) <= _LONGEST_NAME:
         return model_name
     digest = blake2b(model_name.encode(), digest_size=8).hexdigest()

@@ -1,9 +1,8 @@
-"""The engine's side of the endpoint: gives front ends in other processes access to the engine's client.
+"""The engine's side of the endpoint, through which front ends in other processes use the engine's client.
 
-The server owns the listening socket and, per connection, a reader thread, a writer thread and the requests in
-flight on it. Questions about state or adapters get a thread of their own while they are answered. When a
-connection ends, for whatever reason, its requests are stopped. The server knows neither the batcher nor its
-clients.
+The server owns the listening socket and, for each connection, a reader thread, a writer thread and the
+requests in flight on it. Questions about state, adapters or reports are answered on a thread of their own.
+When a connection ends, for whatever reason, its requests are stopped.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from inflight.file_names import native
 
 _log = logging.getLogger(__name__)
 
-# Maximum number of responses per write; those of other streams continue to be merged meanwhile.
+# Largest number of responses per write. Responses that wait meanwhile are merged.
 _RESPONSES_PER_WRITE = 64
 _LARGE_BYTES = 64 * 1024
 _FAREWELL_S = 2.0
@@ -59,11 +58,11 @@ class EndpointServer:
     Args:
         client: The engine's client.
         path: The socket's path.
-        drain: Called with a timeout in seconds when the server shuts down; returns when everything in flight is
-            answered.
-        retire: Called with a timeout in seconds, on its own thread, when another process takes this engine's
-            place. It must end everything, including this server.
-        supervision: The supervisors of this engine, if other processes control its life.
+        drain: Called with a timeout in seconds when the server shuts down. It must return when all requests
+            in flight are answered.
+        retire: Called with a timeout in seconds, on a thread of its own, when another process replaces this
+            engine. It must end the engine, including this server.
+        supervision: The supervisors of this engine, if other processes start and end it.
     """
 
     def __init__(
@@ -87,9 +86,11 @@ class EndpointServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Accept no more connections, send what waits, close every connection, remove the socket. Idempotent.
+        """Accept no more connections, send waiting responses, close all connections, remove the socket.
 
-        Requests still in flight are stopped; to let them finish, end the batcher first.
+        Idempotent.
+
+        Requests that are still in flight are stopped. To let them finish, end the batcher first.
         """
         if self._closing.is_set():
             return
@@ -101,7 +102,8 @@ class EndpointServer:
         remove(self._path)
         with self._lock:
             connections = list(self._connections)
-        # The peer that asked this engine to retire waits for the end of its connection, so that is closed last.
+        # The peer that asked this engine to retire waits until its connection ends, so this connection is
+        # closed last.
         for connection in sorted(connections, key=lambda one: one.asked_to_retire):
             connection.close()
 
@@ -110,7 +112,7 @@ class EndpointServer:
             try:
                 accepted, _ = self._listening.accept()
             except OSError:
-                # For example out of file descriptors: an immediate retry would fail again.
+                # For example, there are no file descriptors left, and an immediate retry would fail again.
                 if self._closing.wait(_ACCEPT_AGAIN_S):
                     return
                 continue
@@ -129,7 +131,7 @@ class _ClientConnection:
     """A connection to a front end, a supervisor or a successor.
 
     Attributes:
-        asked_to_retire: Whether the peer waits for the end of the connection.
+        asked_to_retire: Whether the peer has asked the engine to retire, and waits until the connection ends.
     """
 
     def __init__(self, server: EndpointServer, connected: socket.socket) -> None:
@@ -141,7 +143,7 @@ class _ClientConnection:
         self._delivery: Delivery[Response] = Delivery(_RESPONSES_PER_WRITE)
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
-        self._handles: dict[int, RequestHandle] = {}  # by the connection's own id, while in flight
+        self._handles: dict[int, RequestHandle] = {}  # of requests in flight, by the id on this connection
         self._reader = threading.Thread(target=self._read, name="endpoint-reader", daemon=True)
         self._writer = threading.Thread(target=self._write, name="endpoint-writer", daemon=True)
 
@@ -150,7 +152,7 @@ class _ClientConnection:
         self._reader.start()
 
     def close(self) -> None:
-        """Send what waits, as far as the peer reads it, and end the connection and its threads."""
+        """Send waiting responses, as far as the peer reads them, and end the connection and its threads."""
         self._delivery.close()
         self._writer.join(_FAREWELL_S)
         self._disconnect()
@@ -172,18 +174,18 @@ class _ClientConnection:
                 elif isinstance(frame, Stop):
                     self._stop(frame)
                 elif isinstance(frame, ReadState):
-                    # May take as long as an iteration, and must not delay a stop.
+                    # Reading the state may take as long as an iteration, and must not delay a Stop.
                     _start_thread("endpoint-state", self._answer_state, frame)
                 elif isinstance(frame, CommandAdapters):
-                    # May read files.
+                    # A command may read files.
                     _start_thread("endpoint-adapters", self._answer_adapter_command, frame)
                 elif isinstance(frame, ReadReports):
-                    # May wait for something to report.
+                    # It may wait until there are reports.
                     _start_thread("endpoint-reports", self._answer_report, frame)
                 elif isinstance(frame, Retire):
                     self.asked_to_retire = True
                     if self._server.retire is not None:
-                        # It closes this connection and so waits for this thread.
+                        # `retire` closes this connection, which waits for this thread.
                         _start_thread("endpoint-retire", self._server.retire, frame.timeout_s)
                 elif isinstance(frame, Supervise):
                     if self._server.supervision is not None and self._supervisor is None:
@@ -211,7 +213,7 @@ class _ClientConnection:
 
         try:
             handle = self._client.submit(frame.request, on_response)
-        except Exception as error:  # a faulty request must not end the connection for all
+        except Exception as error:  # an error of one request must not end the connection of all
             self._delivery.put(
                 Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
             )
@@ -227,8 +229,7 @@ class _ClientConnection:
             handle.stop(frame.reason, frame.sequence_index)
 
     def _answer_state(self, frame: ReadState) -> None:
-        """Answer a state question, on a thread of its own that is not joined and ends within the question's
-        timeout."""
+        """Answer a ReadState. Runs on a thread of its own, which ends within the question's timeout."""
         try:
             state = State(frame.question, self._client.state(frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
@@ -238,7 +239,7 @@ class _ClientConnection:
             self._send([encode(state)])
 
     def _answer_adapter_command(self, frame: CommandAdapters) -> None:
-        """Carry out an adapter command and answer it, on a thread of its own."""
+        """Execute an adapter command and answer it. Runs on a thread of its own."""
         try:
             answer = AdapterStates(frame.question, self._client.adapters(frame.command, frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
@@ -248,8 +249,7 @@ class _ClientConnection:
             self._send([encode(answer)])
 
     def _answer_report(self, frame: ReadReports) -> None:
-        """Answer a question for reports, on a thread of its own. Without a timeout, the thread ends with the
-        batcher at the latest."""
+        """Answer a ReadReports. Runs on a thread of its own, which ends at the latest with the batcher."""
         reports = self._client.reports(frame.kind, frame.timeout_s)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(Reported(frame.question, reports))])
@@ -301,7 +301,7 @@ class _ClientConnection:
         return encode_response(Response(response.request_id, error=failed, is_final=True))
 
     def _send(self, parts: Sequence[bytes]) -> None:
-        """Send in few calls; large parts are sent as they are instead of being copied into one buffer."""
+        """Send the parts in few calls: small parts are joined, and large parts are sent without copying."""
         with self._send_lock:
             for is_large, run in groupby(parts, key=lambda part: len(part) > _LARGE_BYTES):
                 for piece in run if is_large else (b"".join(run),):

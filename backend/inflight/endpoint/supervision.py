@@ -1,8 +1,8 @@
-"""Supervision of an engine in its own processes: signs of life, and the statistics that it sends.
+"""Supervision of an engine that runs in its own processes: heartbeats and statistics.
 
-`Supervision` is the engine's side. It has one thread per supervisor, which sends signs of life and the latest
-statistics; a slow supervisor delays only its own thread. An engine without supervisors is useless and ends.
-`EngineWatch` is the supervisor's side, with a connection that carries no requests.
+`Supervision` is the engine's side. It has one thread per supervisor, which sends heartbeats and the latest
+statistics, so that a slow supervisor delays only its own thread. An engine ends when it has no supervisors.
+`EngineWatch` is the supervisor's side; its connection is not used for requests.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Supervision:
     """The supervisors of the engine in this process.
 
     Args:
-        server: The tritonserver that the engine works for, `ProcessId` as text.
+        server: The engine's tritonserver, `ProcessId` as text.
         job: The command that the engine was started with.
         awaits_successor: Whether another process, which does not exist yet, will take over the engine.
-        processes: The engine's processes, for supervisors.
-        timeout_s: Seconds of silence after which a supervisor considers the engine lost.
-        measure_memory: Returns this process's memory.
+        processes: The engine's processes, which are sent to supervisors.
+        timeout_s: Seconds without a message after which a supervisor considers the engine lost.
+        measure_memory: Function that returns this process's memory use.
 
     Attributes:
         server: The argument of the same name.
@@ -77,13 +77,13 @@ class Supervision:
 
     @property
     def awaited_job(self) -> str:
-        """The engine's job if a process is to take it over now, otherwise ""."""
+        """The engine's job if the engine now waits for a process to take it over, otherwise ""."""
         with self._changed:
             is_awaited = self._num_supervisors_awaited == 1 and self._supervisors
             return self._job if is_awaited and self._notice_s is None else ""
 
     def put(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
-        """Send these statistics to all supervisors, replacing those not sent yet. Never blocks."""
+        """Send these statistics to all supervisors, replacing statistics that are not sent yet. Never blocks."""
         news = partial(Statistics, stats, metrics, time.time())
         with self._changed:
             for supervisor in self._supervisors:
@@ -91,7 +91,10 @@ class Supervision:
             self._changed.notify_all()
 
     def attach(self, send: Send) -> SupervisorConnection:
-        """Add a supervisor. `send` sends frames to it, and raises OSError once it is gone."""
+        """Add a supervisor.
+
+        `send` sends a frame to the supervisor, and raises OSError if the connection has ended.
+        """
         with self._changed:
             self._num_supervisors_awaited = max(0, self._num_supervisors_awaited - 1)
             supervisor = SupervisorConnection(self, send)
@@ -100,29 +103,35 @@ class Supervision:
         return supervisor
 
     def retire(self, notice_s: float) -> None:
-        """Make the engine end within `notice_s` seconds, and tell its supervisors that this is not a failure."""
+        """End the engine within `notice_s` seconds, after notifying its supervisors that this is not a failure."""
         with self._changed:
             if self._notice_s is None:
                 self._notice_s = notice_s
             self._changed.notify_all()
 
     def wait_for_end(self) -> float | None:
-        """Wait until the engine is to end; return the seconds left for requests, None without supervisors."""
+        """Wait until the engine must end.
+
+        Returns how many seconds its requests may continue; None if it ends because it has no supervisors.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._is_abandoned or self._notice_s is not None)
             return self._notice_s
 
-    # ---------------------------------------------------------------- for a supervisor's thread and its reader
+    # ---------------------------------------------------------------- called by a supervisor's thread and reader
 
     def detach(self, supervisor: SupervisorConnection) -> None:
-        """Remove a supervisor that is gone."""
+        """Remove a supervisor whose connection has ended."""
         with self._changed:
             self._supervisors.discard(supervisor)
             self._is_abandoned = not self._supervisors
             self._changed.notify_all()
 
     def run(self, supervisor: SupervisorConnection) -> None:
-        """Send to one supervisor until the engine or the supervisor ends; runs on the supervisor's thread."""
+        """Send heartbeats and statistics to one supervisor until it or the engine ends.
+
+        Runs on the supervisor's thread.
+        """
         with contextlib.suppress(OSError):
             supervisor.send([encode(Supervised(self._processes))])
             while True:
@@ -148,9 +157,10 @@ class SupervisorConnection:
     """One supervisor, on the engine's side.
 
     Attributes:
-        send: Sends frames to it.
+        send: Function that sends a frame to the supervisor.
         thread: The thread that sends.
-        news: Makes the statistics to send next. Guarded by the supervision's lock.
+        news: Function that makes the next Statistics; None: there are no new ones. Guarded by the
+            supervision's lock.
     """
 
     def __init__(self, supervision: Supervision, send: Send) -> None:
@@ -162,21 +172,21 @@ class SupervisorConnection:
 
 
 _STOPPED = 1.5
-"""A wait that takes this many times its timeout means that this process was suspended."""
+"""If a wait takes this many times its timeout, this process was suspended."""
 
 
 class EngineWatch:
     """Supervises the engine at `path` from construction until `run` returns.
 
     Args:
-        path: The engine's socket.
-        timeout_s: Seconds of silence after which the engine is lost.
+        path: Path of the engine's socket.
+        timeout_s: Seconds without a message after which the engine is considered lost.
 
     Attributes:
         processes: The engine's processes.
 
     Raises:
-        Unavailable: There is no engine, or it cannot be supervised.
+        Unavailable: No engine listens at `path`, or it has no supervision.
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
@@ -198,7 +208,9 @@ class EngineWatch:
         return frame.processes
 
     def run(self, on_statistics: Callable[[Statistics], None]) -> str:
-        """Pass on statistics until the engine ends; return why it ended, "" if it ended as told.
+        """Pass statistics to `on_statistics` until the engine ends.
+
+        Returns why it ended, or "" if it was asked to end.
 
         Runs on one thread; `close`, on another thread, makes it return.
         """
@@ -217,7 +229,7 @@ class EngineWatch:
         return "the process of rank 0 has ended"
 
     def has_left(self) -> bool:
-        """Whether the engine is to end or is gone. Only to be called while `run` is not running."""
+        """Return whether the engine has ended or was asked to end. Must not be called while `run` is running."""
         self._socket.settimeout(0.0)
         try:
             while (frame := self._next()) is not None:
@@ -230,7 +242,7 @@ class EngineWatch:
         return True
 
     def retire(self, notice_s: float) -> None:
-        """Make the engine end, its requests within `notice_s` seconds. Any thread."""
+        """Ask the engine to end; its requests may continue for `notice_s` seconds. Any thread."""
         with contextlib.suppress(OSError):
             self._socket.sendall(encode(Retire(notice_s)))
 
@@ -246,12 +258,14 @@ class EngineWatch:
         except TimeoutError:
             if time.monotonic() - begun_s < _STOPPED * self._timeout_s:
                 raise
-            body = read_frame(self._socket)  # this process was suspended, and the engine perhaps too
+            body = read_frame(
+                self._socket
+            )  # this process was suspended, perhaps together with the engine: wait again
         return None if body is None else decode_from_engine(body)
 
 
 def awaits_successor(path: str, server: str, job: str, timeout_s: float) -> bool:
-    """Whether the engine at `path` was started with `job` and waits for a process of `server` to take it over."""
+    """Return whether the engine at `path` was started with `job` and waits for a process of `server`."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
@@ -262,7 +276,7 @@ def awaits_successor(path: str, server: str, job: str, timeout_s: float) -> bool
 
 
 def is_served(path: str) -> bool:
-    """Whether a process listens at `path`."""
+    """Return whether a process listens at `path`."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(native(path))

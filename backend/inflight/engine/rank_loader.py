@@ -33,7 +33,7 @@ class RankLoader:
         options: The configuration and the rank.
         decoder: Configuration of the whole model.
         max_sequence_length: Maximum number of tokens of a sequence.
-        device: Where the rank computes.
+        device: The device on which the rank computes.
 
     Attributes:
         options: The argument of the same name.

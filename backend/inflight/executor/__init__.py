@@ -4,8 +4,8 @@
     request_id = executor.enqueue_request(trtllm.Request([1, 2, 3, 4], max_tokens=10))
     print(executor.await_responses(request_id)[0].result.output_token_ids)
 
-These classes need neither torch nor an engine, except those in `_WITH_ENGINE`, which are imported at first
-use.
+Importing this package imports neither torch nor an engine: the classes in `_WITH_ENGINE`, which need both,
+are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ from inflight.executor_stats import (
 )
 
 _WITH_ENGINE: dict[str, str] = {"Executor": "inflight.executor.executor"}
-"""Module of each class whose import loads an engine, by class name."""
+"""Modules that import the engine, by the name of the class that they define."""
 
 __all__ = [
     "AdditionalModelOutput",
@@ -158,7 +158,7 @@ __all__ = [
 
 try:
     __version__ = version("inflight")
-except PackageNotFoundError:  # the package is used from its sources, without installation
+except PackageNotFoundError:  # the package is not installed but imported from its source folder
     __version__ = "0"
 
 

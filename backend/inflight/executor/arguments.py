@@ -1,4 +1,4 @@
-"""Arguments of `Executor`'s methods that may come in several forms."""
+"""Parse arguments of `Executor`'s methods that may have several forms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inflight.file_names import native, readable
 from inflight.hub import find_checkpoint
 
 Lora = LoraConfig | str
-"""An adapter, or the name of one of the parameters' adapters."""
+"""An adapter, or the name of an adapter in the parameter `lora_adapters`."""
 
 Timeout = timedelta | float | None
 """A time to wait: a timedelta, or seconds; None: no limit."""
@@ -33,7 +33,10 @@ _NO_ENCODER = "no model here has one"
 def constructor_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[str, ExecutorConfig, Parameters | None]:
-    """Return the folder, configuration and parameters; raise NotSupported for unsupported forms."""
+    """Return (checkpoint folder, configuration, parameters) of Executor's constructor.
+
+    Raises NotSupported for forms of the constructor that are not supported.
+    """
     in_memory = any("buffer" in name for name in keywords)
     if in_memory or (args and isinstance(args[0], bytes | bytearray | memoryview)):
         raise NotSupported("an engine in memory is not supported: expected the folder of a checkpoint")
@@ -63,7 +66,7 @@ def _from_folder(
 
 
 def _checkpoint(model: str, revision: str | None) -> str:
-    """Return the folder of a checkpoint; fetch it if `model` is a name on the hub."""
+    """Return the folder of a checkpoint, after downloading it if `model` is a name on the Hugging Face hub."""
     try:
         return readable(str(find_checkpoint(native(model), revision)))
     except ConfigError as error:
@@ -73,7 +76,10 @@ def _checkpoint(model: str, revision: str | None) -> str:
 def responses_arguments(
     args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[int | Sequence[int] | None, timedelta | float | None]:
-    """Return the request ids and the timeout in `await_responses`'s arguments; ids None: all requests."""
+    """Return (request ids, timeout) of `await_responses`.
+
+    The ids are one id, several, or None for all requests.
+    """
     unknown = keywords.keys() - {"id", "ids", "timeout"}
     if unknown or len(args) + len(keywords) > 2:
         raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
@@ -94,7 +100,10 @@ def responses_arguments(
 def adapters_of_prompts(
     lora: Lora | Sequence[Lora | None] | None, num_prompts: int
 ) -> list[LoraRequest | None]:
-    """Return the adapter of each prompt of `generate`; weights shared by all prompts are copied once."""
+    """Return the adapter of each prompt of `generate`.
+
+    Weights of an adapter for all prompts are copied only once.
+    """
     try:
         if lora is None or isinstance(lora, Lora):
             return [to_lora_request(lora)] * num_prompts

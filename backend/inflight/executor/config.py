@@ -27,7 +27,7 @@ _NOT_EMPTY = Range("at least one", lambda values: len(values) > 0)
 
 @dataclass(frozen=True)
 class DynamicBatchConfig(Frozen):
-    """Whether to tune the batch size and the tokens of an iteration while the server runs."""
+    """Whether to adapt the batch size and the tokens of an iteration while the server runs."""
 
     enable_batch_size_tuning: bool
     enable_max_num_tokens_tuning: bool
@@ -51,7 +51,7 @@ class SchedulerConfig(Frozen):
 
 @dataclass(frozen=True)
 class RuntimeDefaults(Frozen):
-    """A model's own KV cache settings, for fields that a KvCacheConfig leaves out."""
+    """A model's own KV cache settings, used for fields that a KvCacheConfig leaves unset."""
 
     max_attention_window: list[int] | None = None
     sink_token_length: int | None = None
@@ -62,19 +62,19 @@ class KvCacheConfig(Typed):
     """Configuration of the KV cache.
 
     Attributes:
-        enable_block_reuse: Share blocks of equal prefixes.
-        max_tokens: Size in tokens; None: from memory.
+        enable_block_reuse: Whether to share blocks of equal prefixes.
+        max_tokens: Size in tokens; None: as many as fit into memory.
         max_attention_window: Attention window of each layer, in tokens; repeated if there are more layers.
         sink_token_length: Number of first tokens that stay in every window.
-        free_gpu_memory_fraction: Share of free memory for the cache (0.9).
+        free_gpu_memory_fraction: Fraction of free memory for the cache (0.9).
         host_cache_size: Bytes of host memory for offloaded blocks.
-        onboard_blocks: Copy offloaded blocks back before use.
-        cross_kv_cache_fraction: Share of the cache for cross attention.
+        onboard_blocks: Whether to copy offloaded blocks back before use.
+        cross_kv_cache_fraction: Fraction of the cache for cross attention.
         secondary_offload_min_priority: Blocks of lower priority are not offloaded.
-        event_buffer_max_size: Most events to keep; 0: none.
-        enable_partial_reuse: Reuse a block if only its beginning matches.
-        copy_on_partial_reuse: Copy a block that matches in part.
-        use_uvm: Use memory shared by host and device.
+        event_buffer_max_size: Largest number of events to keep; 0: none.
+        enable_partial_reuse: Whether to reuse a block if only its beginning matches.
+        copy_on_partial_reuse: Whether to copy a block of which only the beginning matches.
+        use_uvm: Whether to use memory shared by host and device.
         attention_dp_events_gather_period_ms: Interval in milliseconds at which events of several ranks are
             collected.
         max_gpu_total_bytes: Largest size in bytes; 0: no limit.
@@ -103,7 +103,7 @@ class KvCacheConfig(Typed):
             self.fill_empty_fields_from_runtime_defaults(runtime_defaults)
 
     def fill_empty_fields_from_runtime_defaults(self, runtime_defaults: RuntimeDefaults) -> None:
-        """Take windows and sink tokens from the model where this object has none."""
+        """Set attention windows and sink tokens to the model's, if they are unset."""
         if self.max_attention_window is None:
             self.max_attention_window = runtime_defaults.max_attention_window
         if self.sink_token_length is None:
@@ -112,7 +112,7 @@ class KvCacheConfig(Typed):
 
 @dataclass
 class OrchestratorConfig(Typed):
-    """Start of the ranks in orchestrator mode.
+    """How ranks are started in orchestrator mode.
 
     Attributes:
         is_orchestrator: Whether this process takes requests.
@@ -129,7 +129,7 @@ class OrchestratorConfig(Typed):
 
 @dataclass
 class ParallelConfig(Typed):
-    """Start of the ranks, and their devices.
+    """How ranks are started, and their devices.
 
     Attributes:
         communication_type: How ranks communicate.
@@ -155,9 +155,9 @@ class PeftCacheConfig(Frozen):
     Attributes:
         optimal_adapter_size: Low-rank dimensions in a page of device memory.
         max_adapter_size: Largest low-rank dimension of an adapter.
-        device_cache_percent: Share of free device memory for the cache (0.05).
+        device_cache_percent: Fraction of free device memory for the cache (0.05).
         host_cache_size: Host memory for the cache in bytes (1 GiB).
-        lora_prefetch_dir: Folder of adapters to load at start.
+        lora_prefetch_dir: Folder of adapters to load at the start.
     """
 
     num_host_module_layer: int = 0
@@ -196,7 +196,7 @@ class DecodingConfig(Typed):
             raise InvalidValue("EagleConfig is set, but DecodingMode is not set to Eagle")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_made = "eagle_config" in vars(self)  # the constructor assigns this field last
+        is_made = "eagle_config" in vars(self)  # true after the constructor, which assigns this field last
         if is_made and name == "decoding_mode" and value in _SET_BY_CONFIGURATION:
             raise InvalidValue(
                 f"Decoding mode {value.name} is set by assigning its configuration, or by the constructor"
@@ -219,9 +219,9 @@ class DebugConfig(Typed):
     """Tensors of iterations to keep for debugging.
 
     Attributes:
-        debug_input_tensors: All inputs of the model.
-        debug_output_tensors: All outputs of the model.
-        debug_tensor_names: Tensors by name.
+        debug_input_tensors: Whether to keep all inputs of the model.
+        debug_output_tensors: Whether to keep all outputs of the model.
+        debug_tensor_names: Names of further tensors to keep.
         debug_tensors_max_iterations: Number of iterations to keep for fetching; 0: write them to files.
     """
 
@@ -239,9 +239,11 @@ class LogitsPostProcessorConfig(Typed):
     """Callables that may change logits before sampling.
 
     Attributes:
-        processor_map: By name; called with (request id, logits, tokens so far, stream, client id) of one request.
-        processor_batched: Called with lists of these, for all requests that name it.
-        replicate: Whether every rank of the first tensor-parallel group calls it, or only rank 0.
+        processor_map: Callables by name. Each is called with (request id, logits, tokens so far, stream,
+            client id) of one request.
+        processor_batched: Callable that is called with lists of these arguments, for all requests that name
+            it.
+        replicate: Whether every rank of the first tensor-parallel group calls the callables, or only rank 0.
     """
 
     processor_map: dict[str, Callable[..., Any] | None] | None = None
@@ -261,7 +263,7 @@ class ExtendedRuntimePerfKnobConfig(Typed):
 
 @dataclass
 class SpeculativeDecodingConfig(Typed):
-    """Drafts from another engine; with `fast_logits`, it sends their logits over MPI."""
+    """Draft tokens from another engine. With `fast_logits`, that engine sends the drafts' logits over MPI."""
 
     fast_logits: bool = False
 
@@ -271,8 +273,8 @@ class GuidedDecodingConfig(Typed):
     """Library and tokenizer that compile guides to masks over the vocabulary.
 
     Attributes:
-        backend: The library.
-        encoded_vocab: Tokens by id; None: the checkpoint's.
+        backend: The library that compiles guides.
+        encoded_vocab: Texts of the tokens by id; None: the checkpoint's.
         tokenizer_str: JSON of a Hugging Face tokenizer; None: the checkpoint's.
         stop_token_ids: Tokens that end a guided output; None: the checkpoint's.
     """
@@ -303,35 +305,35 @@ class ExecutorConfig(Typed):
     """All settings of an executor. docs/executor-fields.md describes each field's effect here.
 
     Attributes:
-        max_beam_width: Most beams of a search.
+        max_beam_width: Largest number of beams of a beam search.
         scheduler_config: Policies of the scheduler.
         kv_cache_config: Configuration of the KV cache.
-        enable_chunked_context: Split long prompts over iterations.
-        normalize_log_probs: Return log probs of the distribution that a token was sampled from.
+        enable_chunked_context: Whether to split long prompts over iterations.
+        normalize_log_probs: Whether log probs are those of the distribution that a token was sampled from.
         iter_stats_max_iterations: Number of iterations whose statistics are kept for fetching.
-        request_stats_max_iterations: The same for statistics of every request.
+        request_stats_max_iterations: Number of iterations whose statistics of requests are kept for fetching.
         batching_type: STATIC ends a batch before it starts the next.
-        max_batch_size: Most sequences that run at once.
-        max_num_tokens: Most tokens in one iteration.
+        max_batch_size: Largest number of sequences that run at a time.
+        max_num_tokens: Largest number of tokens in one iteration.
         parallel_config: Configuration of several ranks.
         peft_cache_config: Configuration of the cache of adapters.
         logits_post_processor_config: Callables that may change logits.
         decoding_config: Sampling defaults for requests.
-        use_gpu_direct_storage: Read weights past the host.
-        gpu_weights_percent: Share of the weights that stays on the device.
-        max_queue_size: Most waiting sequences; None or 0: no limit.
+        use_gpu_direct_storage: Whether to read weights directly to the device.
+        gpu_weights_percent: Fraction of the weights that stays on the device.
+        max_queue_size: Largest number of waiting sequences; None or 0: no limit.
         extended_runtime_perf_knob_config: Switches of kernels.
         debug_config: Tensors to keep for debugging.
         recv_poll_period_ms: Interval in milliseconds at which a leader looks for requests.
-        max_seq_idle_microseconds: How long a slot may be idle.
-        spec_dec_config: Drafts from another engine.
+        max_seq_idle_microseconds: How long a slot may be idle, in microseconds.
+        spec_dec_config: Draft tokens from another engine.
         guided_decoding_config: Compilation of guides.
-        additional_model_outputs: Tensors of the model that requests may ask for.
+        additional_model_outputs: Tensors of the model that requests may select as outputs.
         cache_transceiver_config: Configuration of disaggregated serving.
-        gather_generation_logits: Whether requests may ask for generation logits.
-        mm_embedding_offloading: Keep image embeddings on the host.
-        enable_trt_overlap: Overlap iterations.
-        fail_fast_on_attention_window_too_large: Refuse a window that is larger than the KV cache.
+        gather_generation_logits: Whether requests may have generation logits as outputs.
+        mm_embedding_offloading: Whether to keep image embeddings on the host.
+        enable_trt_overlap: Whether to overlap iterations.
+        fail_fast_on_attention_window_too_large: Whether to refuse a window that is larger than the KV cache.
     """
 
     accepts_unknown: ClassVar[bool] = True
@@ -370,7 +372,7 @@ class ExecutorConfig(Typed):
 
     @property
     def logits_post_processor_map(self) -> dict[str, Callable[..., Any] | None] | None:
-        """Name in version 0.12 of `logits_post_processor_config.processor_map`."""
+        """The value of `logits_post_processor_config.processor_map`, by its name in version 0.12."""
         config = self.logits_post_processor_config
         return None if config is None else config.processor_map
 
@@ -380,7 +382,7 @@ class ExecutorConfig(Typed):
 
     @property
     def logits_post_processor_batched(self) -> Callable[..., Any] | None:
-        """Name in version 0.12 of `logits_post_processor_config.processor_batched`."""
+        """The value of `logits_post_processor_config.processor_batched`, by its name in version 0.12."""
         config = self.logits_post_processor_config
         return None if config is None else config.processor_batched
 

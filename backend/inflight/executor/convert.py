@@ -1,7 +1,6 @@
-"""Conversion of the Executor API's requests to an engine's.
+"""Convert requests of the Executor API to the engine's requests.
 
-Owns the meaning of each field here. Fields without effect belong to `fields.py`, whose checker refuses or
-logs them; call it first. Plain functions, any thread.
+The checker in `fields.py` must be called first: it refuses or logs fields that have no effect. Any thread.
 """
 
 from __future__ import annotations
@@ -46,14 +45,15 @@ _MS = timedelta(milliseconds=1)
 
 
 def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) -> CoreRequest:
-    """Convert a request to the engine's.
+    """Convert a request of the API to a request of the engine.
 
-    A request's own callable gets the name OWN_POST_PROCESSOR_NAME; the caller must register the callable when
-    it submits the request. The caller also handles `return_all_generated_tokens`, which affects results only.
+    The callable `Request.logits_post_processor` is referred to as OWN_POST_PROCESSOR_NAME; the caller must
+    register it when it submits the request. The caller also implements `return_all_generated_tokens`, which
+    affects results only.
 
     Raises:
-        InvalidArgument: The engine cannot serve the request, for the given reason. Clients get it in a
-            Response.
+        InvalidArgument: The engine cannot serve the request, for the given reason. Clients get this error in
+            a Response.
         ExecutorError: The request names a logits post-processor that the engine does not have.
     """
     check_post_processor(request, limits.logits_post_processors)
@@ -166,7 +166,10 @@ def to_float_tensor(tensor: Any) -> FloatTensor:
 
 
 def to_host_array(tensor: Any) -> NDArray[Any]:
-    """Return a torch or numpy tensor as an array; bfloat16, which numpy lacks, becomes its bits as uint16."""
+    """Return a torch or numpy tensor as an array.
+
+    The elements of a bfloat16 tensor are returned as bits, in uint16.
+    """
     if not hasattr(tensor, "detach"):
         return np.asarray(tensor)
     on_host = tensor.detach().cpu()
@@ -178,9 +181,9 @@ def to_host_array(tensor: Any) -> NDArray[Any]:
 
 
 def to_lora_request(lora: LoraConfig | str | None) -> LoraRequest | None:
-    """Return the adapter of a request, from a configuration or the name of one of the parameters' adapters.
+    """Return the adapter of a request, from a LoraConfig or the name of an adapter in the parameters.
 
-    Raises InvalidArgument for weights that are not an adapter's.
+    Raises InvalidArgument if the weights are not valid weights of an adapter.
     """
     if lora is None or isinstance(lora, str):
         return LoraRequest(name=lora) if lora else None
@@ -217,7 +220,7 @@ def _milliseconds(duration: timedelta | None) -> int | None:
 
 
 def _allotted_time_ms(time: timedelta | None) -> int:
-    """Return whole milliseconds, at least 1, since 0 means no deadline; None becomes 0."""
+    """Return a deadline as whole milliseconds, at least 1; 0 for None, which means no deadline."""
     if time is None:
         return 0
     if time < timedelta(0):
@@ -229,7 +232,7 @@ def _allotted_time_ms(time: timedelta | None) -> int:
 
 
 def check_post_processor(request: Request, known: tuple[str, ...]) -> None:
-    """Raise ExecutorError unless an engine with post-processors of these names has the request's."""
+    """Raise ExecutorError unless the request's logits post-processor is among the engine's (`known`)."""
     name = request.logits_post_processor_name
     if request.logits_post_processor is not None and OWN_POST_PROCESSOR_NAME not in known:
         raise NotSupported(
@@ -254,5 +257,5 @@ def _logits_post_processor(request: Request) -> str:
 
 
 def wanted_outputs(outputs: list[AdditionalModelOutput] | None) -> tuple[WantedOutput, ...]:
-    """Return additional outputs as the engine names them."""
+    """Return the additional outputs by the engine's names."""
     return tuple(WantedOutput(each.name, each.gather_context) for each in outputs or ())

@@ -1,4 +1,4 @@
-"""Debug tensors in the form that clients fetch."""
+"""The class of debug tensors that clients fetch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The engine of an executor: in this process, in ranks that include this process, or in ranks that it starts.
 
-The ranks are the server's (`inflight.ranks`). In leader mode, mpirun or srun starts this program several
-times: rank 0 takes requests; the others follow it and end when it ends. In orchestrator mode, this process
-starts the ranks, talks to rank 0 over the engine endpoint, and restarts the ranks if one is lost.
+Ranks are implemented by `inflight.ranks`, as for the server. In leader mode, mpirun or srun starts this
+program several times: rank 0 takes requests; the other ranks follow it and end when it ends. In orchestrator
+mode, this process starts the ranks, sends requests to rank 0 over the engine endpoint, and restarts the
+ranks if one is lost.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExecutorEngine(Protocol):
-    """The engine behind an `Executor`: in this process, in one of its own, or on several ranks."""
+    """The engine behind an `Executor`: in this process, in another process, or on several ranks."""
 
     @property
     def client(self) -> EngineClient | None:
@@ -49,7 +50,7 @@ class ExecutorEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End requests in flight and the engine; a following rank waits for rank 0's end. Idempotent."""
+        """End requests in flight and the engine. On a rank other than 0, wait until rank 0 ends. Idempotent."""
         ...
 
 
@@ -57,14 +58,15 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
     """Start an engine and return it when its model is loaded.
 
     Args:
-        parameters: Parameters of the engine. If they have one rank and mpirun started several, mpirun's
-            number counts.
-        parallel: How the ranks are started; None: `ParallelConfig()`.
-        load: Loads the model, or this rank's part of it. Ranks in other processes load it as the server does.
+        parameters: Parameters of the engine. If they specify one rank but mpirun started several, the engine
+            has as many ranks as mpirun started.
+        parallel: Settings of the processes that start the ranks; None: `ParallelConfig()`.
+        load: Function that loads the model, or this rank's part of it. Ranks in other processes use the
+            server's function.
 
     Raises:
-        ConfigError: The engine cannot be loaded; with several ranks, all of them raise.
-        NotSupported: `parallel` asks for a feature that does not exist here.
+        ConfigError: The engine cannot be loaded. With several ranks, all ranks raise it.
+        NotSupported: `parallel` requires a feature that does not exist here.
     """
     parallel = parallel or ParallelConfig()
     if parallel.communication_mode is CommunicationMode.ORCHESTRATOR:
@@ -82,7 +84,10 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
 
 
 def _for_ranks(parameters: Parameters, num_ranks: int) -> Parameters:
-    """Return the parameters with a number of ranks; without one of their own, all ranks share every layer."""
+    """Return the parameters for `num_ranks` ranks.
+
+    If they specify one rank, use tensor parallelism over all ranks.
+    """
     if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
         return parameters
     return replace(parameters, tensor_parallel_size=num_ranks)
@@ -148,7 +153,10 @@ def _take_part(parameters: Parameters, load: LoadModel) -> ExecutorEngine:
 
 
 class _Leading:
-    """Rank 0. If another rank is lost, it answers every request with the reason and takes no more."""
+    """The engine of rank 0.
+
+    If another rank is lost, all requests get the reason as error, and new ones are refused.
+    """
 
     def __init__(self) -> None:
         self.running: RunningEngine | None = None
@@ -163,21 +171,21 @@ class _Leading:
         return [] if self.running is None else self.running.latest_debug_tensors()
 
     def lose(self, error: Unavailable) -> None:
-        """Fail all requests because another rank is lost; on the heartbeat's thread."""
+        """Fail all requests because another rank is lost. Runs on the heartbeat's thread."""
         _log.error("the engine is lost: %s", error)
         self._is_lost = True
         if self.running is not None:
             self.running.fail(error)
 
     def close(self) -> None:
-        if self._is_lost:  # the others cannot be notified, and the loop may wait for them forever
+        if self._is_lost:  # the other ranks cannot be notified, and the loop may wait for them forever
             self.client.close()
         elif self.running is not None:
             self.running.close(0.0)
 
 
 class _Following:
-    """A rank other than 0; it takes no requests."""
+    """The engine of a rank other than 0, which takes no requests."""
 
     def __init__(self, rank: FollowingRank) -> None:
         self._rank: FollowingRank | None = rank
@@ -196,7 +204,7 @@ class _Following:
 
 
 def _end_at_once(error: Unavailable) -> None:
-    """End this following rank because another rank is lost: its loop may wait in MPI forever."""
+    """End this process because another rank is lost. This rank's loop may otherwise wait in MPI forever."""
     _log.error("this rank ends: %s", error)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -232,22 +240,22 @@ class _Orchestrated:
 
 
 class _NoGuard:
-    """A guard that does nothing. Ranks without a supervisor end by themselves if this process is killed."""
+    """A guard that does nothing, because ranks end by themselves if their supervisor, this process, is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """Accept the launcher of the ranks, which is not watched."""
+        """Do nothing."""
 
     def dismiss(self) -> None:
-        """Accept that the ranks have ended in order."""
+        """Do nothing."""
 
 
 class _NoPublisher:
-    """A publisher that does nothing: statistics are fetched with `EngineClient.reports`."""
+    """A publisher that does nothing, because statistics are fetched with `EngineClient.reports`."""
 
     def put(
         self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Discard the statistics of an iteration."""
+        """Do nothing."""
 
     def start_over(self) -> None:
-        """Accept that the engine was restarted; there are no published values to reset."""
+        """Do nothing, because there are no published values to reset."""

@@ -72,14 +72,14 @@ class CommunicationType(Numbered):
 
 
 class CommunicationMode(Numbered):
-    """LEADER: mpirun starts the ranks, and rank 0 takes requests. ORCHESTRATOR: this process starts them."""
+    """LEADER: mpirun starts the ranks, and rank 0 takes requests. ORCHESTRATOR: this process starts the ranks."""
 
     LEADER = 0
     ORCHESTRATOR = 1
 
 
 class RequestType(Numbered):
-    """The phases of a request computed here; the last two are for disaggregated serving."""
+    """The phases of a request that this engine computes. The last two are for disaggregated serving."""
 
     REQUEST_TYPE_CONTEXT_AND_GENERATION = 0
     REQUEST_TYPE_CONTEXT_ONLY = 1
@@ -104,7 +104,7 @@ class CacheTransceiverBackendType(Numbered):
 
     @staticmethod
     def from_string(text: str) -> CacheTransceiverBackendType:
-        """Return the member with that name, in capitals or small letters; raise InvalidValue otherwise."""
+        """Return the member with this name, in upper or lower case; raise InvalidValue if there is none."""
         for member in CacheTransceiverBackendType:
             if text in (member.name, member.name.lower()):
                 return member
@@ -136,7 +136,7 @@ class DecodingMode:
 
     @classmethod
     def TopP(cls) -> DecodingMode:
-        """Return the mode that samples from the likeliest tokens with probability p together."""
+        """Return the mode that samples from the smallest set of likeliest tokens with total probability p."""
         return cls("TopP")
 
     @classmethod
@@ -170,7 +170,7 @@ class DecodingMode:
         return cls("Eagle")
 
     def isAuto(self) -> bool:
-        """Return whether requests decide."""
+        """Return whether each request's sampling configuration decides."""
         return self.name == "Auto"
 
     def isTopK(self) -> bool:

@@ -25,11 +25,11 @@ _FIELD_OF_TENSOR = {
     "prompt_table_extra_ids": "prompt_tuning_config.input_token_extra_ids",
     "lora_task_id": "lora_config.task_id",
 }
-"""Field of a Request by tensor: errors of the engine name tensors, and programs know fields."""
+"""Field of a Request by tensor: errors of the engine name tensors, which programs of this API do not know."""
 
 
 def in_fields(error: _E) -> _E:
-    """Convert an error of the engine, which names tensors, to one that names fields of a Request."""
+    """Convert an error of the engine, which names tensors, to an error that names fields of a Request."""
     return error.with_names(lambda name: _FIELD_OF_TENSOR.get(name, name))
 
 

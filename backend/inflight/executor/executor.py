@@ -1,7 +1,7 @@
-"""`Executor`: takes requests, and returns their responses to the threads that ask for them.
+"""`Executor` of TensorRT-LLM's Executor API: enqueues requests, and returns their responses when they are awaited.
 
-Each object has one engine (`engines.py`). The GptManager's loop makes responses, which wait in `enqueued.py`
-until they are fetched. Any thread may call any method. Specification: TensorRT-LLM's Executor API.
+Each Executor has one engine (`engines.py`). The GptManager's loop makes responses, which wait in an
+`EnqueuedRequests` until they are fetched. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class _Prepared:
 
     Attributes:
         request: The engine's request; None if the engine cannot serve it.
-        error: Then the reason.
-        answers: Its answers.
-        post_processor: Its own callable; None: none.
+        error: Reason why the engine cannot serve the request; None if it can.
+        answers: The request's answers.
+        post_processor: `Request.logits_post_processor`.
     """
 
     request: CoreRequest | None
@@ -83,10 +83,10 @@ class _Prepared:
 
 
 class Executor:
-    """In-flight batching over one model, from construction, which loads the model.
+    """In-flight batching over one model, which the constructor loads.
 
-    A context manager shuts it down at its end; otherwise it is shut down when it is garbage-collected, or
-    when the interpreter ends.
+    An Executor is a context manager, which calls `shutdown` at its end. Otherwise it is shut down when it is
+    garbage-collected, or when the interpreter ends.
     """
 
     @overload
@@ -122,19 +122,21 @@ class Executor:
     def __init__(self, *args: Any, **keywords: Any) -> None:
         """Load a model and start to serve it.
 
-        With several ranks, all processes that mpirun started construct an Executor; the constructor of a rank
-        other than 0 returns when its model is loaded, and its `shutdown` waits for rank 0's.
+        With several ranks, every process that mpirun started constructs an Executor. On a rank other than 0,
+        the constructor returns when the rank's part of the model is loaded, and `shutdown` waits for rank
+        0's shutdown.
 
         Args:
-            *args: The checkpoint, as a folder in Hugging Face's format or a name on the hub, which is
-                fetched; the type, DECODER_ONLY; the configuration.
-            **keywords: The same by name; `parameters`: values that the configuration does not have, such as
-                `Parameters(tensor_parallel_size=2)`; `revision`: branch, tag or commit to fetch.
+            *args: `model_path`, a folder in Hugging Face's format or a name on the hub, from which it is
+                then downloaded; `model_type`, which must be DECODER_ONLY; and `executor_config`.
+            **keywords: The same arguments by name; `parameters`, values that the configuration does not have,
+                such as `Parameters(tensor_parallel_size=2)`; and `revision`, the branch, tag or commit to
+                download.
 
         Raises:
             ExecutorError: The model cannot be loaded, for the given reason.
-            NotSupported: The arguments are for encoders or engines in memory, or the configuration asks for a
-                feature that does not exist here.
+            NotSupported: The arguments are for encoders or engines in memory, or the configuration requires
+                a feature that does not exist here.
         """
         path, config, base = constructor_arguments(args, keywords)
         self._fields = FieldChecker()
@@ -174,7 +176,7 @@ class Executor:
     def shutdown(self) -> None:
         """Cancel requests in flight, wake waiting threads, and end the engine. Idempotent.
 
-        On a rank that takes no requests, this waits for the end of rank 0.
+        On a rank that takes no requests, this waits until rank 0 has ended.
         """
         self._is_shut_down = True
         self._finalizer()
@@ -190,28 +192,28 @@ class Executor:
         return self.enqueue_requests([request])[0]
 
     def enqueue_requests(self, requests: Iterable[Request]) -> list[int]:
-        """Queue all requests, or none if this raises: requests that a lost engine had taken are cancelled.
+        """Queue all requests. If this raises, none of them runs.
 
         A request that the engine cannot serve gets a response with an error.
 
         Returns:
-            The request ids, in order, which the responses also have.
+            The request ids, in the order of the requests.
 
         Raises:
             ExecutorError: The executor is shut down, takes no requests on this rank, or has `max_queue_size`
                 sequences waiting.
-            NotSupported: A request asks for a feature that does not exist here.
+            NotSupported: A request requires a feature that does not exist here.
         """
         client = self._client("Shutdown called, cannot enqueue requests")
         prepared = [self._prepare(request) for request in requests]
-        self._announce(sum(each.answers.num_sequences for each in prepared))
+        self._reserve(sum(each.answers.num_sequences for each in prepared))
         handles: list[RequestHandle] = []
         for each in prepared:
             try:
                 handle = self._submit(client, each, self._enqueued.put)
             except ExecutorError:
                 for left in prepared[len(handles) + 1 :]:
-                    self._enqueued.retract(left.answers.num_sequences)
+                    self._enqueued.release(left.answers.num_sequences)
                 for taken in handles:
                     taken.stop()
                 raise
@@ -222,12 +224,12 @@ class Executor:
     async def stream(self, request: Request, *, lora: str | None = None) -> AsyncIterator[Response]:
         """Enqueue a request and yield its responses as tokens are generated; `streaming` need not be set.
 
-        Its adapter is `request.lora_config`, or `lora`, the name of one of the parameters' adapters. Leaving
-        the loop early, or cancelling its task, cancels the request. `await_responses` does not return its
-        responses.
+        The adapter is `request.lora_config`, or `lora`, the name of an adapter in the parameters. Closing
+        the iterator early, or cancelling its task, cancels the request. `await_responses` does not return
+        these responses.
 
         Raises:
-            ExecutorError: As `enqueue_requests`.
+            ExecutorError: As for `enqueue_requests`.
         """
         client = self._client("Shutdown called, cannot enqueue requests")
         request = copy.copy(request)
@@ -240,12 +242,12 @@ class Executor:
         loop = asyncio.get_running_loop()
         has_news = asyncio.Event()
 
-        def tell() -> None:
+        def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(has_news.set)
 
-        delivery: Delivery[EngineAnswer] = Delivery(joins=False, on_news=tell)
-        self._announce(prepared.answers.num_sequences)
+        delivery: Delivery[EngineAnswer] = Delivery(merges=False, on_news=notify)
+        self._reserve(prepared.answers.num_sequences)
         handle = self._submit(client, prepared, delivery.put)
         is_final = False
         try:
@@ -271,20 +273,22 @@ class Executor:
         return_log_probs: bool = False,
         progress: bool | None = None,
     ) -> Generation | list[Generation]:
-        """Generate for one prompt or several; return when all have ended.
+        """Generate text for one prompt or several; return when all have ended.
 
         Args:
             prompts: A text, token ids, or a list of either.
-            max_tokens: Most tokens to generate for each sequence.
+            max_tokens: Largest number of tokens to generate for each sequence.
             sampling_config: Sampling controls; None: greedy.
             stop: Stop strings, which are not part of an output's text.
             end_id: Token id that ends an output; None: the checkpoint's end ids; -1: none.
-            lora: Adapter for all prompts, or one for each; None: the bare model.
-            return_log_probs: Whether sequences have their `cum_log_prob`.
-            progress: Whether to show a bar on stderr; None: if stderr is a terminal and the call is long.
+            lora: One adapter for all prompts, or a list with an adapter for each; None: the model without
+                adapter.
+            return_log_probs: Whether to return `cum_log_prob` of each sequence.
+            progress: Whether to show a progress bar on stderr; None: show it if stderr is a terminal and the
+                call is long.
 
         Returns:
-            A Generation for one prompt, a list for a list.
+            A Generation for one prompt; a list of Generations for a list of prompts.
 
         Raises:
             ExecutorError: A prompt cannot be served, or the executor is shut down. The other prompts are
@@ -316,7 +320,7 @@ class Executor:
         return generated[0] if is_one_prompt(prompts) else generated
 
     def cancel_request(self, id: int) -> None:
-        """End a request; its last response has the tokens so far, and the finish reason CANCELLED.
+        """Cancel a request. Its last response has the tokens so far, and the finish reason CANCELLED.
 
         Ignores ids of requests that have ended or were not enqueued.
         """
@@ -337,14 +341,15 @@ class Executor:
         """Wait for responses and return them.
 
         Args:
-            *args: Nothing, for all requests, one id or several; then a timeout, as a timedelta or seconds.
-                Without a timeout this waits until there is a response; for several requests, until each has
-                one. Several requests share one timeout.
-            **keywords: The same by name: `id`, `ids`, `timeout`.
+            *args: A request id, a list of ids, or no id for all requests; then a timeout, as a timedelta or
+                in seconds. Without a timeout, this waits until there is a response; with a list of ids,
+                until each of these requests has one. The timeout is for all requests together.
+            **keywords: The same arguments by name: `id`, `ids`, `timeout`.
 
         Returns:
-            The responses, oldest first, in a list for each request if several ids were given; empty after the
-            timeout or a shutdown. A request whose final response was fetched before gets an error.
+            The responses, oldest first; for a list of ids, a list of responses for each request. Empty after
+            the timeout or a shutdown. For a request whose final response was already fetched, a response
+            with an error.
         """
         self._client()
         asked, timeout = responses_arguments(args, keywords)
@@ -366,7 +371,7 @@ class Executor:
         return [answer.to_response() for answer in self._enqueued.take(timeout_s, request_id)]
 
     def get_num_responses_ready(self, id: int | None = None) -> int:
-        """Return the number of responses ready to be fetched, of one request or of all."""
+        """Return the number of responses ready to be fetched, for one request or for all."""
         self._client()
         return self._enqueued.count(id)
 
@@ -375,7 +380,7 @@ class Executor:
     def get_latest_iteration_stats(self) -> list[IterationStats]:
         """Return statistics of iterations since the last call, oldest first.
 
-        At most `iter_stats_max_iterations` of them are kept.
+        Only the statistics of the last `iter_stats_max_iterations` iterations are kept.
         """
         told = self._reports(ReportKind.ITERATIONS)
         return [iteration_stats(each, told.memory) for each in told.iterations]
@@ -383,7 +388,7 @@ class Executor:
     def get_latest_request_stats(self) -> list[RequestStatsPerIteration]:
         """Return statistics of requests in iterations since the last call, oldest first.
 
-        At most `request_stats_max_iterations` of them are kept.
+        Only the statistics of the last `request_stats_max_iterations` iterations are kept.
         """
         return [request_stats(each) for each in self._reports(ReportKind.REQUESTS).requests]
 
@@ -411,11 +416,13 @@ class Executor:
         if self._is_shut_down:
             raise ExecutorError(shut_down)
         if self._engine.client is None:
-            raise ExecutorError("this rank takes no requests: can_enqueue_requests() says which one does")
+            raise ExecutorError(
+                "this rank takes no requests: enqueue them on the rank whose can_enqueue_requests() is true"
+            )
         return self._engine.client
 
     def _described(self) -> EngineDescription:
-        assert self._description is not None, "whoever has a client has its description"
+        assert self._description is not None, "only called on a rank with a client, which has a description"
         return self._description
 
     def _find_tokenizer(self, is_required: bool) -> Tokenizer | None:
@@ -441,7 +448,7 @@ class Executor:
             converted = replace(converted, streaming=False, output=whole)
         repeats = request.return_all_generated_tokens
         if converted.streaming and converted.sampling.uses_beams and not repeats:
-            _log.warning("streamed beams change: every response has all generated tokens")
+            _log.warning("the beams of a stream change: every response has all generated tokens")
             repeats = True
         asked = ResponseOptions(
             converted.streaming,
@@ -456,7 +463,7 @@ class Executor:
         return _Prepared(converted, None, answers, request.logits_post_processor)
 
     def _to_generated(self, request: Request, lora: LoraRequest | None, stop: tuple[str, ...]) -> CoreRequest:
-        """Return the engine's request for one prompt of `generate`."""
+        """Convert one prompt's request of `generate` to the engine's request."""
         described = self._described()
         core = to_core_request(request, described.limits)
         return replace(
@@ -466,27 +473,28 @@ class Executor:
             end_ids=core.end_ids or (described.eos_token_ids if request.end_id is None else ()),
         )
 
-    def _announce(self, num_sequences: int) -> None:
+    def _reserve(self, num_sequences: int) -> None:
         bound = self._max_queue_size
-        if not self._enqueued.announce(num_sequences, bound + self._num_slots if bound else None):
+        if not self._enqueued.reserve(num_sequences, bound + self._num_slots if bound else None):
             raise ExecutorError(f"Maximum queue size of {bound} has been reached, please try again later")
 
     def _submit(
-        self, client: EngineClient, prepared: _Prepared, hand_on: Callable[[EngineAnswer], None]
+        self, client: EngineClient, prepared: _Prepared, on_answer: Callable[[EngineAnswer], None]
     ) -> RequestHandle:
-        """Submit an announced request to the engine, or pass its refusal to `hand_on`; return its handle.
+        """Submit a request counted by `_reserve`; if it is invalid, deliver its error through `on_answer`.
 
-        Raises ExecutorError if the engine does not take the request, which is then retracted.
+        Returns the request's handle. Raises ExecutorError if the engine does not accept the request, which
+        is then no longer counted.
         """
         answers, enqueued, own = prepared.answers, self._enqueued, self._own_post_processors
         core, post_processor = prepared.request, prepared.post_processor
 
         def on_response(response: CoreResponse) -> None:
             if response.is_final:
-                enqueued.retract(answers.num_sequences)
+                enqueued.release(answers.num_sequences)
                 if post_processor is not None:
                     own.forget(response.request_id)
-            hand_on(answers.add(response))
+            on_answer(answers.add(response))
 
         try:
             if core is not None and post_processor is not None:
@@ -494,7 +502,7 @@ class Executor:
             if core is not None:
                 return client.submit(core, on_response)
         except InflightError as error:
-            enqueued.retract(answers.num_sequences)
+            enqueued.release(answers.num_sequences)
             raise ExecutorError(str(in_fields(error))) from error
         request_id = client.reserve_id()
         on_response(CoreResponse(request_id, error=prepared.error, is_final=True))

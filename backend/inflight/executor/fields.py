@@ -1,8 +1,8 @@
-"""The treatment of each field of the Executor API: it works, is ignored, or is refused.
+"""How each field of the Executor API is treated: it works, is ignored, or is refused.
 
-`FieldChecker` raises for refused fields and logs ignored ones; docs/executor-fields.md is generated from the
-same table (`fields_page.py`). A neutral value, the default or one of `neutral`, is neither refused nor
-logged.
+`FieldChecker` raises an error for refused fields and logs ignored ones; docs/executor-fields.md is generated
+from the same table (`fields_page.py`). Neutral values, which are the default and the values in `neutral`,
+are neither refused nor logged.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class FieldNote:
     """A field's treatment, and the reason for it.
 
     Attributes:
-        owner: Class of the field.
+        owner: Class that has the field.
         name: Name of the field.
-        treatment: Its treatment.
-        text: Its effect, or the reason why it has none, for errors and the log.
+        treatment: The field's treatment.
+        text: The field's effect, or the reason why it has none, for errors and the log.
         neutral: Values without effect, besides the default and None.
     """
 
@@ -93,7 +93,7 @@ def _refused(text: str, *neutral: Any) -> _Note:
 
 
 def _of(owner: type, **notes: _Note) -> list[FieldNote]:
-    """Return the notes of one class; keywords are names of its fields."""
+    """Return the notes about one class; keywords are names of its fields."""
     return [FieldNote(owner, name, note.treatment, note.text, note.neutral) for name, note in notes.items()]
 
 
@@ -395,7 +395,10 @@ FIELDS: tuple[FieldNote, ...] = (*_REQUEST, *_PARTS_OF_REQUESTS, *_CONFIGURATION
 
 
 class FieldChecker:
-    """Checker of fields, which refuses or logs. One for each executor, which logs each ignored field once."""
+    """Refuses and logs fields, according to their treatment.
+
+    Each executor has one, and logs an ignored field once.
+    """
 
     def __init__(self) -> None:
         self._notes = {
@@ -404,7 +407,7 @@ class FieldChecker:
         self._logged: set[str] = set()
 
     def check(self, given: Request | ExecutorConfig) -> None:
-        """Raise NotSupported for the first refused field with an effective value, and log ignored ones."""
+        """Raise NotSupported for a refused field that is not neutral, and log ignored fields that are not."""
         for owner, each in _all_fields(given):
             note = self._notes.get((type(owner), each.name))
             if note is None or not _asks(getattr(owner, each.name), each, note):
@@ -434,7 +437,8 @@ def _all_fields(owner: Any) -> Iterator[tuple[object, Field[Any]]]:
     for each in fields(owner):
         yield owner, each
         value = getattr(owner, each.name)
-        # Objects are alone or in a list of their own kind. Other lists, such as prompts, may be long.
+        # A list has objects of the API only if its first item is one. Other lists, such as prompts, may be
+        # long.
         parts = cast(list[Any], value) if isinstance(value, list) else [value]
         if parts and isinstance(parts[0], Typed | Frozen):
             for part in parts:
@@ -442,7 +446,7 @@ def _all_fields(owner: Any) -> Iterator[tuple[object, Field[Any]]]:
 
 
 def _asks(value: Any, each: Field[Any], note: FieldNote) -> bool:
-    """Return whether a value is not neutral. A tensor, which cannot be compared, is not."""
+    """Return whether a value is not neutral. A tensor, which cannot be compared, is never neutral."""
     if value is None:
         return False
     default = each.default if each.default_factory is MISSING else each.default_factory()

@@ -1,4 +1,4 @@
-"""Generator of docs/executor-fields.md from the table of fields. Pure."""
+"""Generate docs/executor-fields.md from the table of fields."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`Executor.generate`: prompts in, texts out, in one call.
+"""`Executor.generate`: generate texts for a list of prompts in one call.
 
-Prompts run concurrently, as many as the engine has room for. Text and stop strings are handled by the
-server's code (`inflight.serving`). Everything here runs on the caller's thread.
+Prompts run concurrently, as many as fit into the engine's queue. Texts and stop strings are handled as in
+the server (`inflight.serving`). Everything in this module runs on the caller's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.serving.reply import NewText, Reply, new_text
 from inflight.text.tokenizer import Tokenizer
 
 _LONG = 1000
-"""Number of tokens from which a call shows a progress bar."""
+"""A call that may generate at least this many tokens shows a progress bar."""
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 """One prompt or several, as text or as token ids."""
@@ -37,10 +37,10 @@ class GeneratedSequence:
     """One output of a prompt.
 
     Attributes:
-        token_ids: Generated tokens, up to the one that completes a stop string.
-        text: Their text, without the stop string; "" if the model has no tokenizer.
-        finish_reason: Reason of its end.
-        cum_log_prob: Sum of its tokens' log probs, or a beam's score; None if not requested.
+        token_ids: Generated tokens, up to the token that completes a stop string.
+        text: Text of the tokens, without the stop string; "" if the model has no tokenizer.
+        finish_reason: Reason for the sequence's end.
+        cum_log_prob: Sum of the tokens' log probs, or a beam's score; None if not requested.
     """
 
     token_ids: tuple[int, ...]
@@ -92,11 +92,11 @@ def as_list(prompts: Prompts) -> list[str | list[int]]:
 
 
 class Generating:
-    """The state of one call: its prompts, and their outputs so far.
+    """The state of one call of `generate`: its prompts, and their outputs so far.
 
     Args:
         client: Client of the engine.
-        requests: One request for each prompt; they stream if `engine_streams` requires it.
+        requests: One request for each prompt. A request streams if `engine_streams` requires it.
         stop_strings: Stop strings.
         tokenizer: Tokenizer for text; None: no text.
     """
@@ -112,17 +112,19 @@ class Generating:
         self._requests = requests
         prompts = [_prompt(each, stop_strings, tokenizer) for each in requests]
         self._reply = Reply(prompts, in_one=False)
-        # Not joined: with some tokenizers, the token at which a stop string ends must not depend on timing.
-        self._delivery: Delivery[CoreResponse] = Delivery(joins=False)
+        # Responses are not merged, because with some tokenizers the token that completes a stop string would
+        # then depend on timing.
+        self._delivery: Delivery[CoreResponse] = Delivery(merges=False)
         self._outputs: list[list[Output]] = [[] for _ in requests]
-        self._in_flight: dict[int, tuple[int, RequestHandle]] = {}  # by request id; with the prompt's index
+        self._in_flight: dict[int, tuple[int, RequestHandle]] = {}  # (prompt index, handle) by request id
 
     def run(self, most_at_once: int | None, progress: bool | None) -> list[Generation]:
         """Generate, and return the generations in the order of the prompts.
 
         Args:
-            most_at_once: Most sequences to give to the engine at a time; None: no limit.
-            progress: Whether to show a bar; None: if stderr is a terminal and the call is long.
+            most_at_once: Largest number of sequences in flight at a time; None: no limit.
+            progress: Whether to show a progress bar; None: show it if stderr is a terminal and the call is
+                long.
 
         Raises:
             ExecutorError: A prompt failed; all others are cancelled.
@@ -141,7 +143,7 @@ class Generating:
         return [_generation(*pair) for pair in zip(self._requests, self._outputs, strict=True)]
 
     def _submit_next(self, waiting: Iterator[int], most_at_once: int | None) -> None:
-        """Submit as many prompts as may be in flight, at least one."""
+        """Submit further prompts, until `most_at_once` sequences are in flight, but at least one prompt."""
         while not self._in_flight or most_at_once is None or self._num_sequences() < most_at_once:
             index = next(waiting, None)
             if index is None:

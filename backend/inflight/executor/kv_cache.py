@@ -1,6 +1,6 @@
-"""KV cache events in the form that clients fetch.
+"""The classes of KV cache events that clients fetch.
 
-A block's hash follows from its tokens and those before it. Level 0 is the device, level 1 the host.
+A block's hash is computed from its tokens and all tokens before it. Level 0 is the device, level 1 the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UniqueToken:
-    """A token id, with a number that distinguishes equal ids, such as a prompt table's or an image's."""
+    """A token id with an extra id, which distinguishes equal ids of different prompt tables or images."""
 
     token_id: int
     token_extra_id: int = 0
@@ -18,7 +18,7 @@ class UniqueToken:
 
 @dataclass(frozen=True)
 class KVCacheCreatedData:
-    """The cache was created; the number of blocks in each level."""
+    """The cache was created, with this number of blocks in each level."""
 
     num_blocks_per_cache_level: list[int]
 
@@ -36,7 +36,7 @@ class KVCacheStoredBlockData:
 
 @dataclass(frozen=True)
 class KVCacheStoredData:
-    """Consecutive blocks that were published; without a parent, the first begins a prompt."""
+    """Consecutive blocks that were published. If `parent_hash` is None, the first block begins a prompt."""
 
     parent_hash: int | None
     blocks: list[KVCacheStoredBlockData]
@@ -59,7 +59,7 @@ class KVCacheEventDiffInt:
 
 @dataclass(frozen=True)
 class KVCacheUpdatedData:
-    """A block whose level or priority changed; None: unchanged."""
+    """A block whose level or priority changed. The field of an unchanged value is None."""
 
     block_hash: int
     cache_level: KVCacheEventDiffInt | None = None
@@ -75,7 +75,7 @@ class KVCacheEvent:
 
     Attributes:
         event_id: Number of the event; the Created event has 0.
-        data: Data of the event, whose class is the kind of event.
+        data: Data of the event; their class determines the kind of event.
         window_size: Attention window of the layers, in tokens.
         attention_dp_rank: Number of the cache, if there are several; None: there is one.
     """

@@ -1,6 +1,6 @@
-"""Objects for loading a model besides parameters: logits post-processors and a vocabulary.
+"""Load a model with objects of this process: logits post-processors, and a vocabulary for guides.
 
-They are objects of this process, so ranks that an orchestrator starts cannot have them.
+Ranks that an orchestrator starts are other processes and cannot use such objects.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class OwnPostProcessors:
-    """The callables of `Request.logits_post_processor`, by request id. Any thread.
+    """A logits post-processor that calls the callable `Request.logits_post_processor` of each request. Any thread.
 
-    An engine knows its post-processors by name from its start. This object is one of them, which calls a
-    request's own.
+    An engine gets its post-processors when it starts; this object is one of them. It stores the callables of
+    requests by request id.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class OwnPostProcessors:
         self._by_id: dict[int, tuple[Callable[..., Any], bool]] = {}
 
     def submit(self, process: Callable[..., Any], submit: Callable[[], RequestHandle]) -> RequestHandle:
-        """Submit a request with a callable; return its handle. The engine calls it after both are stored."""
+        """Submit a request and store its callable, before the engine can call it; return the request's handle."""
         has_client_id = has_client_id_argument(process)
         with self._lock:
             handle = submit()
@@ -51,14 +51,14 @@ class OwnPostProcessors:
         return len(self._by_id)
 
     def __call__(self, request_id: int, logits: Any, token_ids: Any, stream: int, client_id: Any) -> Any:
-        """Call the request's own callable, as a logits post-processor on the loop's thread."""
+        """Call the request's callable. Runs on the loop's thread, as every logits post-processor."""
         with self._lock:
             process, has_client_id = self._by_id[request_id]
         return process(request_id, logits, token_ids, stream, *([client_id] if has_client_id else []))
 
 
 def has_client_id_argument(process: Callable[..., Any]) -> bool:
-    """Return whether a request's callable takes five arguments; raise InvalidValue for neither 4 nor 5."""
+    """Return whether a callable takes five arguments instead of four; raise InvalidValue for any other number."""
     from inflight.sampling.logits_post_processors import takes_client_id
 
     try:
@@ -71,10 +71,11 @@ def loader(config: ExecutorConfig, own: OwnPostProcessors, module: str | None = 
     """Return the function that loads the model in this process.
 
     Args:
-        config: Configuration, with callables and vocabulary.
-        own: Post-processor for requests with callables, if one process has the whole model.
-        module: Parameter `logits_post_processor_module`, whose callables are used if the configuration has
-            none.
+        config: Configuration with the callables and the vocabulary.
+        own: Post-processor that calls the callables of requests. It is used if one process has the whole
+            model.
+        module: Parameter `logits_post_processor_module`. The module's callables are used if the
+            configuration has none.
 
     Raises:
         ConfigError: An object is not a logits post-processor, or `tokenizer_str` not a tokenizer.

@@ -1,7 +1,6 @@
-"""The parameters that load an engine for an ExecutorConfig.
+"""Convert an ExecutorConfig to the parameters that load an engine.
 
-Fields without effect belong to `fields.py`, whose checker refuses or logs them; call it first. Plain functions,
-any thread.
+The checker in `fields.py` must be called first: it refuses or logs fields that have no effect. Any thread.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def to_parameters(config: ExecutorConfig, model_path: str, base: Parameters | No
             None: parameters' defaults. `parallel_config` decides which process starts several ranks.
 
     Raises:
-        InvalidValue: It names a tensor that does not exist.
+        InvalidValue: The configuration names a tensor that does not exist.
     """
     base = base or Parameters()
     policy = _policy(config)

@@ -1,4 +1,4 @@
-"""Conversion of KV cache events and debug tensors from the engine's classes to the client's."""
+"""Convert KV cache events and debug tensors from the engine's classes to the Executor API's classes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KVCacheEventManager:
     """Source of the KV cache's events.
 
     Args:
-        read: Like `EngineClient.reports`.
+        read: Function that returns reports like `EngineClient.reports`.
         window_size: Attention window of the layers, in tokens.
     """
 
@@ -42,7 +42,7 @@ class KVCacheEventManager:
         self._window_size = window_size
 
     def get_latest_events(self, timeout_ms: timedelta | float | None = None) -> list[KVCacheEvent]:
-        """Wait for events and return all there are, oldest first.
+        """Wait until there are events, and return all of them, oldest first.
 
         Args:
             timeout_ms: Time to wait, as a timedelta or milliseconds; None: no limit.

@@ -1,4 +1,4 @@
-"""Clients' requests: `Request`, and the parts that only some requests have."""
+"""The class `Request`, and the classes of its optional parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 LogitsPostProcessor = Callable[..., Any]
-"""Called with (request id, logits, tokens so far, stream, client id); may leave the client id out."""
+"""Callable with arguments (request id, logits, tokens so far, stream, client id). It may lack the last
+argument."""
 
 _PRIORITY = Range("between 0 and 100", lambda priority: 0 <= priority <= 100)
 _TASK_ID = Range("in [0, 2**64)", lambda task_id: 0 <= task_id < 1 << 64)
@@ -31,9 +32,9 @@ class ExternalDraftTokensConfig(Frozen):
 
     Attributes:
         tokens: The draft tokens.
-        logits: [len(tokens), vocab_size]: the logits that they were sampled from.
-        acceptance_threshold: With logits: accept a token if its probability ratio target / draft reaches
-            this, in [0, 1].
+        logits: The logits that the draft tokens were sampled from, [len(tokens), vocab_size].
+        acceptance_threshold: Used with `logits`: a token is accepted if its probability ratio target / draft
+            is at least this number in [0, 1].
         fast_logits: Whether a draft engine sends the logits over MPI.
     """
 
@@ -62,8 +63,9 @@ class PromptTuningConfig(Frozen):
 
     Attributes:
         embedding_table: [rows, hidden_size], float32, float16 or bfloat16.
-        input_token_extra_ids: One number for each prompt token, 0 for text: KV blocks are shared only if
-            these are equal too. They need not distinguish tables, whose content is compared anyway.
+        input_token_extra_ids: One number for each prompt token, 0 for text. KV blocks are shared only if
+            these numbers are equal, too. They need not distinguish tables, because the tables' contents are
+            compared.
     """
 
     embedding_table: torch.Tensor
@@ -95,7 +97,7 @@ class MultimodalInput(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class MropeConfig(Frozen):
-    """Multidimensional rotary embedding: its table, and the offset of generated positions."""
+    """Multidimensional rotary embedding: its table, and the offset of the positions of generated tokens."""
 
     mrope_rotary_cos_sin: torch.Tensor
     mrope_position_deltas: int
@@ -106,9 +108,10 @@ class LoraConfig(Frozen):
     """The adapter of a request.
 
     Attributes:
-        task_id: Id of the adapter; only its first request needs weights.
+        task_id: Id of the adapter. Only the adapter's first request needs weights.
         weights: [rows, width] in float32, float16 or bfloat16, on the CPU.
-        config: [rows, 3 or 4], int32, on the CPU: module, layer, rank, and whether it is DoRA.
+        config: [rows, 3 or 4], int32, on the CPU: module, layer, rank, and optionally whether the row is
+            DoRA.
     """
 
     task_id: int = required(_TASK_ID)
@@ -157,7 +160,7 @@ class LookaheadDecodingConfig(Frozen):
             raise InvalidValue("ngramSize=1 requires windowSize=1")
 
     def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
-        """Return most tokens of a pass, longest path, most draft tokens, and longest path of draft tokens."""
+        """Return the most tokens in a pass, the longest path, and both numbers for draft tokens alone."""
         return self.calculate_speculative_resource_tuple(
             self.max_window_size, self.max_ngram_size, self.max_verification_set_size
         )
@@ -166,7 +169,7 @@ class LookaheadDecodingConfig(Frozen):
     def calculate_speculative_resource_tuple(
         window_size: int, ngram_size: int, verification_set_size: int
     ) -> tuple[int, int, int, int]:
-        """Return the result of `calculate_speculative_resource` for three given sizes."""
+        """Return the result of `calculate_speculative_resource` for these sizes."""
         first = 0 if ngram_size == 1 else ngram_size - 2
         num_drafts = first + (window_size - 1 + verification_set_size) * (ngram_size - 1)
         return num_drafts + 1, ngram_size, num_drafts, ngram_size - 1
@@ -214,7 +217,7 @@ class GuidedDecodingParams(Frozen):
 
     Attributes:
         guide_type: Kind of `guide`.
-        guide: JSON schema, regular expression, grammar or structural tag; not needed for JSON alone.
+        guide: JSON schema, regular expression, grammar or structural tag; not needed for GuideType.JSON.
     """
 
     class GuideType(Numbered):
@@ -242,14 +245,17 @@ class KvCacheRetentionConfig(Frozen):
     Attributes:
         token_range_retention_configs: Ranges of the prompt; sorted by start at construction.
         decode_retention_priority: Priority of blocks of generated tokens.
-        decode_duration_ms: How long that priority holds; None: forever.
+        decode_duration_ms: How long this priority holds; None: forever.
         transfer_mode: How blocks are written to `directory`.
-        directory: Folder to write blocks to; "": none.
+        directory: Folder to write blocks to; "": blocks are not written.
     """
 
     @dataclass
     class TokenRangeRetentionConfig(Typed):
-        """Priority of the tokens [token_start, token_end), or of all that follow, and its duration."""
+        """Priority of the blocks of tokens [token_start, token_end), and its duration.
+
+        If `token_end` is None, the range ends with the prompt.
+        """
 
         token_start: int
         token_end: int | None
@@ -284,36 +290,36 @@ class Request(Typed):
 
     Attributes:
         input_token_ids: Token ids of the prompt.
-        max_tokens: Most tokens to generate; `max_new_tokens` before version 0.13.
-        streaming: Whether to return tokens as they are generated, and not at the end.
+        max_tokens: Largest number of tokens to generate; called `max_new_tokens` before version 0.13.
+        streaming: Whether to return tokens as they are generated, instead of all at the end.
         sampling_config: Sampling controls.
         output_config: Outputs to return.
         end_id: Token id that ends the output; None or -1: none.
-        pad_id: Fills ragged outputs of several beams.
+        pad_id: Token id that pads ragged outputs of several beams.
         position_ids: Positions of the prompt's tokens.
         bad_words: Token sequences that are banned.
         stop_words: Token sequences that end the output.
         embedding_bias: [vocab_size], added to the logits.
-        external_draft_tokens_config: Draft tokens for the first generated ones.
+        external_draft_tokens_config: Draft tokens for the first generated tokens.
         prompt_tuning_config: A prompt table.
         multimodal_input, multimodal_embedding, mrope_config: Multimodal inputs.
         lora_config: An adapter.
         lookahead_config, eagle_config: Sizes of drafting methods.
-        kv_cache_retention_config: Retention of its KV blocks.
-        logits_post_processor_name: Name of the executor's callable that changes its logits.
-        logits_post_processor: A callable that changes its logits.
-        encoder_input_token_ids, encoder_input_features, encoder_output_length: Input of an encoder.
+        kv_cache_retention_config: Retention of the request's KV blocks.
+        logits_post_processor_name: Name of the executor's callable that changes the request's logits.
+        logits_post_processor: A callable that changes the request's logits. encoder_input_token_ids,
+        encoder_input_features, encoder_output_length: Input of an encoder.
         cross_attention_mask, skip_cross_attn_blocks: Inputs of cross attention.
         client_id: Number of the client.
         return_all_generated_tokens: Whether every streamed response has all tokens generated so far.
         priority: 0 to 1; waiting requests of higher priority start first.
-        request_type: Phases to compute here; the constructor's keyword is `type`.
+        request_type: Phases that this engine computes; the constructor's keyword is `type`.
         context_phase_params: State from the server that computed the context.
         num_return_sequences: Deprecated: use the field of `sampling_config`.
         guided_decoding_params: The guide of the output.
         language_adapter_uid: A language adapter.
-        allotted_time_ms: Time from arrival after which it ends with TIMED_OUT.
-        cache_salt_id: Salt: KV blocks are shared only among requests with the same one.
+        allotted_time_ms: Time from arrival after which the request ends with TIMED_OUT.
+        cache_salt_id: Salt: KV blocks are shared only among requests with equal salts.
     """
 
     BATCHED_POST_PROCESSOR_NAME: ClassVar[str] = "batched"

@@ -1,4 +1,4 @@
-"""Responses to clients: `Response` and the `Result` in it."""
+"""The class `Response`, and the class `Result` of its outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SpeculativeDecodingFastLogitsInfo:
     draft_participant_id: int = 0
 
     def to_tensor(self) -> torch.Tensor:
-        """Return the two numbers packed as in TensorRT-LLM: float32 [1, 4] of 8 bytes, 4 bytes, padding."""
+        """Pack the two numbers as in TensorRT-LLM: float32 [1, 4] that holds 8 bytes, 4 bytes and padding."""
         import torch
 
         packed = bytearray(struct.pack("=Qi4x", self.draft_request_id, self.draft_participant_id))
@@ -44,7 +44,7 @@ class TimingMetrics:
     """Times of a request's events on a monotonic clock; zero for events that have not happened.
 
     Attributes:
-        kv_cache_transfer_start, kv_cache_transfer_end, kv_cache_size: For disaggregated serving; zero here.
+        kv_cache_transfer_start, kv_cache_transfer_end, kv_cache_size: For disaggregated serving; always zero.
     """
 
     arrival_time: timedelta = timedelta(0)
@@ -100,8 +100,9 @@ class Result:
 
     Attributes:
         is_final: Whether this is the request's last result.
-        output_token_ids: By beam. Not streaming: the prompt, unless excluded, and all generated tokens.
-            Streaming: new tokens, or all generated tokens with return_all_generated_tokens.
+        output_token_ids: Token ids by beam. If the request does not stream: the prompt, unless excluded, and
+            all generated tokens. If it streams: the new tokens, or with return_all_generated_tokens all
+            generated tokens.
         cum_log_probs: Sum of log probs of all generated tokens so far, by beam.
         log_probs: Log prob of every generated token in `output_token_ids`, by beam.
         context_logits: [prompt tokens, vocab_size].
@@ -111,8 +112,8 @@ class Result:
         finish_reasons: Finish reasons by beam.
         sequence_index: Index of the sequence among num_return_sequences.
         is_sequence_final: Whether this is the sequence's last result.
-        decoding_iter: Number of iterations that generated tokens of it.
-        avg_decoded_tokens_per_iter: Generated tokens for each of these iterations.
+        decoding_iter: Number of iterations that generated tokens of the sequence.
+        avg_decoded_tokens_per_iter: Average number of generated tokens in each of these iterations.
         context_phase_params: State for the generation server.
         request_perf_metrics: Times and counts.
         additional_outputs: Requested tensors of the model.
@@ -147,7 +148,7 @@ class Response:
         *,
         result: Result | None = None,
     ) -> None:
-        """Create a response. The second argument is an error message or a result, as are the two keywords."""
+        """Create a response with an error message or a result. The second argument may be either."""
         outcome = error_msg if result is None else result
         if outcome is None or (error_msg is not None and result is not None):
             raise TypeError("a Response has either an error_msg or a result")
@@ -199,7 +200,7 @@ class Response:
             self._outcome.generation_logits = None
 
 
-# All classes that may be in a serialized result, besides tensors and Python's built-in ones.
+# All classes that may be in a serialized result, besides tensors and Python's built-in types.
 _PARTS: list[Any] = [
     AdditionalOutput,
     ContextPhaseParams,
@@ -227,7 +228,7 @@ def deserialize_result(data: bytes) -> Result:
     """Restore the result that `serialize_result` serialized.
 
     Only results and their parts can be created, so `data` need not be trusted. Raises InvalidValue for any
-    other data, such as that of TensorRT-LLM's C++ code.
+    other data, such as results serialized by TensorRT-LLM's C++ code.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Conversion of the engine's responses to a client's, with the values that repeat earlier responses.
+"""Convert the engine's responses to responses of the Executor API, including values of earlier responses.
 
-An `Answers` object belongs to one request. The engine's thread adds answers, at almost no cost; the thread
-that fetches an `EngineAnswer` converts it to a `Response`, tensors included. Answers of one request may be
-fetched in any order.
+Each request has an `Answers` object. The engine's thread adds responses to it, which costs little. The
+thread that fetches an `EngineAnswer` converts it to a `Response`, including tensors. Answers to one request
+may be converted in any order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ResponseOptions:
     Attributes:
         streaming: Whether every iteration gives a response.
         repeats_tokens: Whether streamed responses have all tokens generated so far.
-        max_tokens: Most tokens to generate.
+        max_tokens: Largest number of tokens to generate.
         vocab_size: Width of logits.
-        client_id: Number of the client, part of every response.
+        client_id: Number of the client, which every response has.
         output: Outputs to return.
-        tokens_per_block: Tokens in a KV block.
+        tokens_per_block: Number of tokens in a KV block.
     """
 
     streaming: bool
@@ -56,7 +56,7 @@ class ResponseOptions:
 
     @property
     def looks_back(self) -> bool:
-        """Return whether a response repeats values of earlier ones."""
+        """Return whether a response includes values of earlier responses."""
         output = self.output
         return self.streaming and (
             self.repeats_tokens or output.return_log_probs or output.return_context_logits
@@ -67,9 +67,9 @@ class Answers:
     """The answers to one request.
 
     Attributes:
-        asked: The parts of the request on which they depend.
-        num_sequences: Number of sequences that the request counts for in the queue.
-        have_ended: Whether the final answer has arrived. Under the lock of `EnqueuedRequests`.
+        asked: The parts of the request on which the answers depend.
+        num_sequences: Number of sequences as which the request counts in the queue.
+        have_ended: Whether the final answer has arrived. Guarded by the lock of `EnqueuedRequests`.
     """
 
     def __init__(self, asked: ResponseOptions, num_sequences: int) -> None:
@@ -80,7 +80,7 @@ class Answers:
         self._num_generated: dict[int, int] = {}  # by sequence index
 
     def add(self, response: core_response.Response) -> EngineAnswer:
-        """Convert the engine's next response to an answer. One thread at a time."""
+        """Convert the engine's next response to an answer. Must be called by one thread at a time."""
         result = response.result
         if result is None:
             return self._answer(response, (), 0)
@@ -92,7 +92,9 @@ class Answers:
             return self._answer(response, (), count)
         history = self._history.setdefault(index, [])
         if result.is_cumulative:
-            del history[1:]  # this result includes them, except the context outputs of the first
+            del history[
+                1:
+            ]  # this result includes the earlier results, except the first one's context outputs
         history.append(result)
         return self._answer(response, tuple(history), count)
 
@@ -115,12 +117,12 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAnswer(core_response.Response):
-    """A response of the engine, with the earlier values that a program's response repeats.
+    """A response of the engine, with the earlier values that the API's response includes.
 
     Attributes:
-        answers: The answers of its request.
-        so_far: The sequence's results up to this one, if a response repeats their values.
-        num_generated: Number of tokens that its sequence or best beam has generated so far.
+        answers: All answers to the request.
+        so_far: The sequence's results up to this one, if responses include values of earlier ones.
+        num_generated: Number of tokens that the sequence or best beam has generated so far.
     """
 
     answers: Answers
@@ -128,7 +130,7 @@ class EngineAnswer(core_response.Response):
     num_generated: int
 
     def to_response(self) -> Response:
-        """Return the client's response."""
+        """Convert the answer to a response of the Executor API."""
         asked, result = self.answers.asked, self.result
         if result is None:
             said = "" if self.error is None else str(in_fields(self.error))
@@ -175,7 +177,10 @@ def _context_logits(results: Iterable[core_response.SequenceResult]) -> torch.Te
 def _generation_logits(
     asked: ResponseOptions, results: Sequence[core_response.SequenceResult]
 ) -> torch.Tensor | None:
-    """Return [tokens, beams, vocab_size] of a stream, else [beams, max_tokens, vocab_size], padded with 0."""
+    """Return generation logits: [tokens, beams, vocab_size] if the request streams, else padded with 0.
+
+    The padded shape is [beams, max_tokens, vocab_size].
+    """
     by_result = [each.generation_logits for each in results]
     if any(tensors is None for tensors in by_result):
         return None
@@ -194,14 +199,14 @@ def _generation_logits(
 
 
 def _additional_outputs(results: Sequence[core_response.SequenceResult]) -> list[AdditionalOutput]:
-    """Return tensors by name: `context_…` [prompt tokens, width], `generation_…` [1, tokens, width]."""
+    """Return the named tensors `context_…` [prompt tokens, width] and `generation_…` [1, tokens, width]."""
     if not any(each.additional_outputs for each in results):
         return []
     import torch
 
     rows: dict[str, list[torch.Tensor]] = {}
     for output in chain.from_iterable(each.additional_outputs for each in results):
-        (tensor,) = output.tensors  # a beam search, which would have several, has no such outputs
+        (tensor,) = output.tensors  # there is one tensor, as a beam search has no such outputs
         rows.setdefault(output.name, []).append(_tensor(tensor))
     found: list[AdditionalOutput] = []
     for name, parts in rows.items():
@@ -222,7 +227,7 @@ def _tensor(tensor: core.FloatTensor) -> torch.Tensor:
 def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -> RequestPerfMetrics:
     found = result.perf_metrics
     assert found is not None, "it is wanted"
-    # TensorRT-LLM also counts the prompt's last block, full or not.
+    # TensorRT-LLM also counts the prompt's last block, even if it is not full.
     num_missed = max(0, -(-result.num_input_tokens // tokens_per_block) - found.num_reused_blocks)
     has_tokens = found.first_token_time_ns > 0
     return RequestPerfMetrics(
@@ -244,7 +249,7 @@ def _perf_metrics(result: core_response.SequenceResult, tokens_per_block: int) -
             total_accepted_draft_tokens=found.num_accepted_draft_tokens,
             total_draft_tokens=found.num_draft_tokens,
         ),
-        # TensorRT-LLM's iterations begin with 0, the engine's with 1.
+        # TensorRT-LLM's iteration numbers begin with 0, the engine's with 1.
         first_iter=found.first_iteration - 1 if has_tokens else None,
         last_iter=found.last_iteration - 1 if has_tokens and result.is_sequence_final else None,
         iter=found.last_iteration - 1 if has_tokens else None,

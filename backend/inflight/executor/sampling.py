@@ -20,7 +20,7 @@ _ALIASES = {
 @also_called(**_ALIASES)
 @dataclass
 class SamplingConfig(SamplingControls):
-    """Sampling controls of a request; None: the default. `SamplingControls` has the controls that work.
+    """Sampling controls of a request; None: the default. All fields but the two below are in `SamplingControls`.
 
     Attributes:
         prompt_ignore_length: Number of first prompt tokens that penalties ignore (0).

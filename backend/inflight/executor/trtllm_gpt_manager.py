@@ -1,9 +1,8 @@
-"""GptManager with its documented signature: a model's path and callbacks in, named tensors out.
+"""GptManager with the signature that TensorRT-LLM documents: it takes a model's path and callbacks for tensors.
 
-Adapts `inflight.batch_manager.GptManager`, which the server uses and which takes an engine and no tensors.
-Loads the engine, converts tensors to requests and results to tensors, and also asks for new requests while
-nothing runs. Runs on one rank only; the Executor and the server have several.
-Specifications: The Batch Manager, Inference Request.
+It loads the engine, runs `inflight.batch_manager.GptManager` on it, converts tensors to requests and results
+to tensors, and calls GetInferenceRequests even while nothing runs. It runs on one rank only, unlike the
+Executor and the server. Specifications: The Batch Manager, Inference Request.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ if TYPE_CHECKING:
     import torch
 
 _POLL_S = 0.005
-"""Interval in seconds at which an idle manager asks for requests."""
+"""Interval in seconds at which an idle manager calls GetInferenceRequests."""
 
 _WITHOUT_BATCH = frozenset({"output_ids", "sequence_length"})
 """Outputs that have no leading dimension of 1 in the specification."""
 
 
 class TrtGptModelType(Enum):
-    """Kinds of batching: V1 ends a batch before it starts the next; the others are equal here."""
+    """Kinds of batching. V1 ends a batch before it starts the next; the other two both mean in-flight batching."""
 
     V1 = "V1"
     InflightBatching = "inflight_batching"
@@ -77,10 +76,10 @@ class SchedulerPolicy(Enum):
 
 @dataclass
 class TrtGptModelOptionalParams(Typed):
-    """Optional settings of a model, with the meaning of ExecutorConfig's fields of these names.
+    """Optional settings of a model. Fields that ExecutorConfig and its parts also have mean the same as there.
 
     Attributes:
-        max_num_sequences: Most sequences that run at once.
+        max_num_sequences: Largest number of sequences that run at a time.
     """
 
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
@@ -101,19 +100,19 @@ class NamedTensor:
 
 
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
-"""Called with the number of requests that fit now (negative: any); returns at most as many new ones.
+"""Callback that returns new requests. Its argument is how many at most; a negative number means no limit.
 
-Their tensors are torch's or numpy's.
+The requests' tensors may be torch's or numpy's.
 """
 
 SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]
-"""Called with a request's id, outputs, whether this is its last response, and an error or ""."""
+"""Callback with (request id, outputs, whether this is the request's last response, error message or "")."""
 
 PollStopSignalCallback = Callable[[], AbstractSet[int]]
-"""Returns the ids of requests to end; ids of requests that are not in flight are ignored."""
+"""Callback that returns the ids of requests to stop. Ids of requests that are not in flight are ignored."""
 
 ReturnBatchManagerStatsCallback = Callable[[str], None]
-"""Called with the statistics of an iteration as a JSON string."""
+"""Callback with the statistics of an iteration as a JSON string."""
 
 
 @dataclass(frozen=True)
@@ -134,25 +133,25 @@ class _Arguments:
 class GptManager:
     """In-flight batching over one model, from construction until `shutdown` or garbage collection.
 
-    Its worker thread calls the callbacks, which must not block: no sequence advances while it waits for one.
+    The worker thread calls the callbacks, which must not block: no sequence advances while a callback runs.
 
     Args:
         trt_engine_path: Folder of the checkpoint.
         model_type: Kind of batching.
-        max_beam_width: Most beams of a search.
-        scheduler_policy: Choice of the sequences that may hold KV blocks.
-        max_num_requests: Most active requests at once; optional, as later versions left it out.
+        max_beam_width: Largest number of beams of a beam search.
+        scheduler_policy: Rule for which sequences may hold KV blocks.
+        max_num_requests: Largest number of active requests; optional, because later versions do not have it.
         get_inference_requests_cb: Called at the start of every iteration.
         send_response_cb: Called with each response, exactly one of which is final for each request.
         poll_stop_signal_cb: Called at the end of every iteration.
         return_batch_manager_stats_cb: Called at the end of every iteration that had active requests.
         optional_params: Optional settings.
-        terminate_req_id: A request with this id ends the manager as `shutdown` does; it is not answered.
-        load: Loads the engine; keyword only.
+        terminate_req_id: A request with this id ends the manager like `shutdown`, and is not answered.
+        load: Function that loads the model; keyword only.
 
     Raises:
         ConfigError: The model cannot be loaded, for the given reason.
-        NotSupported: An optional parameter asks for a feature that does not exist here.
+        NotSupported: An optional parameter requires a feature that does not exist here.
     """
 
     @overload
@@ -217,9 +216,9 @@ class GptManager:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Stop asking for requests, finish the active ones, end the threads, free the device. Idempotent.
+        """Take no more requests, finish the active ones, end the threads, and free the device. Idempotent.
 
-        Any thread; on the callbacks' thread it does not wait for the end.
+        Any thread may call it. Called by a callback, it returns before the manager has ended.
         """
         self._session.shutdown()
 
@@ -288,7 +287,7 @@ class _Session:
             self._adapters.cache.close()
 
     def _wake(self) -> None:
-        """Wake the idle worker at intervals, so that it asks for requests."""
+        """Wake the idle worker thread at intervals, so that it calls GetInferenceRequests."""
         while not self._is_over.wait(_POLL_S):
             self._manager.notify()
 
@@ -319,7 +318,7 @@ class _Session:
 
     def _send_response(self, response: Response) -> None:
         prompt = self._prompts[response.request_id]
-        if response.is_final:  # before the callback, which may use the id again
+        if response.is_final:  # before the callback, after which the id may be used again
             del self._prompts[response.request_id]
         tensors = (
             [] if response.result is None else list(_named_tensors(Output(prompt, response.result, None)))
@@ -333,7 +332,7 @@ class _Session:
 
 
 def _to_numpy(name: str, tensor: Any) -> NDArray[Any]:
-    """Return a torch or numpy tensor as an array; torch's int64 is converted to uint64 where required."""
+    """Return a torch or numpy tensor as an array. int64 is converted to uint64 for inputs of this type."""
     array = to_host_array(tensor)
     spec = INPUTS.sent_as(name, Vocabulary.TOKENS)
     is_unsigned = spec is not None and spec.dtype == "UINT64"

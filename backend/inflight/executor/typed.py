@@ -1,9 +1,9 @@
 """Base classes of the Executor API's data classes: assigned values are checked and copied.
 
-TensorRT-LLM's classes are C++ behind bindings: assigning a value of a wrong type raises TypeError, a number
-outside its range RuntimeError, an unknown attribute AttributeError, and objects keep copies of assigned
-values. `Typed` does the same, from the annotations of a dataclass. `Frozen` is for classes with read-only
-attributes.
+TensorRT-LLM's classes are bindings of C++ classes: assigning a value of a wrong type raises TypeError, a
+number out of range raises RuntimeError, an unknown attribute raises AttributeError, and objects keep copies
+of assigned values. `Typed` implements this for dataclasses, from their annotations. `Frozen` is for classes
+with read-only attributes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.executor.errors import InvalidValue
 _T = TypeVar("_T")
 _C = TypeVar("_C", bound=type)
 
-# Tensors are named in annotations only, so torch is not imported for them; any object is accepted as one.
+# Torch is not imported for annotations with tensors; any object is accepted as a tensor.
 _NAMES_IN_ANNOTATIONS = {"torch": SimpleNamespace(Tensor=Any)}
 
 
@@ -42,7 +42,7 @@ def within(default: _T, values: Range) -> _T:
 
 
 def of_control(name: str, default: _T) -> _T:
-    """Return a field for a sampling control, with the values that its declaration allows in this API."""
+    """Return a field for a sampling control, whose values must be in the range of the control's declaration."""
     control = CONTROLS[name].executor
     assert control is not None, f"{name} is no control of this API"
     return within(default, control.range)
@@ -56,11 +56,11 @@ def required(values: Range) -> Any:
 class Typed:
     """Base of mutable data classes. A subclass is a dataclass whose annotations are its fields' types.
 
-    Assigned lists and objects of the API are copied, so that later changes to the originals have no effect
-    here, while `config.kv_cache_config.max_tokens = 42` changes this object.
+    Lists and objects of the API are copied when they are assigned, so that later changes to the originals
+    have no effect. `config.kv_cache_config.max_tokens = 42` changes the copy in `config`.
 
     Attributes:
-        accepts_unknown: Whether any other attribute may be set, like `dynamic_attr` of the bindings.
+        accepts_unknown: Whether unknown attributes may be set, like `dynamic_attr` of the bindings.
         read_only: Fields that cannot be assigned again.
     """
 
@@ -93,9 +93,10 @@ class Frozen:
 
 
 def also_called(**names: str) -> Callable[[_C], _C]:
-    """Give fields other names in the constructor and as attributes: `also_called(other="field")`.
+    """Class decorator that gives fields second names: with `also_called(other="field")`, `other` means `field`.
 
-    If both names are given, the field's own counts.
+    The names can be used as attributes and in the constructor. If the constructor gets both, the field's own
+    name takes precedence.
     """
 
     def add_names(cls: _C) -> _C:
@@ -133,12 +134,12 @@ _Convert = Callable[[Any], Any]
 
 
 class _Mismatch(Exception):
-    """A value does not have the annotated type."""
+    """Raised if a value does not have the annotated type."""
 
 
 @cache
 def _rules_of(cls: Any) -> dict[str, _Convert]:
-    """Return the function that checks and converts a value, by field; it raises TypeError or InvalidValue."""
+    """Return, by field, the function that checks and converts its values. It raises TypeError or InvalidValue."""
     annotated = SimpleNamespace(__annotations__={each.name: each.type for each in fields(cls)})
     hints = get_type_hints(
         annotated, vars(sys.modules[cls.__module__]), {**vars(cls), **_NAMES_IN_ANNOTATIONS}
@@ -167,7 +168,7 @@ def _rule(name: str, hint: Any, annotation: Any, values: Range | None) -> _Conve
 
 
 def _converter(hint: Any) -> _Convert:
-    """Return a function that converts values to type `hint`, copying mutable ones; it raises _Mismatch."""
+    """Return a function that converts values to type `hint`, and copies mutable values. It raises _Mismatch."""
     if hint is Any:
         return lambda value: value
     if hint is int:

@@ -11,15 +11,15 @@ from inflight.gguf.header import GgufHeader
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A family as llama.cpp's converter writes it.
+    """How llama.cpp's converter writes a family of models.
 
     Attributes:
         model_type: The family's `model_type` in config.json.
-        class_name: Its class in `architectures` of config.json.
-        modules: Names of a layer's modules in Hugging Face checkpoints, by their names in the file.
-        is_permuted: Whether each query and key head stores the two rows of a rotated pair next to each other.
-            Hugging Face checkpoints store all first rows, then all second rows.
-        norm_offset: Number that llama.cpp's converter added to norm weights; it is subtracted.
+        class_name: The family's class in `architectures` of config.json.
+        modules: Names of a layer's modules in Hugging Face checkpoints, by their names in the GGUF file.
+        is_permuted: Whether the file stores the two rows of each rotary pair of a query or key head next to
+            each other. Hugging Face checkpoints store all first rows, then all second rows.
+        norm_offset: Number that llama.cpp's converter added to norm weights, and that must be subtracted.
     """
 
     model_type: str
@@ -31,7 +31,7 @@ class Architecture:
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _READ_ELSEWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that become keys of config.json (`config.py`)."""
+"""Tensors whose values `config.py` writes as keys of config.json."""
 _LLAMA = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",

@@ -1,4 +1,4 @@
-"""Translates the keys of a GGUF file to those of config.json."""
+"""Convert the keys of a GGUF file to the keys of config.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _END_TOKENS = ("eos", "eot", "eom")
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned")
 _NEUTRAL: tuple[Any, ...] = (None, 0, 0.0, False, "", [])
 _BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of the 27B models, whose attention scale follows from hidden_size / heads."""
+"""Number of layers of the 27B models, whose attention scale is computed from hidden_size / heads."""
 
 
 def make_config(header: GgufHeader, keys: ConfigFile) -> Json:
-    """Return the content of config.json; `keys` are the file's keys.
+    """Return the content of config.json. `keys` are the GGUF file's keys.
 
     Raises:
-        ConfigError: A key or tensor is missing or has an unsupported value; or a key of the architecture is
-            unknown and not neutral. The message names file, key, value and what was expected.
+        ConfigError: A key or tensor is missing or has an unsupported value, or the architecture has an
+            unknown key that may have an effect. The message has the file, the key, its value and the
+            expected value.
     """
     architecture = find_architecture(header)
     _refuse_other_files(keys)
@@ -108,10 +109,10 @@ def _common(header: GgufHeader, section: _ArchitectureKeys) -> Json:
 
 
 def _scaling(header: GgufHeader, section: _ArchitectureKeys, max_positions: int) -> Json | None:
-    """Return the scaling of rotary positions; None without any.
+    """Return `rope_scaling` of config.json; None without scaling.
 
-    Llama 3's scaling is stored as a factor for each frequency, which equals LongRoPE with the same factors at all
-    lengths.
+    A GGUF file stores Llama 3's scaling as a factor for each frequency. This equals LongRoPE with the same
+    factors at all lengths.
     """
     key = section.name("rope.scaling.type")
     kind = section.keys.text_or_none(key) or "none"
@@ -155,7 +156,7 @@ def _read_phi3(header: GgufHeader, section: _ArchitectureKeys) -> Json:
 
 
 def _read_gemma(header: GgufHeader, section: _ArchitectureKeys) -> Json:
-    """Return the keys of Gemma 2 and 3; the file does not state the scale of attention."""
+    """Return the keys of Gemma 2 and 3. The scale of attention is derived, because the file does not state it."""
     head_dim, num_heads = section.size("attention.key_length"), section.size("attention.head_count")
     is_biggest = section.size("block_count") == _BIGGEST_GEMMA[header.architecture]
     config: Json = {
@@ -199,7 +200,7 @@ def _token_ids(keys: ConfigFile) -> Json:
 
 
 def _refuse_other_files(keys: ConfigFile) -> None:
-    """Raise ConfigError for a file that is not one whole model."""
+    """Raise ConfigError unless the file contains one whole model."""
     if keys.text_or_none("general.type") not in (None, "model"):
         raise keys.error("general.type", "'model'")
     if keys.value("split.count") not in (None, 0, 1):
@@ -207,7 +208,7 @@ def _refuse_other_files(keys: ConfigFile) -> None:
 
 
 def _refuse_unread(architecture: str, keys: ConfigFile) -> None:
-    """Raise ConfigError for the first key of the architecture that was not read and may matter."""
+    """Raise ConfigError for the first key of the architecture that was not read and may have an effect."""
     for key in keys.unread():
         section, _, rest = key.partition(".")
         if section == architecture and rest not in _HARMLESS and keys.values[key] not in _NEUTRAL:

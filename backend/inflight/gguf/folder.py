@@ -1,7 +1,7 @@
-"""Makes a checkpoint folder for a GGUF file: small files translated from its header, and a link to the file.
+"""Make a checkpoint folder for a GGUF file: small files converted from its header, and a link to the file.
 
-The folder is in the user's cache, under a name that follows from the file and from this package, so it is made
-once. It may be deleted while no server uses it.
+The folder is in the user's cache. Its name contains a digest of the file and of this package, so that it is
+made only once. It may be deleted while no server uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GGUF_FILE = "model.gguf"
 
 
 def is_gguf(folder: Path) -> bool:
-    """Whether a checkpoint folder has its weights in a GGUF file."""
+    """Return whether a checkpoint folder has its weights in a GGUF file."""
     return os.path.lexists(folder / GGUF_FILE)
 
 
@@ -32,7 +32,7 @@ def checkpoint_of(file: Path) -> Path:
     """Return the checkpoint folder of a GGUF file, named like the file; make it if necessary.
 
     Raises:
-        ConfigError: The file cannot be read, or has a model that is not supported; the message says why.
+        ConfigError: The file cannot be read, or its model is not supported. The message has the reason.
     """
     file = file.resolve()
     parent = cache_folder()
@@ -64,16 +64,16 @@ def _make(file: Path, folder: Path) -> None:
                 (inside / name).write_text(text, encoding="utf-8")
             (inside / GGUF_FILE).symlink_to(file)
             os.rename(made, folder.parent)
-        except BaseException:  # of any kind: nothing unfinished stays
+        except BaseException:  # whatever the error, no unfinished folder stays
             shutil.rmtree(made, ignore_errors=True)
             raise
     except OSError as error:
-        if not folder.exists():  # otherwise another process made it meanwhile
+        if not folder.exists():  # if it exists, another process has made it meanwhile
             raise ConfigError(f"{file}: its folder {folder} cannot be written: {error}") from error
 
 
 def _digest(file: Path) -> str:
-    """Return a digest of the file's path, size and time and of this package's sources."""
+    """Return a digest of the file's path, size and modification time, and of this package's sources."""
     try:
         found = file.stat()
     except OSError as error:

@@ -1,6 +1,7 @@
-"""Reads the header of a GGUF file: its keys and values, and the type, shape and place of each tensor.
+"""Read the header of a GGUF file: its keys and values, and the type, shape and offset of each tensor.
 
-The package `gguf` parses the file. It is imported at the first call, as most processes read no such file.
+The package `gguf` parses the file. It is imported at the first call, because most processes read no GGUF
+file.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place of a tensor in a GGUF file.
+    """The type, shape and location of a tensor in a GGUF file.
 
     Attributes:
-        type: The name of its type, one of FLOAT_TYPES and QUANTIZED_TYPES.
-        shape: Dimensions, outputs first.
-        offset: Position of the first byte in the file.
-        num_bytes: Size in the file.
+        type: Name of the tensor's type, one of FLOAT_TYPES and QUANTIZED_TYPES.
+        shape: Dimensions; a matrix has shape (outputs, inputs).
+        offset: Position of the first byte in the file, in bytes.
+        num_bytes: Size in the file, in bytes.
     """
 
     type: str
@@ -45,7 +46,7 @@ class GgufHeader:
     Attributes:
         path: The file.
         architecture: llama.cpp's name of the family.
-        tensors: Type, shape and place of each tensor, by its name in the file.
+        tensors: Each tensor by its name in the file.
     """
 
     path: Path
@@ -67,7 +68,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> tuple[GgufHeader, ConfigFile]:
-    """Return a file's header, and typed access to its keys and values; raise ConfigError if it cannot be read."""
+    """Return a file's header, and its keys and values; raise ConfigError if it cannot be read."""
     reader = _open(path)
     return _header(path, reader), ConfigFile(path, _values(reader))
 
@@ -91,7 +92,7 @@ def _read_tensors(path: Path, size: int, changed: int) -> GgufHeader:
 
 
 def _open(path: Path) -> Any:
-    """Return `gguf.GGUFReader` for a file; Any, because the package declares few types."""
+    """Return `gguf.GGUFReader` for a file. The type is Any, because the package declares few types."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -107,7 +108,7 @@ def _open(path: Path) -> Any:
 
 
 def _values(reader: Any) -> dict[str, Any]:
-    """Return the keys and values; 32-bit floats become the shortest number that rounds to them."""
+    """Return the keys and values. A 32-bit float becomes the shortest decimal number that rounds to it."""
     from gguf import GGUFValueType
     from numpy import float32
 

@@ -1,8 +1,8 @@
-"""Translates the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json.
+"""Convert the tokenizer of a GGUF file to tokenizer.json and tokenizer_config.json.
 
-The file has the vocabulary, and the merges or scores; normalization and the split into words follow from its
-`tokenizer.ggml.pre`, or from the architecture, as in the tokenizers that llama.cpp's converter read. Plain
-functions.
+The file has the vocabulary, and the merges or scores. Normalization and pre-tokenization are determined by
+its key `tokenizer.ggml.pre`, or by the architecture, to equal the tokenizers that llama.cpp's converter
+read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WORDS = {
 }
 _GPT2 = (None, "default", "gpt-2")
 _BEGINS = (*_LLAMA3, "tekken")
-"""Pre-tokenizers whose tokenizers add a begin token, and keep a word that is a token whole."""
+"""Pre-tokenizers whose tokenizers add a begin token, and never split a word that is in the vocabulary."""
 _CLASSES = {
     "llama": "LlamaTokenizer",
     "gemma2": "GemmaTokenizer",
@@ -39,8 +39,8 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
     """Return the contents of tokenizer.json and tokenizer_config.json; None if the file has no vocabulary.
 
     Raises:
-        ConfigError: A key is missing or has an unsupported value; the message names file, key, value and what
-            was expected.
+        ConfigError: A key is missing or has an unsupported value. The message has the file, the key, its
+            value and the expected value.
     """
     tokens = list(keys.texts(f"{_KEY}tokens"))
     if not tokens:
@@ -71,9 +71,10 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
 
 
 def _class_name(architecture: str, kind: str, keys: ConfigFile) -> str:
-    """Return tokenizer_class; for some classes the loader rebuilds the tokenizer.
+    """Return `tokenizer_class`, by which the loader rebuilds some tokenizers.
 
-    It is empty for phi3, whose tokenizer.json is used as it is."""
+    It is "" for phi3, whose tokenizer.json is used unchanged.
+    """
     is_qwen = architecture in ("qwen2", "qwen3")
     if is_qwen and (kind != "gpt2" or keys.text_or_none(f"{_KEY}pre") not in _QWEN2):
         raise keys.error(f"{_KEY}pre", f"one of {', '.join(_QWEN2)} in a file of {architecture}")
@@ -105,7 +106,7 @@ def _byte_level(keys: ConfigFile, tokens: list[str]) -> Json:
 
 
 def _sentence_pieces(architecture: str, keys: ConfigFile, tokens: list[str]) -> Json:
-    """Return a SentencePiece tokenizer as BPE; its merges follow from the scores."""
+    """Return a SentencePiece tokenizer as a BPE tokenizer. Its merges are derived from the scores."""
     is_gemma = _CLASSES.get(architecture) == "GemmaTokenizer"
     if is_gemma:  # llama.cpp's converter spells runs of spaces as spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -142,7 +143,7 @@ def _has_prefix_space(keys: ConfigFile) -> bool:
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """Return every division of a token into two others; higher scores first, then as transformers orders them."""
+    """Return every split of a token into two other tokens, in transformers' order: highest score first."""
     found: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):
@@ -172,7 +173,7 @@ def _numbers(keys: ConfigFile, key: str, count: int) -> list[float]:
 def _added_tokens(
     keys: ConfigFile, tokens: list[str], vocabulary: dict[str, int], named: set[str]
 ) -> list[Json]:
-    """Return the added tokens of tokenizer.json: control tokens as special ones, and user-defined ones."""
+    """Return the added tokens of tokenizer.json: control tokens, which are special, and user-defined tokens."""
     has_types = keys.has(f"{_KEY}token_type")
     types = _numbers(keys, "token_type", len(tokens)) if has_types else [_NORMAL] * len(tokens)
     added: list[Json] = []
@@ -186,7 +187,7 @@ def _added_tokens(
 
 
 def _named(keys: ConfigFile, tokens: list[str]) -> dict[str, str]:
-    """Return the special tokens by their role in tokenizer_config.json."""
+    """Return the special tokens by their keys in tokenizer_config.json, such as `eos_token`."""
     named: dict[str, str] = {}
     for role, name in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         key = f"{_KEY}{name}_token_id"

@@ -14,7 +14,7 @@ from inflight.errors import InvalidArgument, Name
 
 
 class DeadEnd(InvalidArgument):
-    """The guide cannot continue this text, although it can continue other texts."""
+    """The text has reached a state in which the guide allows no next token, although it allows other texts."""
 
 
 class Matcher(Protocol):
@@ -24,13 +24,14 @@ class Matcher(Protocol):
         """Advance by tokens.
 
         Raises:
-            DeadEnd: The masks allow these tokens, but the guide cannot continue after them; none was consumed.
-            InvalidArgument: The guide does not allow these tokens, or cannot be followed any further.
+            DeadEnd: The masks allow these tokens, but the guide cannot continue after them. No token was
+                consumed.
+            InvalidArgument: The guide does not allow these tokens, or no longer works.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the latest tokens, which must have been consumed without an error."""
+        """Undo the last `num_tokens` tokens, which must have been consumed without an error."""
         ...
 
     def fork(self) -> Matcher:
@@ -43,8 +44,8 @@ class MaskJob:
     """A request for the mask of one sequence's next token.
 
     Attributes:
-        matcher: A matcher of the backend that fills the mask.
-        row: The row of the mask.
+        matcher: The sequence's matcher; it must be of the backend that fills the mask.
+        row: The row of the mask among `masks`.
     """
 
     matcher: Matcher
@@ -52,12 +53,15 @@ class MaskJob:
 
 
 class GuideBackend(Protocol):
-    """A grammar library with a vocabulary. `fill` is for one thread at a time; other methods for any thread."""
+    """A grammar library with a vocabulary.
+
+    One thread at a time may call `fill`; any thread may call other methods.
+    """
 
     def compile(self, guide: Guide) -> bytes:
-        """Check that a guide can be followed, and return the data that lets `load` do little work.
+        """Check that a guide is supported, and return its compiled form, which `load` can load quickly.
 
-        Time and memory depend on the guide without bound, so this is to be called in a process that can be killed.
+        Time and memory are unlimited, so this must be called in a process that can be killed.
 
         Raises:
             InvalidArgument: The guide cannot be followed; the message names `guided_decoding_guide` and the
@@ -74,7 +78,7 @@ class GuideBackend(Protocol):
         ...
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
-        """Fill masks: several in parallel if there are processors for that, a single one on the caller's thread.
+        """Fill masks. Several masks are filled in parallel if there are processors; one, on the caller's thread.
 
         Args:
             jobs: The masks to fill.
@@ -82,7 +86,7 @@ class GuideBackend(Protocol):
                 may come next.
 
         Returns:
-            By job index, the error of a guide that cannot be followed any further.
+            The error of each guide that no longer works, by job index.
         """
         ...
 
@@ -96,7 +100,7 @@ def refusal(reason: str) -> InvalidArgument:
 def over_budget() -> InvalidArgument:
     """Return the error for a guide that takes more work than one request may use."""
     return refusal(
-        "its tokens take more work than one request may ask for. Send a simpler guide: one whose rules cannot "
+        "its masks take more work than one request may use. Send a simpler guide: one whose rules cannot "
         "match the same text in many ways, and with fewer expressions that may come at one place. Masks behind "
         "draft tokens count too"
     )

@@ -1,8 +1,8 @@
-"""A budget for the work that one sequence's guide may take, whichever library follows it.
+"""A budget of processor time for one sequence's guide, for both grammar libraries.
 
 Every call of a matcher is measured in processor time of its thread, which does not depend on other load. A
-sequence that exceeds its budget ends with an error, so that it cannot slow others down. Libraries may bound a
-single call; the budget bounds all of them together.
+sequence that exceeds its budget ends with an error, so that it cannot slow down other sequences. A library
+may limit a single call; the budget limits all calls of a sequence together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _A_TOKEN_S = 0.005
 _A_TOKEN_AND_WORD_S = 1e-7
 _TRIAL_TOKENS = 8
 _ALL = -1
-"""All bits of a word of a mask that allows everything."""
+"""A word of a mask that allows every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Budget:
     """The processor time that a sequence may use for its guide.
 
     Attributes:
-        token_s: Seconds added to the remaining budget by every token.
-        at_once_s: The initial budget in seconds, which is also the maximum that can accumulate.
+        token_s: Seconds that every token adds to the remaining budget.
+        at_once_s: The initial budget in seconds, which is also its maximum.
     """
 
     token_s: float
@@ -43,7 +43,7 @@ class Budget:
 
     @classmethod
     def of_vocabulary(cls, vocabulary: GuideVocabulary) -> Budget:
-        """Return the budget for a vocabulary; masks take longer for a large one."""
+        """Return the budget for a vocabulary. It is larger for a large vocabulary, whose masks take longer."""
         return cls(_A_TOKEN_S + len(vocabulary.tokens) * _A_TOKEN_AND_WORD_S)
 
 
@@ -67,7 +67,7 @@ class BudgetedMatcher:
         return self._left_s < 0
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Advance by tokens as `Matcher.consume` does, and add their share to the budget."""
+        """Advance by tokens like `Matcher.consume`, and add `token_s` to the budget for each."""
         began_s = thread_time()
         try:
             self.matcher.consume(token_ids)
@@ -80,19 +80,20 @@ class BudgetedMatcher:
     def fill(
         self, backend: GuideBackend, row: int, drafts: Sequence[int], masks: NDArray[np.int32]
     ) -> InvalidArgument | None:
-        """Fill the masks of the next token and after each draft token, as far as these are allowed.
+        """Fill the masks of the next token and after each draft token, up to a draft token that is not allowed.
 
-        A draft token after which the guide reaches a dead end is banned, as it has not been chosen yet.
+        A draft token after which the guide reaches a dead end is banned.
 
         Args:
             backend: The grammar library.
-            row: Row of the first mask; the others follow below it. Masks after a banned draft token allow
-                everything.
+            row: Row of the first mask; the other masks are in the following rows. Masks after a banned draft
+                token allow every token.
             drafts: The draft tokens.
-            masks: As in `GuideBackend.fill`; the rows below the first must allow everything.
+            masks: As in `GuideBackend.fill`. The rows after the first must allow every token.
 
         Returns:
-            The error of a guide that cannot be followed any further, else None. Masks are filled up to there.
+            The error if the guide no longer works, else None. After an error, the remaining masks are not
+            filled.
         """
         error, place = self._fill_one(backend, row, masks), 0
         while error is None and place < len(drafts) and _has_bit(masks[row + place], drafts[place]):
@@ -117,7 +118,7 @@ class BudgetedMatcher:
     ) -> InvalidArgument | None:
         """Advance by a draft token, which adds nothing to the budget, and fill the mask after it.
 
-        At a dead end the token is undone at once, and the mask allows everything.
+        If the guide reaches a dead end, the token is undone at once, and the mask allows every token.
         """
         began_s = thread_time()
         try:
@@ -139,17 +140,17 @@ class BudgetedMatcher:
         return over_budget() if self.is_over else errors.get(0)
 
     def fork(self) -> BudgetedMatcher:
-        """Return an independent matcher in the same state, with the remaining budget less the time of the copy."""
+        """Return an independent matcher in the same state. The time for copying counts against the budget."""
         began_s = thread_time()
         forked = self.matcher.fork()
         return BudgetedMatcher(forked, self._budget, self._left_s - (thread_time() - began_s))
 
 
 def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, compiled: bytes) -> None:
-    """Follow a compiled guide for some random tokens, in a process where this delays no request.
+    """Check a compiled guide's cost by generating some random tokens with it, in a process without requests.
 
     Raises:
-        InvalidArgument: It takes more than the budget, as it would in a request.
+        InvalidArgument: The guide exceeds the budget, as it would in a request.
     """
     matcher = BudgetedMatcher(backend.load(guide, compiled), Budget.of_vocabulary(vocabulary))
     with suppress(DeadEnd):  # a random text may reach a dead end

@@ -1,8 +1,8 @@
 """`python -m inflight.guided.child BACKEND`: compiles guides for an engine, in a process that can be killed.
 
-Reads a vocabulary from standard input and answers when it is ready; then reads one job after another. Ends at the
-end of its input, or with the thread of the engine that started it. Compilation gets a bounded amount of memory,
-and processor time only while nothing else needs it.
+Reads a vocabulary from standard input, and answers when it is ready; then reads one job after another. Ends
+at the end of its input, or when the thread that started it ends. Its memory is limited, and it gets
+processor time only while no other process needs it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LENGTH_BYTES = 8
 
 
 class CompileJob(msgspec.Struct, frozen=True):
-    """Engine → child: a guide to compile."""
+    """Engine → child process: a guide to compile."""
 
     guide: Guide
 
 
 class CompileAnswer(msgspec.Struct, frozen=True):
-    """Child → engine: the result of `GuideBackend.compile`, or the kind and marked message of its error.
+    """Child process → engine: the result of `GuideBackend.compile`, or the kind and marked message of its error.
 
-    The first answer is for the vocabulary and is empty.
+    The first answer follows the vocabulary and is empty.
     """
 
     compiled: bytes = b""
@@ -46,14 +46,14 @@ class CompileAnswer(msgspec.Struct, frozen=True):
 
 
 def main(backend_name: str) -> None:
-    """Compile until the input ends."""
+    """Compile guides until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the engine, which ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keep the output of a library that prints out of the answers
+    os.dup2(2, 1)  # so that a library's prints go to stderr and not into the answers
     first = read_frame(jobs)
     if first is None:
         return

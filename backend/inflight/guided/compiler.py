@@ -1,7 +1,7 @@
 """Compiles guides in the background: `inflight.core.ports.GuideCompiler` over a process that can be killed.
 
-Owns the waiting guides, the results of known ones, and the process. The loop thread calls `submit` and `events`,
-which never block; a thread of this object waits for the process.
+Owns the waiting guides, the results of compiled guides, and the process. The loop thread calls `submit` and
+`events`, which never block; a thread of the ChildCompiler waits for the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _START_S = 120.0
 """How long the process may take to import its library and read the vocabulary, in seconds."""
 _SHARE_OF_TIME = 0.1
-"""Fraction of its time after which a guide is interrupted if others wait for their first try."""
+"""Fraction of the time limit after which a guide is interrupted if new guides wait."""
 _MOST_FAILURES = 256
 _ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
@@ -48,18 +48,18 @@ class GuideBounds:
 
 
 class ChildCompiler:
-    """Compiles guides one after another, and puts the results where tokens are sampled.
+    """Compiles guides one after another, and adds the results to `grammars`, which fills masks with them.
 
-    A guide that takes longer than a tenth of its time limit while others wait is interrupted, and tried again with
-    all of its time once no guide waits for its first try. So a new guide waits for one slow guide at most, and for
-    a tenth of the limit and a process start per new guide ahead of it. A guide whose requests have all ended is
-    not compiled. Guides of unfinished requests are kept.
+    If a guide takes longer than a tenth of the time limit while new guides wait, it is interrupted, and
+    compiled again with the whole time limit when no new guide waits. So a new guide waits for one slow guide
+    at most, and for each new guide before it a tenth of the limit and a start of the process. A guide whose
+    requests have all ended is not compiled. Guides of unfinished requests are kept.
 
-    A guide known to be invalid is refused at once the next time. One that took too long is tried again, as the
-    machine may have been busy.
+    A guide that is known to be invalid is refused at once the next time. A guide that took too long is tried
+    again, because the machine may have been busy.
 
     Args:
-        grammars: Takes compiled guides.
+        grammars: Receives the compiled guides.
         backend_name: The grammar library.
         bounds: The limits of each guide.
         notify: Called when there are events, on this object's thread.
@@ -83,9 +83,9 @@ class ChildCompiler:
         self._waiting: dict[Guide, list[int]] = {}  # ids of the requests that wait for a guide
         self._failures: OrderedDict[Guide, InflightError] = OrderedDict()
         self._events: list[GuideEvent] = []
-        self._guides: dict[int, Guide] = {}  # of unfinished requests
+        self._guides: dict[int, Guide] = {}  # by id of each unfinished request
         self._jobs: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
-        self._slow: deque[Guide] = deque()  # to be tried again; used by the thread only
+        self._slow: deque[Guide] = deque()  # interrupted guides to compile again; used by the thread only
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
         self._thread.start()
@@ -164,7 +164,7 @@ class ChildCompiler:
         self._end_child()
 
     def _is_unwanted(self, guide: Guide) -> bool:
-        """Whether all requests for a guide have ended; if so, the guide is dropped."""
+        """Return whether all requests for a guide have ended; if so, drop the guide."""
         with self._lock:
             is_unwanted = not self._waiting[guide]
             if is_unwanted:
@@ -184,7 +184,7 @@ class ChildCompiler:
             self._notify()
 
     def _compile(self, guide: Guide, is_slow: bool) -> bytes:
-        """Have the child process compile a guide; the process is killed if it takes too long."""
+        """Compile a guide in the child process, which is killed if it takes too long."""
         child = self._started()
         may_continue = (lambda: True) if is_slow else self._jobs.empty
         try:
@@ -200,12 +200,12 @@ class ChildCompiler:
         return answer.compiled
 
     def _started(self) -> _Child:
-        """Return the process, started again if it has ended."""
+        """Return the child process, after starting it again if it has ended."""
         if self._child is not None:
             if not self._child.has_ended:
                 return self._child
             _log.warning(
-                "the process that compiles guides ended with %s while it had nothing to do",
+                "the idle process that compiles guides ended with exit status %s",
                 self._child.status,
             )
             self._end_child()
@@ -232,11 +232,11 @@ class ChildCompiler:
 
 
 class _Interrupted(Exception):
-    """A guide was interrupted because others wait; the process has been killed."""
+    """A guide was interrupted because new guides wait. The process has been killed."""
 
 
 class _OutOfBounds(InvalidArgument):
-    """A guide took too much time or memory; it may be tried again."""
+    """A guide took too much time or memory. It may be compiled again later."""
 
 
 def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideBounds) -> InflightError:
@@ -251,13 +251,13 @@ def _out_of_bounds(guide: Guide, child: _Child, error: Exception, bounds: GuideB
     _log.warning("the process that compiles guides ended with %s", child.status)
     return _OutOfBounds(
         Name("guided_decoding_guide"),
-        f"{what} was not compiled: the process that did so ended with {child.status}. It may have taken more "
-        "memory than there may be: send a simpler one",
+        f"{what} was not compiled: the compiling process ended with {child.status}. It may have needed more "
+        "memory than is allowed: send a simpler one",
     )
 
 
 class _Child:
-    """The child process from start to end, and the pipes to it."""
+    """One child process, and the pipes to it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -281,10 +281,10 @@ class _Child:
         Args:
             message: The vocabulary first, then jobs.
             timeout_s: How long to wait, in seconds.
-            may_continue: Called on another thread after a tenth of the timeout: whether to wait for the rest.
+            may_continue: Called on another thread after a tenth of the timeout; returns whether to wait on.
 
         Raises:
-            _Interrupted: Others wait, and it took a tenth of the timeout; the process has been killed.
+            _Interrupted: `may_continue` returned false; the process has been killed.
             TimeoutError: It took too long; the process has been killed.
             OSError: The process has ended.
         """

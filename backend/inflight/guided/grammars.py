@@ -1,6 +1,6 @@
-"""The guides on the rank that samples: for each guide a matcher at its beginning, to be forked per sequence.
+"""The guides on the rank that samples: each has a matcher at its beginning, which is forked for every sequence.
 
-All masks are filled here, each within its sequence's budget, whichever library follows the guides.
+All masks are filled here, within the sequences' budgets.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from inflight.processors import Processors
 
 _MOST_KEPT = 256
 _FEW_MASKS = 8
-"""Filling this many masks takes no longer than waking other threads for it, tens of microseconds each."""
+"""Number of masks, of some tens of microseconds each, for which it is not worth waking other threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskRows:
-    """The masks of one sequence in one step: of the next token and after each draft token.
+    """The masks of one sequence in one step: one for the next token, and one after each draft token.
 
     Attributes:
-        matcher: The sequence's matcher, whose state is unchanged afterwards.
-        row: Row of the first mask; the others follow below it.
-        drafts: The draft tokens. Masks after a draft token that is not allowed are left unchanged, allowing
-            everything.
+        matcher: The sequence's matcher. Filling the masks does not change its state.
+        row: Row of the first mask; the other masks are in the following rows.
+        drafts: The draft tokens. Masks after a draft token that is not allowed are not written; they allow
+            every token.
     """
 
     matcher: BudgetedMatcher
@@ -44,7 +44,7 @@ class MaskRows:
 
 
 class Grammars:
-    """A cache of matchers by guide. Pinned guides are kept, and the most recently used of the others.
+    """A cache of matchers by guide. It keeps pinned guides, and the most recently used guides of all others.
 
     Attributes:
         vocabulary: The vocabulary of the masks.
@@ -64,7 +64,10 @@ class Grammars:
         self._is_to_measure = False
 
     def add(self, guide: Guide, compiled: bytes) -> None:
-        """Store a guide compiled by another process; any thread. Raises InvalidArgument as `GuideBackend.load`."""
+        """Store a guide that another process compiled.
+
+        Any thread. Raises InvalidArgument like `GuideBackend.load`.
+        """
         matcher = self._backend.load(guide, compiled)
         with self._lock:
             self._stored[guide] = matcher
@@ -72,7 +75,7 @@ class Grammars:
             self._drop_oldest()
 
     def pin(self, guide: Guide) -> None:
-        """Keep a guide, from now or from when it is added, until every pin is removed. Any thread."""
+        """Keep a guide until every pin is removed. The guide may be added later. Any thread."""
         with self._lock:
             self._pins[guide] += 1
 
@@ -85,7 +88,7 @@ class Grammars:
                 self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drop the least recently used guides, except pinned ones, down to the limit."""
+        """Drop the least recently used guides that are not pinned, until the limit is met."""
         excess = len(self._stored) - self._max_guides
         if excess > 0:
             unpinned = (guide for guide in self._stored if guide not in self._pins)
@@ -93,7 +96,7 @@ class Grammars:
                 del self._stored[guide]
 
     def __contains__(self, guide: Guide) -> bool:
-        """Whether a guide is stored and can be followed at once; counts as a use. Any thread."""
+        """Return whether a guide is stored; if so, mark it as used. Any thread."""
         with self._lock:
             if guide in self._stored:
                 self._stored.move_to_end(guide)
@@ -102,8 +105,8 @@ class Grammars:
     def matcher(self, guide: Guide) -> BudgetedMatcher:
         """Return a new matcher at the beginning of a guide.
 
-        A guide that is not stored, because another rank compiled it, is compiled here; it is known to compile in
-        bounded time. Raises InvalidArgument as `add`.
+        If the guide is not stored, because another rank compiled it, it is compiled here; the other rank has
+        proved that this is possible within the limits. Raises InvalidArgument like `add`.
         """
         with self._lock:
             stored = self._stored.get(guide)
@@ -116,11 +119,13 @@ class Grammars:
     def fill(self, mask_rows: Sequence[MaskRows], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
         """Fill the masks of several sequences; `masks` is as in `GuideBackend.fill`.
 
-        When many masks are filled together, the time of each one is unknown. If together they take long, the next
-        ones are filled and measured one by one; few masks, and those of sequences with draft tokens, always are.
+        When many masks are filled together, the time of each is not known. If they take long together, the
+        masks of the next calls are filled one by one and measured. A few masks, and masks of sequences with
+        draft tokens, are always filled one by one.
 
         Returns:
-            By index, the error of a guide that cannot be followed any further or has exceeded its budget.
+            By index into `mask_rows`, the error of each guide that no longer works or has exceeded its
+            budget.
         """
         errors: dict[int, InvalidArgument] = {}
         together = [index for index, each in enumerate(mask_rows) if not each.drafts]

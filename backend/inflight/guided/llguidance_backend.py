@@ -1,6 +1,6 @@
-"""Guides by llguidance: derivatives of regular expressions and an Earley parser.
+"""Guided decoding with llguidance, which uses derivatives of regular expressions and an Earley parser.
 
-Both are lazy: little is compiled in advance. The work of one call is bounded by the library's counters.
+Both are lazy: little is compiled in advance. The library's counters limit the work of one call.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from inflight.processors import Processors
 _ANY_JSON = '{"type": ["object", "array"]}'
 
 _MOST_LEXER_FUEL = 100_000
-"""Maximum number of derivatives of regular expressions per call, about 7 ms; more is an error of the library."""
+"""Maximum number of derivatives of regular expressions per call, about 7 ms. The library raises an error
+beyond."""
 
 
 def _most_items(vocab_size: int) -> int:
-    """Return the maximum number of Earley items per mask, over all next bytes; a mask with more is an error."""
+    """Return the maximum number of Earley items per mask, over all next bytes.
+
+    The library raises an error beyond.
+    """
     return 10_000 + vocab_size // 4
 
 
 _OVER_BUDGET = re.compile("too many items|too many expressions|current row has [0-9]+ items", re.IGNORECASE)
-"""The library's messages for an exceeded bound."""
+"""The library's messages for an exceeded limit."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _NO_OPTIONS = "%llguidance {}"
@@ -53,17 +57,17 @@ class _VocabularyTokenizer:
         self.eos_token_id = vocabulary.end_id
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return no ids: the library would tokenize text that a guide forces, and these guides force none."""
+        """Return no ids. The library calls this for text that a guide forces, but guides here never force text."""
         return []
 
 
 class LLMatcher:
-    """A matcher of llguidance. After an error it stays in error.
+    """A matcher of llguidance. After an error, every call fails.
 
     Args:
         matcher: The library's matcher.
         tokens: The bytes of every token.
-        watch: Watches arrays with `uniqueItems`, if the guide has any.
+        watch: Enforces `uniqueItems`; None if the guide does not have this keyword.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class LLMatcher:
 
     @property
     def failure(self) -> InvalidArgument | None:
-        """The error if the guide cannot be followed any further, else None."""
+        """Return the error if the guide no longer works, else None."""
         return _failure(self.matcher) if self.matcher.is_error() else None
 
     def fork(self) -> LLMatcher:
@@ -132,7 +136,7 @@ class LLGuidanceBackend:
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
         """Make a matcher of the grammar; the GIL is released meanwhile."""
-        # The keyword may also be spelled with an escape.
+        # In JSON the keyword may also be spelled with an escape.
         is_named = "uniqueItems" in guide.text or "\\u" in guide.text
         is_watched = guide.type is GuideKind.JSON_SCHEMA and is_named
         watch = ItemWatch(Places(guide.text)) if is_watched else None
@@ -209,10 +213,10 @@ class LLGuidanceBackend:
 
 
 def _unforced(grammar: str) -> str:
-    """Return the grammar without forced tokens, which the library would choose itself.
+    """Return the grammar with the library's forcing of tokens switched off.
 
-    Where only one text is possible, the library would allow only its own tokenization, and would compute all of
-    the text at every step: a second for 60,000 characters.
+    Otherwise, where only one text is possible, the library would allow only its own tokenization, and would
+    compute the whole text at every step, which takes a second for 60,000 characters.
     """
     if not grammar.lstrip().startswith("{"):
         return _OPTIONS + grammar.removeprefix(_NO_OPTIONS)
@@ -227,7 +231,7 @@ def _check(matcher: llguidance.LLMatcher) -> None:
 
 
 def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgument:
-    """Return the error of a guide that cannot be followed on: the library's message, or else `otherwise`."""
+    """Return the error of a guide that no longer works, with the library's message, by default `otherwise`."""
     message = matcher.get_error()
     return (
         over_budget()
@@ -238,8 +242,8 @@ def _failure(matcher: llguidance.LLMatcher, otherwise: str = "") -> InvalidArgum
 
 def _equal_items() -> DeadEnd:
     reason = refusal(
-        "the text came to where an item of an array has to be equal to one before it, and uniqueItems is true "
-        "there. Leave uniqueItems out and check the answer, or lower minItems"
+        "the text has reached a place where an array item must equal an earlier one, but uniqueItems is true "
+        "there. Leave out uniqueItems and check the answer, or lower minItems"
     )
     return DeadEnd(*reason.args)
 
@@ -249,13 +253,13 @@ def _explained(reason: str) -> str:
     for sign, meaning in _MEANINGS.items():
         if sign in reason:
             return f"{meaning} (llguidance: {reason})"
-    return f"llguidance, which follows it, says: {reason}"
+    return f"llguidance reports: {reason}"
 
 
 _MEANINGS = {
     "are not disjoint": "two patternProperties may match one name, which cannot be followed",
-    "patternProperty": "patternProperties are too complex to be told apart",
-    "circular references": "a $ref that comes back to itself may have no keywords beside it",
+    "patternProperty": "patternProperties are too complex to be distinguished",
+    "circular references": "a recursive $ref must not have other keywords beside it",
     "Unsatisfiable": "no text fits it, as its parts contradict each other",
     "does not contain a multiple": "no text fits it, as its parts contradict each other",
     "too many digits": "multipleOf may have at most nine digits",
@@ -263,10 +267,10 @@ _MEANINGS = {
     "look-around": "look-ahead and look-behind cannot be followed",
     "backreferences": "back references cannot be followed",
     "nested parentheses": "a regular expression, or what is written for not, is nested too deeply",
-    "regex parse error": "it has something that is no regular expression",
+    "regex parse error": "it has an invalid regular expression",
     "too large": "it is too large",
     "too many": "it is too large",
     "Unable to determine if regex is empty": "its pattern, format and length together are too complex",
     "stack level": "it is nested too deeply, or its parts refer to each other",
 }
-"""By a part of the library's message, its meaning for the client."""
+"""The meaning for the client of each of the library's messages, by a part of the message."""

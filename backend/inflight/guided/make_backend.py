@@ -1,4 +1,4 @@
-"""The grammar libraries by name; each is imported when it is asked for."""
+"""Make a grammar library by its name. A library is imported only when it is made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
     """Make the grammar library `name`, one of BACKENDS.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: The library is not installed.
     """
     try:
         if name == "xgrammar":

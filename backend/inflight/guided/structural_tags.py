@@ -1,15 +1,15 @@
-"""Structural tags: free text in which certain beginnings must be followed by a schema and an end.
+"""Structural tags: guides for free text in which certain beginnings must be followed by a value of a schema.
 
     {"structures": [{"begin": "<function=f>", "schema": {…}, "end": "</function>"}], "triggers": ["<function="]}
 
-This is TensorRT-LLM's guide of type structural_tag. Wherever a trigger is generated, one of the structures that
-begin with it must follow. Instead of triggers, this server also takes
+This is TensorRT-LLM's guide of type structural_tag. After a trigger is generated, the text must continue as
+one of the structures whose begin starts with the trigger. Instead of triggers, this server also accepts
 
     "sequence": {"after": "</think>", "begin": "[", "separator": ", ", "end": "]", "only_one": false}
 
-Then the text consists only of structures, one or more with a separator between them, after a begin and before an
-end. With `after`, they come after the first occurrence of that text. All keys are optional: texts default to
-empty, and any number of structures may follow. Plain functions; any thread.
+Then the text consists of a begin, one or more structures with a separator between them, and an end. With
+`after`, all of this follows the first occurrence of the text `after`. All keys are optional: texts are empty
+by default, and any number of structures is allowed. Any thread.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Structure:
     """A structure that may follow a trigger.
 
     Attributes:
-        begin: Its first text, which begins with a trigger.
-        schema: The JSON schema of what follows, as text.
-        end: The text after the schema's value.
-        name: Its name in errors: the optional key `name` of a structure.
+        begin: The text at the beginning, which begins with a trigger.
+        schema: The JSON schema of the value that follows, as text.
+        end: The text after the value.
+        name: The structure's name in errors: the optional key `name`.
     """
 
     begin: str
@@ -49,13 +49,13 @@ class Structure:
 
     @property
     def path(self) -> str:
-        """The name of the schema's root in errors."""
+        """Return the name of the schema's root in errors."""
         return f"the tool {self.name}, #" if self.name else f"the structure {self.begin!r}, #"
 
 
 @dataclass(frozen=True, slots=True)
 class TagSequence:
-    """How structures follow each other in a text with nothing else.
+    """The form of a text that consists of structures only.
 
     Attributes:
         after: The text that ends the free text before the structures; "" if there is no free text.
@@ -85,7 +85,8 @@ def read_tags(text: str) -> Tags:
     """Read a guide.
 
     Raises:
-        InvalidArgument: It has another shape, or a structure has no trigger, or a trigger has no structure.
+        InvalidArgument: The guide has another form, a structure has no trigger, or a trigger has no
+            structure.
     """
     try:
         parsed: Any = json.loads(text)
@@ -119,7 +120,7 @@ def read_tags(text: str) -> Tags:
 
 
 def _sequence(given: Any) -> TagSequence:
-    """Read a sequence. Raises TypeError if it has another shape or an unknown key."""
+    """Read a sequence. Raises TypeError if it has another form or an unknown key."""
     sequence = TagSequence(**given)
     for text in (sequence.after, sequence.begin, sequence.separator, sequence.end):
         _text(text)
@@ -143,7 +144,10 @@ def _check_triggers(structures: tuple[Structure, ...], triggers: tuple[str, ...]
 
 
 def as_lark(text: str, vocabulary: GuideVocabulary) -> str:
-    """Return the guide as llguidance's grammar. A trigger that spells a special token stands for that token."""
+    """Return the guide as llguidance's grammar.
+
+    If a trigger is the spelling of a special token, it means this token.
+    """
     read = read_tags(text)
     structures = tuple(replace(one, schema=followed_schema(one.schema, one.path)) for one in read.structures)
     triggers = read.triggers
@@ -187,7 +191,7 @@ def _sequence_as_lark(structures: tuple[Structure, ...], sequence: TagSequence) 
 
 
 def _quoted(text: str) -> str:
-    """Return a text as a lark literal; nothing for an empty one."""
+    """Return a text as a lark literal; "" for an empty text."""
     return json.dumps(text) if text else ""
 
 

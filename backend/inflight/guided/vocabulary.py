@@ -11,10 +11,10 @@ class GuideVocabulary:
     """A model's vocabulary, as a grammar library needs it.
 
     Attributes:
-        tokens: By token id, the bytes that it adds to a text. For a special token, its spelling; b"" for an unused
-            id.
-        special_ids: Ids of special tokens. They stand for no text, so no guide allows them where it asks for text;
-            a structural tag may use one as its trigger.
+        tokens: The bytes that each token adds to a text, indexed by token id. For a special token, its
+            spelling; b"" for an unused id.
+        special_ids: Ids of special tokens. They have no text, so no guide allows them as text; a structural
+            tag may use one as its trigger.
     """
 
     tokens: tuple[bytes, ...]
@@ -35,23 +35,24 @@ class GuideVocabulary:
 
     @property
     def end_id(self) -> int:
-        """The id after all others, which libraries take for the end of a text.
+        """Return the id after all others, which libraries use for the end of a text.
 
-        Its bit in a mask says whether the text may end here; the bits of a request's end ids follow from it.
+        Its bit in a mask is set if the text may end here; the bits of a request's end ids are set
+        accordingly.
         """
         return len(self.tokens)
 
     @property
     def num_words(self) -> int:
-        """Number of 32-bit words in a mask, with a bit per token and one for the end."""
+        """Return the number of 32-bit words in a mask, which has a bit for each token and one for the end."""
         return len(self.tokens) // 32 + 1
 
     def spelled(self) -> list[bytes]:
-        """Return the bytes of every token and of the end, none of them empty."""
+        """Return the bytes of every token and of the end. Empty bytes are replaced by made-up ones."""
         named = [token or b"<|no-token-%d|>" % index for index, token in enumerate(self.tokens)]
         return [*named, b"<|end-of-guide|>"]
 
     def without_text(self) -> list[int]:
-        """Return the ids that stand for no text: special tokens, unused ids, and the end."""
+        """Return the ids that have no text: special tokens, unused ids, and the end."""
         empty = (index for index, token in enumerate(self.tokens) if not token)
         return [*sorted(self.special_ids.union(empty)), self.end_id]

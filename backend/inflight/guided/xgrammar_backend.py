@@ -1,4 +1,7 @@
-"""Guides by xgrammar: pushdown automata with masks that are largely precomputed, so that compilation is slow."""
+"""Guided decoding with xgrammar, which uses pushdown automata.
+
+It precomputes most masks, so compilation is slow.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class XGrammarMatcher:
-    """The position of a sequence in a guide, kept by xgrammar; a `Matcher`."""
+    """A `Matcher` of xgrammar."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self.matcher = matcher
@@ -49,7 +52,7 @@ class XGrammarBackend:
     """Compiles guides to matchers with xgrammar; a `GuideBackend`."""
 
     def __init__(self, vocabulary: GuideVocabulary) -> None:
-        # xgrammar never allows an empty token, so special tokens are passed as empty and stand for no text.
+        # xgrammar never allows an empty token, so special tokens, which have no text, are passed as empty.
         hidden = set(vocabulary.without_text())
         tokens = [b"" if index in hidden else token for index, token in enumerate(vocabulary.spelled())]
         self._info = xgrammar.TokenizerInfo(
@@ -65,7 +68,7 @@ class XGrammarBackend:
             matcher = xgrammar.GrammarMatcher(compiled)
             matcher.fill_next_token_bitmask(xgrammar.allocate_token_bitmask(1, self._info.vocab_size))
         except (RuntimeError, ValueError, TypeError) as error:
-            raise refusal(f"xgrammar, which follows it, says: {error}") from None
+            raise refusal(f"xgrammar reports: {error}") from None
         return compiled.serialize_json().encode()
 
     def load(self, guide: Guide, compiled: bytes) -> Matcher:
@@ -130,7 +133,10 @@ def _refuse_ignored(schema: Any) -> None:
 
 
 def _ignored(schema: dict[str, Any]) -> str:
-    """Return a keyword of this schema, not of its parts, that xgrammar ignores; "" if there is none."""
+    """Return a keyword of this schema itself that xgrammar ignores; "" if there is none.
+
+    Its parts are not checked.
+    """
     found = [
         keyword
         for keyword, value in schema.items()
@@ -163,7 +169,7 @@ def _asks_for_nothing(keyword: str, value: Any) -> bool:
 
 
 def _refuse_ignored_in_regex(pattern: str) -> None:
-    """Raise InvalidArgument for syntax that xgrammar reads differently than Python and Rust do."""
+    """Raise InvalidArgument for syntax that xgrammar interprets differently than Python and Rust."""
     if wrong := re.search(r"(?:^|[^\\])(?:\\\\)*(\\[A-Za-z])(?<![dDsSwWnrtfvxu])", pattern):
         raise refusal(f"xgrammar does not know {wrong[1]} in regular expressions")
     inner = pattern.removeprefix("^").removesuffix("$")
@@ -186,7 +192,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}),
 }
-"""By keyword, values without effect."""
+"""Values without effect of each keyword."""
 _TYPED = frozenset(
     [
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"),
@@ -214,7 +220,7 @@ def _structural_tag(text: str) -> xgrammar.StructuralTag:
         if read_spaces(schema, one.path) != Spaces():
             raise refused(
                 f"{one.path}/{KEYWORD}",
-                "xgrammar takes no white space of one's own in structural tags; the library llguidance does",
+                "xgrammar takes no white space setting in structural tags; the library llguidance does",
             )
     if tags.sequence is not None:
         return _sequence(tags.structures, tags.sequence)

@@ -1,5 +1,5 @@
 """OpenAI's HTTP protocol in front of an engine client, in a process of its own.
 
-A body becomes core requests (`protocol`, `sampling`), an `EngineSession` runs them, and the routes turn their
-outputs into OpenAI's JSON. No other package knows this protocol. Imports no torch.
+`protocol` and `sampling` convert a body to core requests, an `EngineSession` runs them, and the routes
+convert their outputs to OpenAI's JSON. Only this package knows the protocol. It does not import torch.
 """

@@ -1,8 +1,8 @@
 """`python -m inflight.openai`: OpenAI's protocol for an engine on this machine, or for any tritonserver.
 
-Owns the process: its listening port, the signals that end it, and its orderly shutdown. `scripts/serve`
-starts one beside its tritonserver; started alone, it serves a tritonserver on another host. One event loop
-runs on the main thread; when idle, it wakes once a second.
+Owns the process: its listening port, its signals and its orderly shutdown. `scripts/serve` starts this
+program beside its tritonserver; started alone, it serves a tritonserver on another host. One event loop runs
+on the main thread; when idle, it wakes once a second.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _DEFAULT_PORT = 9000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends the process; return the exit status: 1: failure, 2: invalid options."""
+    """Serve until a signal ends the process.
+
+    Returns the exit status: 0 on a signal, 1 on failure, 2 for bad options.
+    """
     raise_descriptor_limit()
     return_large_blocks()
     parser = _parser()
@@ -141,7 +144,7 @@ def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -
         ssl_keyfile=None if key is None else str(key),
         timeout_graceful_shutdown=max(1, exit_timeout_s),
     )
-    config.load()  # here and not in run, which ends the process if a certificate is invalid
+    config.load()  # not in `run`, which would end the process if a certificate is invalid
     return config
 
 
@@ -153,14 +156,14 @@ def _listen(options: OpenAiOptions) -> socket.socket:
 
 
 def address(options: OpenAiOptions, listener: socket.socket) -> str:
-    """The URL of the endpoint."""
+    """Return the URL of the endpoint."""
     scheme = "http" if options.tls_certificate is None else "https"
     host = f"[{options.host}]" if ":" in options.host else options.host
     return f"{scheme}://{host}:{listener.getsockname()[1]}"
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which checks for its end once a second and on signals, not ten times a second."""
+    """uvicorn's server, but it checks once a second and on signals whether to end, not ten times a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -168,14 +171,14 @@ class _Server(uvicorn.Server):
         self._told = asyncio.Event()
 
     async def main_loop(self) -> None:
-        """Wait for the end, and refresh the date in response headers."""
+        """Run until the server is to end; refresh the date in response headers."""
         self._loop = asyncio.get_running_loop()
         while not await self.on_tick(0):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._told.wait(), _TICK_S)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal: the first lets requests in flight finish, a second one ends at once."""
+        """Handle a signal. After the first, requests in flight may finish; the second ends the server at once."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._told.set)

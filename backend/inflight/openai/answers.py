@@ -1,6 +1,7 @@
-"""Conversion of a session's outputs to the texts, tokens and finish reasons of choices, and to the usage.
+"""Convert an OutputStream's outputs to the texts, tokens and finish reasons of choices, and count the usage.
 
-Maps sequences to choices and records which have ended; knows no route's JSON. Runs on the event loop.
+Maps sequences to choices and records which choices have ended. The routes make the JSON. Runs on the event
+loop.
 """
 
 from __future__ import annotations
@@ -29,27 +30,29 @@ FINISH_REASONS = {
     FinishReason.TIMED_OUT: "length",
 }
 _CUTS = frozenset((FinishReason.STOP_WORDS, FinishReason.LENGTH, FinishReason.TIMED_OUT))
-"""Finish reasons that the model did not choose: the text may end inside a tool call's or reasoning's mark."""
+"""Finish reasons that are not the model's end token: the text may end inside a tool call or a reasoning mark."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """One choice's share of one result.
+    """The part of one result that belongs to one choice.
 
     Attributes:
         index: Index of the choice in the response.
-        batch_index: Index of its prompt in the body.
+        batch_index: Index of the choice's prompt in the body.
         text: New text.
         token_ids: New token ids.
         finish_reason: OpenAI's finish reason; None while the choice is generating.
         log_probs: Log prob of each new token; None if not requested.
         top_log_probs: Likeliest tokens at each new token's position; None if not requested.
-        prompt_log_probs: Log prob of each prompt token, 0.0 for the first; in the choice's first piece.
-        prompt_tops: Likeliest tokens at each prompt position but the first; in the choice's first piece.
-        prompt_ranks: Rank of each prompt token but the first, 1 for the likeliest; the lower id first among
-            equals. In the choice's first piece; empty if ranks are not requested or not known.
+        prompt_log_probs: Log prob of each prompt token, 0.0 for the first. Only in the choice's first piece.
+        prompt_tops: Likeliest tokens at each prompt position except the first. Only in the choice's first
+            piece.
+        prompt_ranks: Rank of each prompt token except the first; 1 is the likeliest, and among equally
+            likely tokens the lower id ranks first. Only in the choice's first piece; empty if ranks were not
+            requested or are not known.
         is_first: Whether this is the choice's first piece.
-        is_cut: Whether a limit or a stop string ended the choice, and not the model.
+        is_cut: Whether a limit or a stop string, not the model, ended the choice.
     """
 
     index: int
@@ -65,18 +68,18 @@ class Piece:
     is_first: bool = False
     is_cut: bool = False
 
-    def says_something(self, with_ids: bool) -> bool:
-        """Return whether the piece has content for a client; the bytes of an incomplete character have none.
+    def has_content(self, with_ids: bool) -> bool:
+        """Return whether the piece has content for a client. Bytes of an incomplete character are no content.
 
         Args:
-            with_ids: The response has token ids too, with the prompt's ids in the first piece.
+            with_ids: Whether the response has token ids too; the first piece then has the prompt's ids.
         """
         has_ids = with_ids and bool(self.token_ids or self.is_first)
         return has_ids or bool(self.text or self.finish_reason or self.log_probs or self.prompt_log_probs)
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """Return the pieces of one choice as one piece."""
+        """Join consecutive pieces of one choice to one piece."""
         first, last = pieces[0], pieces[-1]
         if len(pieces) == 1:
             return first
@@ -107,7 +110,7 @@ class Usage:
         prompt_tokens: Tokens of all prompts, each prompt counted once.
         completion_tokens: Generated tokens of all choices.
         cached_tokens: Prompt tokens found in the KV cache, in whole blocks.
-        reasoning_tokens: Tokens of reasoning among `completion_tokens`; None if not known.
+        reasoning_tokens: How many of the `completion_tokens` are reasoning; None if not known.
     """
 
     def __init__(self, prompts: Sequence[Prompt], tokens_per_block: int) -> None:
@@ -123,16 +126,16 @@ class Usage:
         return sum(self._cached)
 
     def add(self, batch_index: int, result: SequenceResult) -> None:
-        """Count a result's cached tokens, once per prompt: its first sequence computes the prompt for all."""
+        """Count a result's cached prompt tokens, once per prompt: all sequences share the prompt's computation."""
         metrics = result.perf_metrics
         if metrics is not None and result.sequence_index == 0:
             length, size = self._prompt_lengths[batch_index], self._tokens_per_block
-            # A reused last block may match in part only, by an unknown length: count whole blocks.
+            # The last reused block may match only in part, to an unknown length, so only whole blocks count.
             num_whole = min(metrics.num_reused_blocks, length // size - metrics.num_missed_blocks)
             self._cached[batch_index] = min(max(num_whole, 0) * size, length - 1)
 
     def of_chunk(self, body: SamplingBody) -> dict[str, Any]:
-        """Return the usage field of a stream's chunk: the usage so far, null, or no key."""
+        """Return the fields to add to a stream's chunk: `usage` with the counts so far, or null, or no field."""
         if body.has_continuous_usage:
             return {"usage": self.as_json()}
         return {"usage": None} if body.includes_usage else {}
@@ -155,7 +158,7 @@ class Pieces:
 
     Args:
         asked: Settings of the body.
-        usage: Receives the token counts.
+        usage: Counter to which the tokens are added.
     """
 
     def __init__(self, asked: BodySettings, usage: Usage) -> None:
@@ -165,7 +168,7 @@ class Pieces:
         self._ended: set[int] = set()
 
     async def read(self, stream: OutputStream) -> AsyncIterator[list[Piece]]:
-        """Yield lists of pieces that are sent together, until every sequence has ended."""
+        """Yield lists of pieces to send together, until every sequence has ended."""
         try:
             async for outputs in stream:
                 pieces: list[Piece] = []
@@ -177,7 +180,10 @@ class Pieces:
             raise in_fields(error, self._asked.fields) from None
 
     async def _of_prompt(self, output: Output) -> tuple[Sequence[TopLogProbs], Sequence[int]]:
-        """Return likeliest tokens at the prompt's positions, and the prompt tokens' ranks, or empty ones."""
+        """Return (likeliest tokens at each prompt position, ranks of the prompt tokens).
+
+        Both are empty if not requested.
+        """
         logits, num_top = output.result.context_logits, self._asked.num_prompt_top
         if logits is None:
             return (), ()

@@ -1,7 +1,7 @@
 """The application: routes, error handlers and middleware around one engine client.
 
-`create_app` is the composition root of this package. The caller owns the client, and closes it after the
-application has ended.
+`create_app` is the composition root of this package. The caller owns the engine client, and closes it after
+the application has ended.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _ENGINE_CHECK_S = 1.0
 
 
 def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
-    """Return the application; one event loop must serve it.
+    """Return the application. It must be served by one event loop.
 
     Args:
-        client: Client of the engine, which may come and go meanwhile.
+        client: Client of the engine; the engine may be unavailable or restarted at any time.
         options: Options of the endpoint.
     """
     session, model = EngineSession(client), ServingModel(client, options)
@@ -55,9 +55,9 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
 
 
 async def _load(session: EngineSession, model: ServingModel) -> None:
-    """Read the model's files as soon as the engine is available; it may still be loading."""
+    """Read the model's files as soon as the engine is available. At the start it may still be loading."""
     while True:
         try:
             return await session.wait_for(model.load)
-        except InflightError:  # the engine is away, or cannot describe itself yet
+        except InflightError:  # the engine is unavailable, or has no description yet
             await asyncio.sleep(_ENGINE_CHECK_S)

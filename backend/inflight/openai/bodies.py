@@ -1,8 +1,8 @@
-"""Reading of a request's body: from received bytes to a checked `Body`.
+"""Read a request's body: from received bytes to a checked `Body`.
 
-Owns the limits on a body's size and number of values. Both are checked before parsing: Python objects take
-many times the bytes of a body, and no other thread runs while they are made. `BodyReader` belongs to the
-event loop; `parse_body` runs on the session's threads. Errors name fields of the body.
+Checks a body's size and number of values before parsing it, because Python objects need much more memory
+than the body, and parsing holds the GIL. `BodyReader` runs on the event loop, `parse_body` on the session's
+threads. Errors name fields of the body.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from inflight.serving.engine_session import EngineSession
 from inflight.serving.memory import return_free_memory
 
 MAX_VALUES = 1 << 20
-"""Most values in a body, at any depth: texts, numbers, lists and so on."""
+"""Largest number of values in a body, at any depth: texts, numbers, lists and so on."""
 MAX_TEXTS = 1 << 18
-"""Most texts in a body, keys of objects included."""
+"""Largest number of texts in a body, including keys of objects."""
 MAX_CONTAINERS = 1 << 15
-"""Most lists and objects in a body."""
+"""Largest number of lists and objects in a body."""
 _MAX_UNREAD = 16
-"""Number of bodies of the largest size that may wait in memory to be received or parsed."""
+"""Number of bodies of the largest allowed size that may be in memory at a time, being received or parsed."""
 _SMALL_BYTES = 64 << 10
-"""Bytes of each body that do not count towards `_MAX_UNREAD`, so that small bodies are always read."""
+"""The first bytes of each body, which do not count towards `_MAX_UNREAD`, so that small bodies are always read."""
 
 _LARGE_BYTES = 1 << 20
 _RETURN_S = 3.0
@@ -42,11 +42,11 @@ _DECODER = msgspec.json.Decoder()
 
 
 class BodyReader:
-    """Reader of bodies, with a limit on each body and on all waiting bodies together.
+    """Reader of bodies, with a limit for each body and a limit for all bodies in memory together.
 
     Args:
-        session: Its threads parse bodies.
-        max_bytes: The largest body, in bytes.
+        session: Session whose threads parse bodies.
+        max_bytes: Size of the largest allowed body, in bytes.
     """
 
     def __init__(self, session: EngineSession, max_bytes: int) -> None:
@@ -87,7 +87,7 @@ class BodyReader:
             self._num_waiting_bytes -= num_counted
 
     def _return_memory_soon(self) -> None:
-        """Schedule the return of freed memory to the system, for when large bodies are likely to be gone."""
+        """Schedule the return of freed memory to the kernel, when large bodies are likely to be freed."""
         if self._return is None:
             self._return = asyncio.get_running_loop().call_later(_RETURN_S, self._return_memory)
 
@@ -100,7 +100,7 @@ class BodyReader:
 
 
 def body_as(kind: type[Body]) -> Any:
-    """Return the annotation for a route's parameter that is the request's body."""
+    """Return the FastAPI annotation of a route's parameter that receives the request's body."""
 
     async def read(request: Request) -> Body:
         reader: BodyReader = request.app.state.bodies
@@ -110,11 +110,11 @@ def body_as(kind: type[Body]) -> Any:
 
 
 def parse_body(kind: type[_Body], raw: bytes, content_type: str) -> _Body:
-    """Return a body as `kind`; raise ApiError."""
+    """Parse and check a body; raise ApiError if it is invalid."""
     if not raw:
         raise ApiError("a body is required", 400, None, "missing")
-    if not _is_json(content_type):  # a browser sends this type to other sites only if they allow it
-        raise ApiError("the body is not said to be JSON: send the header Content-Type: application/json")
+    if not _is_json(content_type):  # a browser sends JSON to another site only if that site allows it
+        raise ApiError("the body's content type is not JSON: send the header Content-Type: application/json")
     _check_counts(raw)
     try:
         return kind.model_validate(_DECODER.decode(raw))
@@ -133,7 +133,7 @@ def _is_json(content_type: str) -> bool:
 
 
 def _check_counts(raw: bytes) -> None:
-    if not _excess(raw):  # counts punctuation inside texts, too: an upper bound
+    if not _excess(raw):  # an upper bound: punctuation inside texts counts, too
         return
     excess = _excess(_without_texts(raw))
     if excess:
@@ -141,10 +141,14 @@ def _check_counts(raw: bytes) -> None:
 
 
 def _excess(raw: bytes) -> str:
-    """Describe the first limit that JSON exceeds, by counts of its punctuation; "" if there is none."""
+    """Describe the first limit that JSON exceeds, estimated from its punctuation; "" if it exceeds none."""
     for count, most, name in (
         (raw.count(b","), MAX_VALUES, "values"),  # the last value of a list or object has no comma
-        (raw.count(b'"'), MAX_TEXTS, "texts and keys"),  # `_without_texts` keeps one mark of each text
+        (
+            raw.count(b'"'),
+            MAX_TEXTS,
+            "texts and keys",
+        ),  # `_without_texts` keeps one quotation mark of each text
         (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:
@@ -153,7 +157,10 @@ def _excess(raw: bytes) -> str:
 
 
 def _without_texts(raw: bytes) -> bytes:
-    """Return the bytes outside of JSON strings. For invalid JSON, correct up to the first error."""
+    """Return JSON without the contents of its strings.
+
+    For invalid JSON, the result is correct up to the first error.
+    """
     found = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     is_in_text = np.logical_xor.accumulate(found == ord('"'))
     return found[~is_in_text].tobytes()

@@ -73,8 +73,8 @@ class _Message:
     """Parser of one choice's text into reasoning, content and tool calls.
 
     Args:
-        prompt: Names the parsers.
-        only_one: Drop tool calls after the first, as `parallel_tool_calls: false` requires.
+        prompt: The chat's prompt, with the names of the parsers.
+        only_one: Whether to drop tool calls after the first, as `parallel_tool_calls: false` requires.
     """
 
     def __init__(self, prompt: ChatPrompt, only_one: bool) -> None:
@@ -84,7 +84,7 @@ class _Message:
         self.has_called = False
 
     def add(self, piece: Piece) -> tuple[str, ChatDelta]:
-        """Parse the next piece's text; return the reasoning, and the content and tool calls."""
+        """Parse the next piece's text; return (reasoning, content and tool calls)."""
         reasoning, content = self._reasoning.add(piece.text)
         delta = self._tools.add(content)
         if piece.finish_reason is not None:
@@ -100,7 +100,7 @@ class _Message:
 
 
 class _ChatWriter:
-    """Writer of one chat answer, whole or as a stream of chunks."""
+    """Writes one chat answer, whole or as a stream of chunks."""
 
     def __init__(
         self, body: ChatBody, prepared: PreparedBody, prompt: ChatPrompt, envelope: Envelope
@@ -116,7 +116,7 @@ class _ChatWriter:
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
         """Return the whole answer."""
         body, prepared = self._body, self._prepared
-        self._count_thoughts(pieces)
+        self._count_reasoning(pieces)
         more: dict[str, Any] = {"usage": prepared.usage.as_json()}
         if body.prompt_logprobs is not None and prepared.names is not None:
             first = pieces[0]
@@ -138,7 +138,7 @@ class _ChatWriter:
         prompt_ids = {"prompt_token_ids": self._prepared.prompt_ids(0)} if body.return_token_ids else {}
         async for some in pieces:
             if body.includes_usage:
-                self._count_thoughts(some)
+                self._count_reasoning(some)
             make = partial(self._events_of, some, usage.of_chunk(body), prompt_ids)
             if told := await made(make, grows_with_prompt=bool(prompt_ids)):
                 prompt_ids = {}  # only the stream's first chunk has them
@@ -147,7 +147,7 @@ class _ChatWriter:
             yield event(self._envelope.around([], usage=usage.as_json()))
 
     def _events_of(self, pieces: list[Piece], usage: dict[str, Any], of_first: dict[str, Any]) -> bytes:
-        """Return the chunks for these pieces, the first of them with the fields `of_first`."""
+        """Return the chunks for these pieces. The first chunk also has the fields `of_first`."""
         told: list[bytes] = []
         for choice in filter(None, map(self._chunk, pieces)):
             told.append(event(self._envelope.around([choice], **usage, **({} if told else of_first))))
@@ -168,7 +168,7 @@ class _ChatWriter:
             delta = {"role": "assistant", "content": "", **delta}
         has_ids = self._body.return_token_ids and piece.token_ids
         if not (delta or piece.finish_reason or piece.log_probs or has_ids):
-            return None  # the parsers hold the text until its meaning is certain
+            return None  # the parsers hold the text back until its meaning is certain
         return self._around("delta", delta, piece)
 
     def _around(self, name: str, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class _ChatWriter:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _count_thoughts(self, pieces: list[Piece]) -> None:
+    def _count_reasoning(self, pieces: list[Piece]) -> None:
         prompt = self._prompt
         if not prompt.reasoning_parser:
             return
@@ -197,7 +197,7 @@ class _ChatWriter:
         self._prepared.usage.reasoning_tokens = self._num_thoughts
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        """Return the fields that the piece adds to the message, by OpenAI's names, without empty ones."""
+        """Return the non-empty fields that the piece adds to the message, by OpenAI's names."""
         message = self._messages.get(piece.index)
         if message is None:
             message = self._messages[piece.index] = _Message(
@@ -206,7 +206,7 @@ class _ChatWriter:
         reasoning, delta = message.add(piece)
         said: dict[str, Any] = {}
         if reasoning and self._body.include_reasoning:
-            # vLLM's name, and its name before vLLM 0.10, which other servers still use.
+            # vLLM's present name of the field, and its name before vLLM 0.10, which other servers still use.
             said["reasoning"] = said["reasoning_content"] = reasoning
         if delta.content:
             said["content"] = delta.content

@@ -1,7 +1,6 @@
-"""Conversion of a chat's messages to a prompt, and choice of the answer's parsers. On the tokenizing threads.
+"""Convert a chat's messages to a prompt, and choose the guide and the parsers of its answer.
 
-Owns the choice of parsers and guide for a body. `inflight.serving.chat` has the template, the parsers and the
-guides.
+`inflight.serving.chat` has the template, the parsers and the guides. Runs on the tokenizing threads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from inflight.serving.chat.template import ChatTemplate
 from inflight.serving.chat.tool_guides import forced_prefix, read_tool_choice, tool_guide
 
 _FORCED_STYLE = "json"
-"""Tool style of forced calls if the template has none of its own; the guide makes the model follow it."""
+"""Style of forced tool calls if the template has none. The guide makes the model follow it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +34,13 @@ class ChatPrompt:
 
     Attributes:
         text: Text of the prompt.
-        guide: Guide of the answer.
+        guide: Guide of the answer; None if it is free.
         tool_parser: Name of the tool call parser; "": none.
         is_forced: Whether the answer must be tool calls.
         reasoning_parser: Name of the reasoning parser; "": none, all text is content.
         starts_inside: Whether the prompt has opened the reasoning.
-        token_bytes: By id, the bytes that each token adds to a text; empty without a reasoning parser.
+        token_bytes: The bytes that each token adds to a text, indexed by token id; empty without a reasoning
+            parser.
     """
 
     text: str
@@ -53,7 +53,7 @@ class ChatPrompt:
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
-    """Render the messages, and choose guide and parsers; raise errors that name fields of the body."""
+    """Render the messages, and choose guide and parsers. Errors name fields of the body."""
     template = model.chat_template()
     text = render_messages(template, body)
     final = body.messages[-1] if body.continue_final_message else None
@@ -79,7 +79,7 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
             '"required" or "none"',
         )
     if not choice.is_forced and guide is not None and is_inside:
-        # A guide holds for all generated text, so the reasoning must end in the prompt.
+        # A guide applies to all generated text, so the reasoning must end in the prompt.
         begin = "" if opens_reasoning(text, final) else THINK_BEGIN
         text, is_inside = f"{text.rstrip()}{begin}\n\n{THINK_END}\n\n", False
     if ends_reasoning(text, final):

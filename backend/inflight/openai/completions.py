@@ -22,7 +22,7 @@ from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer, event, made
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default, used if the server has none of its own."""
+"""OpenAI's default of max_tokens, used unless the server has --default-max-tokens."""
 
 router = APIRouter()
 
@@ -63,7 +63,7 @@ def _prepare(model: ServingModel, body: CompletionBody, adapter: str) -> Prepare
 
 
 def _num_prompt_top(body: CompletionBody) -> int | None:
-    """Return how many likeliest tokens to report at each prompt position; None: no prompt log probs."""
+    """Return how many of the likeliest tokens to report at each prompt position; None: no prompt log probs."""
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 
@@ -71,7 +71,7 @@ def _num_prompt_top(body: CompletionBody) -> int | None:
 def _read_prompts(
     model: ServingModel, body: CompletionBody
 ) -> tuple[Sequence[str | None], Sequence[Sequence[int]]]:
-    """Return the prompts' texts, with None for prompts given as ids, and the prompts' ids."""
+    """Return (texts, token ids) of the prompts; the text of a prompt given as ids is None."""
     prompt = body.prompt
     if not prompt:
         raise invalid("prompt", "prompt is empty: send a text, token ids, or a list of either")
@@ -89,7 +89,7 @@ def _read_prompts(
 
 
 class _CompletionWriter:
-    """Writer of one completion answer, whole or as a stream of chunks."""
+    """Writes one completion answer, whole or as a stream of chunks."""
 
     def __init__(self, body: CompletionBody, prepared: PreparedBody, envelope: Envelope) -> None:
         self._body = body
@@ -103,7 +103,7 @@ class _CompletionWriter:
         return self._envelope.around(choices, usage=self._prepared.usage.as_json())
 
     def choice(self, piece: Piece) -> dict[str, Any]:
-        """Return one choice, or the part of it in `piece`."""
+        """Return a choice with the contents of `piece`: a whole choice, or a part of one."""
         body = self._body
         choice: dict[str, Any] = {
             "index": piece.index,
@@ -114,7 +114,7 @@ class _CompletionWriter:
         names = self._prepared.names
         if names is not None:
             if body.logprobs is not None:
-                choice["logprobs"] = self._told_log_probs(piece, names, body.logprobs)
+                choice["logprobs"] = self._log_probs_json(piece, names, body.logprobs)
             if body.prompt_logprobs is not None and piece.prompt_log_probs is not None:
                 ids = self._prepared.prompt_ids(piece.batch_index)
                 choice["prompt_logprobs"] = prompt_log_probs_json(
@@ -146,11 +146,11 @@ class _CompletionWriter:
             [
                 event(self._envelope.around([self.choice(piece)], **usage))
                 for piece in pieces
-                if piece.says_something(self._body.return_token_ids)
+                if piece.has_content(self._body.return_token_ids)
             ]
         )
 
-    def _told_log_probs(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
+    def _log_probs_json(self, piece: Piece, names: TokenNames, num_top: int) -> dict[str, Any]:
         of_choice = self._log_probs.setdefault(piece.index, CompletionLogProbs(names, num_top))
         ids: list[int] = list(piece.token_ids)
         values: list[float | None] = list(piece.log_probs or ())

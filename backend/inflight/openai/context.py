@@ -1,6 +1,6 @@
-"""State shared by all routes, kept in the application; and the steps from prompts to a watched stream.
+"""The state that all routes share, and functions that run prompts and send their outputs.
 
-Knows no route's JSON. Runs on the event loop; `EngineSession` runs some calls on other threads.
+Runs on the event loop; `EngineSession` runs some calls on other threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class Context:
     model: ServingModel
 
     async def adapter_of(self, model: str | None) -> str:
-        """Return the adapter that `model` means (`ServingModel.adapter_of`): the first check of each body."""
+        """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
+
+        Must be each body's first check.
+        """
         return await self.session.wait_for(partial(self.model.adapter_of, model))
 
 
@@ -62,7 +65,7 @@ class Envelope:
         return cls(f"{prefix}-{name}", kind, int(time.time()), prepared.model_name, prepared.fingerprint)
 
     def around(self, choices: Sequence[object], **more: object) -> dict[str, object]:
-        """Return the whole object, with its choices."""
+        """Return the answer or chunk: these first fields, then `choices`, then the fields in `more`."""
         return {
             "id": self.id,
             "object": self.object,
@@ -75,7 +78,7 @@ class Envelope:
 
 
 async def answer_whole(context: Context, request: Request, prepared: PreparedBody) -> list[Piece]:
-    """Return every choice as one piece, in order."""
+    """Run the prompts to their end; return one piece for each choice, in order."""
     stream = context.session.open(prepared.prompts)
     watcher = Watcher(request, stream)  # before the start: submitting many prompts takes long
     parts: dict[int, list[Piece]] = {}
@@ -95,13 +98,13 @@ async def answer_stream(
     prepared: PreparedBody,
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
-    """Return a response that sends the events that `events_of` makes of the pieces."""
+    """Return a streaming response. `events_of` converts the pieces to the events that it sends."""
     stream = context.session.open(prepared.prompts)
     watcher = Watcher(request, stream)
     try:
         await stream.start()
         pieces = Pieces(prepared.asked, prepared.usage).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
-    except BaseException:  # end the stream whatever the error is, and raise it again
+    except BaseException:  # any error is raised again after the stream is closed
         watcher.close()
         raise

@@ -1,8 +1,8 @@
-"""OpenAI's form of errors, and their HTTP statuses. Knows no routes. Runs on the event loop.
+"""Errors in OpenAI's format, and their HTTP statuses. Runs on the event loop.
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-`param` is the invalid field of the body, or null if there is none or it is not known.
+`param` is the invalid field of the body; it is null if no field is invalid, or the field is not known.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from inflight.errors import (
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 _SHOWN = 100
-"""Most characters, or items, of a client's value that a message repeats."""
+"""Largest number of characters, or of list items, of a client's value that a message repeats."""
 _MAX_MESSAGE = 1500
-"""Most characters of a message."""
+"""Largest number of characters of a message."""
 _STATUS = {
     "ALREADY_EXISTS": 409,
     "NOT_FOUND": 404,
@@ -53,7 +53,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 
-# Errors of the engine name its tensors; clients of this endpoint know these fields instead.
+# Field of the body by tensor: errors of the engine name tensors, which clients of this endpoint do not know.
 _FIELD_OF_TENSOR = {
     **{each.tensor: each.body.name for each in CONTROLS.values() if each.body},
     "request_output_len": "max_tokens",
@@ -69,17 +69,17 @@ _FIELD_OF_TENSOR = {
 }
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's code for a prompt that is too long; clients shorten their prompt when they read it."""
+"""OpenAI's error code for a prompt that is too long. Clients shorten their prompt when they get it."""
 
 
 class ApiError(InflightError):
-    """An error of this protocol only.
+    """An error that only OpenAI's protocol has.
 
     Args:
-        message: The received value and the expected one.
+        message: Description with the received and the expected value.
         status: HTTP status.
         param: Field of the body.
-        code: OpenAI's code of the error.
+        code: OpenAI's error code.
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
@@ -88,23 +88,23 @@ class ApiError(InflightError):
 
 
 def invalid(param: str, message: str) -> ApiError:
-    """Return an error about one field."""
+    """Return an error about an invalid field of the body."""
     return ApiError(message, 400, param, "invalid_value")
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """Return an error about a known field that is not served."""
+    """Return an error about a known field of the body that is not supported."""
     return ApiError(message, 400, param, "unsupported_parameter")
 
 
 def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = {}) -> ApiError:
-    """Convert an error of the engine's checks, which names tensors, to one that names fields of a body.
+    """Convert an error of the engine's checks, which names tensors, to an error that names fields of the body.
 
-    `param` is the first field that the message names, or `model` for an invalid adapter.
+    The error's `param` is the first field that the message names, or `model` for an invalid adapter.
 
     Args:
         error: Error of the engine.
-        fields: Fields of this body by tensor, where the field depends on the body.
+        fields: Field by tensor, for tensors whose field depends on the body.
     """
     fields = {**_FIELD_OF_TENSOR, **fields}
     named = error.with_names(lambda name: fields.get(name, name))
@@ -116,7 +116,7 @@ def in_fields(error: InvalidArgument | Unsupported, fields: Mapping[str, str] = 
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body."""
+    """Return (HTTP status, body) of the response for an error."""
     if isinstance(error, InvalidArgument | Unsupported):
         error = in_fields(error)
     if isinstance(error, UnicodeEncodeError):  # JSON allows half of a surrogate pair, UTF-8 does not
@@ -124,8 +124,8 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, ApiError):
         return error.status, error_body(error.status, str(error), error.param, error.error_code)
     if isinstance(error, Unreachable):
-        _tell_operator(str(error))
-        error = Unavailable("the engine cannot be reached now; a later try may work")
+        _log_once(str(error))
+        error = Unavailable("the engine cannot be reached now; a later attempt may succeed")
     if isinstance(error, InflightError):
         status = 429 if isinstance(error, QueueFull) else _STATUS.get(error.code, 500)
         return status, error_body(status, str(error), None, error.code.lower())
@@ -133,15 +133,15 @@ def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 @lru_cache(maxsize=1)
-def _tell_operator(message: str) -> None:
-    """Log a message that clients do not get; a repeated message is logged once."""
+def _log_once(message: str) -> None:
+    """Log a message for the operator that clients do not get. A repeated message is logged once."""
     _log.warning("%s", message)
 
 
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """Return OpenAI's object for an error. A long message is cut, as it may repeat a client's values."""
+    """Return OpenAI's object for an error. A long message is truncated, as it may repeat a client's values."""
     if len(message) > _MAX_MESSAGE:
         message = message[:_MAX_MESSAGE] + "…"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -149,13 +149,13 @@ def error_body(
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """Return the response for an error; one that may be temporary has a Retry-After header."""
+    """Return the response for an error. If the error may be temporary, the response has a Retry-After header."""
     status, body = describe_error(error)
     return JSONResponse(body, status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Make every error of a route be answered in OpenAI's form."""
+    """Register handlers that return every error in OpenAI's format."""
 
     async def of_engine(request: Request, error: Exception) -> JSONResponse:
         return error_response(error)
@@ -173,7 +173,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def validation_error(error: pydantic.ValidationError) -> ApiError:
-    """Convert pydantic's error in a body to an ApiError. Any thread."""
+    """Convert pydantic's error about a body to an ApiError. Any thread."""
     errors: list[Any] = error.errors(include_url=False)
     first = errors[0]
     raised = first.get("ctx", {}).get("error")
@@ -193,7 +193,7 @@ def validation_error(error: pydantic.ValidationError) -> ApiError:
     return ApiError(f"{'.'.join(places) or 'the body'}: {message}", 400, _param(places), "invalid_value")
 
 
-# pydantic's names of the types of fields with several types.
+# Descriptions of the types that a field with several types may have, by pydantic's names of the types.
 _KINDS = {
     "str": "a text",
     "bool": "true or false",
@@ -227,7 +227,7 @@ def _param(places: list[str]) -> str | None:
 
 
 class _Refused(ValueError):
-    """A wrapper that carries an ApiError through pydantic, which passes on ValueErrors only."""
+    """Wraps an ApiError that a pydantic validator raises, because pydantic passes on ValueErrors only."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))

@@ -1,4 +1,4 @@
-"""Conversion of a body's guide fields to one guide of the engine. Plain functions, any thread."""
+"""Convert a body's fields for guided decoding to one guide of the engine. Any thread."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _FORMAT_FIELDS = {
     "grammar": {"type", "grammar"},
     "structural_tag": {"type", "structures", "triggers", "sequence"},
 }
-"""Allowed keys of a response_format, by its type."""
+"""Allowed keys of a response_format, by the value of its key `type`."""
 _MOST_ALTERNATIVES = 1000
-"""Most alternatives in one rule of a grammar; llguidance accepts at most 2000."""
+"""Largest number of alternatives in one rule of a grammar. llguidance accepts at most 2000."""
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
 
 
 def read_guide(body: SamplingBody) -> Guide | None:
-    """Return the guide that `body` asks for, or None; raise ApiError for an invalid guide or several."""
+    """Return the guide that a body requests, None if it requests none.
+
+    Raises ApiError if it is invalid or not the only one.
+    """
     found: dict[str, Guide] = {}
     given = {
         "guided_json": (GuideKind.JSON_SCHEMA, body.guided_json),
@@ -56,7 +59,7 @@ def read_guide(body: SamplingBody) -> Guide | None:
     if len(found) > 1:
         names = " and ".join(found)
         raise ApiError(
-            f"{names} came together: a text follows one of them", 400, next(iter(found)), "invalid_value"
+            f"{names} were sent together, expected only one of them", 400, next(iter(found)), "invalid_value"
         )
     return next(iter(found.values()), None)
 
@@ -93,13 +96,13 @@ def _structured(asked: StructuredOutputs) -> Guide:
 
 
 def _given(asked: StructuredOutputs) -> str:
-    """Return the name of the guide's kind in a body."""
+    """Return the name of the kind of guide that the body has."""
     named = {"regex": asked.regex, "choice": asked.choice, "grammar": asked.grammar}
     return next((name for name, value in named.items() if value is not None), "structural_tag")
 
 
 def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
-    """Add rules for white space to a JSON schema's guide, under the schema's keyword x-guidance."""
+    """Add rules for white space to the guide of a JSON schema, as the schema's keyword x-guidance."""
     try:
         schema = json.loads(guide.text)
     except ValueError as error:
@@ -111,7 +114,7 @@ def _spaced(guide: Guide, name: str, spaces: dict[str, Any]) -> Guide:
     if "x-guidance" in schema:
         raise invalid(
             name,
-            f"{name} says what white space there may be, and so does the x-guidance of its schema: send one",
+            f"{name} and the x-guidance of its schema both define the allowed white space: send only one",
         )
     return Guide(GuideKind.JSON_SCHEMA, _text({**schema, "x-guidance": spaces}))
 
@@ -184,9 +187,11 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
 
 
 def _quoted(text: str) -> str:
-    r"""Quote a text for a grammar, with control characters as \xNN, which xgrammar and llguidance both read.
+    r"""Quote a text for a grammar, with control characters as \xNN, which both xgrammar and llguidance
+    accept.
 
-    xgrammar reads hexadecimal digits after \xNN as part of the number, so a new literal begins there.
+    xgrammar reads further hexadecimal digits after \xNN as part of the number, so a new literal begins after
+    \xNN.
     """
     escaped = re.sub(r"[\x00-\x1f\x7f\"\\]", lambda found: f"\\x{ord(found[0]):02x}", text)
     escaped = re.sub(r"(\\x[0-9a-f]{2})(?=[0-9a-fA-F])", r'\1" "', escaped)

@@ -1,7 +1,7 @@
 """HTTP/1 for the endpoint: uvicorn's protocol on httptools, with the limits that a public port needs.
 
-Owns the time limits for sending and reading, the size limit of headers (`bodies` has the one of bodies), the
-handling of upgrade offers, and streams to clients of HTTP/1.0. Runs on the event loop.
+Enforces time limits for sending and reading and the size limit of headers (`bodies` limits the size of
+bodies), ignores upgrade offers, and serves streams to clients of HTTP/1.0. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEAD_TIMEOUT_S = 15.0
-"""Seconds for the head of a new connection's first request, and for the rest of a head that has begun."""
+"""Time limit in seconds for the first request's headers on a new connection, and for the rest of started
+headers."""
 BODY_TIMEOUT_S = 30.0
 MIN_BODY_BYTES_PER_S = 16 << 10
-"""Bytes of a body that extend its time limit, `BODY_TIMEOUT_S`, by one second."""
+"""For each such number of received bytes, a body's time limit (`BODY_TIMEOUT_S`) grows by one second."""
 MAX_UNUSED_BYTES = 64 << 20
-"""Most bytes read of a refused body: many clients read no answer before they have sent the whole body."""
+"""How many bytes of a refused body are read: many clients read the answer only after they have sent the body."""
 SEND_TIMEOUT_S = 60.0
-"""Seconds after which a connection is closed if its client reads nothing of the waiting response."""
+"""Seconds after which a connection is closed if its client has read nothing of the waiting response."""
 MAX_HEAD_BYTES = 64 << 10
-"""Most bytes of a request's line and headers, and of any other data around bodies."""
+"""Largest size in bytes of a request's line and headers, and of any other data around bodies."""
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection, closed when its client is idle, sends too slowly, or does not read its response."""
+    """One connection. It is closed if its client is idle, sends too slowly, or does not read its response."""
 
     head_timeout_s = HEAD_TIMEOUT_S
     body_timeout_s = BODY_TIMEOUT_S
@@ -42,13 +43,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._receive_timer: asyncio.TimerHandle | None = None  # while waiting for a head or a body
+        self._receive_timer: asyncio.TimerHandle | None = None  # runs while headers or a body are awaited
         self._send_timer: asyncio.TimerHandle | None = None
-        self._num_idle_bytes = 0  # bytes since the parser found a whole head, or a part of a body
+        self._num_idle_bytes = 0  # bytes since the last whole headers or part of a body
         self._num_body_bytes = 0
         self._body_begun_s = 0.0
         self._has_refused = False
-        self._running: RequestResponseCycle | None = None  # being answered now, or most recently
+        self._running: RequestResponseCycle | None = None  # the request answered now or last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the connection, and wait for a request."""
@@ -68,7 +69,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; answer 400 or 431 if they are invalid or the head is too large."""
+        """Parse received bytes. Answer 400 if they are invalid, 431 if the headers are too large."""
         if self._has_refused:
             return
         self._unset_keepalive_if_required()
@@ -86,7 +87,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(431, f"the request's headers are larger than {MAX_HEAD_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
-        """Start a request. One that offers an upgrade is parsed again by `_feed` instead."""
+        """Start a request, unless it offers an upgrade: then `_feed` parses it again."""
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
@@ -136,15 +137,15 @@ class HttpProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parse bytes, ignoring an offer to upgrade, as RFC 9110 allows.
 
-        The parser takes the bytes after such a head for another protocol's. It therefore gets the head again,
-        rebuilt without the offer.
+        The parser treats the bytes after headers with such an offer as another protocol. It is therefore
+        given the headers again, without the offer.
         """
         while True:
             try:
                 return self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as offer:
                 method = self.parser.get_method()
-                if method == b"CONNECT":  # a tunnel, with or without the header
+                if method == b"CONNECT":  # asks for a tunnel, with or without an Upgrade header
                     raise httptools.HttpParserError("a tunnel") from None
                 version = self.parser.get_http_version().encode()
                 kept = [each for each in self.headers if each[0] != b"upgrade"]
@@ -162,7 +163,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _give_up_head(self) -> None:
         if self._num_idle_bytes:
-            self._refuse(408, f"no whole request has come within {self.head_timeout_s:g} s")
+            self._refuse(408, f"no whole request was received in {self.head_timeout_s:g} s")
         else:
             self.transport.close()
 
@@ -172,7 +173,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._receive_timer = self.loop.call_later(self.body_timeout_s, self._check_body)
 
     def _check_body(self) -> None:
-        if self.pipeline:  # a pipelined request is read when its turn comes
+        if self.pipeline:  # the body of a pipelined request is read when its turn comes
             self._num_body_bytes = 0
             self._expect_body()
             return
@@ -183,7 +184,7 @@ class HttpProtocol(HttpToolsProtocol):
         elif self.cycle.response_complete:
             self.transport.close()
         else:
-            self._refuse(408, f"{self._num_body_bytes} bytes of the body have come in {allowed_s:.0f} s")
+            self._refuse(408, f"{self._num_body_bytes} bytes of the body were received in {allowed_s:.0f} s")
 
     def _watch_sending(self) -> None:
         """Abort the connection if the client reads nothing of the waiting bytes in time."""
@@ -200,14 +201,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._send_timer = self.loop.call_later(self.send_timeout_s, look) if num_waiting else None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer the request that was received last with an error, in its turn, and close the connection."""
+        """Answer the last received request with an error, after earlier answers, and close the connection."""
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
         headers = {"connection": "close", HEADER: random_id()}
         response = JSONResponse(error_body(status, message), status, headers)
         if not self._is_answering:
             self._write_at_once(response)
-        elif not self.cycle.more_body:  # the invalid bytes follow the requests that are being answered
+        elif not self.cycle.more_body:  # the invalid bytes come after whole requests
             self.cycle.keep_alive = False
         elif self.pipeline:
             self.pipeline[0] = (self.cycle, cast(Any, response))
@@ -227,7 +228,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Adapt `app` to a client of HTTP/1.0, without chunked encoding: closing the connection ends a stream."""
+    """Wrap `app` for a client of HTTP/1.0: without chunked encoding, a stream ends when the connection closes."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True

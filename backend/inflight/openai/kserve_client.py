@@ -1,11 +1,11 @@
 """An engine client for an engine behind a tritonserver, on this host or another, over KServe's gRPC protocol.
 
-Requests use gRPC streams of one connection (`kserve_streams`), never with the header `triton_grpc_error`,
-which can end a tritonserver 2.51. The connection is restored automatically; a server that is away raises
-Unavailable. A stop ends the sequence here at once, and the server's request only when all its sequences have
-ended: no tensor ends one sequence of several.
+Requests use gRPC streams of one connection (`kserve_streams`), without the header `triton_grpc_error`, which
+can crash tritonserver 2.51. The connection is restored automatically; while the server is unreachable,
+requests get Unavailable. When a sequence is stopped, its result ends at once, but the server's request is
+ended only when all of its sequences have been stopped, because no tensor stops one sequence of several.
 
-Owns one thread with an event loop. All methods hand their work to that thread, where responses also arrive,
+Owns one thread with an event loop. All methods pass their work to this thread, where responses also arrive,
 so the state of requests needs no lock.
 """
 
@@ -70,7 +70,7 @@ _T = TypeVar("_T")
 
 _CONFIG_S, _STATE_S = 5.0, 2.0
 _FRESH_S = 1.0
-"""Seconds during which a server that was reachable is assumed to be reachable."""
+"""Seconds for which a server that answered is assumed to be still reachable."""
 _CHANNEL = [
     ("grpc.max_send_message_length", (1 << 31) - 1),
     ("grpc.max_receive_message_length", (1 << 31) - 1),
@@ -85,7 +85,7 @@ class KServeEngineClient:
     """An `EngineClient` for an engine behind a tritonserver's gRPC port.
 
     Args:
-        url: HOST:PORT.
+        url: HOST:PORT of the gRPC port.
         tokenizer_dir: The checkpoint's folder on this machine; its weights are not needed.
         model: Name of the engine's Triton model.
 
@@ -103,7 +103,7 @@ class KServeEngineClient:
         self._closed = False
         self._describing = threading.Lock()
         self._description: EngineDescription | None = None
-        self._config: object = None  # basis of `_description`; None: make it again
+        self._config: object = None  # source of `_description`; None: to be read again
         self._seen_s = 0.0
         self._connection: Connection | None = None
         self._streams: KServeStreams | None = None
@@ -112,13 +112,13 @@ class KServeEngineClient:
         self._thread.start()
 
     def describe(self) -> EngineDescription:
-        """Return the engine's description, made of the server's model configuration and the tokenizer."""
+        """Return the engine's description, from the server's model configuration and the tokenizer folder."""
         with self._describing:
             if self._description is None or time.monotonic() - self._seen_s > _FRESH_S:
                 try:
                     config = self._call(self._ask_config(), _CONFIG_S)
                 except InflightError:
-                    self._config = None  # another engine may answer next
+                    self._config = None  # the next answer may come from another engine
                     raise
                 if config != self._config or self._description is None:
                     self._description = self._described(config, self._description)
@@ -126,11 +126,11 @@ class KServeEngineClient:
             return self._description
 
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
-        """Send `request`; if the server cannot be reached, the only response has the error.
+        """Send `request`. If the server cannot be reached, `on_response` gets one response with the error.
 
         Raises:
             Unavailable: This client is closed.
-            Unsupported: No tensor can carry a part of the request.
+            Unsupported: A part of the request cannot be sent as a tensor.
         """
         request_id = next(self._ids)
         running = _RunningRequest(
@@ -149,7 +149,7 @@ class KServeEngineClient:
             self._post(self._stop, request_id, reason, sequence_index)
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Do nothing: an engine on another host does not wait for this process's outboxes."""
+        """Do nothing: an engine on another host does not wait until this process has sent its responses."""
 
     def state(self, timeout_s: float) -> str:
         """Return the engine's state as JSON; raise Unsupported if the server does not provide it."""
@@ -163,8 +163,8 @@ class KServeEngineClient:
         return tuple(AdapterState(**each) for each in json.loads(told)["adapters"])
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Raise Unsupported: no tensor carries reports."""
-        raise Unsupported("a tritonserver does not tell the statistics of iterations over KServe's protocol")
+        """Raise Unsupported, because KServe's protocol cannot transmit reports."""
+        raise Unsupported("a tritonserver does not return statistics of iterations over KServe's protocol")
 
     def close(self) -> None:
         """Close the connection; answer requests in flight with Unavailable. Idempotent."""
@@ -177,23 +177,23 @@ class KServeEngineClient:
             self._loop.close()
 
     def _described(self, config: Any, known: EngineDescription | None) -> EngineDescription:
-        """Return the description of an engine with this configuration; return `known` if it is equal.
+        """Return the description of an engine with this configuration; return the object `known` if it is equal.
 
-        A configuration may leave the size of the KV cache open; it is then read from the server's state, if
-        provided.
+        If the configuration does not specify the size of the KV cache, the size is read from the server's
+        state, if the server provides it.
         """
         found, num_blocks = self._describe(config, None), None
         self._config = config
         if found.state_enabled:
             try:
                 num_blocks = json.loads(self.state(_STATE_S))["batcher"]["state"]["blocks"]["total"]
-            except (InflightError, KeyError, TypeError) as error:  # a hanging engine has no state
+            except (InflightError, KeyError, TypeError) as error:  # an engine that hangs returns no state
                 self._config = None
                 _log.warning("the size of the KV cache is not known, as there is no state: %s", error)
         found = self._describe(config, num_blocks)
         return known if known is not None and known == found else found
 
-    # ---------------------------------------------------------------- from any thread to the loop's
+    # ---------------------------------------------------------------- calls from other threads to the event loop
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         if self._closed:
@@ -213,7 +213,7 @@ class KServeEngineClient:
         except CancelledError:  # by `close`
             raise Unavailable("the server is shutting down") from None
 
-    # ---------------------------------------------------------------- on the loop's thread
+    # ---------------------------------------------------------------- on the event loop's thread
 
     def _connected(self) -> Connection:
         if self._connection is None:
@@ -266,7 +266,7 @@ class KServeEngineClient:
         outputs: list[str],
         parameters: Mapping[str, str | bool],
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Yield each response to one request, and whether it is the last; raise the server's errors.
+        """Yield (response, whether it is the last) for each response to one request; raise the server's errors.
 
         Closing the generator before the last response cancels the request.
         """
@@ -278,7 +278,7 @@ class KServeEngineClient:
             "parameters": {"triton_enable_empty_final_response": True, **parameters},
         }
         self._connected()
-        assert self._streams is not None, "they come with the connection"
+        assert self._streams is not None, "set together with the connection"
         try:
             async with contextlib.aclosing(self._streams.ask(asked)) as responses:
                 async for response in responses:
@@ -292,18 +292,18 @@ class KServeEngineClient:
             running.stop(reason, sequence_index)
 
     def _error(self, error: Exception) -> InflightError:
-        """Convert an error of tritonclient or gRPC to the kind that its text begins with."""
+        """Map a tritonclient or gRPC error to this package's error class."""
         if isinstance(error, InferenceServerException):
             message, status = _parts(error)
         else:
             assert isinstance(error, grpc.RpcError)
             message, status = error.details() or "", error.code().name
         if structured := _STRUCTURED.match(message):
-            with contextlib.suppress(ValueError):  # an error of another package
+            with contextlib.suppress(ValueError):  # the kind is none of this package's
                 return error_from_kind(structured[1], structured[2])
         if "protocol is restricted" in message:
             return Unavailable(
-                f"the tritonserver at {self._url} does not tell its models' configurations: start it with "
+                f"the tritonserver at {self._url} does not return its models' configurations: start it with "
                 "--allow-model-config"
             )
         if status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
@@ -327,7 +327,7 @@ class KServeEngineClient:
 
 
 class _RunningRequest:
-    """One request in flight, with the sequences that have not ended, so that each ends exactly once."""
+    """One request in flight. It records which sequences have not ended, so that each ends exactly once."""
 
     def __init__(
         self, request: Request, inputs: Mapping[str, NDArray[Any]], on_response: SendResponseCallback
@@ -345,7 +345,7 @@ class _RunningRequest:
         return not self._unfinished
 
     def take(self, response: InferResult, is_final: bool) -> None:
-        """Deliver a response, unless its sequence was stopped here."""
+        """Deliver a response, unless this client has stopped its sequence."""
         outputs = {name: response.as_numpy(name) for name in output_names(self.request)}
         found = {name: array for name, array in outputs.items() if array is not None}
         if found:
@@ -357,7 +357,7 @@ class _RunningRequest:
             self.fail(StepFailed("the server has ended the request and not all of its sequences"))
 
     def stop(self, reason: StopReason, sequence_index: int | None) -> None:
-        """End one sequence, or all of them."""
+        """Stop the sequence with this index, or all sequences if it is None."""
         asked = self._unfinished if sequence_index is None else self._unfinished & {sequence_index}
         for index in sorted(asked):
             last = self._last.get(index)
@@ -380,7 +380,7 @@ class _RunningRequest:
     def _deliver(self, response: Response) -> None:
         try:
             self._on_response(response)
-        except Exception:  # a failing front end must not end the connection for all
+        except Exception:  # an error in a front end must not end the connection of all requests
             _log.exception("a front end failed to take a response of request %d", response.request_id)
 
     def _end_if_done(self) -> None:
@@ -393,7 +393,7 @@ def _task_id(command: AdapterCommand) -> dict[str, int]:
 
 
 def _parts(error: Any) -> tuple[str, str]:
-    """Return message and status of a tritonclient's exception, "" where it has none."""
+    """Return (message, status) of a tritonclient exception; "" for a part that it lacks."""
     return error.message() or "", (error.status() or "").removeprefix("StatusCode.")
 
 

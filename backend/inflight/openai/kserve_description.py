@@ -1,7 +1,7 @@
-"""Description of a remote engine, from its model's configuration and a tokenizer folder on this machine.
+"""Describe a remote engine by its model's configuration and a tokenizer folder on this machine.
 
-A server does not report all of its limits. Limits not known here are set as wide as possible; the server
-refuses requests that exceed its own. Plain functions, any thread.
+A server does not report all of its limits. Limits that are not known are set as wide as possible; the server
+itself refuses requests that exceed its limits. Any thread.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class _AnyName(tuple[str, ...]):
 
 
 def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], EngineDescription]:
-    """Return a function that converts a server's report of its model to its engine's description.
+    """Return a function that converts a server's model configuration to an engine description.
 
-    The function takes KServe's ModelConfig as JSON, and the number of KV blocks, None if the server does not
-    report it. It raises ConfigError for a parameter with an invalid value.
+    The returned function takes KServe's ModelConfig as JSON, and the number of KV blocks (None if the server
+    does not report it). It raises ConfigError for a parameter with an invalid value.
 
-    Reads the folder's config.json and generation_config.json, too, if they exist. Raises ConfigError if the
-    folder has no tokenizer, or if one of these files is invalid.
+    `describe` itself reads the tokenizer, and config.json and generation_config.json if they exist. It
+    raises ConfigError if the folder has no tokenizer, or one of these files is invalid.
     """
     folder = Path(tokenizer_dir).expanduser()
     tokenizer = Tokenizer.from_dir(folder)
@@ -47,7 +47,7 @@ def describe(tokenizer_dir: str) -> Callable[[Mapping[str, Any], int | None], En
 
     def of_model(model: Mapping[str, Any], num_blocks: int | None) -> EngineDescription:
         given = model.get("parameters", {})
-        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # newer ones have more
+        known = {key: value for key, value in given.items() if key in _KNOWN_HERE}  # newer servers have more
         parameters = read_parameters({**model, "parameters": known}, Role.ENGINE)
         return EngineDescription(
             _limits(parameters, vocab_size, positions, num_blocks),

@@ -1,8 +1,9 @@
 """gRPC streams to a tritonserver, each of which serves one request after another.
 
-A request in flight has a stream to itself. It can therefore be cancelled alone, errors belong to one request,
-and tritonserver 2.51 never writes responses of two requests to one stream, which can end it. Streams are
-reused, because opening and ending hundreds a minute has also ended that server. One event loop.
+Each request in flight has a stream to itself. So a request can be cancelled without others, and an error on
+a stream belongs to one request. Besides, tritonserver 2.51 can crash when it writes responses of two
+requests to one stream. Streams are reused, because opening and closing hundreds of streams per minute can
+also crash tritonserver 2.51. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from numpy.typing import NDArray
 from tritonclient.grpc import InferenceServerException  # pyright: ignore[reportMissingTypeStubs]  it has no types
 
 InferArguments = dict[str, Any]
-"""Arguments of tritonclient's `async_stream_infer` for one request."""
+"""Arguments of one request in tritonclient's `stream_infer`."""
 
 
 class InferResult(Protocol):
-    """The used part of tritonclient's class of this name, which has no types."""
+    """The methods of tritonclient's `InferResult` that are used here; tritonclient has no types."""
 
     def as_numpy(self, name: str) -> NDArray[Any] | None:
         """Return an output tensor; None if it is not in the response."""
@@ -32,7 +33,7 @@ class InferResult(Protocol):
 
 
 class Connection(Protocol):
-    """The used part of tritonclient's `aio.InferenceServerClient`, which has no types."""
+    """The methods of tritonclient's `aio.InferenceServerClient` that are used here; tritonclient has no types."""
 
     async def is_model_ready(self, model_name: str) -> Any:
         """Return whether the server can run the model."""
@@ -43,7 +44,7 @@ class Connection(Protocol):
         ...
 
     def stream_infer(self, inputs_iterator: AsyncIterator[InferArguments]) -> Any:
-        """Return an asynchronous iterator of results and errors, which can be cancelled."""
+        """Return an asynchronous iterator of (result, error). The iterator can be cancelled."""
         ...
 
     async def close(self) -> None:
@@ -52,17 +53,16 @@ class Connection(Protocol):
 
 
 class KServeStreams:
-    """Pool of one connection's gRPC streams. It grows to the maximum number of requests that were in flight
-    at once."""
+    """Pool of one connection's gRPC streams. It grows to the largest number of requests in flight at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._idle: list[_KServeStream] = []
 
     async def ask(self, asked: InferArguments) -> AsyncGenerator[tuple[InferResult, bool], None]:
-        """Yield each response to a request, and whether it is the last; end early if the stream ends.
+        """Yield (response, whether it is the last) for each response to a request; end early if the stream ends.
 
-        Closing the generator early cancels the request and ends its stream.
+        Closing the generator early cancels the request and ends the stream.
 
         Raises:
             InferenceServerException, grpc.RpcError: The server refuses the request, or cannot be reached.
@@ -85,14 +85,14 @@ class KServeStreams:
 
 
 class _EndedIdle(Exception):
-    """A reused stream had already ended: send the request again on a new one."""
+    """A reused stream had already ended, so that the request must be sent again on a new stream."""
 
 
 class _KServeStream:
     """A gRPC stream to the server, which serves one request after another.
 
     Attributes:
-        is_idle: Whether it can take a request, as far as known here.
+        is_idle: Whether the stream can take a request, as far as this side knows.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -121,7 +121,7 @@ class _KServeStream:
             yield result, self.is_idle
 
     def cancel(self) -> None:
-        """End the stream, and its request in flight."""
+        """End the stream, which cancels its request in flight."""
         self._responses.cancel()
         self._requests.put_nowait(None)
 

@@ -1,7 +1,7 @@
-"""Conversion of core requests to tensors of a remote `tensorrt_llm`, and of its responses to core results.
+"""Convert core requests to tensors of a remote `tensorrt_llm`, and its responses to core results.
 
-docs/tensors.md describes these tensors from the server's side. A part of a request that no tensor carries, or
-that this endpoint never uses, is refused. Knows no connections. Plain functions, any thread.
+docs/tensors.md describes these tensors from the server's side. A request is refused if a part of it has no
+tensor, or is never used by this endpoint. Any thread.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _METRICS = {
 
 
 def input_tensors(request: Request) -> dict[str, NDArray[Any]]:
-    """Return a request's inputs, with the batch dimension.
+    """Return a request's input tensors by name, with the batch dimension.
 
-    Raises Unsupported for a part of the request that has no tensor.
+    Raises Unsupported if a part of the request has no tensor.
     """
     _refuse_uncarried(request)
     bias, draft = request.embedding_bias, request.draft
@@ -80,13 +80,13 @@ def input_tensors(request: Request) -> dict[str, NDArray[Any]]:
 
 
 def request_parameters(request: Request) -> dict[str, str | bool]:
-    """Return a request's parameters, which are sent beside its tensors."""
+    """Return the request parameters (Triton's custom parameters) to send beside a request's tensors."""
     several = {END_IDS: ",".join(map(str, request.end_ids))} if len(request.end_ids) > 1 else {}
     return {STRUCTURED_ERRORS: True, **several}
 
 
 def output_names(request: Request) -> list[str]:
-    """Return the names of the outputs that a request's results are made of."""
+    """Return the names of the outputs that `read_result` needs for a request."""
     wanted = request.output
     return [
         *("output_ids", "sequence_length", "finish_reason", "num_input_tokens"),
@@ -102,7 +102,7 @@ def output_names(request: Request) -> list[str]:
 def read_result(
     request: Request, outputs: Mapping[str, NDArray[Any]], is_final: bool, is_first: bool
 ) -> SequenceResult:
-    """Convert one response of the server to the engine's result.
+    """Convert one response of the server to a result.
 
     Args:
         request: The request.
@@ -116,7 +116,7 @@ def read_result(
     has_prompt = not (request.streaming or request.output.exclude_input_from_output)
     num_generated = [length - (request.prompt_length if has_prompt else 0) for length in lengths]
     uses_beams = request.sampling.uses_beams
-    # While a beam search runs, ended beams may still be replaced by better ones.
+    # While a beam search runs, better beams may still replace ended ones.
     is_last = is_final if uses_beams else finish_reasons[0] is not FinishReason.NOT_FINISHED
     # Every response of a sequence repeats its prompt's log probs.
     prompt_log_probs = rows.get("prompt_log_probs") if is_first else None
@@ -143,7 +143,9 @@ def read_result(
 def ended_result(
     request: Request, last: SequenceResult | None, sequence_index: int, reason: FinishReason
 ) -> SequenceResult:
-    """Return the last result of a sequence that was stopped here: no new tokens; of beams, the tokens so far.
+    """Return the last result of a sequence that this client stopped.
+
+    It has no new tokens; that of a beam search repeats the beams' tokens so far.
 
     Args:
         request: The request.
@@ -189,7 +191,9 @@ def _refuse_uncarried(request: Request) -> None:
         "extra ids of a prompt": bool(request.identity.extra_ids),
         "the weights of an adapter": request.lora is not None and request.lora.weights is not None,
         "an adapter's folder": request.lora is not None and bool(request.lora.path),
-        "min_tokens beside stop in a beam search": bool(request.stop_words and request.stop_words_after),
+        "min_tokens together with stop in a beam search": bool(
+            request.stop_words and request.stop_words_after
+        ),
         "generation logits": wanted.return_generation_logits,
         "additional outputs": bool(wanted.additional_outputs),
     }
@@ -201,7 +205,10 @@ def _refuse_uncarried(request: Request) -> None:
 
 
 def _one_end_id(end_ids: Sequence[int]) -> int | None:
-    """Return the end id, -1 for none; None if a request parameter carries several."""
+    """Return the end id, or -1 for none.
+
+    Returns None if there are several, which are sent as a request parameter.
+    """
     if len(end_ids) > 1:
         return None
     return end_ids[0] if end_ids else -1
@@ -246,7 +253,7 @@ def _or_open(value: int | None) -> int:
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:
-    """Return a value as its tensor, with batch dimension: [1, 1], [1, n], or [1, 2, n] for words."""
+    """Return a value as the tensor `name`, with batch dimension: [1, 1], [1, n], or [1, 2, n] for words."""
     spec = INPUTS[name]
     dtype = NUMPY_TYPES[spec.dtype]
     if name.endswith("words_list"):
@@ -263,7 +270,7 @@ def _array(name: str, value: Any) -> NDArray[Any]:
 def _log_probs(array: NDArray[Any] | None, num_generated: list[int]) -> tuple[tuple[float, ...], ...] | None:
     if array is None:
         return None
-    if len(array) == 1:  # one row has no padding, but a stream may repeat log probs of previous tokens
+    if len(array) == 1:  # a single row has no padding, but may also repeat log probs of previous tokens
         return (tuple(array[0][len(array[0]) - num_generated[0] :].tolist()),)
     return tuple(tuple(row[:count].tolist()) for row, count in zip(array, num_generated, strict=True))
 

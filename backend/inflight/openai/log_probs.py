@@ -1,4 +1,4 @@
-"""Log probs in OpenAI's formats, and prompt log probs in vLLM's. Plain functions, any thread."""
+"""Log probs in OpenAI's formats, and prompt log probs in vLLM's format. Any thread."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _LEAST = -9999.0
 class TokenNames:
     """Names of tokens in a response.
 
-    A token whose bytes are not valid UTF-8 is named by its bytes, so that no two tokens share a name.
+    A token's name is its text; if its bytes are not valid UTF-8, the name shows the bytes, so that no two
+    tokens have the same name.
 
     Args:
-        token_bytes: By id, the bytes that each token adds to a text.
-        by_id: Name tokens `token_id:17` instead.
+        token_bytes: The bytes that each token adds to a text, indexed by token id.
+        by_id: Whether to name tokens by their ids instead, such as `token_id:17`.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], by_id: bool = False) -> None:
@@ -48,11 +49,12 @@ class TokenNames:
 
 @dataclass(slots=True)
 class CompletionLogProbs:
-    """Builder of `logprobs` of a /v1/completions choice, in parts.
+    """Builds `logprobs` of a /v1/completions choice, part by part.
 
     Attributes:
         names: Names of tokens.
-        num_top: How many likeliest tokens to report at each position; the chosen token is always reported.
+        num_top: How many of the likeliest tokens to report at each position. The chosen token is always
+            reported.
         offset: Number of characters of the text so far.
     """
 
@@ -64,10 +66,10 @@ class CompletionLogProbs:
     )
 
     def start_with(self, text: str, ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
-        """Set the offset for a text that begins with `text`, whose tokens `ids` are added next.
+        """Set the offset for a text that begins with the prompt `text`, whose tokens `ids` are added next.
 
-        The tokens may stand for more than the text: a beginning of sequence, or the leading space of some
-            tokenizers.
+        The tokens may have more bytes than the text: a token for the beginning of the sequence, or the
+        leading space that some tokenizers add.
         """
         shown = b"".join(self.names.bytes_of(token_id) for token_id in ids if token_id not in hidden_ids)
         self.offset = len(text) - len(shown.decode(errors="replace"))
@@ -136,12 +138,12 @@ def chat_log_probs(
 
 
 def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list[TopLogProbs]:
-    """Return the likeliest tokens at each prompt position but the first, which has no predecessor.
+    """Return the likeliest tokens at each prompt position except the first, which has no predecessor.
 
     Args:
         logits: float32 [prompt tokens, vocab_size]; row i predicts token i + 1.
         ids: Token ids of the prompt.
-        num_top: How many tokens for each position.
+        num_top: Number of tokens for each position.
     """
     rows = _rows(logits)
     tops: list[TopLogProbs] = []
@@ -156,7 +158,12 @@ def top_of_prompt(logits: FloatTensor, ids: Sequence[int], num_top: int) -> list
 
 
 def ranks_in_prompt(logits: FloatTensor, ids: Sequence[int]) -> list[int]:
-    """Return the rank of each prompt token but the first, 1 for the likeliest; arguments as above."""
+    """Return the rank of each prompt token except the first; the likeliest has rank 1.
+
+    Args:
+        logits: float32 [prompt tokens, vocab_size]; row i predicts token i + 1.
+        ids: Token ids of the prompt.
+    """
     ranks: list[int] = []
     for row, token_id in zip(_rows(logits), ids[1:]):
         better = np.count_nonzero(row > row[token_id]) + np.count_nonzero(row[:token_id] == row[token_id])
@@ -176,7 +183,7 @@ def prompt_log_probs_json(
     num_top: int,
     ranks: Sequence[int],
 ) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: null for the first token, then log probs by token id."""
+    """Return vLLM's `prompt_logprobs`: null for the first token, for each other one log probs by token id."""
     told: list[dict[str, Any] | None] = [None]
     for place, (token_id, value) in enumerate(zip(ids[1:], log_probs[1:])):
         top = tops[place] if tops else TopLogProbs((), ())
@@ -192,5 +199,5 @@ def _ranked(names: TokenNames, token_id: int, value: float, rank: int | None) ->
 
 
 def finite(value: float) -> float:
-    """Return the value, or the least value that JSON output uses instead of -inf."""
+    """Return the log prob, but at least `_LEAST`, because JSON has no -inf."""
     return max(value, _LEAST)

@@ -1,8 +1,8 @@
-"""vLLM's names for the metrics of this server, so that dashboards and routers for vLLM work with it.
+"""The metrics of this server under vLLM's names, for dashboards and routers made for vLLM.
 
-Computed from the text of Triton's metrics page, and appended to it by the OpenAI endpoint's `/metrics`. Pure
-functions without state; any thread. Names, types, units and labels are those of vLLM's V1 engine; the
-histograms' buckets are this server's.
+They are computed from the text of Triton's metrics page, and the OpenAI endpoint's `/metrics` appends them
+to this page. Names, types, units and labels are those of vLLM's V1 engine; the buckets of histograms are
+this server's. Any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class _EngineMetrics:
-    """The metrics of one engine: its series by name and by labels, without the model's labels."""
+    """The metrics of one engine: values by metric name and labels, without the labels that name the model."""
 
     def __init__(self) -> None:
         self.series: dict[str, dict[Labels, str]] = {}
@@ -31,7 +31,7 @@ class _EngineMetrics:
         return float(self.series[name][tuple(sorted(labels.items()))])
 
     def by_label(self, name: str) -> dict[str, float]:
-        """Return the values of a metric by its one label; raise KeyError if the page lacks it."""
+        """Return the values of a metric with one label, by label value; raise KeyError if the page lacks it."""
         return {labels[0][1]: float(value) for labels, value in self.series[name].items()}
 
 
@@ -45,7 +45,8 @@ class _VllmMetric:
     Attributes:
         name: Name without the prefix `vllm:`.
         kind, help: Type and help text on the page.
-        read: Returns the values by the labels besides the engine's; raises KeyError if the page lacks one.
+        read: Function that returns the values by labels, without the engine's labels. It raises KeyError if
+            the page lacks a value.
     """
 
     name: str
@@ -59,7 +60,7 @@ def _gauge(name: str, help: str, family: str, **labels: str) -> _VllmMetric:
 
 
 def _counter(name: str, help: str, *families: str) -> _VllmMetric:
-    """Return an alias for the sum of some of this server's counters."""
+    """Return an alias whose value is the sum of these counters of this server."""
     return _VllmMetric(
         name, "counter", help, lambda engine: {(): sum(engine.number(family) for family in families)}
     )
@@ -73,7 +74,10 @@ def _finished(engine: _EngineMetrics) -> Mapping[Labels, float]:
 
 
 def _lora_requests(engine: _EngineMetrics) -> Mapping[Labels, float]:
-    """Return the adapters in use, or nothing without adapters. The value is the time in Unix seconds."""
+    """Return one series with the adapters in use as labels and the time in Unix seconds as value.
+
+    Without adapters there is no series.
+    """
     num_pages = engine.number("inflight_adapter_pages", use="all")
     if not num_pages:
         return {}
@@ -160,11 +164,10 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
     """Return vLLM's metrics in Prometheus' text format, computed from Triton's metrics page.
 
     Args:
-        page: Text of Triton's `/metrics`. Metrics that it lacks, such as those of another server, are left
-            out; "" gives "".
-        model_name: Value of the label `model_name` for the model that `/v1` serves: tensorrt_llm, or the
-            first by name without it. Other engines, such as a draft model's, keep Triton's name; None: all
-            do.
+        page: Text of Triton's `/metrics`. An alias is left out if the page lacks its metrics; "" gives "".
+        model_name: Value of the label `model_name` for the model that `/v1` serves, which is tensorrt_llm,
+            or if there is no such model, the first by name. Other engines, such as a draft model's, keep
+            Triton's name. None: all engines keep it.
     """
     engines = _read(page)
     lines: list[str] = []
@@ -177,7 +180,10 @@ def vllm_aliases(page: str, model_name: str | None = None) -> str:
 
 
 def _read(page: str) -> dict[Labels, _EngineMetrics]:
-    """Return this server's engines on the page, by the labels that name the model; the served one first."""
+    """Return the metrics of each engine on the page, by the labels that name its model.
+
+    The served engine is first.
+    """
     engines: dict[Labels, _EngineMetrics] = {}
     for name, text, value in _SERIES.findall(page):
         labels = dict(_LABEL.findall(text))
@@ -193,7 +199,7 @@ def _own_labels(number: int, model: Labels, model_name: str | None) -> Labels:
 
 
 def _escaped(label: str) -> str:
-    """Escape a label's value for the text format. Values read from the page are escaped already."""
+    """Escape a label's value for Prometheus' text format. Values read from the page are already escaped."""
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

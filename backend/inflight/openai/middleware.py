@@ -1,7 +1,6 @@
-"""Access to the OpenAI endpoint: API keys, and cross-origin requests of browsers.
+"""Middleware of the OpenAI endpoint: API keys, cross-origin requests of browsers (CORS), and HEAD requests.
 
-Owns the checks before a request reaches its route: API keys, cross-origin requests (CORS), and the handling
-of HEAD as GET. Knows nothing of models. Runs on the event loop of the process.
+Runs on the event loop of the process.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
     from inflight.openai.options import OpenAiOptions
 
 OPEN_PATHS = frozenset({"/", "/health"})
-"""Paths served without an API key: the health check, and the playground's page, which holds no data. Every
-other path, /metrics and the playground's own requests included, needs one if keys are set."""
+"""Paths that need no API key: the health check, and the playground's page, which contains no data. If keys
+are set, all other paths need one, including /metrics and the playground's own requests."""
 
 
 def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
-    """Add the middleware that `options` ask for to `app`."""
+    """Add the middleware that the options require to `app`."""
     app.add_middleware(HeadAsGet)
     if options.api_keys:
         app.add_middleware(ApiKeys, keys=options.api_keys)
-    if options.cors_origins:  # outermost, so that browsers can also read refusals
+    if options.cors_origins:  # outermost, so that refusals have CORS headers and browsers can read them
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
@@ -46,10 +45,12 @@ def add_middleware(app: FastAPI, options: OpenAiOptions) -> None:
 
 
 class ApiKeys:
-    """Middleware that refuses requests without a known key in `Authorization: Bearer KEY`, in constant time.
+    """Middleware that refuses requests without a known key in `Authorization: Bearer KEY`.
+
+    Keys are compared in constant time.
 
     Args:
-        app: The application behind it.
+        app: The application that gets the accepted requests.
         keys: Known keys.
     """
 
@@ -74,16 +75,16 @@ class ApiKeys:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             return False
-        # Digests have equal lengths, and all are compared.
+        # Digests have equal lengths, and every key is compared, so that the time does not depend on the key.
         digest = _digest(key.strip().encode("latin-1"))
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
 
 
 class HeadAsGet:
-    """Middleware that treats HEAD as GET; the HTTP server leaves the body out.
+    """Middleware that treats HEAD as GET. The HTTP server leaves the body out.
 
     Args:
-        app: The application behind it.
+        app: The application that gets the requests.
     """
 
     def __init__(self, app: ASGIApp) -> None:

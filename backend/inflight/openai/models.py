@@ -17,7 +17,7 @@ _STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """Return all names that `model` of a body may have."""
+    """Return the model and its adapters, by all names that a body's field `model` may have."""
     context = context_of(request)
     return {"object": "list", "data": await context.session.wait_for(lambda: _models(context.model))}
 

@@ -1,8 +1,8 @@
 """Command-line options of the OpenAI endpoint, for `scripts/serve` and for `python -m inflight.openai`.
 
-Owns the flags, which both commands share, and the sources of API keys. Files are checked here, so that an
-invalid one is reported before anything starts. Does not know what the endpoint does with the options.
-Standard library only, as `scripts/serve` imports it first, plus jinja2 if a template is given. Any thread.
+Declares the flags that both commands have, and reads API keys. Files are checked here, so that an invalid
+file is reported before anything is started. Imports only the standard library, because `scripts/serve`
+imports it first, and jinja2 if a template is given. Any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ API_KEYS_VARIABLE = "INFLIGHT_API_KEY"
 
 TOOL_CALL_PARSERS = ("auto", "none", "llama3_json", "hermes", "mistral", "json")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
-"""Values of --reasoning-parser; the parsers are in `serving/chat`, which this module must not import."""
+"""Values of --reasoning-parser. Repeated here, because this module must not import the parsers in
+`serving/chat`."""
 
 MAX_BODY_BYTES = 16 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -36,19 +37,19 @@ class OpenAiOptions:
     Attributes:
         host: Address to listen on.
         port: TCP port; 0: any free one.
-        served_model_names: Names of the model in requests; responses have the first. Without any, the name of
-            the checkpoint's folder.
+        served_model_names: Names of the model in requests; responses have the first name. If empty, the name
+            is the checkpoint's folder.
         chat_template: File with a Jinja template; None: the checkpoint's own template.
         tool_call_parser: One of TOOL_CALL_PARSERS: the form in which the model writes tool calls.
         reasoning_parser: One of REASONING_PARSERS: how the model marks its reasoning.
-        default_max_tokens: Most tokens of an answer whose request sets no limit; fewer if fewer fit. None:
-            OpenAI's 16 for completions, and all that fit for chats.
-        api_keys: Every request must have one of these keys; without any, all requests are allowed.
+        default_max_tokens: Largest number of tokens of an answer whose request sets no limit, or fewer if
+            fewer fit. None: OpenAI's 16 for completions, and as many as fit for chats.
+        api_keys: Every request must have one of these keys. If empty, all requests are allowed.
         cors_origins: Origins of web pages that may send requests from a browser; "*": all.
-        max_body_bytes: The largest body of a request, in bytes.
+        max_body_bytes: Size of the largest allowed body of a request, in bytes.
         tls_certificate: PEM file with the certificate chain; None: no TLS.
-        tls_key: PEM file with the private key; None: it is in the file of the certificate.
-        metrics_url: URL of Triton's metrics page, for /metrics; "": none.
+        tls_key: PEM file with the private key; None: the key is in `tls_certificate`.
+        metrics_url: URL of Triton's metrics page, for /metrics; "": no page.
     """
 
     host: str = "127.0.0.1"
@@ -67,7 +68,7 @@ class OpenAiOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that apply to local and remote engines alike; flags that vLLM also has have vLLM's names."""
+    """Add the flags that exist for local and remote engines. Flags that vLLM also has are named as in vLLM."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)
@@ -79,7 +80,7 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="NAME",
         nargs="+",
         default=[],
-        help="names of the model in requests to /v1; the first one is in the answers (default: the name of "
+        help="names of the model in requests to /v1; answers have the first (default: the name of "
         "the checkpoint's folder)",
     )
     add(
@@ -92,21 +93,21 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         "--tool-call-parser",
         choices=TOOL_CALL_PARSERS,
         default="auto",
-        help="the form of the model's tool calls (default: auto, the one that the chat template has; with none "
+        help="the form of the model's tool calls (default: auto, as in the chat template; none: tool "
         "calls are text)",
     )
     add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default="auto",
-        help="how the model marks what it thinks before it answers (default: auto, as the chat template does; "
-        "with none it is part of the answer)",
+        help="how the model marks its reasoning before the answer (default: auto, as in the chat template; "
+        "none: reasoning is part of the answer)",
     )
     add(
         "--default-max-tokens",
         metavar="N",
         type=_count,
-        help="most tokens of an answer whose request does not say max_tokens (default: 16 for completions, all "
+        help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
         "that fit for chats)",
     )
 
@@ -117,8 +118,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="KEY",
         nargs="+",
         default=[],
-        help="requests to /v1 must bring one of these keys. Every user of this machine can read a command line: "
-        f"rather use --api-key-file, or the environment variable {API_KEYS_VARIABLE}",
+        help="requests to /v1 must have one of these keys. Every user of this machine can read a command line: "
+        f"prefer --api-key-file or the environment variable {API_KEYS_VARIABLE}",
     )
     add("--api-key-file", metavar="FILE", type=_file, help="a file with an API key on each line")
     add(
@@ -126,8 +127,8 @@ def _add_listening_arguments(add: Callable[..., argparse.Action]) -> None:
         metavar="ORIGINS",
         type=_origins,
         default=(),
-        help="web pages that may ask /v1 from a browser: a JSON list as '[\"https://chat.example\"]', or origins "
-        "with commas between them; * for all (default: none but the playground's own)",
+        help="origins of web pages that may use /v1: a JSON list as '[\"https://chat.example\"]', or origins "
+        "separated by commas; * for all (default: only the playground's own)",
     )
     add(
         "--max-body-size",
@@ -152,7 +153,7 @@ def read_arguments(
     metrics_url: str = "",
     environment: Mapping[str, str] = os.environ,
 ) -> OpenAiOptions:
-    """Return the options of parsed flags; raise ValueError, which names the flag, for an invalid one."""
+    """Return the options from parsed flags. Raises ValueError, which names the flag, if a flag is invalid."""
     if given.ssl_keyfile is not None and given.ssl_certfile is None:
         raise ValueError(f"--ssl-keyfile {given.ssl_keyfile}: a key without --ssl-certfile, its certificate")
     if given.ssl_certfile is not None:
@@ -210,7 +211,7 @@ def _api_keys(given: argparse.Namespace, environment: Mapping[str, str]) -> tupl
     keys = [key for key in keys if key]
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise ValueError("an API key has letters that an HTTP header cannot hold: expected printable ASCII")
-    if any(re.search(r"[\s,]", key) for key in keys):  # separators in the variable
+    if any(re.search(r"[\s,]", key) for key in keys):  # these separate keys in the environment variable
         raise ValueError("an API key has a space or a comma in it: expected one without")
     return tuple(dict.fromkeys(keys))
 
@@ -225,7 +226,7 @@ def _file(text: str) -> Path:
 
 
 def _template(text: str) -> Path:
-    """Return a file whose template compiles in the environment that renders chats."""
+    """Return the path of a chat template, after checking that the template compiles."""
     from inflight.serving.chat.template_environment import compile_template, names_in
 
     path = _file(text)
@@ -235,7 +236,7 @@ def _template(text: str) -> Path:
             raise ValueError("it is empty, expected a Jinja template")
         compile_template(source)
         names = names_in(source)
-    except Exception as error:  # jinja2 raises errors without a common class for invalid templates
+    except Exception as error:  # for invalid templates jinja2 raises errors without a common base class
         line = getattr(error, "lineno", None)
         raise argparse.ArgumentTypeError(f"{text}{f', line {line}' if line else ''}: {error}") from None
     if "messages" not in names:

@@ -1,5 +1,7 @@
-"""Checks a body's prompts against the model's limits, and makes the engine's prompts. Runs on the tokenizing
-threads."""
+"""Check a body's prompts against the model's limits, and make the engine's prompts.
+
+Runs on the tokenizing threads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from inflight.serving.reply import NewText, new_text
 
 @dataclass(frozen=True, slots=True)
 class PreparedBody:
-    """The prompts of a body, and the facts that its answer needs.
+    """The prompts of a body, and the data that its answer needs.
 
     Attributes:
         asked: Settings for all prompts.
@@ -26,7 +28,7 @@ class PreparedBody:
         usage: Counter of the answer's tokens.
         model_name: Model name in the answer.
         fingerprint: `system_fingerprint` of the answer.
-        names: Names of tokens; None if the answer has none.
+        names: Names of tokens; None if the answer does not name tokens.
         hidden_ids: Ids of tokens that add nothing to a text.
     """
 
@@ -44,9 +46,9 @@ class PreparedBody:
 
 
 def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
-    """Raise ApiError if a body asks for too many sequences: `n` for each of its prompts.
+    """Raise ApiError if a body requests too many sequences: `n` for each of its prompts.
 
-    Call it before tokenization, which takes long for many prompts.
+    Must be called before tokenization, which takes long for many prompts.
     """
     field = "n" if n > 1 else "prompt"
     try:
@@ -58,8 +60,7 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
 def prepare_body(
     model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
 ) -> PreparedBody:
-    """Check all prompts against the model's limits, and return the prepared body; raise errors that name body
-    fields.
+    """Check all prompts against the model's limits, and return the prepared body. Errors name fields of the body.
 
     Args:
         model: The served model.
@@ -89,7 +90,7 @@ def prepare_body(
 
 
 def _truncated(asked: BodySettings, ids: Sequence[int], model: ServingModel) -> Sequence[int]:
-    """Return the last truncate_prompt_tokens tokens of a prompt; -1: as many as fit."""
+    """Return the last tokens of a prompt, as many as truncate_prompt_tokens allows; -1: as many as fit."""
     most = asked.body.truncate_prompt_tokens
     if most is None:
         return ids

@@ -1,8 +1,8 @@
-"""Bodies of requests: OpenAI's fields and vLLM's additions, each with type and default.
+"""Bodies of requests: OpenAI's fields and vLLM's additional fields, each with type and default.
 
 Numeric sampling controls are in `control_fields`, which is generated from their declarations. A null field
-counts as left out. An unknown field is refused by name, and a known field that is not served with an
-explanation. `sampling` converts fields for the engine.
+counts as absent. The error for an unknown field names it; the error for a known field that is not supported
+gives the reason. `sampling` converts fields for the engine.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from inflight.openai.control_fields import BodyControls
 from inflight.openai.errors import ApiError, refused, unsupported
 
 MAX_INT32 = (1 << 31) - 1
-"""Largest count or token id: the engine's integers have 32 bits."""
+"""Largest count or token id, because the engine's integers have 32 bits."""
 
 MAX_TOKEN_IDS = 1 << 15
-"""Most token ids in a body's biases or end ids."""
+"""Largest number of token ids in a body's biases or end ids."""
 MAX_ID_LENGTH = 256
-"""Most characters of a request's id, which every chunk of its answer repeats."""
-_MAX_VARIABLES = 64  # of a chat template
+"""Largest number of characters of a request's id, which every chunk of its answer repeats."""
+_MAX_VARIABLES = 64  # largest number of chat_template_kwargs
 
-# Lists fail at their first invalid item. Otherwise every item of a long list would make an error of its own,
-# on the event loop.
+# Validation of a list ends at its first invalid item. Otherwise pydantic would make an error for every item
+# of a long list.
 _Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT32)]], Field(fail_fast=True)]
 _Texts = Annotated[list[str], Field(fail_fast=True)]
 _Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A body, or an object in one; strict, so that a number in quotes is an error.
+    """Base class of bodies and of objects in bodies. Types are strict: a number in quotes is an error.
 
     Attributes:
-        not_served: Known fields that are not served: their neutral values, and the reason for a refusal.
+        not_served: Known fields that are not supported: for each, the values without effect and the reason
+            for refusing others.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -68,7 +69,7 @@ class StreamOptions(Body):
     """Options of a stream: which chunks report the usage.
 
     Attributes:
-        include_usage: Whether a last chunk has the usage.
+        include_usage: Whether the stream ends with a chunk that has the usage.
         continuous_usage_stats: Whether every chunk has the usage so far.
     """
 
@@ -97,7 +98,7 @@ class StructuredOutputs(Body):
 
     Attributes:
         whitespace_pattern: Allowed white space between the tokens of JSON, as a regular expression.
-        disable_any_whitespace: Whether to allow no white space between the tokens of JSON.
+        disable_any_whitespace: Whether to forbid white space between the tokens of JSON.
     """
 
     not_served = _OF_OTHER_LIBRARIES
@@ -114,9 +115,12 @@ class StructuredOutputs(Body):
 _COMMON_NOT_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((False,), "texts end before their stop string; add it where it is needed"),
     "spaces_between_special_tokens": ((True,), "special tokens are decoded with the text around them"),
-    "logits_processors": (([],), "functions come with the server; name one in logits_post_processor_name"),
+    "logits_processors": (
+        ([],),
+        "functions are installed on the server; name one in logits_post_processor_name",
+    ),
     "kv_transfer_params": ((), "prefill and decode run in one engine here"),
-    "detokenize": ((True,), "answers are text; ids come beside it with return_token_ids"),
+    "detokenize": ((True,), "answers are text; return_token_ids adds the ids"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }
 
@@ -174,7 +178,7 @@ class SamplingBody(Body, BodyControls):
 
     @property
     def includes_usage(self) -> bool:
-        """Return whether the answer reports its usage; a stream does only on request."""
+        """Return whether the answer reports its usage. A stream reports it only on request."""
         return not self.stream or (self.stream_options is not None and self.stream_options.include_usage)
 
     @property
@@ -187,7 +191,7 @@ class SamplingBody(Body, BodyControls):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _check_biases(cls, biases: Any) -> Any:
-        """Raise an error for the first invalid value only; pydantic would make one for each."""
+        """Raise an error for the first invalid value only; pydantic would make an error for each."""
         if not isinstance(biases, dict):
             return biases
         given = cast(dict[str, Any], biases)
@@ -217,7 +221,9 @@ class SamplingBody(Body, BodyControls):
             )
         if self.prompt_logprobs is not None and self.stream:
             raise refused(
-                unsupported("prompt_logprobs", "prompt_logprobs come with a whole answer: leave stream out")
+                unsupported(
+                    "prompt_logprobs", "prompt_logprobs are not available in a stream: leave stream out"
+                )
             )
         return self
 
@@ -248,9 +254,9 @@ class ChatBody(SamplingBody):
         "function_call": (("none",), "OpenAI has replaced it: send tool_choice"),
         "audio": ((), "this server generates text alone"),
         "modalities": ((["text"],), "this server generates text alone"),
-        "prediction": ((), "send prompt_lookup_num_tokens to have what the prompt says guessed"),
+        "prediction": ((), "send prompt_lookup_num_tokens to draft tokens from the prompt"),
         "web_search_options": ((), "this server searches nothing; send tools, and search yourself"),
-        "echo": ((False,), "messages are not repeated; continue_final_message goes on with the last one"),
+        "echo": ((False,), "messages are not repeated; continue_final_message continues the last one"),
         "chat_template": ((), "the template is the server's: start it with --chat-template FILE"),
         "documents": (([],), "put them into a message, or into chat_template_kwargs"),
     }

@@ -1,7 +1,7 @@
 """The request id in an answer's headers: the client's X-Request-Id, or a random id.
 
-Every answer has the header, refusals included, so that logs of clients and proxies can be compared. Knows
-nothing of routes. Runs on the event loop of the process.
+Every answer has the header, including refusals, so that logs of clients, proxies and this server can be
+compared. Runs on the event loop of the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCOPE_KEY = "inflight.request_id"
 
 
 def random_id() -> str:
-    """Return an id for a request without one."""
+    """Return a random request id."""
     return uuid.uuid4().hex
 
 
@@ -37,7 +37,7 @@ class RequestIds:
     """Middleware that gives each request an id, and returns it in the answer's header.
 
     Args:
-        app: The application behind it.
+        app: The application that gets the requests.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -65,7 +65,9 @@ class RequestIds:
         if is_usable:
             try:
                 await self._app(scope, receive, send_with_id)
-            except Exception as error:  # a bug: answered here, with the id, and logged by the server
+            except (
+                Exception
+            ) as error:  # a bug: answered here, so that the answer has the id; the server logs it
                 if not has_started:
                     await error_response(error)(scope, receive, send_with_id)
                 raise

@@ -1,6 +1,7 @@
-"""Conversion of a body and one prompt's ids to an engine request. Plain functions, on the tokenizing threads.
+"""Convert a body and one prompt's ids to an engine request.
 
-Owns the meaning of body fields for the engine, and the checks that need the model.
+Owns the meaning of body fields for the engine, and the checks that need the model. Runs on the tokenizing
+threads.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.text.text_encoder import TextEncoder, check_words
 
 MAX_CONTEXT_LOGITS_BYTES = 1 << 30
-"""Most bytes of a prompt's logits, from which its likeliest tokens are computed."""
+"""Largest size in bytes of a prompt's logits, from which its likeliest tokens are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +34,11 @@ class BodySettings:
 
     Attributes:
         body: The body.
-        max_tokens: Most tokens to generate; None: not given.
-        default_max_tokens: Most tokens if `max_tokens` is None; None: as many as fit.
-        num_top: How many likeliest tokens to return at each generated position; None: no log probs.
-        num_prompt_top: The same for prompt positions.
+        max_tokens: Largest number of tokens to generate; None: not given.
+        default_max_tokens: Largest number of tokens if `max_tokens` is None; None: as many as fit.
+        num_top: How many of the likeliest tokens to return at each generated position; None: no log probs.
+        num_prompt_top: How many of the likeliest tokens to return at each prompt position; None: no log
+            probs.
         echo: Whether the text begins with the prompt.
         guide: Guide of the text; None: none.
         adapter: Name of the LoRA adapter; "": the bare model.
@@ -57,8 +59,7 @@ class BodySettings:
 
     @property
     def fields(self) -> dict[str, str]:
-        """Return, by tensor, the names of the body's fields for error messages, where they depend on the
-        body."""
+        """For each tensor that several fields can set, the name of the field that this body used."""
         body = self.body
         guides = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format")
         guide = next((name for name in guides if getattr(body, name) is not None), "structured_outputs")
@@ -134,7 +135,7 @@ def make_prompt(
 
 
 def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:
-    """Return the spellings of the stop strings as stop words, by which the engine ends beams."""
+    """Return all spellings of the stop strings as token ids, as stop words with which the engine ends beams."""
     return tuple(word for text in stop_strings for word in encoder.spellings(text))
 
 
@@ -165,7 +166,7 @@ def read_sampling(body: SamplingBody, seed: int) -> SamplingConfig:
 
 
 def longest_prompt(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> int:
-    """Return how many prompt tokens leave room for the answer; 1 if none do, which is refused later."""
+    """Return how long a prompt may be so that the answer fits; 1 if it cannot fit, which is refused later."""
     wanted, width = max(asked.max_tokens or 1, 1), _num_beams(asked.body)
     longest = min(prompt_length, limits.max_input_length, limits.room(0) - wanted)
     fitting = (length for length in range(longest, 0, -1) if limits.fits(length, wanted, width))
@@ -226,7 +227,7 @@ def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> Out
         return_prompt_log_probs=prompt_top is not None,
         # Report the ranks of the prompt's tokens if the logits fit.
         return_context_logits=bool(prompt_top) or (asked.body.prompt_logprobs is not None and fits),
-        # Only the usage reads the metrics; in other streams every token would carry them.
+        # Only the usage needs the metrics, which would otherwise be sent with every token of a stream.
         return_perf_metrics=asked.body.includes_usage,
     )
 

@@ -1,6 +1,6 @@
 """Routes about the server: health, version, metrics.
 
-Also OpenAI's routes that are not served; each refuses with an explanation.
+Also registers OpenAI's routes that are not supported; each returns an error with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.openai.serving_model import ServingModel, package_version
 router = APIRouter()
 _METRICS_TIMEOUT_S = 5.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Opener without proxies, whatever http_proxy says: tritonserver is on this machine or beside it."""
+"""URL opener that ignores http_proxy, because tritonserver is on this machine or in the same network."""
 _TEXT_ALONE = "this server generates text alone"
 _RANKS = "this server generates text and ranks nothing"
 _NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
@@ -45,7 +45,7 @@ _NOT_SERVED = {
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _ADAPTERS),
     **dict.fromkeys(
         ("/v1/chat/completions/render", "/v1/completions/render"),
-        "this server renders no prompts for others: /tokenize tells the token ids of messages",
+        "this server has no route that renders prompts: /tokenize returns the token ids of messages",
     ),
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
@@ -60,14 +60,14 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/version")
-async def tell_version() -> dict[str, str]:
+async def get_version() -> dict[str, str]:
     """Return the package's version."""
     return {"version": package_version()}
 
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return Triton's current metrics page, followed by its values under vLLM's names."""
+    """Return Triton's current metrics page, followed by the same metrics under vLLM's names."""
     context = context_of(request)
     url = context.model.options.metrics_url
     if not url:
@@ -80,7 +80,7 @@ def _page(url: str, model: ServingModel) -> tuple[str, str]:
     page, kind = _fetch(url)
     try:
         name = model.names[0]
-    except InflightError:  # without an engine, Triton's page still exists
+    except InflightError:  # Triton's page exists even without an engine
         name = None
     if not page.endswith("\n"):
         page += "\n"

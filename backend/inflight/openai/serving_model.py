@@ -1,7 +1,7 @@
-"""The served model for all routes: its names, its tokenizer, and the encoding of bodies' texts.
+"""The served model: its names, adapters, tokenizer and chat template, for all routes.
 
-Owns the meaning of model names, and how long facts reported by the engine are kept. Knows no routes. Calls
-that may block, and the tokenization of texts, run on the session's threads.
+Resolves model names, and caches what the engine reports for a limited time. Calls that may block, and the
+tokenization of texts, run on the session's threads.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 _ADAPTERS_TIMEOUT_S = 10.0
 _ADAPTERS_FRESH_S = 1.0
-"""Seconds for which a listed adapter is assumed to exist; the engine refuses one that does not."""
+"""Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _SLOW_S = 1.0
-"""Seconds after which a failed attempt to reach the engine counts as slow; for as long it is not repeated."""
+"""A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
 
 
 def package_version() -> str:
@@ -45,7 +45,7 @@ def package_version() -> str:
 
 
 class ServingModel:
-    """Names, tokenizer and chat template of the served model, for its engine client. Any thread."""
+    """Names, adapters, tokenizer and chat template of the model that an engine client serves. Any thread."""
 
     def __init__(self, client: EngineClient, options: OpenAiOptions) -> None:
         self._client = client
@@ -56,12 +56,12 @@ class ServingModel:
         self._failure: Unavailable | None = None
         self._failed_s = 0.0
         self._listing = threading.Lock()
-        self._adapters: dict[str, bool] = {}  # by name: whether the adapter was usable when last listed
+        self._adapters: dict[str, bool] = {}  # by name: whether it was usable when last listed
         self._listed_s = 0.0
         self.encoder = TextEncoder(self.tokenizer)
 
     def describe(self) -> EngineDescription:
-        """Return the engine's description; raise Unavailable without an engine. May block."""
+        """Return the engine's description; raise Unavailable if the engine cannot be reached. May block."""
         with self._reaching:
             begun_s = time.monotonic()
             if self._failure is not None and begun_s - self._failed_s < _SLOW_S:
@@ -78,8 +78,8 @@ class ServingModel:
     def load(self) -> None:
         """Read the files of the engine's present checkpoint, and log defects of its chat template.
 
-        Called early, so that defects are known before the first chat, which then does not wait for the files.
-        Raises Unavailable without an engine.
+        Called early, so that defects are logged before the first chat, and the first chat does not wait for
+        the files. Raises Unavailable if the engine cannot be reached.
         """
         self._checkpoint()
 
@@ -91,7 +91,8 @@ class ServingModel:
     def names(self) -> tuple[str, ...]:
         """Return the names of the model, the usual name first. The first call may block.
 
-        Without `served_model_names`, the name is the last served checkpoint's, also while the engine is away.
+        Without `served_model_names`, the name is the folder of the last served checkpoint, even while the
+        engine is unavailable.
         """
         if self.options.served_model_names:
             return self.options.served_model_names
@@ -112,20 +113,21 @@ class ServingModel:
         return tuple(state for state in states if state.name)
 
     def adapter_of(self, model: str | None) -> str:
-        """Return the adapter that a body's `model` names, or ""; raise ApiError (404) for an unknown name.
+        """Return the adapter that a body's `model` names; "" for the model itself.
 
-        The first call for each body: it waits for the engine and its files, so it may block.
+        Raises ApiError (404) for an unknown name. Must be the first call for each body: it waits for the
+        engine and the checkpoint's files, so it may block.
         """
         self.load()
         if model is None or model in self.names:
             return ""
         with self._listing:
             is_fresh = time.monotonic() - self._listed_s < _ADAPTERS_FRESH_S
-            if not (is_fresh and model in self._adapters):  # a new adapter's name is valid at once
+            if not (is_fresh and model in self._adapters):  # a new adapter can be used at once
                 self._adapters = {state.name: not state.problem for state in self.adapters()}
                 self._listed_s = time.monotonic()
             adapters = self._adapters
-        if model in adapters:  # a failed one is loaded again; the engine reports why it fails
+        if model in adapters:  # an adapter that failed is loaded again, and the engine reports the reason
             return model
         known = ", ".join((*self.names, *(name for name, is_usable in adapters.items() if is_usable)))
         raise ApiError(
@@ -138,7 +140,10 @@ class ServingModel:
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[list[int]]:
-        """Return the ids of each text; raise InvalidArgument for one that is too long, naming `field`."""
+        """Return the token ids of each text.
+
+        Raises InvalidArgument, which names `field`, if a text is too long.
+        """
         limits = self.describe().limits
         for text in texts:
             self.encoder.check_prompt_length(len(text.encode()), field, limits)
@@ -157,22 +162,21 @@ class ServingModel:
 
     @property
     def fingerprint(self) -> str:
-        """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits.
-
-        It is the same as long as these are the same.
-        """
+        """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits."""
         description = self._checkpoint().description
-        limits = replace(description.limits, num_blocks=0)  # depends on the memory that is free at start
+        limits = replace(
+            description.limits, num_blocks=0
+        )  # it depends on the memory that was free at the start
         told = repr((package_version(), description.model_path, description.dtype, limits))
         return f"fp_{blake2b(told.encode(errors='surrogatepass'), digest_size=5).hexdigest()}"
 
     @property
     def token_bytes(self) -> list[bytes]:
-        """Return the bytes that each token adds to a text, by token id."""
+        """Return the bytes that each token adds to a text, indexed by token id."""
         return self._checkpoint().token_bytes()
 
     def _checkpoint(self) -> _CheckpointFiles:
-        """Return the present engine's checkpoint, with its files loaded."""
+        """Return the checkpoint of the present engine, with its files loaded."""
         description = self.describe()
         with self._lock:
             if self._loaded is None or self._loaded.description is not description:
@@ -185,8 +189,8 @@ class ServingModel:
 class _CheckpointFiles:
     """The files of one checkpoint; any thread.
 
-    Every connection to an engine has its own description object. A different object therefore means that the
-    engine may have been loaded again, possibly from the same folder.
+    Every connection to an engine has its own description object. If the object differs, the engine may have
+    been loaded again, possibly with changed files in the same folder.
 
     Attributes:
         description: Description of the engine.
@@ -204,7 +208,10 @@ class _CheckpointFiles:
         self._token_bytes: list[bytes] | None = None
 
     def load(self) -> None:
-        """Read the tokenizer and the chat template once; `tokenizer` and `template` raise their errors."""
+        """Read the tokenizer and the chat template once.
+
+        `tokenizer` and `template` raise errors that occur here.
+        """
         with self._lock:
             folder = self.description.tokenizer_dir
             if self._is_loaded:
@@ -214,7 +221,7 @@ class _CheckpointFiles:
                 return
             try:
                 self._template = load_chat_template(folder, self._template_file)
-            except Exception as error:  # of any class; completions work without a template
+            except Exception as error:  # whatever the error, completions work without a template
                 self._problem = without_places(str(error))
                 _log.error("chats will be refused: %s", error)
             template = self._template

@@ -1,4 +1,4 @@
-"""Sending of answers: server-sent events, and detection of clients that have gone. Runs on the event loop."""
+"""Send answers, whole or as server-sent events, and detect clients that disconnect. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(chunk: Any) -> bytes:
-    """Return one event with `chunk` as JSON."""
+    """Return one server-sent event with `chunk` as JSON."""
     return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
 
 
 async def made(make: Callable[[], bytes], grows_with_prompt: bool) -> bytes:
     """Return the events that `make` returns.
 
-    Events that grow with the prompt, such as a stream's first ones, are made on another thread, so that other
-    streams do not wait for them.
+    If their size grows with the prompt, as for the first events of a stream, `make` runs on another thread,
+    so that other streams do not wait.
     """
     return await asyncio.to_thread(make) if grows_with_prompt else make()
 
@@ -43,9 +43,10 @@ class JsonAnswer(Response):
 
 
 class EventStream(Response):
-    """A streamed answer: the events of an iterator, and an error as the last event.
+    """A streamed answer: the events of an iterator. If an error occurs, the last event reports it.
 
-    Starlette's class also watches for the client's end; here `Watcher` does, from the start of the request.
+    Unlike Starlette's class, this one does not watch for the client's disconnection: `Watcher` does, from
+    the start of the request.
     """
 
     media_type = "text/event-stream"
@@ -63,7 +64,7 @@ class EventStream(Response):
         try:
             async for events in self._events:
                 await send({"type": "http.response.body", "body": events, "more_body": True})
-        except Exception as error:  # the status has been sent, so the client finds any error in the stream
+        except Exception as error:  # the status has been sent, so the error is sent as an event
             last = event(describe_error(error)[1])
             await send({"type": "http.response.body", "body": last, "more_body": True})
         finally:
@@ -79,7 +80,7 @@ class Watcher:
         self._task = asyncio.create_task(self._watch(request.receive))
 
     def close(self) -> None:
-        """Stop watching, and end requests that still run. Idempotent."""
+        """Stop watching, and cancel requests that still run. Idempotent."""
         self._task.cancel()
         self._stream.close()
 
@@ -90,7 +91,10 @@ class Watcher:
 
 
 async def peeked(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Wait for the first event, then return all `events`; an error before it still has its own status."""
+    """Wait for the first event, then return all `events`.
+
+    So an error before the first event is raised here, and can be answered with its own HTTP status.
+    """
     try:
         first = await anext(events)
     except StopAsyncIteration:

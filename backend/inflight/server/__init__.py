@@ -1,5 +1,6 @@
-"""Start a real tritonserver on this repository's models, and end it without leftovers.
+"""Start a real tritonserver on this repository's models, and end it with all of its processes and files.
 
-`python -m inflight.server` is the command behind `scripts/serve`; `launch.serve` is the same as a context
-manager. Nothing here knows what the models do: `parameters` of config.pbtxt are read and filled in as text.
+`python -m inflight.server` is the command behind `scripts/serve`; `launch.serve` is a context manager that
+starts a server in the same way. This package does not import the models: it reads and fills in `parameters`
+of config.pbtxt as text.
 """

@@ -1,7 +1,7 @@
 """Checks of a checkpoint before a start: where `--model` is, and into how many ranks it can be divided.
 
-`inflight.hub` finds the folder. A model whose config.json states no sizes is not checked here: the engine
-itself refuses what it cannot do.
+`inflight.hub` finds the folder. If config.json does not state a model's sizes, nothing is checked here, and
+the engine reports errors when it loads the model.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
         _check_experts(name, facts.num_experts, tp, ep)
     sizes = tensor_parallel_sizes(
         num_heads, num_kv_heads, inner * ep
-    )  # each expert is divided among the ranks of one group
+    )  # the ranks of one expert-parallel group divide each of its experts
     if tp not in sizes:
         raise OptionError(
             f"--tp {tp}: does not divide {name}, which has {num_heads} heads, {num_kv_heads} key heads "
@@ -63,7 +63,7 @@ def _check_experts(name: str, count: int | None, tp: int, ep: int) -> None:
 
 
 def check_spelling(model: str, folder: Path) -> Path:
-    """Return the folder; raises OptionError if its path is not UTF-8, as config.pbtxt must be."""
+    """Return `folder`; raise OptionError if its path is not UTF-8, which config.pbtxt requires."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:

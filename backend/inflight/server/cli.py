@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
-            os.environ.pop(variable, None)  # the models must not see them
+            os.environ.pop(variable, None)  # the models' processes must not get these secrets
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -189,14 +189,14 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         type=seconds,
         default=30,
         metavar="SECONDS",
-        help="time for requests in flight when the server is told to end (default: %(default)s)",
+        help="seconds for requests in flight when the server shuts down (default: %(default)s)",
     )
     add(
         "--ready-timeout",
         type=count,
         default=300,
         metavar="SECONDS",
-        help="give up a server that is not ready after this time without progress: no line in its log, no file "
+        help="seconds without progress after which a start is given up: no line in the log, no file "
         "read, no memory filled (default: %(default)s)",
     )
     add(
@@ -210,7 +210,7 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-request-checks",
         action="store_true",
-        help="do not refuse requests that would end tritonserver (empty batches, shapes that overflow, ...)",
+        help="do not refuse requests that would crash tritonserver (empty batches, shapes that overflow, ...)",
     )
     add(
         "--model-control",
@@ -247,7 +247,7 @@ def _add_program_options(parser: argparse.ArgumentParser) -> None:
         "--write-repository",
         type=Path,
         metavar="DIR",
-        help="start nothing: lay out the models in this new folder, for a tritonserver started by another program",
+        help="lay out the models in this new folder, for a tritonserver that another program starts",
     )
     add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
     add(
@@ -273,13 +273,13 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
         "--ep",
         type=count,
         metavar="N",
-        help="expert-parallel groups of the tensor-parallel ranks, each with experts of its own (default: the "
+        help="number of groups of tensor-parallel ranks, each of which has some of the experts (default: the "
         "repository's, or 1: every rank has a slice of every expert)",
     )
     add(
         "--mode",
         choices=get_args(Mode),
-        help="who starts the ranks: leader, this command; orchestrator, the model itself, which restarts them if "
+        help="what starts the ranks: leader, this command; orchestrator, the model, which restarts them if "
         "one is lost (default: in_process for one rank, orchestrator for several)",
     )
     add(
@@ -309,7 +309,7 @@ def _serve(options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _echo() -> Generator[TextIO, None, None]:
-    """Yield the stream of the server's log: stderr; on a terminal it shows progress as a bar."""
+    """Yield the stream for the server's log: stderr, with progress as a bar if it is a terminal."""
     if not sys.stderr.isatty():
         yield sys.stderr
         return
@@ -326,7 +326,7 @@ def _write(options: ServerOptions, target: Path) -> int:
 
 
 def ready_line(server: TritonServer) -> str:
-    """Return the line that says where a ready server listens and what it serves."""
+    """Return the READY line, with a server's addresses and model."""
     model = server.repository.checkpoint or "none"
     openai = f" openai={server.openai}" if server.openai else ""
     return f"READY http={server.http} grpc={server.grpc} metrics={server.metrics}{openai} model={model}"

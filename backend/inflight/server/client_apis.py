@@ -1,10 +1,11 @@
 """The APIs that Triton's HTTP and gRPC ports offer to clients, as arguments for tritonserver.
 
-A client that may load a model may run code, because a load request can contain files, including `model.py`. A
-client that may register shared memory may read and write any file in /dev/shm, including the Python
-backend's. A client that may change the settings of the log and of traces can write files and suppress errors.
-A model's configuration names folders and sockets of this machine. So these APIs require a key. A model that
-reloads itself, such as the model of an orchestrator, asks tritonserver in process, and needs no key.
+A client that may load a model can run any code, because a load request can contain files, including
+`model.py`. A client that may register shared memory can read and write all files in /dev/shm, including
+those of the Python backend. A client that may change the settings of the log and of traces can write files
+and suppress errors. A model's configuration names folders and sockets of this machine. Therefore these APIs
+require a key. A model that reloads itself, such as the model of an orchestrator, uses tritonserver's API in
+process, and needs no key.
 """
 
 import re
@@ -17,11 +18,11 @@ CONTROL_KEY_VARIABLE = "INFLIGHT_CONTROL_KEY"
 """Environment variable with the operator's key."""
 
 CONTROL_KEY_HEADER = "inflight-control-key"
-"""HTTP header that carries the key; over gRPC, its name is prefixed with `triton-grpc-protocol-`."""
+"""HTTP header with the key. Over gRPC, its name is prefixed with `triton-grpc-protocol-`."""
 
-# tritonserver takes a key only as an argument, which other users of the machine can read. So without an
-# operator's key, the header's name contains a colon: neither HTTP nor gRPC can send such a header, and the
-# key is of no use.
+# tritonserver takes a key only as an argument, which other users of the machine can read. If the operator
+# sets no key, this header name is used, which contains a colon: neither HTTP nor gRPC can send such a
+# header, so that nobody can use the key.
 _UNSENDABLE_HEADER = "nobody:has-this-key"
 
 
@@ -30,11 +31,12 @@ class ClientApis:
     """The operations that clients may use besides inference, health, metadata and statistics.
 
     Attributes:
-        shared_memory: Register shared memory, and pass tensors in it.
-        logging: Read and change the settings of the log.
-        trace: Read and change the settings of traces.
-        model_config: Read the models' configurations, as perf_analyzer does before its first request.
-        key: Key that allows a request all of these, and loading and unloading models; None: no key is
+        shared_memory: Whether clients may register shared memory and pass tensors in it.
+        logging: Whether clients may read and change the settings of the log.
+        trace: Whether clients may read and change the settings of traces.
+        model_config: Whether clients may read the models' configurations, as perf_analyzer does before its
+            first request.
+        key: Key with which a request may do all of this, and load and unload models; None: no key is
             accepted.
     """
 
@@ -49,7 +51,7 @@ class ClientApis:
             raise OptionError(f"{CONTROL_KEY_VARIABLE}: expected a word of visible ASCII characters")
 
     def arguments(self) -> list[str]:
-        """Return the arguments for tritonserver that restrict the APIs that are not offered."""
+        """Return tritonserver's arguments that require the key for all APIs that clients may not use."""
         is_open = {
             "shared-memory": self.shared_memory,
             "logging": self.logging,

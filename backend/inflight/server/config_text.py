@@ -1,8 +1,7 @@
 """Read and fill in the `parameters` of a config.pbtxt without changing the rest of its text.
 
-Owns as much of protobuf's text format as is needed to find the entries: comments, quoted strings, braces and
-brackets. Also owns the defaults of template variables outside of strings that were not filled in. Does not
-know what a parameter means.
+Parses as much of protobuf's text format as is needed to find the entries: comments, quoted strings, braces
+and brackets. Also replaces template variables outside of strings by their defaults.
 """
 
 import re
@@ -37,7 +36,7 @@ _FIELD_DEFAULTS = {
     "encoder_input_features_data_type": "TYPE_FP16",
     "prompt_embedding_table_data_type": "TYPE_FP16",
 }
-"""Defaults of tensorrtllm_backend's template variables outside of strings, as in this project's own files."""
+"""Defaults of tensorrtllm_backend's template variables outside of strings; the values of `model_repository`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def read_parameters(config_text: str) -> dict[str, str]:
 
 
 def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
-    """Return the text with these parameters replaced, or appended if it does not have them."""
+    """Return the text with the values of these parameters replaced. Missing parameters are appended."""
     missing = dict(values)
     pieces: list[str] = []
     position = 0
@@ -81,7 +80,10 @@ def set_parameters(config_text: str, values: Mapping[str, str]) -> str:
 
 
 def add_outputs(config_text: str, outputs: Mapping[str, int]) -> str:
-    """Return the text with undeclared FP32 `outputs` appended; values are numbers of dimensions."""
+    """Return the text with declarations of FP32 outputs appended, unless they are declared.
+
+    `outputs` has the number of dimensions of each output by name.
+    """
     new = [name for name in outputs if not re.search(rf'name\s*:\s*"{re.escape(name)}"', config_text)]
     if not new:
         return config_text
@@ -99,9 +101,9 @@ def set_input_type(config_text: str, name: str, data_type: str) -> str:
 
 
 def fill_fields(config_text: str) -> str:
-    """Return the text with defaults for variables outside of strings, which would be invalid protobuf.
+    """Return the text with defaults for template variables outside of strings, which are invalid protobuf.
 
-    Variables without a default stay, and so do variables in strings and comments.
+    Variables without a default are not changed, nor are variables in strings and comments.
     """
     return _UNQUOTED_VARIABLE.sub(
         lambda match: match["kept"] or _FIELD_DEFAULTS.get(match["name"], match[0]), config_text
@@ -117,7 +119,7 @@ _DECOUPLED = re.compile(r"(?P<head>model_transaction_policy\s*:?\s*\{\s*decouple
 
 
 def read_decoupled(text: str) -> bool | None:
-    """Return `decoupled` of the `model_transaction_policy`; None without one."""
+    """Return `decoupled` of the `model_transaction_policy`; None if there is no such policy."""
     match = _DECOUPLED.search(text)
     return None if match is None else match["value"].lower() == "true"
 
@@ -134,7 +136,7 @@ def quote(value: str) -> str:
 
 
 def unquote(literal: str) -> str:
-    """Return the text of a quoted string; numeric escapes are bytes of UTF-8."""
+    """Return the text of a quoted string. Numeric escapes stand for bytes of UTF-8."""
     raw = _ESCAPE.sub(lambda match: _unescape(match[1]), literal[1:-1])
     return raw.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -202,7 +204,7 @@ def _entries_in(block: list[_Token]) -> Iterator[_Entry]:
 
 
 def _strings_after(block: list[_Token], index: int) -> list[_Token]:
-    """Return the quoted strings after a field name; adjacent strings are one value."""
+    """Return the quoted strings after a field name. Adjacent strings are parts of one value."""
     position = index + 1
     if position < len(block) and block[position].text == ":":
         position += 1

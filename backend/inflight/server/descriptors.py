@@ -1,13 +1,13 @@
-"""The limit of open files and connections of each process of the server, and the advice when it is reached.
+"""The limit of file descriptors of the server's processes, and advice for the case that it is reached.
 
-Each client connection is a file descriptor, so the limit bounds the number of clients. Sessions of a shell or
-of systemd often have a soft limit of 1024 or fewer, which `scripts/serve` raises to the hard limit.
+Each client connection is a file descriptor, so the limit bounds the number of clients. In shells and systemd
+services the soft limit is often 1024 or less; `scripts/serve` raises it to the hard limit.
 """
 
 import resource
 
 TOO_MANY = "Too many open files"
-"""Text in a process's error when it has reached the limit."""
+"""Text in the error message of a process that has reached the limit."""
 
 
 def explanation() -> str:

@@ -1,9 +1,9 @@
-"""Detect whether a server that was told to end still works on requests.
+"""Detect whether a server that is shutting down still works on requests.
 
-The embedded tritonserver keeps a model loaded, and so keeps running, while any client holds a gRPC stream
-open, with or without requests on it. So the launcher has to find out by other means that the last request is
-done. Engines are told to end, and report when they have answered all requests (`EngineDrain`). Models of a
-repository without an engine count as idle when they use no processor time (`IdleWatch`).
+The embedded tritonserver keeps running while any client holds a gRPC stream open, even if there are no
+requests on it. So the launcher must find out in another way when the last request is done. Engines are
+notified of the shutdown, and report when they have answered all requests (`EngineDrain`). In a repository
+without an engine, models count as idle when they use no processor time (`IdleWatch`).
 """
 
 import os
@@ -16,21 +16,21 @@ import psutil
 
 from inflight.endpoint.client import drain_engine
 
-# Share of processor time that idle stubs use, with a margin for the resolution of the kernel's accounting.
+# Fraction of processor time up to which stubs count as idle; it allows for the kernel's coarse accounting.
 _RESTING_SHARE = 0.01
 _RESOLUTION_S = 0.02
 
 
 class EngineDrain:
-    """Tells a server's engines that the server ends, and records when they have answered all requests.
+    """Notifies a server's engines that the server shuts down, and records when they have answered all requests.
 
-    Triton does not tell a model that it ends while requests are in flight; after the exit timeout they would
-    be dropped without an answer. An engine that is told ends its requests with UNAVAILABLE in time.
-    Construction starts one thread per engine.
+    Triton does not notify a model of its shutdown while requests are in flight, and after the exit timeout
+    it would drop them without an answer. An engine that this class notifies ends its requests with
+    UNAVAILABLE in time. The constructor starts one thread per engine.
 
     Args:
-        sockets: The engines' endpoints.
-        timeout_s: Most seconds that their requests may go on.
+        sockets: Paths of the engines' sockets.
+        timeout_s: How long requests may continue, in seconds.
     """
 
     def __init__(self, sockets: Sequence[Path], timeout_s: float) -> None:
@@ -40,11 +40,11 @@ class EngineDrain:
             threading.Thread(target=self._drain, args=(str(socket), timeout_s), daemon=True).start()
 
     def seconds(self) -> float:
-        """Return the seconds since the last engine has answered all requests; 0 before that."""
+        """Return the seconds since all engines have answered all of their requests; 0 before that."""
         return time.monotonic() - max(self._done_at) if len(self._done_at) == self._count else 0.0
 
     def _drain(self, path: str, timeout_s: float) -> None:
-        drain_engine(path, timeout_s)  # an engine that cannot be reached has nothing in flight
+        drain_engine(path, timeout_s)  # an engine that cannot be reached has no requests in flight
         self._done_at.append(time.monotonic())
 
 
@@ -52,8 +52,9 @@ class IdleWatch:
     """Measures for how long the watched processes have been idle.
 
     Args:
-        processor_time: Returns the processor time that the watched processes have used so far, in seconds.
-        now: Returns monotonic seconds.
+        processor_time: Function that returns the processor time that the processes have used so far, in
+            seconds.
+        now: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class IdleWatch:
         self._restart(now())
 
     def seconds(self) -> float:
-        """Return the seconds since the last activity, or since the watch began."""
+        """Return the seconds since the last activity, or since construction if there was none."""
         now = self._now()
         if self._is_busy(now):
             self._restart(now)
@@ -87,6 +88,6 @@ def stubs_processor_time(group: int) -> float:
 def _time_in_group(pid: int, group: int) -> float:
     try:
         used = psutil.Process(pid).cpu_times() if os.getpgid(pid) == group else None
-    except (OSError, psutil.Error):  # it has ended meanwhile
+    except (OSError, psutil.Error):  # the process has ended meanwhile
         return 0.0
     return 0.0 if used is None else used.user + used.system

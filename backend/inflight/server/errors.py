@@ -7,7 +7,7 @@ ServeError            starting or running the server failed            exit 1
 
 
 class ServeError(Exception):
-    """The server could not be started, or ended by itself; the message says why."""
+    """The server could not be started, or ended by itself. The message has the reason."""
 
     exit_code = 1
 
@@ -17,6 +17,6 @@ class Starved(ServeError):
 
 
 class OptionError(ServeError):
-    """An option, a setting or a folder that cannot be used; the message names it."""
+    """An option, a setting or a folder cannot be used. The message names it."""
 
     exit_code = 2

@@ -1,11 +1,11 @@
 """A process beside each model's process that ends the server if the model's process is killed.
 
-If a model's process is gone, tritonserver 2.51 neither answers its requests nor starts another process, and
-still reports the model as ready. `Guard` is the side in the model's process; the guard process runs
-`python -m inflight.server.guard`. It reads a pipe that only the model's process holds. If the model's process
-ends without dismissing it, falls silent, or asks for it, the guard ends the server within seconds, with the
-other models' processes, the ranks, and all of their shared memory. `scripts/serve` then starts the server
-again.
+If a model's process is killed, tritonserver 2.51 neither answers its requests nor starts another process,
+and still reports the model as ready. The class `Guard` is used in the model's process; the guard process
+runs `python -m inflight.server.guard` and reads a pipe that only the model's process can write to. If the
+model's process ends without dismissing the guard, stops sending heartbeats, or asks the guard to end the
+server, the guard ends the server within seconds, with the processes of all models, the ranks, and all of
+their shared memory. `scripts/serve` then starts the server again.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from inflight.server.runtime_directory import UMASK, note_loss
 _END, _DISMISS, _REST = b"end", b"dismiss", b"rest"
 _RANKS, _FILES, _BEAT = b"ranks", b"files", b"beat"
 _SHARED_MEMORY = Path("/dev/shm")
-_REGION = 2  # index of the name of the stub's shared memory in its arguments
+_REGION = 2  # index in a stub's arguments of the name of its shared memory
 _STUB = b"triton_python_backend_stub"
 _SERVER_GRACE_S = 2.0
 _RANKS_GRACE_S = 1.0
 _KILLED_S = 2.0
 SILENCE_S = 20.0
-"""Most seconds of silence. A process is silent if it is stopped, or if native code holds the GIL."""
+"""Largest number of seconds between heartbeats. They stop if a process is stopped, or native code holds the
+GIL."""
 
 _BEATS_PER_TIMEOUT = 5
-_STOPPED = 1.5  # a wait that takes this many times its timeout means that the guard itself was stopped
+_STOPPED = 1.5  # if a wait takes this many times its timeout, the guard itself was stopped
 
 
 class Guard:
-    """The guard's side in a model's process, whose parent is tritonserver; one per process. Any thread.
+    """Starts and controls the guard of a model's process, whose parent is tritonserver. Any thread.
+
+    A process must have only one.
 
     Args:
         python: The Python interpreter.
@@ -52,8 +55,8 @@ class Guard:
 
     def __init__(self, python: str, model: str, *kept_open: int) -> None:
         self._process = subprocess.Popen(
-            # Passes the name of its own shared memory too, because the arguments of a killed process cannot
-            # be read.
+            # The name of this process's shared memory is passed to the guard, because the arguments of a
+            # killed process cannot be read.
             [python, "-I", "-m", "inflight.server.guard", str(this_parent()), _region(os.getpid()), model],
             bufsize=0,  # so that a line is one write, from any thread
             stdin=subprocess.PIPE,
@@ -65,42 +68,45 @@ class Guard:
         self._has_ended = threading.Event()
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """End the ranks with the server, by ending `launcher`; remove `folder`, theirs in shared memory."""
-        self._tell(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
+        """When the server ends, end the ranks by killing `launcher`, and remove `folder`, their shared memory."""
+        self._send(b"%s %s %s" % (_RANKS, str(launcher).encode(), os.fsencode(folder)))
 
     def remove_later(self, files: str) -> None:
-        """Remove files whose paths start with `files` after the server has ended; "" for none."""
+        """After the server has ended, remove files whose paths start with `files`; "": no files."""
         if files:
-            self._tell(b"%s %s" % (_FILES, os.fsencode(files)))
+            self._send(b"%s %s" % (_FILES, os.fsencode(files)))
 
     def beat(self, timeout_s: float) -> None:
-        """Start a thread that sends beats; `timeout_s` seconds of silence count as this process's end."""
+        """Start a thread that sends heartbeats.
+
+        After `timeout_s` seconds without one, this process counts as lost.
+        """
         threading.Thread(target=self._beat, args=(timeout_s,), name="guard-beat", daemon=True).start()
 
     def end_server(self) -> None:
         """End the server and all of its processes, including this one."""
-        self._tell(_END)
+        self._send(_END)
 
     def dismiss(self) -> None:
-        """Dismiss the guard because this process ends in order or another takes its place. Idempotent."""
+        """End the guard process, because this process ends in order or another one replaces it. Idempotent."""
         self._has_ended.set()
-        self._tell(_DISMISS)
+        self._send(_DISMISS)
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
         self._process.wait()
 
     def rest(self) -> None:
-        """Stop watching this process, but keep the guard and its descriptors until the server ends."""
+        """End the supervision of this process, but keep the guard and its descriptors until the server ends."""
         self._has_ended.set()
-        self._tell(_REST)
+        self._send(_REST)
 
     def _beat(self, timeout_s: float) -> None:
         while not self._has_ended.is_set():
-            self._tell(b"%s %g" % (_BEAT, timeout_s))
+            self._send(b"%s %g" % (_BEAT, timeout_s))
             self._has_ended.wait(timeout_s / _BEATS_PER_TIMEOUT)
 
-    def _tell(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         with contextlib.suppress(OSError, ValueError):  # the guard was killed or dismissed
             assert self._process.stdin is not None
             self._process.stdin.write(line + b"\n")
@@ -118,12 +124,12 @@ def keep_private() -> None:
 
 
 def guard_in_server(model: str) -> Guard | None:
-    """Make a guard of this process; None if it is not a stub of tritonserver, and so has no server."""
+    """Start a guard for this process; return None if this process is not a stub of tritonserver."""
     return Guard(sys.executable, model) if _region(os.getpid()) else None
 
 
 def guard_of_front_end(model: str) -> Guard | None:
-    """Make a guard of a model without an engine, whose silence counts as its end; None outside of a stub."""
+    """Start a guard, with heartbeats, for a model without an engine; return None if this process is not a stub."""
     guard = guard_in_server(model)
     if guard is not None:
         guard.beat(SILENCE_S)
@@ -133,23 +139,23 @@ def guard_of_front_end(model: str) -> Guard | None:
 class _NextAction(Enum):
     """The guard's next action after a message from the model's process, or after its end."""
 
-    END = "the server is to be ended, or has ended"
-    DISMISS = "there is nothing more to do"
-    REST = "nor is there, but the server's end is waited for"
+    END = "end the server and its processes"
+    DISMISS = "end the guard process"
+    REST = "wait until the server ends, then end the guard process"
 
 
 @dataclass(slots=True)
 class _Leftovers:
-    """The processes and files that are ended and removed with the server.
+    """The processes and files to end and remove with the server.
 
     Attributes:
         region: Name of the shared memory of the model's process.
         model: Name of the model.
-        launcher: Process that ends the ranks; None without ranks.
+        launcher: Process whose end makes the ranks end; None without ranks.
         folder: The ranks' folder in shared memory; "" without ranks.
-        files: Prefix of the paths of other files to remove; "" for none.
-        timeout_s: Seconds of silence after which the model's process counts as lost; None before its first
-            beat.
+        files: Prefix of the paths of other files to remove; "": no files.
+        timeout_s: Seconds without a heartbeat after which the model's process counts as lost; None before
+            its first heartbeat.
     """
 
     region: str
@@ -174,7 +180,7 @@ def main(server: ProcessId, region: str, model: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the server
     leftovers = _Leftovers(region, model)
-    with server.opened() as server_end:
+    with server.open_pidfd() as server_end:
         action = _NextAction.END if server_end is None else _listen(server_end, leftovers)
     if action is _NextAction.END:
         _end_all(server, leftovers)
@@ -198,12 +204,12 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _NextAction:
             leftovers.note(word, os.fsdecode(about))
     if server_end not in ready:
         what = "has ended" if ready else f"has been silent for {leftovers.timeout_s:g} s"
-        _say(f"the process of the model {leftovers.model} {what}")
+        _log_error(f"the process of the model {leftovers.model} {what}")
     return _NextAction.END
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
-    """Return the readable descriptors; [] after `timeout_s` seconds in which this process was not stopped."""
+    """Return the readable descriptors; [] if there are none for `timeout_s` seconds in which this process ran."""
     while True:
         begun_s = time.monotonic()
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]
@@ -211,7 +217,7 @@ def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
             return ready
 
 
-def _say(what: str) -> None:
+def _log_error(what: str) -> None:
     """Write to the server's log in the format of its errors, so that `find_cause` finds the line."""
     when = time.strftime("E%m%d %H:%M:%S.000000")
     with contextlib.suppress(OSError):  # stderr is closed
@@ -219,11 +225,12 @@ def _say(what: str) -> None:
 
 
 def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
-    # Note the loss even if the server has already ended. When a guard ends tritonserver, its exit status may
-    # be that of an ordinary end, and mpirun's may be 0 although tritonserver was killed.
+    # The loss is recorded even if the server has already ended. When a guard ends tritonserver,
+    # tritonserver's exit status may be that of an ordinary end, and mpirun's may be 0 although tritonserver
+    # was killed.
     note_loss()
     stubs = [child for child in server.children() if _STUB in _arguments(child.pid)[0]]
-    # The names must match exactly, because one server's prefix may be the beginning of another's.
+    # The names must match exactly, because one server's prefix may be the beginning of another server's.
     regions = {name for name in [leftovers.region, *(_region(stub.pid) for stub in stubs)] if name}
     launcher = leftovers.launcher
     server.signal(signal.SIGTERM)
@@ -233,7 +240,7 @@ def _end_all(server: ProcessId, leftovers: _Leftovers) -> None:
     for process in [server, *stubs]:
         process.signal(signal.SIGKILL)
     if launcher is not None and not launcher.wait(_RANKS_GRACE_S):
-        launcher.signal(signal.SIGKILL)  # the ranks end with it
+        launcher.signal(signal.SIGKILL)  # the ranks end with this process
         launcher.wait(_KILLED_S)
     for process in [server, *stubs]:
         process.wait(_KILLED_S)

@@ -1,7 +1,7 @@
 """The tritonserver program to run, and the files that it needs in a virtual environment.
 
-Owns how to find the server in the nvidia-pytriton wheel, and the layout of its Python backend for the running
-Python version. Does not start anything.
+Finds the server in the nvidia-pytriton wheel, and lays out its Python backend for the running Python
+version. Does not start anything.
 """
 
 import ctypes.util
@@ -23,8 +23,8 @@ class Installation:
         program: Path of tritonserver.
         interpreter: Folder of the `python3` that the Python backend imports packages with.
         arguments: First arguments of the program.
-        library_path: Folders that its loader searches.
-        preloaded: Libraries that its loader loads first.
+        library_path: Folders in which the dynamic loader searches libraries.
+        preloaded: Libraries that the dynamic loader loads first.
     """
 
     program: Path
@@ -38,7 +38,7 @@ class Installation:
         return dict(os.environ) | self.variables()
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables to change. The Python stub runs the first `python3` on PATH."""
+        """Return the environment variables to change. PATH begins with the `python3` that the Python stub runs."""
         paths = {
             "PATH": [self.interpreter],
             "LD_LIBRARY_PATH": list(self.library_path),
@@ -68,8 +68,8 @@ def embedded(folder: Path) -> Installation:
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
         (backend / name).symlink_to(server / "backends" / "python" / name)
     (backend / "triton_python_backend_stub").symlink_to(_stub(server))
-    # libpython is linked alone: its own folder may have other libraries, which must not replace the
-    # environment's.
+    # Only libpython is linked: its folder may have other libraries, which must not replace those of the
+    # environment.
     if libpython := _libpython():
         (libraries / libpython.name).symlink_to(libpython)
     return Installation(
@@ -83,9 +83,9 @@ def embedded(folder: Path) -> Installation:
 def _interpreter(folder: Path) -> Path:
     """Return the folder of this environment's `python3`, by a path that the stub's Python can encode.
 
-    Packages such as torch encode the path that they are imported from. That fails if Python's file system
-    encoding is ASCII and the path has other letters (see `file_names`). Then the environment is linked to
-    under `folder`.
+    Packages such as torch encode the path that they are imported from, which fails if Python's file system
+    encoding is ASCII and the path has other letters (see `file_names`). In this case, a link to the
+    environment is created under `folder`.
     """
     programs, environment = Path(sys.executable).parent, Path(sys.prefix)
     if str(environment).isascii():

@@ -1,7 +1,8 @@
 """A process beside the launcher that ends the server and removes its folder if the launcher is killed.
 
-It only reads a pipe whose other end the launcher holds: the pipe closes when the launcher ends, however it
-ends. `Keeper` is the side in the launcher; `python -m inflight.server.keeper FOLDER` is the keeper process.
+It only reads a pipe whose other end the launcher holds: the pipe closes when the launcher ends, for whatever
+reason. The class `Keeper` is used in the launcher; the keeper process runs `python -m inflight.server.keeper
+FOLDER`.
 """
 
 import contextlib
@@ -17,7 +18,10 @@ _GRACE_S = 10.0
 
 
 class Keeper:
-    """The keeper's side in the launcher; constructed before the server, which thus always has one."""
+    """Starts and controls the keeper process.
+
+    Constructed before the server is started, which thus always has one.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -32,14 +36,14 @@ class Keeper:
         orphans.claim(self._process)
 
     def dismiss(self) -> None:
-        """End the keeper after the server has ended without leftovers."""
+        """End the keeper process, after the server has ended and its files are removed."""
         with contextlib.suppress(BrokenPipeError):  # the keeper was killed
             self._process.communicate(_DONE)
         self._process.wait()
 
 
 def main(folder: Path) -> None:
-    """Wait until the launcher dismisses the keeper or ends; in the latter case end the server."""
+    """Wait until the launcher dismisses the keeper or ends. If the launcher ended, end the server."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the launcher
     if sys.stdin.buffer.read() == _DONE:

@@ -1,7 +1,7 @@
-"""One tritonserver: start it on a private runtime repository, wait for it, and end it without leftovers.
+"""One tritonserver: start it on a private runtime repository, wait until it is ready, and end it completely.
 
-`serve` is the context manager for tests and benchmarks, `TritonServer` the class behind it and behind the
-command line. A keeper ends the server, its stubs and its ranks if the launcher dies.
+`serve` is a context manager for tests and benchmarks. `TritonServer` is the class that it and the command
+line use. A keeper process ends the server, its stubs and its ranks if the launcher is killed.
 """
 
 import contextlib
@@ -34,21 +34,23 @@ _STARVED = "as one of its processes got no processor time for a second or more w
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
 _TRIES = 3  # attempts of `serve` if a start was starved
-_UNREADY_GRACE_S = 5.0  # nothing can be in flight before the server is ready
-# Most seconds that a server without requests may take to end (see `drain` for why it may not end at all).
-# Engines report that they have no requests; other models count as idle after this many seconds of quiet.
+_UNREADY_GRACE_S = 5.0  # no requests can be in flight before the server is ready
+# Seconds that a server without requests may take to end (`drain` explains why it may not end at all).
+# Engines report when they have no requests; other models count as idle after this many seconds without
+# processor time.
 _DRAINED_GRACE_S = 2.0
 _QUIET_S = 5.0
 # Seconds before the exit timeout at which requests still in flight are answered with UNAVAILABLE.
 _ANSWER_MARGIN_S = 4.0
-# Share of that time in which the OpenAI endpoint sends these answers; tritonserver has the rest.
+# Fraction of these seconds in which the OpenAI endpoint sends these answers; the rest is tritonserver's.
 _SENDING_SHARE = 0.25
-# Seconds to kill all processes and wait until they are gone; for a short exit timeout, a share of it.
+# Seconds to kill all processes and wait until they have ended; for a short exit timeout, a fraction of it.
 _KILL_S, _KILL_SHARE = 0.5, 0.25
-# Loading a large checkpoint happens inside the stub, which must not count as stuck meanwhile.
+# The stub loads the checkpoint, which may take long; tritonserver must not treat the stub as stuck
+# meanwhile.
 _STUB_TIMEOUT_S = 1200
 _LAST_REQUESTS = 16  # number of requests before a loss that are logged
-# Initial share of /dev/shm per instance; small enough for many models in a container's usual 64 MB.
+# Initial size in /dev/shm per instance; small enough for many models in a container's usual 64 MB.
 _SHARED_MEMORY_BYTES = 4 * 1024 * 1024
 
 
@@ -58,18 +60,18 @@ class ServerOptions:
 
     Attributes:
         ports: Port numbers; 0 means any free one.
-        openai: Options of the OpenAI endpoint, if `ports` has a port for it; its host, port and metrics are
-            replaced by the server's.
-        ready_timeout_s: Most seconds without progress before the server is ready; None: no limit.
+        openai: Options of the OpenAI endpoint, if `ports` has a port for it. Their host, port and metrics
+            URL are replaced by the server's.
+        ready_timeout_s: Seconds without progress after which a start is given up; None: no limit.
         restarts: Number of failed starts in a row after which a supervisor gives up; 0: after the first.
         request_checks: Whether tritonserver loads a library that refuses requests that would end it.
-        model_control: Triton's model control mode. With "explicit", models are unloaded and loaded by
-            request, as an orchestrator itself does. In any mode the whole repository is loaded at first.
+        model_control: Triton's model control mode. With "explicit", requests can unload and load models, as
+            an orchestrator itself does. In any mode all models of the repository are loaded at the start.
         client_apis: Triton's APIs that clients may use, and the key for loading and unloading models.
-        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the
-            repository's values.
-        write_repository: Folder to lay the models out in, for another program to load; nothing is started
-            then.
+        tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the repository's
+            values.
+        write_repository: Folder in which to lay out the models for another program. If it is set, no server
+            is started.
     """
 
     model_repository: Path = field(default_factory=default_repository)
@@ -100,7 +102,7 @@ def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
 
 
 class TritonServer:
-    """A tritonserver and its private folder: construction lays it out, `start` runs it."""
+    """A tritonserver and its private folder. The constructor lays out the folder; `start` starts the server."""
 
     def __init__(self, options: ServerOptions, echo: TextIO | None = None) -> None:
         self._options = options
@@ -179,16 +181,16 @@ class TritonServer:
         self,
         timeout: float | None = None,
         interrupted: Callable[[], bool] = lambda: False,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> bool:
-        """Wait until every model is ready. Return True then, or False as soon as `interrupted` returns true.
+        """Wait until every model is ready; return True, or False as soon as `interrupted` returns true.
 
-        Raises ServeError with the cause if the server ends by itself, takes longer than `timeout` seconds, or
-        makes no progress for the `ready_timeout_s` of its options. `say` is called now and then with a line
-        about what is still missing.
+        Raises ServeError with the cause if the server ends by itself, takes longer than `timeout` seconds,
+        or makes no progress for `ready_timeout_s` seconds. `report` is called from time to time with a line
+        about what is not ready yet.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        startup = self._make_startup(say)
+        startup = self._make_startup(report)
         while not self._is_ready():
             self._started().wait(_POLL_INTERVAL_S)
             if interrupted():
@@ -215,25 +217,25 @@ class TritonServer:
         is_openai_up = self._openai is None or self._openai.is_up()
         return is_openai_up and is_ready(self._address, ports.http, ports.metrics, models)
 
-    def _make_startup(self, say: Callable[[str], None] | None) -> Startup:
+    def _make_startup(self, report: Callable[[str], None] | None) -> Startup:
         assert self._log is not None, "waiting for a server that was not started"
 
-        def tell(line: str) -> None:
-            if say is not None:
-                say(f"{line}; {_where_log_is(self._echo)}")
+        def report_with_log(line: str) -> None:
+            if report is not None:
+                report(f"{line}; {_where_log_is(self._echo)}")
 
         return Startup(
             self.repository.models,
             self._log,
             lambda: num_bytes(runtime_directory.find_processes(self._folder)),
             self._options.ready_timeout_s,
-            None if say is None else tell,
+            None if report is None else report_with_log,
             initialized=lambda: runtime_directory.initialized_models(self._folder),
         )
 
     @property
     def was_lost(self) -> bool:
-        """Whether an ended server was lost: it failed, or a guard ended it, and no signal told it to end."""
+        """Return whether a server that has ended failed or was ended by a guard, instead of by a signal."""
         return self.returncode != 0 or runtime_directory.was_lost(self._folder)
 
     def ended(self) -> ServeError:
@@ -255,13 +257,13 @@ class TritonServer:
         return request_checks.last_requests(self._folder, _LAST_REQUESTS)
 
     def shut_down(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Refuse new requests, let those in flight finish, and end the server; at once if `hurry` is true.
+        """Refuse new requests, let requests in flight finish, and end the server; at once if `hurry` returns true.
 
-        The server has ended after the exit timeout, even if a client still holds a stream, which keeps this
-        tritonserver running. Without an engine to report that all requests are answered, it takes some
-        seconds more.
+        The server is killed after the exit timeout if it has not ended, for example because a client still
+        holds a stream. Without an engine that reports when all requests are answered, this takes some
+        seconds longer.
 
-        Returns whether it ended in order, with every request in flight answered within that time.
+        Returns whether the server ended in order, with every request in flight answered within the timeout.
         """
         timeout_s = max(1.0, self._options.exit_timeout_s)
         timeout_s = timeout_s if self._ready else min(timeout_s, _UNREADY_GRACE_S)
@@ -269,7 +271,7 @@ class TritonServer:
         begun_s = time.monotonic()
         watch: EngineDrain | IdleWatch | None = self._drain_engines()
         # When tritonserver ends, an engine waits only some seconds for requests that did not come through
-        # Triton. So the OpenAI endpoint, whose requests may take longer, ends first.
+        # Triton. The OpenAI endpoint's requests may take longer, so this endpoint is ended first.
         in_order = self._openai is None or self._openai.end(hurry, timeout_s)
         if not self._started().ask_to_end():
             self.kill()
@@ -288,14 +290,17 @@ class TritonServer:
         return in_order
 
     def _drain_engines(self) -> EngineDrain | None:
-        """Tell the engines of this launcher or of the setting engine_endpoint to end; None without engines."""
+        """Notify the engines of the shutdown: this launcher's, or those that engine_endpoint names.
+
+        None without engines.
+        """
         sockets = list(self._folder.glob("*.sock"))
         if elsewhere := self._options.wanted.settings.get("engine_endpoint"):
             sockets.append(Path(elsewhere))
         return EngineDrain(sockets, self._drain_timeout_s()) if sockets else None
 
     def _drain_timeout_s(self) -> float:
-        """Return the seconds that requests in flight may go on after the server was told to end."""
+        """Return for how many seconds requests in flight may continue when the server is shut down."""
         timeout_s = self._options.exit_timeout_s
         return max(timeout_s - _ANSWER_MARGIN_S, timeout_s / 2)
 
@@ -308,7 +313,7 @@ class TritonServer:
             self._log.join(timeout=5)
 
     def close(self) -> None:
-        """Shut down the server if it still runs, then remove all its leftovers."""
+        """Shut down the server if it still runs, then end its remaining processes and remove its files."""
         try:
             if self._process and self.returncode is None:
                 self.shut_down()
@@ -333,7 +338,7 @@ class TritonServer:
     def _warn_unchecked(self, why: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(
-                f"serve: requests that end tritonserver are not refused: {why} (docs/production.md)",
+                f"serve: requests that crash tritonserver are not refused: {why} (docs/production.md)",
                 file=self._echo or sys.stderr,
                 flush=True,
             )
@@ -342,12 +347,18 @@ class TritonServer:
         return lay_out(self._options, self._folder / "models")
 
     def _find_leader(self) -> ranks.Launch | None:
-        """Return the engine whose ranks this launcher starts; None if none, or if they already run."""
+        """Return the engine whose ranks this launcher starts.
+
+        Returns None if there is none, or mpirun started this launcher.
+        """
         leader = ranks.find_leader(self.repository.launches)
         return leader if ranks.num_ranks_around() == 1 else None
 
     def _make_openai(self) -> OpenAiProcess | None:
-        """Make the OpenAI endpoint for `tensorrt_llm` or else the first engine; None if there is none."""
+        """Make the OpenAI endpoint for `tensorrt_llm`, or if it is no engine, for the first engine.
+
+        Returns None without engines.
+        """
         engines, options = self.repository.endpoints, self._options
         if self.ports.openai is None or not engines:
             return None
@@ -364,7 +375,7 @@ class TritonServer:
         return OpenAiProcess(wanted, find_socket, self._folder, timeout_s, self._echo)
 
     def _engine_socket(self, engine: str, endpoint: str) -> Path | None:
-        """Return the path of an engine's socket; None while tritonserver's process id is not known."""
+        """Return the path of an engine's socket; None until tritonserver's process id is known."""
         if endpoint:
             return Path(endpoint)
         pid = runtime_directory.read_pid(self._folder)
@@ -392,7 +403,8 @@ class TritonServer:
             *(f"--{service}-port={port}" for service, port in self.ports.of_triton().items()),
             f"--exit-timeout-secs={self._options.exit_timeout_s}",
             f"--log-verbose={int(self._options.log_verbose)}",
-            # Auto-completion would start every model's stub twice, to ask for its complete config.pbtxt.
+            # With auto-completion, tritonserver would start every model's stub twice, first only to complete
+            # config.pbtxt.
             "--disable-auto-complete-config",
             f"{backend}shm-region-prefix-name={runtime_directory.shared_memory_prefix(self._folder)}",
             f"{backend}shm-default-byte-size={_SHARED_MEMORY_BYTES}",
@@ -418,9 +430,9 @@ def serve(
     ready_timeout: float = 120.0,
     options: ServerOptions | None = None,
 ) -> Generator[TritonServer, None, None]:
-    """Run a server on free ports for the length of a `with` block; the arguments override `options`.
+    """Run a server on free ports during a `with` block. The other arguments override `options`.
 
-    Without options, clients may read the models' configurations, as perf_analyzer does.
+    Without `options`, clients may read the models' configurations, as perf_analyzer does.
     """
     given = options or ServerOptions(client_apis=ClientApis(model_config=True))
     wanted = replace(
@@ -455,11 +467,11 @@ def start_with_tries(
     after_any_failure: bool = False,
     before_next: Callable[[ServeError], None] = lambda error: None,
 ) -> _T:
-    """Return the result of `start`, and repeat it if it was starved.
+    """Return the result of `start`; call it again if it raises Starved.
 
     Args:
-        start: Raises ServeError if a start failed.
-        most_tries: Number of failures after which the error is raised; 0 means the same as 1.
+        start: Function that starts a server. It raises ServeError if it fails.
+        most_tries: Number of failures after which the error is raised; 0 means 1.
         after_any_failure: Whether to repeat the start after any failure.
         before_next: Called with the failure before the next attempt.
     """
@@ -478,7 +490,7 @@ def _make_folder() -> Path:
     try:
         return runtime_directory.make()
     except OSError as error:
-        os.close(os.open("/", os.O_RDONLY))  # raises if descriptors have run out, which `error` does not say
+        os.close(os.open("/", os.O_RDONLY))  # raises if no descriptors are left, unlike `error`
         raise ServeError(
             f"no folder for the server's files can be made ({error.strerror or error}): set TMPDIR to a folder "
             "that can be written to"
@@ -490,7 +502,7 @@ def _find(program: Path | None, folder: Path) -> installation.Installation:
 
 
 def _where_log_is(echo: TextIO | None) -> str:
-    """Return words that say where the log is, given the stream that it is copied to."""
+    """Return the words of an error message that say where the log is. `echo` is the stream it is copied to."""
     if echo is None:
         return "its log ends with"
     try:

@@ -1,6 +1,6 @@
-"""The server's log: copied as it is written, kept for callers, and searched for the cause of a failure.
+"""The server's log: copied to a stream while it is written, stored, and searched for the cause of a failure.
 
-Runs one thread, which ends when the server's output ends.
+Owns one thread, which ends when the server's output ends.
 """
 
 import collections
@@ -15,15 +15,15 @@ from inflight.server import descriptors
 _KEPT_LINES = 20_000
 _REPEATED_S = 10.0
 _MOST_REPEATED = 20
-"""Number of equal lines that are copied within `_REPEATED_S` seconds; further ones are counted."""
+"""Number of equal lines that are copied within `_REPEATED_S` seconds. Further equal lines are only counted."""
 _MOST_KINDS = 1000
-"""Number of different lines that are remembered in that time."""
+"""Number of different lines that are remembered within `_REPEATED_S` seconds."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _LIBEVENT = "[warn]"
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _STACK = "\n\nAt:\n"  # the text that pybind11 puts before a stack
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
-# Logged at every start on a machine without a GPU, and harmless there.
+# Lines that are logged at every start on a machine without a GPU, where they are harmless.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
     "Unable to allocate pinned system memory",
@@ -55,7 +55,7 @@ class ServerLog:
         self._thread.start()
 
     def text(self) -> str:
-        """Return the log so far; if it is very long, its end."""
+        """Return the log so far. If it is very long, only its end is returned."""
         with self._changed:
             return "".join(self._lines)
 
@@ -64,7 +64,10 @@ class ServerLog:
         self._thread.join(timeout)
 
     def settle(self, quiet: float, timeout: float) -> None:
-        """Wait until nothing was written for `quiet` seconds, so that a line written next comes last."""
+        """Wait until no line was written for `quiet` seconds, so that a line of the caller comes last.
+
+        Waits at most `timeout` seconds.
+        """
         deadline = time.monotonic() + timeout
         with self._changed:
             while (left := min(self._last_line_at + quiet, deadline) - time.monotonic()) > 0:
@@ -105,11 +108,11 @@ class Repeats:
     """A filter of lines that repeat, for example while no more connections can be accepted.
 
     Only the first lines of log records and libevent's lines are counted. Further lines of a record, such as
-    the stacks of threads, are passed on.
+    the stacks of threads, are always passed on.
 
     Args:
-        clock: Returns monotonic seconds.
-        collapses: False to pass on every line.
+        clock: Monotonic clock, in seconds.
+        collapses: Whether to hold back repeated lines. If false, every line is passed on.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, collapses: bool = True) -> None:
@@ -144,9 +147,9 @@ class Repeats:
 
 
 def find_cause(text: str, most_lines: int = 40) -> str:
-    """Return the errors in a log, each with the lines that belong to it; if there are none, the log's end."""
+    """Return the errors in a log, each with all lines of its record; without errors, the end of the log."""
     errors = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
-    # An error of loading a model is logged on several levels; this one has the model's name and the whole
+    # An error in loading a model is logged several times; this record has the model's name and the whole
     # reason.
     errors = [error for error in errors if "failed to load" in error] or errors
     errors = [_without_stack(error.replace("\\n", "\n")) for error in errors]
@@ -157,10 +160,10 @@ def find_cause(text: str, most_lines: int = 40) -> str:
 def was_starved(text: str) -> bool:
     """Return whether a start failed because a model's process did not get processor time for too long.
 
-    While a model loads, tritonserver 2.51 expects a sign of life from its process every second. It gives up a
-    process that is late, which can happen on an overloaded machine, but the process keeps using the memory
-    that both share. Usually tritonserver then aborts on a lock in that memory. The log has the same lines if
-    a model fails with an error of its own, but then it also has that error.
+    While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
+    is late, which can happen on an overloaded machine, it abandons the process, which however keeps using
+    the shared memory of both. Usually tritonserver then aborts on a lock in this memory. If a model fails
+    with an error of its own, the log has the same lines, but also the model's error.
     """
     said = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
     errors = [error for error in said if "failed to load" in error] or said
@@ -168,7 +171,7 @@ def was_starved(text: str) -> bool:
 
 
 def _without_stack(error: str) -> str:
-    """Remove the stack from a ConfigError, whose message suffices."""
+    """Return an error without its stack if it is a ConfigError, whose message suffices."""
     said, at, _ = error.partition(_STACK)
     return said + '"' if at and "ConfigError" in said else error
 

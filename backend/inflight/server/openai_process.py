@@ -1,9 +1,12 @@
-"""The process beside tritonserver that serves OpenAI's protocol: started, kept running and ended with it.
+"""The process beside tritonserver that serves OpenAI's protocol.
 
-`python -m inflight.openai` listens before the engine exists, and connects to the engine when it appears. So
-it starts while the models load, and survives an engine that is unloaded. Like all of the server's processes
-it is found by the server's folder, so it ends with the server even if this launcher is killed (`keeper`).
-Owns when to restart the process. Does not know the protocol. One thread, which waits for the process's end.
+It is started, restarted and ended with the server.
+
+The process runs `python -m inflight.openai`. It listens before the engine exists, and connects to the engine
+when the engine listens; so it is started while the models load, and keeps running when an engine is
+unloaded. Like all of the server's processes it is found by the server's folder, so it ends with the server
+even if this launcher is killed (`keeper`). Owns one thread, which waits until the process ends and restarts
+it.
 """
 
 import contextlib
@@ -24,9 +27,10 @@ from inflight.server.runtime_directory import FOLDER_VARIABLE, UMASK
 _SOCKET_CHECK_S = 0.1
 _POLL_S = 0.05
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a restart, by the number of processes lost in a row; the last for all further restarts."""
+"""Seconds before a restart, by the number of processes lost in a row. The last number is for all further
+restarts."""
 _PROVEN_S = 60.0
-"""A process that ran for this many seconds resets the number of processes lost in a row."""
+"""After a process has run for this many seconds, the number of processes lost in a row is reset."""
 
 
 class OpenAiProcess:
@@ -34,13 +38,13 @@ class OpenAiProcess:
 
     Args:
         options: Options of the endpoint; its port must be free.
-        find_socket: Returns the path of the engine's socket, or None while it is not known.
+        find_socket: Function that returns the path of the engine's socket; None while it is not known.
         folder: The server's folder.
-        exit_timeout_s: Most seconds that requests in flight may go on at the end.
+        exit_timeout_s: How many seconds requests in flight may continue at the end.
         echo: Stream for the process's output.
 
     Attributes:
-        failure: Output of a process that ended before the endpoint first listened; None if there was none.
+        failure: Output of a process that ended before the endpoint ever listened; None if no process did.
     """
 
     def __init__(
@@ -70,19 +74,19 @@ class OpenAiProcess:
         return f"{scheme}://{self._options.host}:{self._options.port}"
 
     def start(self) -> None:
-        """Begin to start the process, without waiting for it."""
+        """Start the process, without waiting until it listens."""
         self._thread.start()
 
     def is_up(self) -> bool:
-        """Return whether the endpoint has ever listened, whether or not the engine answers."""
+        """Return whether the endpoint has ever listened, even if the engine cannot be reached."""
         return self._was_up
 
     def end(self, hurry: Callable[[], bool], timeout_s: float) -> bool:
-        """Refuse new connections, let requests in flight finish, end the process; return whether it ended.
+        """Refuse new connections, let requests in flight finish, and end the process; return whether it has ended.
 
         Args:
-            hurry: Stops the wait when it returns true.
-            timeout_s: Most seconds to wait.
+            hurry: Function that returns true to stop waiting.
+            timeout_s: How many seconds to wait at most.
         """
         with self._lock:
             self._ending.set()
@@ -111,7 +115,7 @@ class OpenAiProcess:
             begun_s = time.monotonic()
             assert process.stdout is not None and process.stderr is not None, "started without pipes"
             log = ServerLog(process.stderr, self._echo, has_gpu=True)
-            # The process writes one line once it listens, and none if it ends before.
+            # The process writes one line when it listens, and no line if it ends before.
             self._was_up |= bool(process.stdout.readline())
             status = process.wait()
             process.stdout.close()
@@ -125,7 +129,7 @@ class OpenAiProcess:
             pause_s = _PAUSES_S[min(num_lost, len(_PAUSES_S) - 1)]
             num_lost += 1
             when = f"in {pause_s:g} s" if pause_s else "now"
-            self._say(f"the OpenAI endpoint ended (exit status {status}) and is started again {when}")
+            self._write_line(f"the OpenAI endpoint ended (exit status {status}) and is started again {when}")
             self._ending.wait(pause_s)
 
     def _start_one(self, engine: Path) -> "subprocess.Popen[bytes] | None":
@@ -158,6 +162,6 @@ class OpenAiProcess:
                 pipe.write(keys.encode())
             return self._process
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(f"serve: {line}", file=self._echo, flush=True)

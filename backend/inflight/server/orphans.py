@@ -1,8 +1,8 @@
-"""Adopt the server's processes whose parents have ended, and wait for them when they end.
+"""Adopt the server's processes whose parents have ended, and reap them when they end.
 
-Otherwise they would become children of the machine's first process. In a container that may be the launcher
-itself, or a process that never waits for children, and each orphan would stay a zombie. Any thread may call
-`claim`; only the main thread may call the other functions.
+Otherwise these orphans would become children of the init process. In a container, the init process may be
+the launcher itself, or a program that never waits for children, so that each orphan would stay a zombie. Any
+thread may call `claim`; only the main thread may call the other functions.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 
 
 def adopt() -> None:
-    """Become the parent of all descendants that lose their parents from now on."""
+    """Make this process the parent of all descendants whose parents end from now on."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

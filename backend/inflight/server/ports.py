@@ -1,4 +1,4 @@
-"""The ports of a server: chosen, or checked to be free, before anything is started."""
+"""Choose the ports of a server, or check that they are free, before anything is started."""
 
 import contextlib
 import random
@@ -14,7 +14,7 @@ _TRIES = 100
 
 @dataclass(frozen=True)
 class Ports:
-    """Port numbers; 0 means any free port. Without `openai` there is no OpenAI endpoint."""
+    """Port numbers; 0 means any free port. If `openai` is None, there is no OpenAI endpoint."""
 
     http: int = 0
     grpc: int = 0
@@ -22,7 +22,7 @@ class Ports:
     openai: int | None = None
 
     def of_triton(self) -> dict[str, int]:
-        """Return the ports that tritonserver listens on, by tritonserver's names for them."""
+        """Return the ports that tritonserver listens on, by tritonserver's names of the ports."""
         return {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
 
 
@@ -39,10 +39,13 @@ def resolve_host(host: str) -> str:
 
 
 def resolve_ports(address: str, asked: Ports) -> Ports:
-    """Return the ports with every 0 replaced by a free port; OptionError, with the flag, for a taken one."""
+    """Return the ports with every 0 replaced by a free port.
+
+    Raises OptionError with the flag if a port is taken.
+    """
     with contextlib.ExitStack() as held:
-        # All ports are held at once, so that no free port is chosen twice, and a port that is given twice is
-        # noticed.
+        # All ports are held at the same time, so that no free port is chosen twice, and a port that is given
+        # twice is an error.
         return Ports(
             http=_claim(held, address, asked.http, "--http-port"),
             grpc=_claim(held, address, asked.grpc, "--grpc-port"),
@@ -54,7 +57,7 @@ def resolve_ports(address: str, asked: Ports) -> Ports:
 def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> int:
     listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     if port:
-        # Connections of an earlier server that are still in TIME_WAIT do not make the port taken.
+        # A port counts as free even if connections of an earlier server are still in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         if port:
@@ -71,7 +74,11 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
 
 
 def _bind_to_free(listener: socket.socket, address: str) -> None:
-    """Bind to a free port below the ephemeral ports, as the server binds it only after loading its models."""
+    """Bind to a free port below the ephemeral ports.
+
+    The server binds to the port only after loading its models, and until then another connection could get
+    an ephemeral port.
+    """
     ports = range(_LOWEST_FREE, _first_of_systems())
     for port in random.sample(ports, min(_TRIES, len(ports))):
         with contextlib.suppress(OSError):
@@ -81,7 +88,7 @@ def _bind_to_free(listener: socket.socket, address: str) -> None:
 
 
 def _first_of_systems() -> int:
-    """Return the lowest port that the system may give to a connection or a socket bound to port 0."""
+    """Return the lowest ephemeral port: the lowest port that the kernel may choose for a connection or port 0."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:

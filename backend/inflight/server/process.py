@@ -1,7 +1,7 @@
-"""The processes of a tritonserver that was started directly or as rank 0 by mpirun.
+"""The processes of a tritonserver that is started directly, or by mpirun as rank 0.
 
-Owns how to start it, its process id, and how to end all of its processes. Does not know whether it is ready,
-nor what its arguments mean. In leader mode, one thread waits for tritonserver's end.
+Starts the server, finds its process id, and ends all of its processes. In leader mode, one thread waits
+until tritonserver ends.
 """
 
 import contextlib
@@ -19,18 +19,21 @@ from inflight.processes import ProcessId
 from inflight.server import orphans, runtime_directory
 from inflight.server.runtime_directory import FOLDER_VARIABLE, PID_FILE, UMASK, read_pid
 
-# Most seconds that ranks may take to end after tritonserver; a stopped rank never ends.
+# Seconds that ranks may take to end after tritonserver. A stopped rank would never end.
 _RANKS_END_S = 10.0
 _START_CHECK_S = 0.1
 
 _STACK_BYTES = 256 << 20
-"""Stack size of each thread. tritonserver 2.51 puts texts of HTTP generate there: 5 MB overflow 8 MiB."""
+"""Stack size of each thread in bytes. tritonserver 2.51 stores texts of HTTP generate on the stack; a text
+of 5 MB overflows a stack of 8 MiB."""
 
 
 def _larger_stacks() -> tuple[str, ...]:
-    """Return a command prefix that raises the limit; () if it is high enough or cannot be raised."""
+    """Return a command prefix that raises the stack limit; () if the limit is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES  # without a limit, threads get 2 MiB
+    is_enough = (
+        soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES
+    )  # if there is no limit, threads have only 2 MiB
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
     program = shutil.which("prlimit")
     if is_enough or not may_be_raised or program is None:
@@ -39,7 +42,7 @@ def _larger_stacks() -> tuple[str, ...]:
 
 
 class ServerProcess:
-    """A process of tritonserver or mpirun, started by construction; OSError if the program cannot be run."""
+    """A process of tritonserver or mpirun. The constructor starts it; OSError if the program cannot be run."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, is_mpirun: bool
@@ -69,7 +72,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of tritonserver, and process group of it and its stubs; None before it runs."""
+        """Process id of tritonserver, which is also the process group of its stubs; None before it runs."""
         return read_pid(self._folder)
 
     @property
@@ -83,7 +86,7 @@ class ServerProcess:
             self._child.wait(timeout)
 
     def ask_to_end(self) -> bool:
-        """Tell tritonserver to finish its requests and end; return False if it does not run yet."""
+        """Send tritonserver the signal to finish its requests and end; return False if it does not run yet."""
         pid = self.pid
         if pid is None:
             return False
@@ -97,7 +100,7 @@ class ServerProcess:
         self._child.wait()
 
     def _end_with_tritonserver(self) -> None:
-        """End the remaining ranks after tritonserver, because mpirun would wait forever for a stopped one."""
+        """End the remaining ranks after tritonserver, because mpirun would wait forever for a stopped rank."""
         while (pid := self.pid) is None:
             if self.returncode is not None:
                 return

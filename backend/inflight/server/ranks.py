@@ -1,7 +1,7 @@
-"""The number of ranks of a repository's engines, who starts them, and the mpirun command of leader mode.
+"""How many ranks a repository's engines have, which process starts them, and the mpirun command of leader mode.
 
-Owns how the launcher interprets the parameters about ranks; the model that holds the engine reads them again.
-Standard library only (see `trtllm_launcher`). Reads the environment, keeps no state, starts nothing.
+The launcher reads the parameters about ranks with this module; the model that holds the engine reads them
+itself. Imports only the standard library (see `trtllm_launcher`). Reads the environment; starts nothing.
 """
 
 import os
@@ -36,20 +36,21 @@ OPTIONS: Mapping[str, str] = {
     LAUNCH_MODE: "--mode",
     MPIRUN_ARGUMENTS: "--mpirun-arguments",
 }
-"""Command-line option of each parameter about ranks."""
+"""Command-line option of each parameter about ranks, by parameter."""
 
 _WORKER = ("-m", WORKER_MODULE)
-# The shell writes tritonserver's process id, because a signal to mpirun would end all ranks at once.
+# The shell writes tritonserver's process id to a file. Signals are sent to tritonserver, because a signal to
+# mpirun would end all ranks at once.
 _NOTE_PID = 'echo $$ >"$0"; exec env "$@"'
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of one engine's ranks: their number, the launch mode and mpirun's arguments.
+    """How the ranks of one engine are started: their number, the launch mode and mpirun's arguments.
 
     Attributes:
         model: Triton model that holds the engine.
-        num_ranks: Tensor-parallel ranks times pipeline stages.
+        num_ranks: Number of tensor-parallel ranks times number of pipeline stages.
         mode: Value of `LaunchMode`.
         mpirun_arguments: Further arguments for mpirun, in a shell's syntax.
         tp, pp: Numbers of tensor-parallel ranks and pipeline stages.
@@ -68,7 +69,7 @@ class Launch:
 def settings(
     tp: int | None, pp: int | None, mode: Mode | None, mpirun_arguments: str | None, ep: int | None = None
 ) -> dict[str, str]:
-    """Return command-line options as parameters of config.pbtxt; None keeps the repository's value."""
+    """Return command-line options as parameters of config.pbtxt. An option that is None gives no parameter."""
     given = {
         TENSOR_PARALLEL: tp,
         PIPELINE_PARALLEL: pp,
@@ -82,7 +83,7 @@ def settings(
 def launch_of(
     model: str, parameters: Mapping[str, str], environment: Mapping[str, str] = os.environ
 ) -> Launch:
-    """Return how an engine's ranks are started, by its parameters; OptionError if they are inconsistent."""
+    """Return how an engine's ranks are started. Raises OptionError if the engine's parameters are inconsistent."""
     sizes = TENSOR_PARALLEL, PIPELINE_PARALLEL, EXPERT_PARALLEL
     tp, pp, ep = (_size(model, key, parameters.get(key)) for key in sizes)
     asked = parameters.get(LAUNCH_MODE)
@@ -107,7 +108,10 @@ def launch_of(
 
 
 def find_leader(launches: Sequence[Launch]) -> Launch | None:
-    """Return the engine whose ranks are started together with tritonserver; OptionError if several."""
+    """Return the engine in leader mode, whose ranks mpirun starts with tritonserver.
+
+    OptionError if there are several.
+    """
     leaders = [launch for launch in launches if launch.mode == "leader"]
     if len(leaders) > 1:
         names = " and ".join(launch.model for launch in leaders)
@@ -124,8 +128,9 @@ def leader_command(
 
     Args:
         tritonserver: Program and arguments.
-        variables: Environment variables for tritonserver only; workers must not use the server's libraries.
-        pid_file: File that gets tritonserver's process id, on a line.
+        variables: Environment variables for tritonserver only, because workers must not use the server's
+            libraries.
+        pid_file: File to which tritonserver's process id is written.
         launch: The engine's launch.
 
     Raises:
@@ -138,18 +143,19 @@ def leader_command(
     assignments = [f"{name}={value}" for name, value in variables.items()]
     return [
         mpirun,
-        # Without recovery, mpirun would end all ranks when one is lost, before rank 0 could answer its
+        # Without this argument, mpirun would end all ranks when one is lost, before rank 0 has answered its
         # clients.
         "--enable-recovery",
         *mpirun_options(launch.mpirun_arguments, is_one_program=False),
         *("-n", "1", "sh", "-c", _NOTE_PID, str(pid_file), *assignments, *tritonserver),
-        # The current directory is the server's own folder, which other hosts do not have.
+        # Workers start in the root folder: the current directory is the server's folder, which other hosts
+        # lack.
         *(":", "-n", str(launch.num_ranks - 1), "--wdir", "/", sys.executable, *_WORKER),
     ]
 
 
 def session_variables(folder: Path, shared_memory: Path) -> dict[str, str]:
-    """Return environment variables that put mpirun's own files where they are removed with the server."""
+    """Return environment variables with which mpirun's files are in folders that are removed with the server."""
     return {"TMPDIR": str(folder), SHARED_MEMORY: str(shared_memory)}
 
 

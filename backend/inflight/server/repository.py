@@ -1,8 +1,8 @@
 """A runtime copy of the model repository, with the requested parameters filled in.
 
-Translates `--model`, `--dtype`, `--set` and other options to config.pbtxt parameters. Code is copied and large
-files are linked, so the original is never written to and no weights are copied. Does not start Triton or check
-the values of parameters.
+Converts `--model`, `--dtype`, `--set` and other options to parameters of config.pbtxt. Code is copied and
+large files are linked, so that the original is never written to and no weights are copied. The models check
+the values of parameters when they are loaded.
 """
 
 import difflib
@@ -49,12 +49,12 @@ class Wanted:
 
     Attributes:
         model: Checkpoint folder.
-        dtype: Data type of its weights.
+        dtype: Data type of the weights.
         settings: Values by parameter name; they take precedence over the other fields.
         adapters: Names and folders of LoRA adapters.
         engine: Layers to use: "torch", "transformers" or "tensorrt".
         engine_dir: Folder of TensorRT plans.
-        weights: Place of the compiled layers' weights: "memory" or "mmap".
+        weights: Place where compiled layers store their weights: "memory" or "mmap".
     """
 
     model: Path | None = None
@@ -71,8 +71,8 @@ class RuntimeRepository:
     """A model repository that tritonserver can load.
 
     Attributes:
-        models: Names of its models.
-        checkpoint: Checkpoints that its engines serve, separated by commas; None if there is none.
+        models: Names of the repository's models.
+        checkpoint: Checkpoints that the engines serve, separated by commas; None without engines.
         launches: How the ranks of each engine are started.
         endpoints: Path of each engine's socket, by model; "" if the engine chooses it.
     """
@@ -92,9 +92,12 @@ def default_repository() -> Path:
 def assemble(
     source: Path, target: Path, wanted: Wanted, ranks_wanted: Mapping[str, str] | None = None
 ) -> RuntimeRepository:
-    """Lay out `source` under `target`; raises OptionError for a setting that no model has.
+    """Lay out the repository `source` under `target`; raises OptionError for a setting that no model has.
 
     Args:
+        source: The original repository.
+        target: Folder of the runtime copy.
+        wanted: Values to fill in.
         ranks_wanted: Parameters for --tp, --pp, --ep, --mode and --mpirun-arguments.
     """
     source = source.resolve()
@@ -118,7 +121,7 @@ def assemble(
         text = set_parameters(text, changed)
         text = add_outputs(text, _additional_outputs(filled[model].get(ADDITIONAL_OUTPUTS, "")))
         engine = _engine_of(model, filled[model], engines)
-        of_engine = input_types(filled[engine]) if engine else {}  # need not be set for both models
+        of_engine = input_types(filled[engine]) if engine else {}  # front ends need not set them
         for name, data_type in {**of_engine, **input_types(filled[model])}.items():
             text = set_input_type(text, name, data_type)
         if (mode := _mode_of(model, filled[model], decoupled, engines, configs)) is not None:
@@ -137,10 +140,10 @@ def assemble(
 
 
 def fill(present: Mapping[str, Mapping[str, str]], wanted: Wanted, source: Path) -> dict[str, dict[str, str]]:
-    """Return every model's parameters: the `present` ones, with the wanted values written over them.
+    """Return every model's parameters by model: the `present` parameters, overwritten by the wanted values.
 
-    An engine without a checkpoint serves the demo model. A model without a tokenizer uses that of its
-    engine's checkpoint.
+    An engine without a checkpoint serves the demo model. A model without a tokenizer uses the tokenizer of
+    its engine's checkpoint.
     """
     settings = _settings(wanted)
     _check_known(settings, {key: value for known in present.values() for key, value in known.items()})
@@ -180,7 +183,7 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values |= wanted.settings
     if wanted.adapters:
         values[LORA_ADAPTERS] = _named_folders(wanted)
-    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in a temporary folder
+    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in another folder
         if values.get(key):
             values[key] = str(Path(values[key]).absolute())
     return values
@@ -189,7 +192,7 @@ def _settings(wanted: Wanted) -> dict[str, str]:
 def _named_folders(wanted: Wanted) -> str:
     """Return the parameter lora_adapters for all --lora options; raises OptionError for an invalid one."""
     if LORA_ADAPTERS in wanted.settings:
-        raise OptionError(f"--lora and --set {LORA_ADAPTERS} are two ways to say the same: use one of them")
+        raise OptionError(f"--lora and --set {LORA_ADAPTERS} set the same parameter: use only one of them")
     names = [name for name, _ in wanted.adapters]
     for name, folder in wanted.adapters:
         if names.count(name) > 1:
@@ -211,7 +214,7 @@ def _demo_model(source: Path, engine: str) -> str | None:
 
 
 def _engine_of(model: str, parameters: Mapping[str, str], engines: list[str]) -> str | None:
-    """Return the engine's model for `model`: itself, the one in its parameters, or the first."""
+    """Return the engine that `model` uses: itself, else the engine in its parameters, else the first engine."""
     named = parameters.get(ENGINE_NAME, "")
     return next((name for name in (model, named, *engines) if name in engines), None)
 
@@ -228,7 +231,10 @@ def _launches(filled: Mapping[str, Mapping[str, str]]) -> tuple[ranks.Launch, ..
 
 
 def _is_engine(known: Mapping[str, str]) -> bool:
-    """Return whether the model loads a checkpoint. A path alone does not tell: preprocessing may have one too."""
+    """Return whether the model holds an engine.
+
+    A checkpoint's path is not sufficient: preprocessing may have one, too.
+    """
     return MODEL_PATH in known and (ADD_SPECIAL_TOKENS not in known or MODEL_TYPE in known)
 
 
@@ -241,7 +247,7 @@ def _checkpoints(filled: Mapping[str, Mapping[str, str]]) -> str | None:
 def _check_ranks_known(
     wanted: Mapping[str, str], present: Mapping[str, Mapping[str, str]], source: Path
 ) -> None:
-    """Raise OptionError, naming the option, for a parameter that no model has."""
+    """Raise OptionError, which names the option, for a parameter about ranks that no model has."""
     for key in wanted:
         if not any(key in known for known in present.values()):
             raise OptionError(
@@ -258,7 +264,7 @@ def _batch_size(value: str | None) -> int | None:
 
 
 def _slots_of_plans(wanted: Wanted) -> int | None:
-    """Return how many sequences the wanted plans run at once; None without plans."""
+    """Return how many sequences the wanted TensorRT plans can run at a time; None without plans."""
     for folder in (wanted.engine_dir, wanted.model):
         if folder is not None and is_engine_folder(folder):
             return num_slots(folder)
@@ -291,7 +297,10 @@ def _mode_of(
     engines: list[str],
     configs: Mapping[str, str],
 ) -> bool | None:
-    """Return a model's new `decoupled`: the wanted value, else that of its engine; None to leave it unchanged."""
+    """Return a model's new value of `decoupled`: the wanted value, else the value of its engine.
+
+    Returns None if it must not be changed.
+    """
     engine = _engine_of(model, parameters, engines)
     return read_decoupled(configs[engine]) if wanted is None and engine else wanted
 

@@ -1,9 +1,9 @@
-"""A library that tritonserver loads first: it refuses requests that would end it, and records the last ones.
+"""Build the library that is preloaded into tritonserver: it refuses requests that would crash tritonserver.
 
-Its source is `preload/request_checks.c`, which says what is refused. It is compiled at every start, in a
-fraction of a second, into the server's private folder. Without a C compiler, the binary that a wheel has
-beside the source is used, if there is one. `python -m inflight.server.request_checks TARGET.so` compiles it
-for a tritonserver that another program starts.
+It also records the last requests. Its source, `preload/request_checks.c`, lists which requests are refused.
+The library is compiled at every start, in a fraction of a second, into the server's private folder. Without
+a C compiler, the binary that a wheel has beside the source is used. `python -m
+inflight.server.request_checks TARGET.so` compiles it for a tritonserver that another program starts.
 """
 
 import os
@@ -14,17 +14,17 @@ import sys
 from pathlib import Path
 
 _SOURCE = Path(__file__).parent / "preload" / "request_checks.c"
-_PREBUILT = _SOURCE.with_suffix(".so")  # by scripts/wheel
+_PREBUILT = _SOURCE.with_suffix(".so")  # built by scripts/wheel
 _COMPILERS = ("cc", "gcc", "clang", "g++")
 _FLAGS = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-shared")
 _TIMEOUT_S = 120.0  # some hundred times the time on an idle machine
 _NOTES = "last_requests"
-_SLOT_BYTES = 1024  # as in the source; each slot begins with the request's number
+_SLOT_BYTES = 1024  # size of a record, as in the C source; each record begins with the request's number
 _NUMBERED = re.compile(rb"(\d+) ([^\0]+)")
 
 
 class CannotCompile(Exception):
-    """The library could not be compiled; the message says why."""
+    """The library could not be compiled. The message has the reason."""
 
 
 def compile_checks(target: Path) -> Path:

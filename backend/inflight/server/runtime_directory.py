@@ -1,11 +1,12 @@
 """The private folder of one running server, and the shared memory and processes that belong to it.
 
-The names of the server's shared memory begin with the folder's name. Its processes are tritonserver, its
-stubs, mpirun and the ranks on this machine. mpirun gives every rank a process group of its own, and a process
-that loses its parent gets another parent. So the processes are found by the folder's path in the environment
-that they inherit. Files in the folder record tritonserver's process id, the models that have loaded, and
-whether the server was ended because it could not serve any more. Standard library only, because the keeper
-and the guards run it beside tritonserver. Any thread.
+The names of the server's shared memory begin with the folder's name. The server's processes are
+tritonserver, its stubs, mpirun and the ranks on this machine. They can be found neither by their process
+groups, as mpirun gives every rank a group of its own, nor by their parents, as orphans get another parent.
+So they are found by the folder's path in the environment, which they inherit. Files in the folder record
+tritonserver's process id, the models that have been loaded, and whether the server was ended because it
+could no longer serve. Imports only the standard library, because the keeper and the guards use it beside
+tritonserver. Any thread.
 """
 
 import contextlib
@@ -18,25 +19,26 @@ from pathlib import Path
 from inflight.processes import ProcessId
 
 FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
-"""Environment variable with the path of a server's folder, which has the engine's socket too."""
+"""Environment variable with the path of a server's folder, in which the engine's socket is, too."""
 
 PID_FILE = "tritonserver.pid"
 """File in the server's folder with tritonserver's process id, on a line."""
 
 UMASK = 0o077
-"""Umask of a server's processes: their files, and Triton's shared memory, are for this user only."""
+"""Umask of a server's processes, with which only this user can read their files and Triton's shared memory."""
 
-_LOSS_FILE = "lost"  # a file in the folder: a guard has ended the server, whatever its exit status says
-_INITIALIZED = "initialized-"  # followed by a model's name: a process of the model has loaded it
+_LOSS_FILE = "lost"  # this file exists if a guard has ended the server, whatever the server's exit status is
+_INITIALIZED = "initialized-"  # prefix of the file that exists if a model is loaded; the model's name follows
 _PREFIX = "inflight-server-"
 _SHARED_MEMORY = Path("/dev/shm")
-_END_S = 10.0  # a process that hangs in a device driver can neither be ended nor waited for
+_END_S = 10.0  # seconds to wait; a process that hangs in a device driver cannot be ended
 
 
 def make() -> Path:
     """Make a new, empty folder that only this user can read."""
     # The path must have no spaces, because the Python backend starts its stub through a shell without
-    # quoting. It should be ASCII, because the stub's Python imports modules from it (see `file_names`).
+    # quoting. The path should be ASCII, because the stub's Python imports modules from this folder (see
+    # `file_names`).
     parent = tempfile.gettempdir()
     plain = parent.isascii() and not any(character.isspace() for character in parent)
     return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent if plain else "/tmp"))
@@ -77,7 +79,7 @@ def find_processes(folder: Path) -> list[ProcessId]:
 
 
 def end_processes(folder: Path) -> None:
-    """Kill the server's processes, and those that they start meanwhile; return when all are gone."""
+    """Kill the server's processes, and processes that they start meanwhile; return when all have ended."""
     while processes := find_processes(folder):
         for process in processes:
             process.signal(signal.SIGKILL)
@@ -94,9 +96,9 @@ def read_pid(folder: Path) -> int | None:
 
 
 def note_loss() -> None:
-    """Record, in a process of the server, that the server is ended because it cannot serve any more."""
+    """Record that the server is ended because it can no longer serve. Called in a process of the server."""
     folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
-    if read_pid(folder) is not None:  # otherwise the folder was not made for a server
+    if read_pid(folder) is not None:  # else the folder does not belong to a server
         with contextlib.suppress(OSError):
             (folder / _LOSS_FILE).touch()
 
@@ -107,7 +109,7 @@ def was_lost(folder: Path) -> bool:
 
 
 def note_initialized(model: str) -> None:
-    """Record, in a process of the server, that this process has loaded its model."""
+    """Record that this process has loaded the model. Called in a process of the server."""
     folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
     if read_pid(folder) is not None:
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Detect whether a starting server is ready, or whether it makes progress, and when to give up.
+"""Detect whether a starting server is ready, whether it makes progress, and when to give up.
 
-Progress is a line in the server's log, or processes that read files or fill memory. A large checkpoint takes
-many minutes to load and does both all the while; a server that waits in vain does neither, even if it spins.
-Runs on the thread that waits.
+A server makes progress if it writes a line to its log, or its processes read files or fill memory. Loading a
+large checkpoint takes many minutes, but reads files and fills memory all the time; a server that hangs does
+neither, even if it uses processor time. Runs on the thread that waits for the server.
 """
 
 import http.client
@@ -14,16 +14,16 @@ import psutil
 from inflight.processes import MAJOR_FAULTS, MINOR_FAULTS, ProcessId, stat_fields
 from inflight.server.log import ServerLog
 
-_TELL_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _SAMPLE_EVERY_S = 5.0
-_LEAST_BYTES = 4_000_000  # per sample; a server that only answers readiness checks stays far below
+_LEAST_BYTES = 4_000_000  # progress per sample; readiness checks alone read far less
 _PAGE_BYTES = 4096
 _ANSWER_S = 5.0
-_FORGOTTEN_S = 15.0  # tritonserver normally reports a model as loaded as soon as its process is done
+_FORGOTTEN_S = 15.0  # normally tritonserver reports a loaded model at once
 
 
 def is_ready(address: str, http_port: int, metrics_port: int, models: Sequence[str]) -> bool:
-    """Return whether the server, each of its models and the metrics answer over HTTP."""
+    """Return whether the server, all of its models and the metrics page are ready, as checked over HTTP."""
     paths = ["/v2/health/ready", *(f"/v2/models/{model}/ready" for model in models)]
     asked = [*((http_port, path) for path in paths), (metrics_port, "/metrics")]
     return all(_answers(address, port, path) for port, path in asked)
@@ -48,12 +48,12 @@ class Startup:
     Args:
         models: Names of the models that must be ready.
         log: The server's log.
-        num_bytes: Returns the bytes that the server's processes have read, plus the memory that they have
-            filled.
-        stall_timeout_s: Most seconds without progress; None: no limit.
-        say: Called with a line for people from time to time; None: no lines.
-        now: Returns monotonic seconds.
-        initialized: Returns the models whose processes have loaded them.
+        num_bytes: Function that returns how many bytes the server's processes have read, plus how many bytes
+            of memory they have filled.
+        stall_timeout_s: Largest number of seconds without progress; None: no limit.
+        report: Called from time to time with a line about the progress; None: not called.
+        now: Monotonic clock, in seconds.
+        initialized: Function that returns the models whose processes have loaded them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Startup:
         log: ServerLog,
         num_bytes: Callable[[], int],
         stall_timeout_s: float | None,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
         now: Callable[[], float] = time.monotonic,
         initialized: Callable[[], Collection[str]] = tuple,
     ) -> None:
@@ -71,9 +71,9 @@ class Startup:
         self._log = log
         self._count_bytes = num_bytes
         self._stall_timeout_s = stall_timeout_s
-        self._say = say
+        self._report = report
         self._now = now
-        self._begun_s = self._last_progress_s = self._told_s = self._sampled_s = now()
+        self._begun_s = self._last_progress_s = self._reported_s = self._sampled_s = now()
         self._num_lines = self._num_bytes = 0
 
     def check(self) -> str | None:
@@ -81,9 +81,9 @@ class Startup:
         now = self._now()
         if self._has_progress(now):
             self._last_progress_s = now
-        if self._say is not None and now - self._told_s >= _TELL_EVERY_S:
-            self._told_s = now
-            self._say(f"not ready yet: {self._state(now)}")
+        if self._report is not None and now - self._reported_s >= _REPORT_EVERY_S:
+            self._reported_s = now
+            self._report(f"not ready yet: {self._state(now)}")
         if self._stall_timeout_s is None or now - self._last_progress_s < self._stall_timeout_s:
             return None
         return (
@@ -91,14 +91,14 @@ class Startup:
         )
 
     def forgotten(self) -> str | None:
-        """Return an error message if tritonserver ignores a process that has loaded its model; else None.
+        """Return an error message if tritonserver does not notice that a process has loaded its model; else None.
 
-        tritonserver has then given that process up, see `log.was_starved`, and both wait for each other.
+        tritonserver has then abandoned this process (see `log.was_starved`), and both wait for each other.
         """
         if self._now() - self._last_progress_s < _FORGOTTEN_S:
             return None
         models = set(self._find_initialized()).difference(self._log.loaded_models)
-        return f"tritonserver does not take notice of {', '.join(sorted(models))}" if models else None
+        return f"tritonserver does not notice the loaded {', '.join(sorted(models))}" if models else None
 
     def _has_progress(self, now: float) -> bool:
         num_lines, self._num_lines = self._num_lines, self._log.num_lines
@@ -118,7 +118,7 @@ class Startup:
 
 
 def num_bytes(processes: Sequence[ProcessId]) -> int:
-    """Return the bytes that these processes have read, plus the memory that they have filled."""
+    """Return how many bytes these processes have read, plus how many bytes of memory they have filled."""
     return sum(_bytes_read(process.pid) + _PAGE_BYTES * _page_faults(process.pid) for process in processes)
 
 

@@ -1,8 +1,8 @@
-"""Keep a server running: one that ends by itself is started again, on the same ports.
+"""Keep a server running: if the server ends by itself, it is started again on the same ports.
 
-A killed process of a model ends the server (`guard`), and some uses make this version of tritonserver abort.
-In either case the connections of the requests in flight close. Owns when to restart, when to give up, and the
-signals that tell this process to end. Runs on the main thread.
+If a model's process is killed, the guard ends the server (`guard`), and some requests make tritonserver 2.51
+abort. In either case the connections of the requests in flight are closed. This module decides when to
+restart and when to give up, and handles the signals that end this process. Runs on the main thread.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, start_with_tries
 
 _PAUSES_S = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a start, by the number of servers lost in a row; the last value for all further starts."""
+"""Seconds before a start, by the number of servers lost in a row. The last number is for all further starts."""
 
 _PROVEN_S = 60.0
-"""A server that was ready for this many seconds resets the number of servers lost in a row."""
+"""After a server was ready for this many seconds, the number of servers lost in a row is reset."""
 
 
 def _wake(_: int, __: FrameType | None) -> None:
@@ -31,10 +31,10 @@ def _wake(_: int, __: FrameType | None) -> None:
 
 
 class Signals:
-    """The signals that tell this process to end, and a wait that they interrupt.
+    """The signals that end this process, and a wait that they interrupt.
 
-    The handlers only record the signal. A byte in a pipe wakes the waiting thread, also when a child process
-    ends.
+    The handlers only record the signal. A byte in a pipe wakes the waiting thread; this also happens when a
+    child process ends.
     """
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class Signals:
         self.received.append(number)
 
     def any(self) -> bool:
-        """Return whether this process was told to end."""
+        """Return whether a signal to end has arrived."""
         return bool(self.received)
 
     def several(self) -> bool:
-        """Return whether a second signal has told this process to end at once."""
+        """Return whether a second signal has arrived, which means to end at once."""
         return len(self.received) > 1
 
     def wait(self, until: Callable[[], bool], timeout: float | None = None) -> None:
-        """Wait for a signal, or until `until` returns true, which is checked when a child process ends.
+        """Wait until a signal arrives, or until `until` returns true, which is checked when a child process ends.
 
         Waits at most `timeout` seconds; None: no limit.
         """
@@ -82,9 +82,9 @@ class Supervisor:
 
     Args:
         options: Options of every server.
-        signals: Signals that tell this process to end.
+        signals: The signals that end this process.
         echo: Stream for the servers' logs and the supervisor's own lines.
-        on_ready: Called with each server that is ready.
+        on_ready: Called with each server when it is ready.
     """
 
     def __init__(
@@ -102,7 +102,10 @@ class Supervisor:
         self._num_lost = 0  # in a row
 
     def run(self) -> int:
-        """Serve until told to end; return the exit status. ServeError if no server can be kept running."""
+        """Serve until a signal ends this process; return the exit status.
+
+        ServeError if no server can be kept running.
+        """
         orphans.adopt()
         while (server := self._start()) is not None:
             try:
@@ -116,7 +119,7 @@ class Supervisor:
         return 128 + self._signals.received[-1] if self._signals.several() else 0
 
     def _start(self) -> TritonServer | None:
-        """Return a server that is ready; None if told to end before there is one."""
+        """Start a server and return it when it is ready; return None if a signal to end arrives before."""
         return start_with_tries(
             self._start_once,
             self._options.restarts,
@@ -132,7 +135,7 @@ class Supervisor:
         self._options = replace(self._options, ports=server.ports)
         try:
             server.start()
-            if server.wait_ready(interrupted=self._signals.any, say=self._say):
+            if server.wait_ready(interrupted=self._signals.any, report=self._write_line):
                 return server
             server.shut_down(hurry=self._signals.several)
         except BaseException:  # also after Ctrl-C, the server must not stay behind
@@ -142,17 +145,20 @@ class Supervisor:
         return None
 
     def _watch(self, server: TritonServer) -> str | None:
-        """Return how a ready server was lost; None if it was told to end; ServeError to end for good."""
+        """Wait until a ready server ends; return how it was lost, or None after a signal to end.
+
+        Raises ServeError if the server must not be restarted.
+        """
         self._has_served = True
         ready_at = time.monotonic()
         self._on_ready(server)
         self._signals.wait(until=lambda: self._has_ended(server))
         is_replaceable = self._has_ended(server) and server.was_lost and self._options.restarts
         if self._signals.any():
-            if not is_replaceable:  # a signal that comes after a loss only stops the next start
+            if not is_replaceable:  # a signal that arrives after the loss only prevents the next start
                 self._shut_down(server)
             return None
-        self._tell_last_requests(server)
+        self._log_last_requests(server)
         if not is_replaceable:
             raise server.ended()
         if time.monotonic() - ready_at > _PROVEN_S:
@@ -169,20 +175,20 @@ class Supervisor:
             timeout = self._options.exit_timeout_s
             raise ServeError(f"tritonserver had not finished after {timeout} s and was ended")
 
-    def _tell_last_requests(self, server: TritonServer) -> None:
-        """Log the last requests before the loss: one of them may have caused it."""
+    def _log_last_requests(self, server: TritonServer) -> None:
+        """Log the last requests before the loss, one of which may have caused it."""
         for request in server.last_requests():
-            self._say(f"one of the last requests before the end: {request}")
+            self._write_line(f"one of the last requests before the end: {request}")
 
     def _pause(self, loss: str) -> None:
         pause_s = _PAUSES_S[min(self._num_lost, len(_PAUSES_S) - 1)]
         self._num_lost += 1
         when = f"in {pause_s:g} s" if pause_s else "now"
         lost = "what was in flight is lost, and " if self._has_served else ""
-        self._say(f"{loss}; {lost}the server is started again {when}")
+        self._write_line(f"{loss}; {lost}the server is started again {when}")
         self._signals.wait(until=lambda: False, timeout=pause_s)
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the stream is closed
             print(f"serve: {line}", file=self._echo, flush=True)
 

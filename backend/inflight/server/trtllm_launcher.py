@@ -1,7 +1,7 @@
-"""tensorrtllm_backend's launch_triton_server.py in terms of `scripts/serve`: the same flags and defaults.
+"""tensorrtllm_backend's launch_triton_server.py, implemented by `scripts/serve`, with the same flags and defaults.
 
-Owns the meaning of each flag here. Standard library only, because the calling script may run before anything
-is installed.
+Converts each flag to options of `scripts/serve`. Imports only the standard library, because the calling
+script may run before anything is installed.
 """
 
 import argparse
@@ -23,12 +23,12 @@ _CONFIG = "config.pbtxt"
 
 @dataclass(frozen=True)
 class Translation:
-    """The launcher's flags in terms of `scripts/serve`.
+    """The launcher's flags, converted to options of `scripts/serve`.
 
     Attributes:
         arguments: Arguments for `scripts/serve`.
         log_file: File for the log; None for the terminal.
-        notes: A line for each given flag that has no effect here.
+        notes: A line for each given flag that has no effect.
     """
 
     arguments: tuple[str, ...]
@@ -37,9 +37,9 @@ class Translation:
 
 
 def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
-    """Start the server with the program `serve`, and return the exit status while its models load.
+    """Start the server with the program `serve`; return the exit status without waiting until it is ready.
 
-    As with the original launcher, clients ask the server itself whether it is ready.
+    As with the original launcher, clients check the server's readiness.
     """
     given = parser(serve.parents[1] / "model_repository").parse_args(arguments)
     try:
@@ -56,7 +56,7 @@ def main(serve: Path, arguments: Sequence[str] | None = None) -> int:
 
 
 def parser(model_repository: Path) -> argparse.ArgumentParser:
-    """Return a parser with the original's flags."""
+    """Return a parser with the original launcher's flags."""
     made = argparse.ArgumentParser(
         prog="launch_triton_server.py",
         description="scripts/serve, with the flags of tensorrtllm_backend's launcher.",
@@ -91,11 +91,11 @@ def parser(model_repository: Path) -> argparse.ArgumentParser:
 
 
 def translate(given: argparse.Namespace) -> Translation:
-    """Translate the flags; OptionError if they contradict each other or the repository."""
+    """Convert the flags. Raises OptionError if they contradict each other or the repository."""
     tritonserver = given.tritonserver if Path(given.tritonserver).exists() else None
     if tritonserver is None and given.tritonserver != _TRITONSERVER:
         raise OptionError(f"--tritonserver {given.tritonserver}: there is no such program")
-    # The original opens no other port, which would keep a second server from starting.
+    # The original opens no further port. A further port could keep a second server from starting.
     arguments = ["--model-repository", str(given.model_repo), "--host", "0.0.0.0", "--no-openai"]
     for service in ("grpc", "http", "metrics"):
         arguments += [f"--{service}-port", str(getattr(given, f"{service}_port"))]
@@ -121,7 +121,8 @@ def _rank_arguments(given: argparse.Namespace, engines: Mapping[str, Mapping[str
         arguments = ["--mode", "orchestrator"]
     else:
         arguments = _leader_arguments(given.world_size, engines)
-    # `scripts/serve` lets ranks share cores anyway. Passing it makes that independent of other arguments.
+    # `scripts/serve` lets ranks share cores by default. The argument keeps this so whatever other arguments
+    # are given.
     return (
         [*arguments, "--mpirun-arguments=--oversubscribe --bind-to none"]
         if given.oversubscribe
@@ -135,7 +136,7 @@ def _leader_arguments(world_size: int, engines: Mapping[str, Mapping[str, str]])
         raise OptionError(f"{' and '.join(engines)}: several engines with several ranks need --multi-model")
     is_leader = ["--mode", "leader"] if world_size > 1 else []
     for launch in launches:
-        if not _says_ranks(engines[launch.model]):
+        if not _sets_ranks(engines[launch.model]):
             continue
         if launch.num_ranks != world_size:
             raise OptionError(
@@ -146,7 +147,7 @@ def _leader_arguments(world_size: int, engines: Mapping[str, Mapping[str, str]])
     return ["--tp", str(world_size), *is_leader] if world_size > 1 else []
 
 
-def _says_ranks(parameters: Mapping[str, str]) -> bool:
+def _sets_ranks(parameters: Mapping[str, str]) -> bool:
     return any(is_filled(parameters.get(key)) for key in (ranks.TENSOR_PARALLEL, ranks.PIPELINE_PARALLEL))
 
 
@@ -189,7 +190,7 @@ def running_servers() -> list[int]:
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            # The program's name is in brackets, followed by its state.
+            # The file has the program's name in brackets, followed by its state.
             name, _, rest = (entry / "stat").read_text(errors="replace").partition(" (")[2].rpartition(") ")
         except OSError:  # the process has ended
             continue

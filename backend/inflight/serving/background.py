@@ -1,7 +1,7 @@
-"""Lower priority for threads, for when the model computes on all processors.
+"""Lower priority for background threads, for a model that computes on all processors.
 
-Late responses are joined, so fewer are sent; a late forward pass delays all requests. Linux has a niceness
-for each thread. Knows nothing of what the threads do.
+A late forward pass delays all requests. Late responses cost less: waiting responses of a stream are merged.
+Linux has a niceness for each thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 NICENESS = 10
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Lower the calling thread's priority to niceness 10, unless its niceness is higher already."""
     thread = threading.get_native_id()
     niceness = max(NICENESS, os.getpriority(os.PRIO_PROCESS, thread))

@@ -1,6 +1,6 @@
-"""Threads for work that takes too long for execute, which keep the order of each client's requests.
+"""Threads for work that takes too long for `execute`. They keep the order of each client's requests.
 
-Owns the threads and the clients' queues. Does not know what the jobs do. Any thread.
+Owns the threads and a queue for each client. Any thread.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ Job = Callable[[], None]
 """A job; it must not raise."""
 
 NOBODY = 0
-"""Client id of requests without one. They may be of different clients, so they run concurrently."""
+"""Client id of requests without a client id. They may be of different clients, so they run concurrently."""
 
 
 class ClientLanes:
     """Pool of threads that runs the jobs of one client in order, one after the other.
 
     Args:
-        num_threads: Most jobs at a time. Threads start with the first jobs.
+        num_threads: Largest number of jobs that run at a time. Threads are started on demand.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, deque[Job]] = {}  # by client, for all clients with a job
+        self._waiting: dict[int, deque[Job]] = {}  # by id of each client with a job
         self._pool = ThreadPoolExecutor(num_threads, "inflight-tokenizing")
 
     @property
     def are_idle(self) -> bool:
-        """Return whether no client with an id has a job."""
+        """Return whether no client has a job. Jobs of NOBODY are ignored."""
         return not self._waiting
 
     def is_busy(self, client: int) -> bool:
@@ -49,7 +49,7 @@ class ClientLanes:
         self._pool.submit(self._run, client, job)
 
     def close(self) -> None:
-        """Wait for jobs that have begun; drop the others. `submit` raises RuntimeError afterwards."""
+        """Wait for the jobs that run, and drop the jobs that wait. `submit` raises RuntimeError afterwards."""
         with self._lock:
             for waiting in self._waiting.values():
                 waiting.clear()

@@ -1,7 +1,7 @@
 """Texts of prompts and completions: loading of the model's tokenizer, and conversion of tokens to text.
 
-Owns when a tokenizer is loaded, how text_output starts, and where a stop string ends it. Knows no tensors.
-The thread that calls execute loads the tokenizer; a CompletionText belongs to the sender thread.
+Decides when a tokenizer is loaded, how text_output starts, and where a stop string ends it. The thread that
+calls `execute` loads the tokenizer; a CompletionText is used by the sender thread only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.stop_strings import StopStringFinder, StopStrings
 from inflight.text.tokenizer import Tokenizer
 
-# The tokens before a completion decide whether it starts with a space; the last few are enough.
+# Whether a completion starts with a space depends on the tokens before it. This many are enough.
 _PREFIX_TOKENS = 32
 
 NO_STOP_STRINGS = StopStrings(())
@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class TokenizerFinder:
-    """Loader of a model's tokenizer, which loads it once, when its folder is known.
+    """Loads a model's tokenizer once, as soon as its folder is known.
 
     Args:
-        directory: Parameter tokenizer_dir; None: the folder that the engine names.
-        load: Loads the tokenizer of a folder; raises if the folder has none.
+        directory: Parameter tokenizer_dir; None: use the folder that the engine reports.
+        load: Function that loads the tokenizer of a folder, and raises if the folder has none.
     """
 
     def __init__(self, directory: str | None, load: Callable[[str], Tokenizer] = Tokenizer.from_dir) -> None:
@@ -46,13 +46,16 @@ class TokenizerFinder:
         self._problem: str | None = None
 
     def find(self, engine_directory: str = "") -> Tokenizer | None:
-        """Return the tokenizer in parameter tokenizer_dir, or else in `engine_directory`, or None."""
+        """Return the tokenizer in the folder tokenizer_dir, or else in `engine_directory`.
+
+        Returns None if there is none.
+        """
         if self._found is None and self._problem is None:
             self._look(self._directory or engine_directory)
         return self._found
 
     def require(self, engine_directory: str = "") -> Tokenizer:
-        """Return the tokenizer as `find` does; raise Unsupported, with the reason, if there is none."""
+        """Return the tokenizer like `find`, or raise Unsupported with the reason why there is none."""
         tokenizer = self.find(engine_directory)
         if tokenizer is None:
             raise Unsupported(f"this model serves no text: {self._problem}")
@@ -64,20 +67,20 @@ class TokenizerFinder:
             return
         try:
             self._found = self._load(directory)
-        except Exception as error:  # of any class, for broken files; requests with ids still work
+        except Exception as error:  # broken files raise any class; requests with ids still work
             self._problem = without_places(str(error))
             _log.warning("text will be refused: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The change of one sequence's or beam's text by one result.
+    """The text that one result adds to a sequence or beam.
 
     Attributes:
         text: The new part of the text; for beams, the whole text.
-        num_kept_tokens: How many of the result's new tokens count: all, or those up to the one that completes
-            a stop string.
-        stopped: Whether this or an earlier result completes a stop string.
+        num_kept_tokens: How many of the result's new tokens belong to the answer: all, or up to the token
+            that completes a stop string.
+        stopped: Whether this result or an earlier one completes a stop string.
     """
 
     text: str
@@ -86,23 +89,24 @@ class TextDelta:
 
 
 class CompletionText:
-    """Incremental text_output of one sequence, or of the beams of one search, with its stop strings.
+    """Incremental text_output of one sequence, or of the beams of one beam search, up to a stop string.
 
-    A completion's text continues its prompt's: a space needed between them belongs to the completion. Stop
-    strings are searched in the generated text only, both with and without its special tokens. The text
-    includes no part of a stop string, nor text that may become one; the tokens up to the one that completes
-    it are kept. This does not depend on how tokens are divided into results, except for a tokenizer whose
-    text is known only at the end (`TokenDecoder.is_token_by_token`): then all tokens received are kept.
+    A completion continues the text of its prompt: a space between the two belongs to the completion. Stop
+    strings are searched in the generated text only, both with and without its special tokens. The returned
+    text never contains a stop string; text that may be the beginning of one is held back. Tokens are kept up
+    to the token that completes a stop string. The result does not depend on how tokens are divided into
+    results, except for a tokenizer whose text is known only at the end (`TokenDecoder.is_token_by_token`):
+    then all received tokens are kept.
 
     Args:
         tokenizer: Tokenizer of the model.
         prompt_ids: Token ids of the prompt.
         prompt_text: Text of the prompt; None if the prompt was given as ids.
         lead: Whether the text starts with the prompt.
-        stop_strings: Stop strings; all sequences of a request may share them.
-        skip_special_tokens: Leave special tokens out of the text. Stop strings that name one are found all
-            the same.
-        min_tokens: A stop string completed by one of the first `min_tokens` tokens ends nothing.
+        stop_strings: Stop strings; all sequences of a request may share one object.
+        skip_special_tokens: Whether to leave special tokens out of the text. Stop strings that contain
+            special tokens are found nevertheless.
+        min_tokens: A stop string is ignored if one of the first `min_tokens` tokens completes it.
 
     Usage, once per result and in order:
 
@@ -127,14 +131,16 @@ class CompletionText:
         self._lead = lead
         self._stop_strings = stop_strings
         self._skip_special_tokens = skip_special_tokens
-        # Created by the first result: on the sender thread, and only for a request that has one.
+        # Created when the first result arrives, so that the sender thread does it, and only if there is a
+        # result.
         self._row: _RowText | None = None
 
     def add(self, result: SequenceResult) -> tuple[TextDelta, ...]:
-        """Add a result; return a delta for each of its beams, or one without beams.
+        """Add a result; return one delta for each of its beams, or one delta if there are no beams.
 
-        Bytes of an incomplete character, and text that may begin a stop string, are held until they are
-        decided, or until the sequence's last result. After a stop, deltas have no text and keep no tokens.
+        Bytes of an incomplete character, and text that may begin a stop string, are held back until later
+        tokens decide, or until the sequence's last result. After a stop, deltas have no text and keep no
+        tokens.
         """
         if result.is_cumulative or len(result.output_token_ids) > 1:
             return tuple(self._whole(ids, result) for ids in new_tokens(result))
@@ -162,7 +168,7 @@ class CompletionText:
 
 
 class _RowText:
-    """Generated text of one row."""
+    """Generated text of one row, which is a sequence or a beam."""
 
     def __init__(
         self, detokenizer: IncrementalDetokenizer, finder: StopStringFinder | None, min_tokens: int
@@ -183,7 +189,7 @@ class _RowText:
         if finder.stopped:
             return TextDelta("", 0, stopped=True)
         parts = [lead]
-        # One by one, to find the token that completes a stop string whatever tokens it came with.
+        # One by one, to find the token that completes a stop string.
         for count, token_id in enumerate(ids, 1):
             parts.append(self._add_token(finder, token_id))
             if finder.stopped:
@@ -203,7 +209,7 @@ class _RowText:
         hidden = self._detokenizer.hidden_text(token_id)
         if not hidden:
             return finder.add(self._detokenizer.add((token_id,)), may_stop=may_stop)
-        # Text held by the detokenizer comes before the special token only if the text ends here.
+        # The detokenizer may hold text back. It precedes the special token only if the text ends here.
         rest = self._detokenizer.flush()
         if rest:
             trial = finder.copy()
@@ -222,9 +228,9 @@ def new_tokens(result: SequenceResult) -> tuple[tuple[int, ...], ...]:
 
 
 def cut_at_stop(result: SequenceResult, deltas: Sequence[TextDelta]) -> SequenceResult:
-    """Cut `result` after the tokens that count, together with all values that belong to tokens.
+    """Cut `result` after the tokens that `deltas` keep, together with all values that belong to tokens.
 
-    Stopped rows end with STOP_WORDS; the sequence ends when all of its rows have.
+    Stopped rows end with STOP_WORDS. The sequence ends when all of its rows have ended.
     """
     if not any(delta.stopped for delta in deltas):
         return result

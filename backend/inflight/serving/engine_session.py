@@ -1,9 +1,9 @@
-"""Asyncio interface of an engine client: prompts in, outputs to send as they arrive.
+"""Asyncio interface of an engine client: runs prompts and yields their outputs as they arrive.
 
-Owns the threads for calls that may block: few for computation, so that the event loop gets its turns, and
-more for calls that wait for another process. Each stream has its own delivery, in which unsent responses wait
-and are joined; the event loop is woken once for all that have arrived. Knows no protocol. Responses arrive on
-the client's thread; everything else belongs to the event loop.
+Owns the threads for calls that may block: few threads for computation, so that the event loop gets processor
+time, and more threads for calls that wait for another process. Each stream has its own delivery, in which
+unsent responses wait and are merged; the event loop is woken once for all responses that have arrived.
+Responses arrive on the engine client's thread; all else runs on the event loop.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from inflight.prompt import Output, Prompt
 from inflight.serving.reply import NewText, Repetition, Reply
 
 _T = TypeVar("_T")
-_DELTAS = Repetition(log_probs=False, max_bytes=0)  # streams repeat nothing
-_COMPUTING, _WAITING = 4, 64  # most threads; started on demand
+_DELTAS = Repetition(log_probs=False, max_bytes=0)  # a response repeats nothing of earlier ones
+_COMPUTING, _WAITING = 4, 64  # largest numbers of threads, which are started on demand
 
 
 class EngineSession:
@@ -37,29 +37,32 @@ class EngineSession:
         self.client = client
         self._computing = ThreadPoolExecutor(_COMPUTING, "inflight-computing")
         self._waiting = ThreadPoolExecutor(_WAITING, "inflight-waiting")
-        self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never behind a long text
+        self._stopping = ThreadPoolExecutor(1, "inflight-stopping")  # never waits for a tokenization
         self._lock = threading.Lock()
         self._news: list[asyncio.Event] = []  # events of streams, to be set on the event loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compute(self, function: Callable[[], _T]) -> _T:
-        """Run a function that computes on another thread; return or raise its result."""
+        """Run a function that computes, on another thread; return its result or raise its error."""
         return await asyncio.get_running_loop().run_in_executor(self._computing, function)
 
     def compute_later(self, function: Callable[[], object]) -> None:
-        """Run `function` on such a thread later; ignore its result."""
+        """Run `function` on a thread for computation later; ignore its result."""
         with contextlib.suppress(RuntimeError):  # closed
             self._computing.submit(function)
 
     async def wait_for(self, function: Callable[[], _T]) -> _T:
-        """Run a function that waits for another process on another thread; return or raise its result.
+        """Run a function that waits for another process, on another thread; return its result or raise its error.
 
-        Callers of `compute` do not wait for it.
+        The function does not delay functions given to `compute`.
         """
         return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
 
     def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """Return the outputs of `prompts`, which run after the stream's `start` and until its `close`."""
+        """Return a stream of the outputs of `prompts`.
+
+        The prompts run from the stream's `start` to its `close`.
+        """
         self._loop = asyncio.get_running_loop()
         return OutputStream(self, prompts)
 
@@ -75,7 +78,7 @@ class EngineSession:
         reason: StopReason = StopReason.CANCELLED,
         sequence_index: int | None = None,
     ) -> None:
-        """Stop requests, or one sequence of each, without waiting for the engine's transport."""
+        """Stop requests, or one sequence of each, without waiting for the connection to the engine."""
 
         def stop() -> None:
             for handle in handles:
@@ -84,16 +87,19 @@ class EngineSession:
         with contextlib.suppress(RuntimeError):  # closed, and its requests with it
             self._stopping.submit(stop)
 
-    def tell(self, has_news: asyncio.Event) -> None:
-        """Set an event on the event loop, which is woken once for all events; any thread, never blocks."""
+    def notify(self, has_news: asyncio.Event) -> None:
+        """Set `has_news` on the event loop, which is woken once for all waiting events.
+
+        Any thread; never blocks.
+        """
         with self._lock:
             self._news.append(has_news)
             is_first = len(self._news) == 1
         if is_first and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                self._loop.call_soon_threadsafe(self._tell_all)
+                self._loop.call_soon_threadsafe(self._notify_all)
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         with self._lock:
             news, self._news = self._news, []
         for has_news in news:
@@ -101,9 +107,9 @@ class EngineSession:
 
 
 class OutputStream:
-    """The outputs of one client's request, as an asynchronous iterator of outputs to send together.
+    """The outputs of one client's request: an asynchronous iterator of lists of outputs to send together.
 
-    Raises the engine's error if a prompt fails, and Cancelled after `cancel`.
+    The iterator raises the engine's error if a prompt fails, and Cancelled after `cancel`.
     """
 
     def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
@@ -112,19 +118,19 @@ class OutputStream:
         self._reply = Reply(prompts, in_one=False, repetition=_DELTAS)
         self._num_unfinished = len(prompts)
         self._has_news = asyncio.Event()
-        self._delivery: Delivery[Response] = Delivery(on_news=partial(session.tell, self._has_news))
+        self._delivery: Delivery[Response] = Delivery(on_news=partial(session.notify, self._has_news))
         self._is_cancelled = False
         self._lock = threading.Lock()
-        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # by request id; with the batch index
+        self._handles: dict[int, tuple[int, RequestHandle]] = {}  # (batch index, handle) by request id
         self._is_closed = False
 
     def __aiter__(self) -> OutputStream:
         return self
 
     async def start(self) -> None:
-        """Submit the requests; submit no more of them after `close`.
+        """Submit the requests, until `close` is called.
 
-        Raises the engine client's errors; none of the requests runs on then.
+        Raises the engine client's errors; requests that were already submitted are then stopped.
         """
         try:
             await self._session.wait_for(self._submit)
@@ -144,13 +150,13 @@ class OutputStream:
         raise StopAsyncIteration
 
     def cancel(self) -> None:
-        """End the requests because the client has gone; the iterator raises Cancelled."""
+        """Cancel the requests because the client has gone; the iterator raises Cancelled."""
         self._is_cancelled = True
         self._has_news.set()
         self.close()
 
     def close(self) -> None:
-        """End requests that still run. Idempotent; quick if all have ended."""
+        """Cancel requests that still run. Idempotent; quick if all have ended."""
         with self._lock:
             if self._is_closed:
                 return
@@ -160,20 +166,20 @@ class OutputStream:
             self._session.stop_later(running)
 
     def _submit(self) -> None:
-        """Submit the requests, on a thread that may block."""
+        """Submit the requests. Runs on a thread that may block."""
         client = self._session.client
         for batch_index, request in enumerate(self._requests):
             if self._is_closed:
                 return
-            handle = client.submit(request, self._arrive)
+            handle = client.submit(request, self._on_response)
             with self._lock:
                 self._handles[handle.request_id] = batch_index, handle
                 is_closed = self._is_closed
             if is_closed:
                 handle.stop()
 
-    def _arrive(self, response: Response) -> None:
-        """Take one response; drop it after `close`. On the client's thread, never blocks."""
+    def _on_response(self, response: Response) -> None:
+        """Queue one response, or drop it after `close`. Called on the engine client's thread; never blocks."""
         if not self._is_closed:
             self._delivery.put(response)
 

@@ -1,7 +1,6 @@
-"""The requests in flight of one front end, with clients' request ids, engine ids and client streams.
+"""The requests in flight of one front end, with the clients' request ids, engine ids and client streams.
 
-Owns starting, stopping and cancelling of these requests. Knows no protocols, nor how answers are sent. Any
-thread; one lock, never held while sending a response.
+Starts, stops and cancels these requests. Any thread; one lock, which is never held while a response is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ClientStream(Protocol):
     """The connection to one client for one request, in the client's protocol."""
 
     def send(self, response: Any) -> None:
-        """Send one response, to be followed by others."""
+        """Send one response that is not the last."""
         ...
 
     def finish(self, response: Any = None) -> None:
@@ -49,14 +48,14 @@ class ClientStream(Protocol):
 class Ending(Enum):
     """The reason why this front end ended a request early, if it changes the last response."""
 
-    NONE = "not ended here, or by a stop request, which gets a normal last response"
+    NONE = "not ended by this front end, or ended by a stop request, after which the last response is normal"
     CLIENT_GONE = "the client cancelled or went away"
-    SEND_FAILED = "a response could not be sent: what would follow has a gap"
+    SEND_FAILED = "a response could not be sent, so that later responses would follow a gap"
     UNLOAD = "the model is being unloaded"
 
 
 def error_of_ending(ending: Ending) -> InflightError:
-    """Return the error for the client of a request that was ended here."""
+    """Return the error for the client of a request that this front end ended."""
     if ending is Ending.CLIENT_GONE:
         return Cancelled("the request was cancelled by its client")
     if ending is Ending.UNLOAD:
@@ -71,14 +70,15 @@ class InFlightRequest:
     Attributes:
         client_request_id: The client's id of the request; "": none.
         stream: The connection to the client.
-        reply: Makes its outputs. Used by the sender thread only, after the engine has the request.
-        shown_name: Returns the client's name of an input, for errors of the engine.
-        ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the engine has the request.
-        handles: Handles of its prompts, in the order of the batch. Written once, by InFlight.
+        reply: Makes the outputs. Used by the sender thread only, once the request has been submitted.
+        shown_name: Returns the name that the client used for an input, for errors of the engine.
+        ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the request is submitted.
+        handles: Handles of the prompts' engine requests, in the order of the batch. Written once, by
+            InFlight.
         num_unfinished: Number of prompts without a final response. Written by InFlight.
-        ending: Reason of an early end. Written by InFlight.
-        is_stopped: Whether a stop request came before the engine had the request. Written by InFlight.
-        send_failure: Error of a response that could not be sent. Used by the sender thread only.
+        ending: Reason why this front end ended the request early. Written by InFlight.
+        is_stopped: Whether a stop request came before the request was submitted. Written by InFlight.
+        send_failure: Reason why a response could not be sent. Used by the sender thread only.
     """
 
     client_request_id: str
@@ -109,8 +109,8 @@ class Arrival:
     Attributes:
         entry: The client's request.
         batch_index: Index of the prompt in the batch.
-        is_last: Whether no prompt of the request has another response to come; the request is then forgotten,
-            and its id may be used again.
+        is_last: Whether no further response of any prompt of the request will come. The request is then no
+            longer in flight, and its id may be used again.
     """
 
     entry: InFlightRequest
@@ -119,7 +119,7 @@ class Arrival:
 
 
 class InFlight:
-    """Registry of requests in flight. Clients' request ids are unique in it; "" is no id."""
+    """Registry of requests in flight. Their client request ids are unique; "" means no id."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -130,27 +130,28 @@ class InFlight:
         self._closed = False
 
     def register(self, entry: InFlightRequest) -> None:
-        """Register `entry` before its requests are known; `start` or `withdraw` must follow.
+        """Register `entry` before its requests are converted. `start` or `withdraw` must follow.
 
-        Its id is in flight from now on. A stop or cancellation before the start takes effect at the start.
-        Raises AlreadyExists if the id is in flight, unless that request's client has gone; that request is
-        then cancelled. Raises Unavailable after `stop_admitting`.
+        The entry's id is in flight from now on. A stop or cancellation before `start` takes effect in
+        `start`. If the id is already in flight, raises AlreadyExists; but if the client of the earlier
+        request has gone, cancels the earlier request instead. Raises Unavailable after `stop_admitting`.
         """
         with self._changed:
             self._register(entry)
 
     def withdraw(self, entry: InFlightRequest) -> None:
-        """Forget an entry that does not start."""
+        """Remove a registered entry that will not be started."""
         with self._changed:
             self._forget(entry)
 
     def start(
         self, entry: InFlightRequest, requests: Sequence[Request], on_response: SendResponseCallback
     ) -> None:
-        """Submit `requests`, in the order of the batch; register `entry` unless it is registered.
+        """Submit `requests`, in the order of the batch; register `entry` first unless it is registered.
 
-        Raises the errors of `register` and of the engine client, and the error of its ending if the entry was
-        ended before. No request runs on then, and an entry that this call registered is forgotten.
+        Raises the errors of `register` and of the engine client, and `error_of_ending` if the entry was
+        ended before. After an error none of the requests runs, and an entry that this call registered is
+        removed.
         """
         with self._changed:
             is_known = entry in self._entries
@@ -161,7 +162,7 @@ class InFlight:
             # Under the lock, so that a response that arrives before submit returns finds its entry.
             try:
                 entry.handles = self._submit(requests, on_response)
-            except Exception:  # of any class: forget the entry, and raise the error again
+            except Exception:  # any error is raised again after the entry is removed
                 if not is_known:
                     self._forget(entry)
                 raise
@@ -172,7 +173,7 @@ class InFlight:
             _stop_all(entry.handles)
 
     def stop(self, client_request_id: str) -> None:
-        """Stop the request with this id, which gets a normal last response; ignore unknown ids."""
+        """Stop the request with this id; its last response is a normal one. Unknown ids are ignored."""
         if not client_request_id:
             raise InvalidArgument("Cannot send stop request without specifying a request_id")
         with self._changed:
@@ -183,7 +184,7 @@ class InFlight:
             _stop_all(entry.handles)
 
     def cancel(self, entry: InFlightRequest, ending: Ending = Ending.CLIENT_GONE) -> None:
-        """End `entry` with an error as its last response; do nothing if it was ended before."""
+        """Cancel `entry`, so that its last response is an error. Does nothing if it was ended before."""
         with self._changed:
             if entry.ending is not Ending.NONE:
                 return
@@ -191,7 +192,7 @@ class InFlight:
         _stop_all(entry.handles)
 
     def abandon(self, entry: InFlightRequest) -> None:
-        """Forget `entry`, whose last response is sent now, and end its prompts that still run."""
+        """Remove `entry`, whose last response is being sent, and cancel its prompts that still run."""
         with self._changed:
             running = [handle for handle in entry.handles if handle.request_id in self._by_engine_id]
             for handle in running:
@@ -199,8 +200,11 @@ class InFlight:
             self._forget(entry)
         _stop_all(running)
 
-    def arrive(self, engine_id: int, is_final: bool) -> Arrival | None:
-        """Count a final response; return the request of a response, None if the request is forgotten."""
+    def find_arrival(self, engine_id: int, is_final: bool) -> Arrival | None:
+        """Return the request and prompt of a response; None if the request is no longer in flight.
+
+        If the response is final, the prompt counts as finished.
+        """
         with self._changed:
             found = self._by_engine_id.get(engine_id)
             if found is None:
@@ -235,13 +239,13 @@ class InFlight:
     def _register(self, entry: InFlightRequest) -> None:
         if self._closed:
             raise Unavailable("the model is being unloaded")
-        self._make_room_for(entry.client_request_id)
+        self._free_request_id(entry.client_request_id)
         self._entries[entry] = None
         if entry.client_request_id:
             self._by_client_request_id[entry.client_request_id] = entry
         self._changed.notify()
 
-    def _make_room_for(self, client_request_id: str) -> None:
+    def _free_request_id(self, client_request_id: str) -> None:
         earlier = self._by_client_request_id.get(client_request_id)
         if earlier is None:
             return
@@ -260,14 +264,14 @@ class InFlight:
         try:
             for request in requests:
                 handles.append(self._client.submit(request, on_response))
-        except Exception:  # of any class: stop the submitted requests, and raise the error again
+        except Exception:  # any error is raised again after the submitted requests are stopped
             _stop_all(handles)
             raise
         return tuple(handles)
 
     def _forget(self, entry: InFlightRequest) -> None:
         self._entries.pop(entry, None)
-        # The id may belong to another request that arrived after this one's client had gone.
+        # The id may belong to a later request, which arrived after the client of this request had gone.
         if self._by_client_request_id.get(entry.client_request_id) is entry:
             del self._by_client_request_id[entry.client_request_id]
 

@@ -1,7 +1,7 @@
-"""Measurement of this process's memory on host and devices, and its return to the system.
+"""Measure this process's memory on host and devices, and return free memory to the kernel.
 
-Asks torch only if another module has imported it and CUDA is in use, so that a process without an engine does
-not load it. Any thread.
+Reads torch's statistics only if another module has imported torch and CUDA is in use, so that a process
+without an engine does not import torch. Any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LARGE_BLOCK_BYTES = 1 << 20
 def return_large_blocks() -> None:
     """Make the C library return memory of large blocks to the kernel as soon as they are freed.
 
-    By default, it raises its threshold for large blocks when such blocks are freed, so that a large body's
-    memory would be kept. Only GNU's C library has this setting.
+    By default the C library raises its size limit for such blocks when one is freed, so that it would keep
+    the memory of large request bodies. Only GNU's C library has this setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -30,20 +30,20 @@ def return_large_blocks() -> None:
 
 
 def return_free_memory() -> None:
-    """Return all free memory of the C library to the kernel, small blocks too; takes some milliseconds."""
+    """Return all free memory of the C library to the kernel, including small blocks. Takes a few milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def measure_memory() -> MemoryUsage:
-    """Return the resident memory, and torch's reserved device memory and pinned host memory."""
+    """Return this process's resident memory, and torch's device memory and pinned host memory, in bytes."""
     gpu, pinned = _torch_memory(sys.modules.get("torch"))
     return MemoryUsage(psutil.Process().memory_info().rss, gpu, pinned)
 
 
 def _torch_memory(torch: Any) -> tuple[int, int]:
-    """Return (device bytes, pinned bytes) of a torch module; zeros for None."""
+    """Return (device bytes, pinned bytes) from the module `torch`; zeros if it is None."""
     cuda = getattr(torch, "cuda", None)  # missing while another thread is still importing torch
     if cuda is None or not cuda.is_initialized():
         return 0, 0

@@ -1,7 +1,7 @@
-"""Declarations of all published metrics: names, labels, units, meanings and sources. Pure.
+"""Declarations of all published metrics: names, labels, units, meanings and sources.
 
-The families nv_trt_llm_… and nv_llm_… are those of tensorrtllm_backend. A gauge shows the value of a key of
-the log line (`IterationStats.log_fields`), so that the two cannot differ.
+The families nv_trt_llm_… and nv_llm_… have the names of tensorrtllm_backend's. A gauge shows the value of a
+key of the log line (`IterationStats.log_fields`), so that page and log cannot differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
 
 TIMESTAMP = "Timestamp"
-"""The log line's only key with a text value; its gauge shows microseconds since the epoch."""
+"""The only key of the log line with a text value. Its gauge shows microseconds since the epoch."""
 
 
 class Batching(Enum):
@@ -31,7 +31,7 @@ class Gauge:
 
     Attributes:
         value: Value of the family's label.
-        log_key: Key of the same number in the log line.
+        log_key: Key of this value in the log line.
         unit: Unit of the value.
         meaning: Meaning of the value.
     """
@@ -66,7 +66,7 @@ class CounterFamily:
 
     Attributes:
         name, help, unit: Name, help text and unit of the family.
-        read: Returns the counts by label value; by "" without a label.
+        read: Function that returns the counts by label value; a family without a label has the key "".
         label: Name of the label; "": a single counter without label.
         values: Label values that exist from the start, with count 0.
     """
@@ -81,7 +81,7 @@ class CounterFamily:
 
 @dataclass(frozen=True, slots=True)
 class LevelFamily(CounterFamily):
-    """Gauges of present numbers that are not in the log line; a value that disappears shows 0."""
+    """Gauges of present numbers that are not in the log line. A label value that disappears shows 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class HistogramFamily:
 
     Attributes:
         name, help, unit: Name, help text and unit of the family.
-        field: Field of MetricsSnapshot with the histogram.
+        field: Name of the MetricsSnapshot field with the histogram.
     """
 
     name: str
@@ -123,14 +123,16 @@ Family = GaugeFamily | CounterFamily | LevelFamily | HistogramFamily | LengthFam
 GAUGES: tuple[GaugeFamily, ...] = (
     GaugeFamily(
         "nv_trt_llm_request_metrics",
-        "Requests by what becomes of them",
+        "Numbers of requests and sequences, by state",
         "request_type",
         (
-            Gauge("active", "Active Request Count", "requests", "taken and not answered to the end"),
-            Gauge("max", "Max Request Count", "requests", "most that can run at a time"),
+            Gauge("active", "Active Request Count", "requests", "accepted, without a final response"),
+            Gauge("max", "Max Request Count", "requests", "maximum number that can run at a time"),
             Gauge("scheduled", "Scheduled Requests", "sequences", "in the last iteration; static: its batch"),
-            Gauge("context", "Context Requests", "sequences", "of those, computing their prompts"),
-            Gauge("waiting", "Waiting Requests", "sequences", "that do not run: not yet, or paused"),
+            Gauge(
+                "context", "Context Requests", "sequences", "in the last iteration, computing their prompts"
+            ),
+            Gauge("waiting", "Waiting Requests", "sequences", "waiting or paused"),
         ),
     ),
     GaugeFamily(
@@ -148,12 +150,17 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "Blocks of the paged KV cache",
         "kv_cache_block_type",
         (
-            Gauge("max", "Max KV cache blocks", "blocks", "all there are"),
-            Gauge("free", "Free KV cache blocks", "blocks", "that no running request holds, cached ones too"),
-            Gauge("used", "Used KV cache blocks", "blocks", "that running requests hold"),
-            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "in each"),
+            Gauge("max", "Max KV cache blocks", "blocks", "all blocks"),
+            Gauge(
+                "free",
+                "Free KV cache blocks",
+                "blocks",
+                "held by no running request, including cached blocks",
+            ),
+            Gauge("used", "Used KV cache blocks", "blocks", "held by running requests"),
+            Gauge("tokens_per", "Tokens per KV cache block", "tokens", "tokens in each block"),
             Gauge("reused", "Reused KV cache blocks", "blocks", "found in the cache, since the start"),
-            Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used of all"),
+            Gauge("fraction", "Fraction used KV cache blocks", "0 to 1", "used blocks / all blocks"),
         ),
     ),
     GaugeFamily(
@@ -161,11 +168,11 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "The last iteration of in-flight batching",
         "inflight_batcher_specific_metric",
         (
-            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "of prompts in it"),
-            Gauge("generation_requests", "Generation Requests", "sequences", "that generate in it"),
-            Gauge("micro_batch_id", "MicroBatch ID", "", "which of the batches in flight it was"),
+            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "prompt tokens in the iteration"),
+            Gauge("generation_requests", "Generation Requests", "sequences", "generating in the iteration"),
+            Gauge("micro_batch_id", "MicroBatch ID", "", "index among the batches in flight"),
             Gauge(
-                "paused_requests", "Paused Requests", "sequences", "that had to give up their blocks in it"
+                "paused_requests", "Paused Requests", "sequences", "that lost their blocks in the iteration"
             ),
         ),
         Batching.INFLIGHT,
@@ -175,15 +182,27 @@ GAUGES: tuple[GaugeFamily, ...] = (
         "The last static batch",
         "v1_specific_metric",
         (
-            Gauge("total_context_tokens", "Total Context Tokens", "tokens", "of prompts, so far"),
-            Gauge("total_generation_tokens", "Total Generation Tokens", "tokens", "generated so far"),
-            Gauge("empty_generation_slots", "Empty Generation Slots", "slots", "that waited, summed up"),
+            Gauge(
+                "total_context_tokens", "Total Context Tokens", "tokens", "prompt tokens of the batch so far"
+            ),
+            Gauge(
+                "total_generation_tokens",
+                "Total Generation Tokens",
+                "tokens",
+                "generated tokens of the batch so far",
+            ),
+            Gauge(
+                "empty_generation_slots",
+                "Empty Generation Slots",
+                "slots",
+                "slots without a sequence, summed over iterations",
+            ),
         ),
         Batching.STATIC,
     ),
     GaugeFamily(
         "nv_trt_llm_general_metrics",
-        "When this was",
+        "Time and iteration of the values in the log line",
         "general_type",
         (
             Gauge("timestamp", TIMESTAMP, "µs", "since the epoch"),
@@ -218,7 +237,7 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_inter_token_latency_seconds",
-        "Between two iterations that gave a sequence tokens",
+        "Between two iterations that generated tokens of a sequence",
         "seconds",
         "inter_token_latency",
     ),
@@ -230,43 +249,43 @@ HISTOGRAMS: tuple[HistogramFamily, ...] = (
     ),
     HistogramFamily(
         "inflight_end_to_end_seconds",
-        "From a request's arrival to its final response, errors left out",
+        "From a request's arrival to its final response, except errors",
         "seconds",
         "end_to_end",
     ),
     HistogramFamily(
         "inflight_prompt_tokens",
-        "Prompt tokens of requests that have ended, errors left out",
+        "Prompt tokens of requests that have ended, except errors",
         "tokens",
         "prompt_tokens",
     ),
     HistogramFamily(
         "inflight_output_tokens",
-        "Generated tokens of sequences that have ended; steps of a beam search",
+        "Generated tokens of sequences that have ended; for a beam search, its steps",
         "tokens",
         "output_tokens",
     ),
     HistogramFamily(
         "inflight_cancel_to_free_seconds",
-        "From a stop or a cancellation to the moment that slots and KV blocks were free",
+        "From a stop or a cancellation until the slots and KV blocks were free",
         "seconds",
         "cancel_to_free",
     ),
     HistogramFamily(
         "inflight_guide_wait_seconds",
-        "From a request's arrival to the moment that its guide could be followed",
+        "From a request's arrival until its guide was compiled",
         "seconds",
         "guide_wait",
     ),
 )
 
 TRANSFERS = {"kv_cache_transfer_ms": "KV cache transfer time", "request_count": "Request count"}
-"""Label values, and log keys, of the one family of counters whose numbers are in the log line, too."""
+"""Label values and log keys of the only family of counters whose numbers are also in the log line."""
 
 COUNTERS: tuple[CounterFamily, ...] = (
     CounterFamily(
         "nv_trt_llm_disaggregated_serving_metrics",
-        "Requests computed in two places; always 0, because here one computes context and generation",
+        "Disaggregated serving; always 0, because one server computes context and generation",
         "ms, requests",
         lambda metrics: {},
         "disaggregated_serving_type",
@@ -274,7 +293,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_finished_sequences_total",
-        "Sequences that have ended, by why",
+        "Sequences that have ended, by finish reason",
         "sequences",
         lambda metrics: {reason.name: count for reason, count in metrics.finished.items()},
         "finish_reason",
@@ -314,7 +333,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_generated_tokens_total",
-        "Tokens generated, counted as they come; of a beam search one for each beam and step",
+        "Generated tokens, counted in every iteration; for a beam search one for each beam and step",
         "tokens",
         lambda metrics: {"": metrics.num_generated_tokens},
     ),
@@ -332,7 +351,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_guides_total",
-        "Guides of requests, by whether they could be followed",
+        "Guides of requests, by whether they could be compiled",
         "requests",
         lambda metrics: metrics.guides,
         "outcome",
@@ -340,13 +359,13 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_adapter_loads_total",
-        "How often a LoRA adapter was put on the device",
+        "How often a LoRA adapter was loaded to the device",
         "loads",
         lambda metrics: {"": metrics.adapters.num_loads},
     ),
     CounterFamily(
         "inflight_adapter_evictions_total",
-        "How often a LoRA adapter was taken off the device to make room",
+        "How often a LoRA adapter was evicted from the device",
         "evictions",
         lambda metrics: {"": metrics.adapters.num_evictions},
     ),
@@ -355,7 +374,7 @@ COUNTERS: tuple[CounterFamily, ...] = (
 LEVELS: tuple[LevelFamily, ...] = (
     LevelFamily(
         "inflight_adapters",
-        "LoRA adapters that requests may use, and those of them that are on the device",
+        "LoRA adapters that requests may use, and how many of them are on the device",
         "adapters",
         lambda metrics: {"stored": metrics.adapters.num_stored, "on_device": metrics.adapters.num_resident},
         "place",
@@ -363,7 +382,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_pages",
-        "Pages of the device's memory for adapters: all, and those of adapters that running sequences use",
+        "Pages of device memory for adapters: all, and those used by running sequences",
         "pages",
         lambda metrics: {"all": metrics.adapters.num_pages, "used": metrics.adapters.num_used_pages},
         "use",
@@ -371,7 +390,7 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_running_requests",
-        "Requests that run, by the name of their LoRA adapter",
+        "Running requests, by the name of their LoRA adapter",
         "requests",
         lambda metrics: metrics.running_by_adapter,
         "lora_name",
@@ -379,13 +398,14 @@ LEVELS: tuple[LevelFamily, ...] = (
     ),
     LevelFamily(
         "inflight_adapter_waiting_requests",
-        "Requests that wait, by the name of their LoRA adapter",
+        "Waiting requests, by the name of their LoRA adapter",
         "requests",
         lambda metrics: metrics.waiting_by_adapter,
         "lora_name",
         (),
     ),
 )
-"""Adapters without a name have no series: clients choose their ids, so there could be any number of them."""
+"""Adapters without a name have no series, because clients choose their ids and could create any number of
+series."""
 
 FAMILIES: tuple[Family, ...] = (*GAUGES, *LEVELS, *LENGTHS, *HISTOGRAMS, *COUNTERS)

@@ -1,9 +1,8 @@
-"""The reply to one client's request: converts results of the engine to outputs of responses.
+"""Convert the engine's results for one client's request to the outputs of its responses.
 
-A client's request is one prompt or a batch; each prompt is an engine request of its own with one or several
-sequences. Owns what is held back: results gathered for a client that wants one response, and tokens after a
-text stop string. Owns which values every response of a stream repeats. Knows no protocol. Belongs to the
-sender thread.
+A client's request is one prompt or a batch. Each prompt is an engine request of its own with one or several
+sequences. A Reply gathers the results for a client that wants one response, drops tokens after a stop
+string, and repeats some values in every response of a stream. It is used by the sender thread only.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
 
 NewText = Callable[[], CompletionText]
-"""Creates the text of one more sequence."""
+"""Function that creates the CompletionText of one more sequence."""
 
 _T = TypeVar("_T")
 _ResultAndTexts = tuple[SequenceResult, tuple[str, ...] | None]
@@ -35,7 +34,7 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
     """Return a function that creates the text of each of the prompt's sequences."""
     options, prompt_ids = prompt.options, prompt.request.input_token_ids
     stop_strings = StopStrings(options.stop_strings)  # one automaton for all sequences
-    if prompt.request.prompt_table is not None:  # its rows have no text
+    if prompt.request.prompt_table is not None:  # ids of the table's rows have no text
         prompt_ids = tuple(token_id for token_id in prompt_ids if token_id < options.vocab_size)
     return lambda: CompletionText(
         tokenizer,
@@ -50,13 +49,14 @@ def new_text(prompt: Prompt, tokenizer: Tokenizer, skip_special_tokens: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The values that every response of a stream repeats, as in tensorrtllm_backend.
+    """The values that every response of a stream repeats from earlier responses, as in tensorrtllm_backend.
 
     Attributes:
-        log_probs: Whether a response has the log probs of all tokens so far; otherwise those of its own
+        log_probs: Whether a response has the log probs of all tokens so far; otherwise only of its new
             tokens.
-        max_bytes: Size up to which context outputs are repeated; larger ones are in the first response only.
-        text: Whether a response has the whole text so far; otherwise the new text.
+        max_bytes: Largest size of context outputs that are repeated; larger ones are in the first response
+            only.
+        text: Whether a response has the whole text so far; otherwise only the new text.
     """
 
     log_probs: bool = True
@@ -68,10 +68,11 @@ AS_UPSTREAM = Repetition()
 
 
 class Reply:
-    """Maker of the outputs of one client's request from the results of all its prompts.
+    """Converts the results of all prompts of one client's request to outputs.
 
     Args:
-        prompts: In the order of the batch, each with the function that creates its texts; None: no text.
+        prompts: The prompts in the order of the batch, each with the function that creates its texts; None:
+            no text.
         in_one: Whether the client gets one response, after all results.
         repetition: Values that every response of a stream repeats.
 
@@ -98,7 +99,7 @@ class Reply:
         Args:
             batch_index: Index of the prompt in the batch.
             result: Result of the engine.
-            is_last: Whether no prompt of the request has another result to come.
+            is_last: Whether no further result of any prompt of the request will come.
         """
         sequence = self._sequence(batch_index, result.sequence_index)
         was_stopped = sequence.stopped
@@ -119,7 +120,7 @@ class Reply:
 
 
 class _Sequence:
-    """The reply to one sequence, or to the beams of one search."""
+    """Converts the results of one sequence, or of the beams of one beam search."""
 
     def __init__(self, prompt: Prompt, text: CompletionText | None, repetition: Repetition) -> None:
         self._prompt = prompt
@@ -129,7 +130,8 @@ class _Sequence:
         self._repeated = _Repeated(repetition) if repeats else None
         self._repeats_text = repetition.text and prompt.options.streaming
         self._text_so_far = ""
-        # The engine streams if texts must be examined for stop strings while they grow.
+        # If there are stop strings, the engine streams even if the client does not, to end the sequence
+        # early.
         self._gathers = prompt.request.streaming and not prompt.options.streaming
         self._gathered: list[_ResultAndTexts] = []
         self._stopped_at: SequenceResult | None = None
@@ -161,13 +163,13 @@ class _Sequence:
             return result, None
         deltas = self._text.add(result)
         kept = cut_at_stop(result, deltas)
-        # Beams continue: the next response may replace their texts.
+        # The beam search continues: the next response may replace its texts.
         if not result.is_cumulative and deltas and all(delta.stopped for delta in deltas):
             self._stopped_at = kept
         return kept, tuple(delta.text for delta in deltas)
 
     def _whole(self) -> _ResultAndTexts:
-        """Return everything gathered in the form of a request that is not streamed."""
+        """Return all gathered results as one result, as if the request were not streamed."""
         result = merge_responses([Response(0, result) for result, _ in self._gathered]).result
         assert result is not None
         request = self._prompt.request
@@ -180,7 +182,7 @@ class _Sequence:
 
 
 class _Repeated:
-    """Values of earlier responses of a stream that later ones repeat."""
+    """Values of earlier responses of a stream that later responses repeat."""
 
     def __init__(self, rules: Repetition) -> None:
         self._rules = rules
@@ -208,7 +210,7 @@ class _Repeated:
 
 
 def _after_stop(stopped_at: SequenceResult, last: SequenceResult) -> SequenceResult:
-    """Return the last result of a sequence that a stop string ended earlier: metrics without tokens."""
+    """Return the last result of a sequence that a stop string ended earlier: its metrics, but no tokens."""
     return replace(
         stopped_at,
         output_token_ids=((),),
@@ -260,7 +262,7 @@ def _of_tokens(result: SequenceResult) -> Iterator[ReturnedOutput]:
 
 
 def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...]:
-    """Combine additional outputs: one of the shared prompt, and a tensor for each sequence's tokens."""
+    """Combine additional outputs: one tensor for the shared prompt, and one for the tokens of each sequence."""
     of_sequences = [{output.name: output.tensors[0] for output in _of_tokens(result)} for result in results]
     return tuple(
         ReturnedOutput(output.name, tuple(each.get(output.name, _NO_ROWS) for each in of_sequences))
@@ -271,7 +273,10 @@ def _additional_rows(results: list[SequenceResult]) -> tuple[ReturnedOutput, ...
 
 
 def _rows(parts: list[tuple[_T, ...] | None], missing: _T) -> tuple[_T, ...] | None:
-    """Return the single row of each part, `missing` for a part that is None; None if all parts are."""
+    """Return the single row of each part, or `missing` for a part that is None.
+
+    Returns None if all parts are None.
+    """
     if all(part is None for part in parts):
         return None
     return tuple(missing if part is None else part[0] for part in parts)

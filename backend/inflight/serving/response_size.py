@@ -1,21 +1,23 @@
-"""Refusal of requests whose responses could not be sent, before anything is computed for them.
+"""Refuse requests whose responses would be too large to send, before they are computed.
 
-Owns how large a response can get, and the room in /dev/shm that requests of this process may need. Knows
-neither the tensors of requests nor the sender. `reserve` and `release` may be called on any thread.
+Computes how large a response can get, and the space in /dev/shm that the requests of this process may need.
+`reserve` and `release` may be called on any thread.
 
-There are two limits. A gRPC message has at most 2 GiB; tritonserver answers with an error beyond that. And a
-response reaches tritonserver through a pool of shared memory: a file in /dev/shm (a container's
-`--shm-size`), one for each process. The pool places a tensor in a hole that is large enough, or else grows by
-the tensor's whole size, rounded up; it never shrinks. If /dev/shm has no room for that, sending fails with
-"Failed to increase the shared memory pool size". The file's space is allocated before use, so there is no
-SIGBUS, and other responses continue, but all work for this one is lost. (Observed with tritonserver 2.51.)
+There are two limits. First, a gRPC message has at most 2 GiB; tritonserver answers with an error beyond
+that. Second, a response reaches tritonserver through a pool of shared memory: each process has one, a file
+in /dev/shm (whose size is a container's `--shm-size`). The pool places a tensor in a hole that is large
+enough, or else grows by the tensor's size, rounded up; it never shrinks. If /dev/shm does not have that much
+free space, sending fails with "Failed to increase the shared memory pool size". The file's space is
+allocated before use, so there is no SIGBUS, and other responses continue, but all computation for this
+response is lost. (Observed with tritonserver 2.51.)
 
-For a model that is not decoupled, the stub accepts no other response after a failed one, and the client waits
-forever. Free space is therefore checked again just before a large response is sent: other processes, such as
-other models of this server, may have taken it since the request arrived.
+For a model that is not decoupled, the stub accepts no other response after a failed one, so the client would
+wait forever. Free space is therefore checked again just before a large response is sent: other processes,
+such as other models of this server, may have taken it since the request arrived.
 
-A pool holds one response at a time, because one thread sends them, and a send returns when tritonserver has
-finished with it. Requests share the same room, and a response no larger than an earlier one fits again.
+A pool holds one response at a time, because one thread sends them, and a send returns when tritonserver no
+longer needs the memory. All responses therefore use the same space, and a response that is no larger than an
+earlier one fits without growth.
 """
 
 from __future__ import annotations
@@ -29,21 +31,24 @@ from dataclasses import dataclass
 
 from inflight.additional_outputs import CONTEXT, GENERATION, OfferedOutput
 from inflight.core.request.request import Request
-from inflight.endpoint.delivery import MAX_JOINED_LOGITS_BYTES
+from inflight.endpoint.delivery import MAX_MERGED_LOGITS_BYTES
 from inflight.endpoint.frames import MAX_FRAME_BYTES
 from inflight.errors import InvalidArgument, Unavailable
 
 # The rest of 2 GiB is for names, shapes and the smallest outputs.
 MAX_RESPONSE_BYTES = (1 << 31) - 1 - (1 << 20)
 MAX_LISTED_BYTES = MAX_FRAME_BYTES // 4
-"""Most bytes of outputs without logits, which cross the engine endpoint as lists, up to 9 bytes a value."""
+"""Largest size in bytes of a response's outputs other than logits.
+
+They are sent over the engine endpoint as lists, with up to 9 bytes for a value of 4 bytes.
+"""
 
 SMALL_BYTES = 256 * 1024
-"""Size up to which responses are not counted: every pool has more room than that from the start."""
+"""Largest size in bytes of responses that are not counted. Every pool has more space than this from the start."""
 
 _VALUE_BYTES = 4  # ids are INT32, all other counted values FP32
 _TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token needs
-# Step by which a pool grows: the launcher's, which is larger than tritonserver's own.
+# A pool grows in steps of this many bytes, which the launcher sets; tritonserver's default is smaller.
 _POOL_STEP_BYTES = 4 << 20
 
 
@@ -54,10 +59,10 @@ def shared_memory_space() -> tuple[int, int]:
 
 
 class ResponseBudget:
-    """Room that the responses of one process may need. Every `reserve` needs a `release`.
+    """Shared memory that the responses of one process may need. Every `reserve` must be followed by a `release`.
 
     Args:
-        space: Returns the total and the free bytes of shared memory.
+        space: Function that returns the total and the free bytes of shared memory.
     """
 
     def __init__(self, space: Callable[[], tuple[int, int]] = shared_memory_space) -> None:
@@ -75,18 +80,19 @@ class ResponseBudget:
         in_one: bool,
         offered: tuple[OfferedOutput, ...] = (),
     ) -> int:
-        """Reserve room for every response to a client's request.
+        """Reserve shared memory for the responses to a client's request.
 
         Args:
-            requests: The engine's requests, one for each prompt of the batch; their `output` determines the
-                sizes.
+            requests: The engine's requests, one for each prompt of the batch. Their field `output`
+                determines the sizes.
             vocab_size: Number of values in a row of logits.
             streaming: Whether the client gets a stream of responses.
             in_one: Whether one response returns all sequences of all prompts.
             offered: The engine's additional outputs.
 
         Returns:
-            A ticket for `release`, to call after the answer; 0 for a small request, which needs no room.
+            A ticket, which must be passed to `release` after the answer; 0 for a request with small
+            responses only.
 
         Raises:
             InvalidArgument: A response can exceed gRPC's limit or the whole of /dev/shm.
@@ -96,7 +102,7 @@ class ResponseBudget:
         largest = _sum(sizes) if in_one else max(sizes, key=lambda size: size.num_bytes)
         if largest.num_bytes <= SMALL_BYTES:
             return 0
-        _refuse_what_never_works(largest)
+        _refuse_impossible(largest)
         with self._lock:
             self._check_space(largest, list(self._reserved.values()))
             ticket = next(self._tickets)
@@ -104,14 +110,14 @@ class ResponseBudget:
         return ticket
 
     def sending(self, ticket: int, sizes: Iterable[tuple[str, int]]) -> AbstractContextManager[None]:
-        """Return a context for sending a response to the ticket's request; it does nothing for ticket 0.
+        """Return a context manager in which to send a response; entering it checks the free space of /dev/shm.
 
         Args:
-            ticket: Ticket from `reserve`.
+            ticket: Ticket from `reserve`; with 0 nothing is checked.
             sizes: (name, bytes) of the response's tensors; read only if the ticket is not 0.
 
         Raises:
-            Unavailable: There is no room for the response now; nothing was sent.
+            Unavailable: There is not enough space for the response now; nothing was sent.
         """
         return self._sending(sizes) if ticket else nullcontext()  # nearly every response
 
@@ -127,18 +133,18 @@ class ResponseBudget:
                 self._held = size
 
     def release(self, ticket: int) -> None:
-        """Release the room of an answered request. Does nothing for 0, or for a released ticket."""
+        """Release the memory reserved for an answered request. Does nothing for 0, or for a released ticket."""
         if ticket:
             with self._lock:
                 self._reserved.pop(ticket, None)
 
     def _check_space(self, size: ResponseSize, in_flight: list[ResponseSize]) -> None:
         total, free = self._space()
-        if size.room > total:
+        if size.pool_growth > total:
             raise InvalidArgument(
                 f"a response to this request can take {size}, and goes through /dev/shm, which has "
                 f"{_shown(total)} in all: give the container a larger --shm-size (at least "
-                f"{-(-size.room // (1 << 20)) + 64}m), or {_LESS}"
+                f"{-(-size.pool_growth // (1 << 20)) + 64}m), or {_LESS}"
             )
         if self._growth([*in_flight, size]) > free:
             others = _shown(min(self._growth(in_flight), free))
@@ -149,11 +155,11 @@ class ResponseBudget:
             )
 
     def _growth(self, sizes: list[ResponseSize]) -> int:
-        """Return the pool's largest growth, in bytes, for these responses in the worst order: ascending."""
+        """Return the pool's largest growth in bytes for these responses, which is for ascending sizes."""
         held, growth = self._held, 0
         for size in sorted(sizes, key=lambda size: size.num_bytes):
-            if not size.fits_where(held):
-                growth += size.room
+            if not size.fits_after(held):
+                growth += size.pool_growth
                 held = size
         return growth
 
@@ -181,18 +187,18 @@ class ResponseSize:
 
     @property
     def listed_bytes(self) -> int:
-        """Return the size of the outputs other than context and generation outputs, in bytes."""
+        """Return the total size in bytes of the outputs other than context and generation outputs."""
         return sum(size for name, size in self.outputs if not name.startswith((CONTEXT, GENERATION)))
 
     @property
-    def room(self) -> int:
-        """Return the pool's largest growth for this response, in bytes: each tensor alone, in steps."""
+    def pool_growth(self) -> int:
+        """Return the pool's largest growth in bytes for this response: the pool may grow for each tensor."""
         return self.num_bytes + _POOL_STEP_BYTES * sum(size > SMALL_BYTES for _, size in self.outputs)
 
-    def fits_where(self, other: ResponseSize) -> bool:
-        """Return whether a pool that has held `other` holds this response without growing."""
+    def fits_after(self, other: ResponseSize) -> bool:
+        """Return whether a pool that has held the response `other` can hold this one without growing."""
         largest = max((size for _, size in self.outputs), default=0)
-        # Small tensors fit beside large ones.
+        # Small tensors always fit beside large ones, and need not be compared.
         return self.num_bytes <= other.num_bytes + 2 * SMALL_BYTES and any(
             size >= largest for _, size in other.outputs
         )
@@ -202,7 +208,7 @@ class ResponseSize:
         return f"{_shown(self.num_bytes)} ({', '.join(large)})"
 
 
-def _refuse_what_never_works(size: ResponseSize) -> None:
+def _refuse_impossible(size: ResponseSize) -> None:
     if size.num_bytes > MAX_RESPONSE_BYTES:
         raise InvalidArgument(
             f"a response to this request can take {size}, but a gRPC message has at most 2 GiB: {_LESS}"
@@ -223,7 +229,7 @@ def response_size(
 ) -> ResponseSize:
     """Return the size of the largest response to one prompt.
 
-    For a stream, it can be nearly the whole answer: waiting responses are joined.
+    For a stream, this can be nearly the whole answer, because waiting responses are merged.
     """
     output, new, prompt = request.output, request.max_new_tokens, request.prompt_length
     rows = request.sampling.num_outputs * (request.sampling.num_sequences if in_one else 1)
@@ -260,9 +266,9 @@ def _logits_rows(request: Request, row_bytes: int, streaming: bool) -> int:
     if not streaming:
         return request.max_new_tokens
     if request.sampling.uses_beams:
-        return 0  # a streamed beam search returns none
+        return 0  # a streamed beam search returns no generation logits
     at_once = 1 + max(request.draft_length, request.prompt_lookup_num_tokens)
-    return min(request.max_new_tokens, max(at_once, MAX_JOINED_LOGITS_BYTES // row_bytes))
+    return min(request.max_new_tokens, max(at_once, MAX_MERGED_LOGITS_BYTES // row_bytes))
 
 
 def _sum(sizes: Sequence[ResponseSize]) -> ResponseSize:

@@ -1,9 +1,9 @@
-"""The sender thread: takes the engine's responses and sends them to their clients.
+"""The sender thread, which takes the engine's responses and sends them to their clients.
 
-Owns the sending of all responses except refusals and answers that need no engine. A send may take longer than
-the engine can wait, so the engine only puts responses into a delivery. Streams that fall behind, as with a
-model that computes on all processors, get their waiting responses joined, the longest-waiting first. This
-thread also makes the text. Knows neither the source of responses nor the clients' protocol.
+It sends all responses except refusals and answers that need no engine, and detokenizes texts. A send may
+take longer than the engine can wait, so the engine only puts responses into a delivery. If a stream falls
+behind, as with a model that computes on all processors, its waiting responses are merged; the streams that
+have waited longest are served first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.errors import InflightError, StepFailed, unexpected
 from inflight.prompt import Output
-from inflight.serving.background import give_way
+from inflight.serving.background import lower_priority
 from inflight.serving.in_flight import Arrival, Ending, InFlight, error_of_ending
 from inflight.serving.response_size import ResponseBudget
 
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 class ResponseMaker(Protocol):
-    """Maker of a protocol's responses, for `ClientStream.send` and `finish`."""
+    """Makes a protocol's responses, for `ClientStream.send` and `ClientStream.finish`."""
 
-    def outputs(self, outputs: Sequence[Output]) -> Any:
+    def make_response(self, outputs: Sequence[Output]) -> Any:
         """Return one response with all these outputs."""
         ...
 
@@ -39,13 +39,14 @@ class ResponseMaker(Protocol):
 
 
 class Sender:
-    """Sender of responses on one thread, from construction to `close`.
+    """Sends responses on a thread of its own, from construction to `close`.
 
     Args:
-        in_flight: Registry with the clients of responses.
+        in_flight: Registry of requests in flight, with their clients.
         responses: Makes responses of the clients' protocol.
-        budget: Checks the room for responses, and gets it back after the answer.
-        stream_interval: Number of tokens for each streamed response, the `interval` of `Delivery`.
+        budget: Checks before a send that shared memory suffices; reserved memory is released after the
+            answer.
+        stream_interval: Number of tokens in each streamed response, the `interval` of `Delivery`.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class Sender:
         self._in_flight = in_flight
         self._responses = responses
         self._budget = budget
-        # One response at a time, so that waiting ones can still be joined.
+        # One response at a time is taken, so that the waiting responses can still be merged.
         self._delivery: Delivery[Response] = Delivery(limit=1, interval=stream_interval)
         self._thread = threading.Thread(target=self._run, name="inflight-sender", daemon=True)
         self._thread.start()
 
     def put(self, response: Response) -> None:
-        """Queue one response of the engine; never blocks."""
+        """Queue one response from the engine; never blocks."""
         self._delivery.put(response)
 
     def wait_until_sent(self, timeout_s: float) -> bool:
-        """Wait until all queued responses are sent, at most `timeout_s`; return whether they are.
+        """Wait at most `timeout_s` seconds until all queued responses are sent; return whether they are.
 
         Responses held back by `stream_interval` do not count. Any thread.
         """
@@ -80,7 +81,7 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
-        give_way()
+        lower_priority()
         self._delivery.run(self._deliver_all)
 
     def _deliver_all(self, responses: Sequence[Response]) -> None:
@@ -88,7 +89,7 @@ class Sender:
             self._deliver(response)
 
     def _deliver(self, response: Response) -> None:
-        arrival = self._in_flight.arrive(response.request_id, response.is_final)
+        arrival = self._in_flight.find_arrival(response.request_id, response.is_final)
         if arrival is None:
             return
         if response.result is None and not arrival.is_last:
@@ -99,7 +100,7 @@ class Sender:
             return
         try:
             self._send(arrival, response)
-        except Exception as error:  # of any class: other clients must still be answered
+        except Exception as error:  # whatever the error, other clients must still be answered
             self._give_up(arrival, error)
         if arrival.is_last:
             self._budget.release(arrival.entry.ticket)
@@ -125,15 +126,15 @@ class Sender:
                 stream.send(message)
 
     def _message(self, arrival: Arrival, result: SequenceResult) -> Any:
-        """Return a response of the clients' protocol; None if there is nothing to send yet."""
+        """Return a response in the client's protocol; None if there is nothing to send yet."""
         entry = arrival.entry
         outputs = entry.reply.add(arrival.batch_index, result, arrival.is_last)
         if not result.is_sequence_final and entry.reply.has_just_stopped:
             entry.handles[arrival.batch_index].stop(StopReason.STOP_WORDS, result.sequence_index)
-        return self._responses.outputs(outputs) if outputs else None
+        return self._responses.make_response(outputs) if outputs else None
 
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
-        """Answer with an error, as a response could not be made or sent, and stop the request."""
+        """Stop a request because a response could not be made or sent, and answer it with an error."""
         entry = arrival.entry
         _log.debug("request %s could not be answered: %r", entry, error)
         failed = error if isinstance(error, InflightError) else unexpected("response not sent", error)
@@ -143,5 +144,5 @@ class Sender:
             return
         try:
             entry.stream.fail(failed)
-        except Exception as last:  # of any class: this client cannot be answered
+        except Exception as last:  # whatever the error, this client cannot be answered
             _log.debug("request %s could not be ended: %r", entry, last)

@@ -1,7 +1,6 @@
 """TensorRT-LLM's `InferenceRequest`, a map of tensors, for programs that use GptManager as a library.
 
-`requests` interprets the tensors, as for a served model.
-Specification: Inference Request. Any thread.
+The tensors are interpreted by `requests`, as for a served model. Any thread.
 """
 
 from __future__ import annotations
@@ -31,16 +30,19 @@ class InferenceRequest:
 
     Attributes:
         request_id: Unique among requests in flight, 0 .. 2**64 - 1.
-        tensors: numpy arrays by the names and in the types of docs/tensors.md, with or without the batch
-            dimension: word lists as [2, n] or [1, 2, n], ids as [n] or [1, n]; scalars as [1, 1], [1] or [].
-            `executor.trtllm_gpt_manager` takes torch tensors too.
+        tensors: numpy arrays by name; docs/tensors.md lists names and data types. The batch dimension is
+            optional: word lists have shape [2, n] or [1, 2, n], ids [n] or [1, n], scalars [1, 1], [1] or
+            []. `executor.trtllm_gpt_manager` also takes torch tensors.
     """
 
     request_id: int
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_request(self, limits: ModelLimits) -> Request:
-        """Return the Request that a GetInferenceRequests callback returns to a GptManager; see `to_prompt`."""
+        """Return the Request for a GptManager's GetInferenceRequests callback.
+
+        Arguments and errors as in `to_prompt`.
+        """
         return self.to_prompt(limits).request
 
     def to_prompt(self, limits: ModelLimits) -> Prompt:
@@ -51,7 +53,7 @@ class InferenceRequest:
 
         Raises:
             InvalidArgument: A name, type, shape or value is wrong; the message names the tensor.
-            Unsupported: A tensor is not implemented, or needs a tokenizer, which is not available here.
+            Unsupported: A tensor is not implemented, or needs a tokenizer, which a GptManager does not have.
         """
         for name in self.tensors:
             self._check_name(name)
@@ -82,7 +84,7 @@ class InferenceRequest:
 
 _REFUSED = {
     RequestKind.STOP: "stop is true: a request is ended by the PollStopSignal callback",
-    RequestKind.STATE: "state is true: GptManager.state tells it",
+    RequestKind.STATE: "state is true: call GptManager.state instead",
     RequestKind.ADAPTERS: "lora_command: a GptManager does not support adapter commands",
 }
 _FLAGS_DECIDE = Naming(frozenset(spec.name for spec in OUTPUTS.specs), named=False)

@@ -1,16 +1,17 @@
 """The table of inputs of `tensorrt_llm`, `tensorrt_llm_infer` and `ensemble`; config.pbtxt is generated from it.
 
-Tensors of sampling controls are declared with these (`core/request/sampling_config.py`), all others here: those of
-TensorRT-LLM's Inference Request; tensorrtllm_backend's additions, so that its clients work unchanged; and this
-project's own. Rows with a `neutral` value are declared but not implemented: any other value is refused, not
-ignored.
+The tensors of sampling controls are declared with the controls (`core/request/sampling_config.py`). All
+other tensors are declared here: the tensors of TensorRT-LLM's Inference Request; tensorrtllm_backend's
+additional tensors, so that its clients work unchanged; and this project's own tensors. A row with `neutral`
+declares a tensor that is not implemented: a request is refused if it sends any value other than the neutral
+one.
 
-`early_stopping` is INT32 as in the specification; tensorrtllm_backend's config.pbtxt declares BOOL, and such
-a file can be served too.
+`early_stopping` is INT32 as in TensorRT-LLM's specification. tensorrtllm_backend's config.pbtxt declares
+BOOL, which is accepted too.
 
-All models accept the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`), and `ensemble` also those of
-tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder models use are
-declared as in tensorrtllm_backend.
+All models accept the names of TensorRT-LLM's `llmapi` model (`sampling_param_*`). `ensemble` also accepts
+the names of tensorrtllm_backend's `tensorrt_llm_bls`. Inputs that only image, video and encoder-decoder
+models use are declared as in tensorrtllm_backend.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _values(*values: float) -> Neutral:
 
 _SAMPLING_PARAM = "sampling_param_"
 _LLMAPI = ("max_tokens", "lora_id")
-"""Names that only llmapi's clients use for a tensor of another name."""
+"""Names of llmapi's clients for tensors that have another name here."""
 
 _ZERO = _values(0)
 _FALSE = _values(False)
@@ -52,9 +53,10 @@ def _both(
     text_names: tuple[str, ...] = (),
     **more: Any,
 ) -> TensorSpec:
-    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, default `name`.
+    """Return a tensor of both vocabularies; `text_names` are its names in the text vocabulary, by default `name`.
 
-    Names of llmapi among them are aliases in the other vocabulary too, as llmapi's model is called `tensorrt_llm`.
+    llmapi's names in `text_names` are aliases in the vocabulary of `tensorrt_llm` too, because llmapi's
+    model is called `tensorrt_llm`.
     """
     own = more.pop("aliases", ())
     aliases = (
@@ -84,32 +86,47 @@ def _flag(name: str, meaning: str, aliases: tuple[str, ...] = (), text_alias: st
 
 _MAX_TOKENS = ("max_tokens", "sampling_param_max_tokens")
 _PROMPT = (
-    TensorSpec("input_ids", "INT32", (-1,), "prompt token ids; or text_input"),
-    TensorSpec("input_lengths", "INT32", (), "how many of input_ids count; all by default"),
-    _both("text_input", "BYTES", "prompt as UTF-8 text"),
-    _both("request_output_len", "INT32", "most tokens to generate; required", text_names=_MAX_TOKENS),
+    TensorSpec("input_ids", "INT32", (-1,), "token ids of the prompt; send these or text_input"),
+    TensorSpec("input_lengths", "INT32", (), "number of valid ids in input_ids; default: all"),
+    _both("text_input", "BYTES", "the prompt as UTF-8 text"),
     _both(
-        "streaming", "BOOL", "respond at every iteration instead of once", text_names=("stream", "streaming")
+        "request_output_len",
+        "INT32",
+        "maximum number of tokens to generate; required",
+        text_names=_MAX_TOKENS,
     ),
-    _both("stop", "BOOL", "end the request in flight with this request's id"),
-    _both("state", "BOOL", "ask for what the batcher is doing, and nothing else"),
-    _both("end_id", "INT32", "token that ends the sequence; -1: none"),
-    _both("pad_id", "INT32", "fills ragged outputs; -1 by default"),
+    _both(
+        "streaming",
+        "BOOL",
+        "send a response after every iteration instead of one at the end",
+        text_names=("stream", "streaming"),
+    ),
+    _both("stop", "BOOL", "stop the request in flight that has this request's id"),
+    _both("state", "BOOL", "return the state of the batcher instead of generating"),
+    _both("end_id", "INT32", "token id that ends the sequence; -1: none"),
+    _both("pad_id", "INT32", "token id that pads ragged outputs; default: -1"),
     TensorSpec(
-        "stop_words_list", "INT32", (2, -1), "ids over end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]; returned"
+        "stop_words_list",
+        "INT32",
+        (2, -1),
+        "words that end the output and are returned: ids, then end offsets: [[5,7,3,9,2],[3,5,-1,-1,-1]]",
     ),
-    TensorSpec("bad_words_list", "INT32", (2, -1), "as stop_words_list; never generated"),
+    TensorSpec(
+        "bad_words_list", "INT32", (2, -1), "words that are never generated, in the layout of stop_words_list"
+    ),
     _both(
         "stop_words",
         "BYTES",
-        "texts that end the output; not returned",
+        "texts that end the output and are not returned",
         (-1,),
         text_names=("stop_words", "sampling_param_stop"),
     ),
-    _both("bad_words", "BYTES", "texts not to generate, in their usual tokens", (-1,)),
+    _both("bad_words", "BYTES", "texts that are never generated, in their usual tokenizations", (-1,)),
     TensorSpec("embedding_bias", "FP32", (-1,), "[vocab_size], added to the logits"),
-    _both("embedding_bias_words", "BYTES", "texts whose tokens to bias", (-1,)),
-    _both("embedding_bias_weights", "FP32", "added for each token of its text", (-1,)),
+    _both("embedding_bias_words", "BYTES", "texts whose tokens get a bias", (-1,)),
+    _both(
+        "embedding_bias_weights", "FP32", "bias for the tokens of each text in embedding_bias_words", (-1,)
+    ),
 )
 
 
@@ -125,7 +142,7 @@ _SAMPLING = tuple(_of_control(name, control) for name, control in CONTROLS.items
 _WANTED = (
     _flag(
         "exclude_input_in_output",
-        "leave the prompt out; default: the model's parameter",
+        "leave the prompt out of the outputs; default: the model's parameter",
         text_alias="sampling_param_exclude_input_from_output",
     ),
     _flag("return_num_input_tokens", "adds output num_input_tokens"),
@@ -136,74 +153,101 @@ _WANTED = (
     _flag("return_prompt_log_probs", "adds output prompt_log_probs"),
     _flag(
         "return_perf_metrics",
-        "adds times, blocks and draft counts",
+        "adds outputs with times and counts of KV blocks and draft tokens",
         ("return_kv_cache_reuse_stats",),
         "sampling_param_return_perf_metrics",
     ),
-    _both("num_top_log_probs", "INT32", "likeliest tokens to report"),
+    _both("num_top_log_probs", "INT32", "number of likeliest tokens to return at each position"),
     _both(
-        "additional_outputs", "BYTES", "names of outputs context_<name> and generation_<name> to add", (-1,)
+        "additional_outputs",
+        "BYTES",
+        "names of additional outputs, context_<name> or generation_<name>",
+        (-1,),
     ),
     _llmapi("return_finish_reason", "BOOL", "false: leave output finish_reason out"),
     _llmapi("return_cumulative_logprob", "BOOL", "adds output cumulative_logprob"),
-    _llmapi("return_stop_reason", "BOOL", "which stop word it was", _FALSE),
+    _llmapi("return_stop_reason", "BOOL", "adds the stop word that ended the output", _FALSE),
 )
 
 _ADAPTERS = (
     _both(
         "prompt_embedding_table",
         "FP16",
-        "[rows, hidden_size], which ids from vocab_size on stand for; of a text they come first",
+        "[rows, hidden_size]: id vocab_size + i stands for row i; before a text, all rows are inserted",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
-    _both("prompt_vocab_size", "INT32", "rows of that table"),
+    _both("prompt_vocab_size", "INT32", "number of rows of prompt_embedding_table"),
     TensorSpec(
         "prompt_table_extra_ids",
         "UINT64",
         (-1,),
-        "one per prompt token, 0 for text: share KV blocks by these too",
+        "one number per prompt token, 0 for text: KV blocks are shared only if these are equal",
     ),
-    _text_only("prompt_table_extra_id", "UINT64", "that of all rows of that table"),
+    _text_only("prompt_table_extra_id", "UINT64", "extra id of all rows of prompt_embedding_table"),
     _both(
         "lora_task_id",
         "UINT64",
-        "of the adapter that changes the model; with its weights the first time",
+        "id of the LoRA adapter; the first request with it also needs lora_weights",
         text_names=("lora_task_id", "lora_id"),
     ),
     _both(
         "lora_weights",
         "FP16",
-        "[rows, width] A, B with its scale and the magnitudes of DoRA, filled up with 0",
+        "[rows, width]: A, scaled B, and magnitudes of DoRA, padded with 0",
         (-1, -1),
         other_dtypes=("FP32", "BF16"),
     ),
-    _both("lora_config", "INT32", "[rows, 3 or 4] module, layer, rank, whether it is DoRA", (-1, -1)),
-    _both("lora_name", "BYTES", "of the adapter, instead of lora_task_id: one that the operator has named"),
-    _llmapi("lora_path", "BYTES", "folder of the adapter below lora_dir; then name and id say nothing"),
-    _llmapi("lora_ckpt_source", "BYTES", "format of that folder: hf, PEFT's"),
-    _both("lora_command", "BYTES", "JSON: list, load or unload adapters, and nothing else"),
+    _both(
+        "lora_config",
+        "INT32",
+        "[rows, 3 or 4]: module id, layer, rank, and whether the row is DoRA",
+        (-1, -1),
+    ),
+    _both(
+        "lora_name", "BYTES", "name of a LoRA adapter that the operator has named, instead of lora_task_id"
+    ),
+    _llmapi(
+        "lora_path",
+        "BYTES",
+        "folder of the LoRA adapter below lora_dir; lora_name and lora_task_id are then only labels",
+    ),
+    _llmapi("lora_ckpt_source", "BYTES", "format of the folder lora_path: hf, which is PEFT's"),
+    _both("lora_command", "BYTES", "JSON command: list, load or unload adapters instead of generating"),
 )
 
 _DRAFTS = (
-    TensorSpec("draft_input_ids", "INT32", (-1,), "a guess at the first tokens, verified in one pass"),
+    TensorSpec(
+        "draft_input_ids", "INT32", (-1,), "draft of the first generated tokens, verified in one pass"
+    ),
     TensorSpec(
         "draft_logits",
         "FP32",
         (-1, -1),
-        "[draft tokens, vocab_size] they were drawn from",
+        "[draft tokens, vocab_size]: the logits that the draft tokens were sampled from",
         other_dtypes=("FP16",),
     ),
-    TensorSpec("draft_acceptance_threshold", "FP32", (), "accept where p_target / p_draft reaches it"),
-    TensorSpec("lookahead_window_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
-    TensorSpec("lookahead_ngram_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
-    TensorSpec("lookahead_verification_set_size", "INT32", (1,), "of lookahead decoding", neutral=_ZERO),
-    _both("prompt_lookup_num_tokens", "INT32", "most tokens to guess from what came before; 0: off"),
-    _text_only(
-        "num_draft_tokens", "INT32", "tokens that another model drafts in a round; tensorrt_llm_bls alone"
+    TensorSpec(
+        "draft_acceptance_threshold",
+        "FP32",
+        (),
+        "accept a draft token if p_target / p_draft is at least this",
     ),
-    _text_only("use_draft_logits", "BOOL", "accept these by chance, by the logits of that model"),
-    _llmapi("sampling_param_best_of", "INT32", "sequences to choose the best of", _values(0, 1)),
+    TensorSpec("lookahead_window_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
+    TensorSpec("lookahead_ngram_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
+    TensorSpec(
+        "lookahead_verification_set_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO
+    ),
+    _both("prompt_lookup_num_tokens", "INT32", "maximum number of tokens to draft by prompt lookup; 0: off"),
+    _text_only(
+        "num_draft_tokens",
+        "INT32",
+        "number of tokens that the draft model drafts in a round; tensorrt_llm_bls only",
+    ),
+    _text_only(
+        "use_draft_logits", "BOOL", "accept draft tokens by rejection sampling with the draft model's logits"
+    ),
+    _llmapi("sampling_param_best_of", "INT32", "number of sequences to choose the best from", _values(0, 1)),
 )
 
 _OTHER_MODELS = (
@@ -211,25 +255,42 @@ _OTHER_MODELS = (
         "encoder_input_features",
         "FP16",
         (-1, -1),
-        "[frames, features] for an encoder",
+        "[frames, features]: input of an encoder",
         neutral=EMPTY,
         other_dtypes=("FP32",),
     ),
-    TensorSpec("encoder_output_lengths", "INT32", (), "how many of an encoder's states count", neutral=_ZERO),
+    TensorSpec("encoder_output_lengths", "INT32", (), "number of valid encoder states", neutral=_ZERO),
     TensorSpec(
-        "decoder_input_ids", "INT32", (-1,), "prompt of the decoder beside an encoder", neutral=_PAD_ID
+        "decoder_input_ids",
+        "INT32",
+        (-1,),
+        "prompt of the decoder of an encoder-decoder model",
+        neutral=_PAD_ID,
     ),
-    TensorSpec("decoder_input_lengths", "INT32", (), "how many of these count", neutral=_values(0, 1)),
-    _text_only("decoder_text_input", "BYTES", "prompt of the decoder beside an encoder", NO_TEXT),
-    of_other_models("cross_attention_mask", "BOOL", (-1, -1), "[prompt tokens, image tiles] they attend to"),
-    TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether none is attended to", neutral=_FALSE),
-    of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotations of image tokens"),
-    TensorSpec("mrope_position_deltas", "INT64", (1,), "shift of positions after images", neutral=_ZERO),
-    of_other_models("context_phase_params", "UINT8", (-1,), "what another server's context phase left"),
-    _text_only("image_input", "FP16", "pixels of images", EMPTY, (-1, 3, -1, -1)),
-    _text_only("image_bytes_input", "UINT8", "images", EMPTY, (-1, -1, -1, -1)),
-    _text_only("image_url_input", "BYTES", "where an image is", NO_TEXT),
-    _llmapi("image_url", "BYTES", "where images are", NO_TEXT, (-1,)),
+    TensorSpec(
+        "decoder_input_lengths",
+        "INT32",
+        (),
+        "number of valid ids in decoder_input_ids",
+        neutral=_values(0, 1),
+    ),
+    _text_only("decoder_text_input", "BYTES", "prompt of the decoder of an encoder-decoder model", NO_TEXT),
+    of_other_models(
+        "cross_attention_mask",
+        "BOOL",
+        (-1, -1),
+        "[prompt tokens, image tiles]: which tiles each token attends to",
+    ),
+    TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether to skip cross attention", neutral=_FALSE),
+    of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotary embedding of image tokens"),
+    TensorSpec("mrope_position_deltas", "INT64", (1,), "offset of positions after images", neutral=_ZERO),
+    of_other_models(
+        "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
+    ),
+    _text_only("image_input", "FP16", "pixel values of images", EMPTY, (-1, 3, -1, -1)),
+    _text_only("image_bytes_input", "UINT8", "encoded images", EMPTY, (-1, -1, -1, -1)),
+    _text_only("image_url_input", "BYTES", "URL of an image", NO_TEXT),
+    _llmapi("image_url", "BYTES", "URLs of images", NO_TEXT, (-1,)),
     _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1)),
 )
 
@@ -237,16 +298,20 @@ _GUIDES = (
     _both(
         "guided_decoding_guide_type",
         "BYTES",
-        "what the text has to be: json, json_schema, regex, ebnf_grammar or structural_tag",
+        "kind of guide: json, json_schema, regex, ebnf_grammar or structural_tag",
     ),
-    _both("guided_decoding_guide", "BYTES", "the schema, expression, grammar or tags; none for json"),
+    _both(
+        "guided_decoding_guide",
+        "BYTES",
+        "the schema, expression, grammar or structural tags; not needed for json",
+    ),
 )
 
 _POST_PROCESSORS = (
     _both(
         "logits_post_processor_name",
         "BYTES",
-        "which function of the server's operator changes its logits first",
+        "name of the operator's logits post-processor to apply",
     ),
 )
 
@@ -254,31 +319,33 @@ _CACHE = (
     _both(
         "retention_token_range_starts",
         "INT32",
-        "prompt ranges whose KV blocks get a priority of their own",
+        "first token of each prompt range with its own retention priority",
         (-1,),
     ),
-    _both("retention_token_range_ends", "INT32", "-1: the prompt's end", (-1,)),
+    _both("retention_token_range_ends", "INT32", "token after each range; -1: the prompt's end", (-1,)),
     _both(
         "retention_token_range_priorities",
         "INT32",
-        "0 .. 100; lower ones are evicted first; 35 by default",
+        "retention priority of each range, 0 .. 100; lower is evicted first; default: 35",
         (-1,),
     ),
     _both(
         "retention_token_range_durations_ms",
         "INT32",
-        "then the default again; -1: never; never by default",
+        "time after which a range gets the default priority again; -1, the default: never",
         (-1,),
     ),
-    _both("retention_decode_priority", "INT32", "of generated blocks"),
-    _both("retention_decode_duration_ms", "INT32", "of generated blocks; -1: for ever"),
-    _both("cache_salt_id", "UINT64", "share KV blocks under this salt only; 0"),
+    _both("retention_decode_priority", "INT32", "retention priority of the KV blocks of generated tokens"),
+    _both("retention_decode_duration_ms", "INT32", "duration of retention_decode_priority; -1: unlimited"),
+    _both(
+        "cache_salt_id", "UINT64", "KV blocks are shared only between prompts with equal salts; default: 0"
+    ),
 )
 
 _QUEUE = (
-    _both("priority", "FP32", "0 .. 1, higher first; 0.5 by default"),
-    _both("client_id", "UINT64", "whose request it is; clients take turns; 0"),
-    _both("allotted_time_ms", "INT32", "deadline; 0: none"),
+    _both("priority", "FP32", "0 .. 1; requests of higher priority start first; default: 0.5"),
+    _both("client_id", "UINT64", "id of the client; clients of equal priority take turns; default: 0"),
+    _both("allotted_time_ms", "INT32", "time from arrival after which the request ends; 0: no limit"),
 )
 
 INPUTS = TensorTable(

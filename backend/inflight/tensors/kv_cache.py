@@ -1,4 +1,4 @@
-"""Reads one prompt's tensors about sharing and retention of its KV blocks."""
+"""Read the tensors that control sharing and retention of one prompt's KV blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _OPEN_ENDED = -1  # as an end: the prompt's end; as a duration: unlimited
 
 
 def read_identity(reader: TensorReader) -> PrefixIdentity:
-    """Return what the prompt's KV blocks depend on besides its tokens and its table."""
+    """Return the cache salt: KV blocks are shared only among prompts with equal salts."""
     return PrefixIdentity(cache_salt_id=reader.integer("cache_salt_id") or 0)
 
 
 def read_retention(reader: TensorReader) -> RetentionConfig:
-    """Return the retention of the prompt's blocks; the defaults if no tensor is given.
+    """Return how long the prompt's KV blocks are retained; the defaults if no tensor is given.
 
-    Raises InvalidArgument if a range lacks a part; the message names the tensors and their lengths.
+    Raises InvalidArgument if the tensors describe different numbers of ranges; the message names the tensors
+    and their lengths.
     """
     return RetentionConfig(_retention_ranges(reader), _decode_retention(reader))
 
@@ -53,7 +54,10 @@ def _decode_retention(reader: TensorReader) -> Retention | None:
 
 
 def _beside(reader: TensorReader, name: str, length: int) -> list[int]:
-    """Return the tensor `name`, which must have a number for each of `length` ranges."""
+    """Return the numbers of the tensor `name`.
+
+    Raises InvalidArgument unless there is one for each of `length` ranges.
+    """
     values = reader.integers(name)
     if values is None:
         raise InvalidArgument(Name(name), " must be provided: ", Name(_STARTS), f" has {length} ranges")

@@ -1,7 +1,7 @@
-"""Reads one prompt's tensors about its adapter, and the command of a request about adapters.
+"""Read the tensors that select one prompt's adapter, and the command in the tensor `lora_command`.
 
-Owns which of them can be combined. The adapter cache finds out whether the adapter exists, and whether its weights
-fit the model. Any thread.
+Checks which of these tensors can be combined. The adapter cache checks whether the adapter exists, and
+whether its weights fit the model. Any thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMMANDS = {
     AdapterAction.LOAD: frozenset({"name", "path"}),
     AdapterAction.UNLOAD: frozenset({"name", "task_id"}),
 }
-"""The keys that a command of each kind may have."""
+"""The keys that may accompany each command."""
 
 
 def read_lora(reader: TensorReader) -> LoraRequest | None:
@@ -31,7 +31,7 @@ def read_lora(reader: TensorReader) -> LoraRequest | None:
 
     Raises:
         InvalidArgument: The tensors cannot be combined; the message names them.
-        Unsupported: A folder in another format than PEFT's.
+        Unsupported: The adapter's folder has a format other than PEFT's.
     """
     source = reader.text("lora_ckpt_source")
     if source and source != _PEFT:
@@ -53,7 +53,7 @@ def read_lora(reader: TensorReader) -> LoraRequest | None:
             Name("lora_config"),
             " are stored under it",
         )
-    if path:  # name and id are then the client's own labels, as in TensorRT-LLM's LoRARequest
+    if path:  # name and id are only labels, as in TensorRT-LLM's LoRARequest
         return LoraRequest(path=path)
     if name and task_id is not None:
         raise InvalidArgument(

@@ -1,8 +1,8 @@
-"""Converts the engine's results to the arrays of output tensors.
+"""Convert the engine's results to the arrays of output tensors.
 
-Owns the shapes. Ragged rows are padded: ids with the prompt's pad_id (default -1), numbers with 0. An array's
-first dimension is the prompts of the response, followed by rows: beams or sequences; texts are one flat list
-of all rows. Plain functions, any thread.
+Owns the shapes. Ragged rows are padded: ids with the prompt's pad_id (default -1), numbers with 0. The first
+dimension of an array is the prompts of the response, the second is rows, which are beams or sequences. Texts
+are one flat list of all rows of all prompts. Any thread.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NO_PAD = -1
 def make_array(name: str, outputs: Sequence[Output]) -> NDArray[Any] | None:
     """Return the output tensor `name` of one response, [prompts, …] or flat; None if it has no values.
 
-    The dtype is numpy's choice. Raises KeyError for an unknown name.
+    The caller converts the array to the declared data type. Raises KeyError for an unknown name.
     """
     return _additional(name, outputs) if is_additional(name) else _MAKERS[name](outputs)
 
 
 def without_elements(name: str, num_prompts: int) -> NDArray[Any]:
-    """Return an empty array for an output of the table that was named but whose flag is not set."""
+    """Return an empty array for an output that the client named without setting its flag."""
     spec = OUTPUTS[name]
     return np.empty([num_prompts] * spec.is_batched + [0] * len(spec.dims))
 
@@ -47,7 +47,10 @@ def _scalars(value: Callable[[Output], int]) -> _Maker:
 
 
 def _metrics(value: Callable[[PerfMetrics], float]) -> _Maker:
-    """Return a maker of [prompts, 1] from performance metrics, 0 for a prompt without; None if all lack them."""
+    """Return a function that makes an array [prompts, 1] of a performance metric.
+
+    The element of a prompt without metrics is 0. If no prompt has metrics, the function returns None.
+    """
 
     def make(outputs: Sequence[Output]) -> NDArray[Any] | None:
         metrics = [output.result.perf_metrics for output in outputs]
@@ -125,7 +128,11 @@ def _vocab_size(outputs: Sequence[Output]) -> int:
 
 
 def _additional(name: str, outputs: Sequence[Output]) -> NDArray[np.float32] | None:
-    """Return [prompts, prompt tokens, width] or [prompts, rows, longest, width], also if there are no tokens."""
+    """Return an additional output of the context or of the generation phase, even if it covers no tokens.
+
+    The shape is [prompts, prompt tokens, width] for the context, [prompts, rows, longest, width] for
+    generation.
+    """
     found = [
         next((each.tensors for each in output.result.additional_outputs if each.name == name), None)
         for output in outputs
@@ -197,7 +204,7 @@ def _table(rows: _Rows, fill: object, dtype: type[np.generic]) -> NDArray[Any]:
 def _stack(
     rows: _Rows, fills: Sequence[int] | None, dtype: type[np.generic], tail: tuple[int, ...] = ()
 ) -> NDArray[Any]:
-    """Return an array [prompts, rows, longest, *tail], padded with `fills`, a number per prompt, else with 0."""
+    """Return an array [prompts, rows, longest, *tail], padded with `fills` (one number per prompt) or with 0."""
     if not tail and len(rows) == 1 and len(rows[0]) == 1:
         return np.array([[rows[0][0]]], dtype)
     longest = max((len(row) for of_prompt in rows for row in of_prompt), default=0)
@@ -207,13 +214,13 @@ def _stack(
             stack[index] = fills[index]
         for number, row in enumerate(of_prompt):
             if len(row):
-                values = np.asarray(row, dtype)  # prompts may ask for different numbers of top log probs
+                values = np.asarray(row, dtype)  # prompts may request different numbers of top log probs
                 stack[(index, number, *map(slice, values.shape))] = values
     return stack
 
 
 def _stack_tensors(rows: Sequence[Sequence[FloatTensor]], width: int) -> NDArray[np.float32]:
-    """Return an array [prompts, rows, longest, width], also for no tokens; a single tensor is not copied."""
+    """Return an array [prompts, rows, longest, width]; `longest` may be 0. A single tensor is not copied."""
     arrays = [[_as_array(tensor, width) for tensor in of_prompt] for of_prompt in rows]
     if len(arrays) == 1 and len(arrays[0]) == 1:
         return arrays[0][0][np.newaxis, np.newaxis]

@@ -25,7 +25,7 @@ def _asked(
     flag: str = "",
     text_only: bool = False,
 ) -> TensorSpec:
-    """Return an output that its own return_* flag requests, or the input `flag`."""
+    """Return an output that is requested by the input `flag`, by default return_NAME."""
     asked_by = flag or f"return_{name}"
     return _output(name, dtype, dims, in_stream, meaning, asked_by=asked_by, text_only=text_only)
 
@@ -37,52 +37,96 @@ def _metric(name: str, meaning: str, dtype: str = "INT32") -> TensorSpec:
 OUTPUTS = TensorTable(
     (
         # `ensemble` returns everything except ids and their lengths.
-        TensorSpec("output_ids", "INT32", (-1, -1), "[beams, n]; streaming: the new tokens", in_stream=_NEW),
-        TensorSpec("sequence_length", "INT32", (-1,), "[beams] ids in this response", in_stream=_NEW),
+        TensorSpec(
+            "output_ids",
+            "INT32",
+            (-1, -1),
+            "[beams, n] token ids; in a stream only the new ones",
+            in_stream=_NEW,
+        ),
+        TensorSpec(
+            "sequence_length", "INT32", (-1,), "[beams] number of ids in this response", in_stream=_NEW
+        ),
         _output(
             "text_output",
             "BYTES",
             (-1,),
             _NEW,
-            "text of each beam; streaming: the new text",
+            "text of each beam; in a stream only the new text",
             is_batched=False,
         ),
         _output("finish_reason", "BYTES", (-1,), _SO_FAR, "[beams] NOT_FINISHED, END_ID, LENGTH, …"),
-        _output("batch_index", "INT32", (1,), _SAME, "which prompt of a batch; only then"),
-        _output("sequence_index", "INT32", (1,), _SAME, "which of num_return_sequences; only then"),
-        _asked("num_input_tokens", "INT32", (1,), _SAME, "prompt tokens"),
-        _asked("num_output_tokens", "INT32", (1,), _NEW, "generated in this response, first beam's"),
-        _asked("cum_log_probs", "FP32", (-1,), _SO_FAR, "[beams] sum so far", "return_log_probs"),
-        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "as cum_log_probs"),
+        _output("batch_index", "INT32", (1,), _SAME, "index of the prompt in the batch; only for batches"),
+        _output("sequence_index", "INT32", (1,), _SAME, "index among num_return_sequences; only for several"),
+        _asked("num_input_tokens", "INT32", (1,), _SAME, "number of prompt tokens"),
+        _asked(
+            "num_output_tokens",
+            "INT32",
+            (1,),
+            _NEW,
+            "number of generated tokens in this response, of the first beam",
+        ),
+        _asked(
+            "cum_log_probs",
+            "FP32",
+            (-1,),
+            _SO_FAR,
+            "[beams] sum of the log probs of all generated tokens so far",
+            "return_log_probs",
+        ),
+        _asked("cumulative_logprob", "FP32", (-1,), _SO_FAR, "equal to cum_log_probs"),
         _asked(
             "output_log_probs",
             "FP32",
             (-1, -1),
             _SO_FAR,
-            "[beams, n] of generated tokens",
+            "[beams, n] log probs of generated tokens",
             "return_log_probs",
         ),
-        _asked("top_log_prob_ids", "INT32", (-1, -1, -1), _NEW, "[beams, n, k]", "num_top_log_probs"),
         _asked(
-            "top_log_probs", "FP32", (-1, -1, -1), _NEW, "[beams, n, k] likeliest first", "num_top_log_probs"
+            "top_log_prob_ids",
+            "INT32",
+            (-1, -1, -1),
+            _NEW,
+            "[beams, n, k] ids of the likeliest tokens",
+            "num_top_log_probs",
         ),
-        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens], the first 0"),
+        _asked(
+            "top_log_probs",
+            "FP32",
+            (-1, -1, -1),
+            _NEW,
+            "[beams, n, k] log probs of the likeliest tokens, likeliest first",
+            "num_top_log_probs",
+        ),
+        _asked("prompt_log_probs", "FP32", (-1,), _SAME, "[prompt tokens] log probs; 0 for the first token"),
         _asked("context_logits", "FP32", (-1, -1), _SAME, "[prompt tokens, vocab_size]"),
         _asked("generation_logits", "FP32", (-1, -1, -1), _NEW, "[beams, n, vocab_size]"),
-        _metric("kv_cache_alloc_new_blocks", "KV blocks taken for the prompt"),
+        _metric("kv_cache_alloc_new_blocks", "KV blocks allocated for the prompt"),
         _metric("kv_cache_reused_blocks", "KV blocks found in the cache"),
-        _metric("kv_cache_missed_blocks", "full blocks of known tokens not found there"),
-        _metric("kv_cache_alloc_total_blocks", "as kv_cache_alloc_new_blocks"),
-        _metric("arrival_time_ns", "monotonic clock: it was queued", "INT64"),
-        _metric("first_scheduled_time_ns", "its first iteration began", "INT64"),
-        _metric("first_token_time_ns", "the first token was there", "INT64"),
-        _metric("last_token_time_ns", "the last one was; 0 until then", "INT64"),
-        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without any", "FP32"),
-        _metric("total_accepted_draft_tokens", "draft tokens accepted"),
-        _metric("total_draft_tokens", "draft tokens verified"),
-        of_other_models("context_phase_params", "UINT8", (-1,), "never: this server does both phases itself"),
-        _output("state", "BYTES", (1,), None, "JSON; the answer to a state request", asked_by="state"),
-        _output("adapters", "BYTES", (1,), None, "JSON; the answer to lora_command", asked_by="lora_command"),
+        _metric("kv_cache_missed_blocks", "full blocks of prompt tokens not found in the cache"),
+        _metric("kv_cache_alloc_total_blocks", "equal to kv_cache_alloc_new_blocks"),
+        _metric("arrival_time_ns", "when the request was queued, on a monotonic clock", "INT64"),
+        _metric("first_scheduled_time_ns", "when the first iteration began", "INT64"),
+        _metric("first_token_time_ns", "when the first token was generated", "INT64"),
+        _metric("last_token_time_ns", "when the last token was generated; 0 until then", "INT64"),
+        _metric("acceptance_rate", "accepted / verified draft tokens; 0 without draft tokens", "FP32"),
+        _metric("total_accepted_draft_tokens", "number of accepted draft tokens"),
+        _metric("total_draft_tokens", "number of verified draft tokens"),
+        of_other_models(
+            "context_phase_params", "UINT8", (-1,), "never returned: this server computes both phases"
+        ),
+        _output(
+            "state",
+            "BYTES",
+            (1,),
+            None,
+            "state of the batcher as JSON, for a state request",
+            asked_by="state",
+        ),
+        _output(
+            "adapters", "BYTES", (1,), None, "all adapters as JSON, for lora_command", asked_by="lora_command"
+        ),
     )
 )
 
@@ -98,11 +142,11 @@ ADDITIONAL_OUTPUTS = (
     ),
     _asked(f"{GENERATION}<name>", "FP32", (-1, -1, -1), _NEW, "[sequences, n, width]", "additional_outputs"),
 )
-"""Rows for the documentation; the parameter additional_model_outputs determines which of these outputs exist."""
+"""Rows for docs/tensors.md. The parameter additional_model_outputs determines which additional outputs exist."""
 
 
 def is_additional(name: str) -> bool:
-    """Return whether an output that is not in the table is added by the parameter additional_model_outputs."""
+    """Return whether `name` is an output that the parameter additional_model_outputs adds to the table."""
     return name.startswith((CONTEXT, GENERATION)) and name not in _OUTPUT_NAMES
 
 

@@ -1,4 +1,4 @@
-"""Reads one prompt's tensors that define embeddings for ids beyond the vocabulary."""
+"""Read one prompt's embedding table (prompt tuning): the embeddings of ids beyond the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from inflight.tensors.reader import TensorReader
 
 
 def read_prompt_table(reader: TensorReader) -> PromptTable | None:
-    """Return the embeddings of ids beyond the vocabulary; None without any.
+    """Return the prompt's embedding table, [rows, hidden_size]; None if none was sent.
 
-    Raises InvalidArgument if prompt_vocab_size is not their number, or a value is not finite.
+    Raises InvalidArgument if prompt_vocab_size is not the number of rows, or a value is not finite.
     """
     array, num_rows = reader.array("prompt_embedding_table"), reader.integer("prompt_vocab_size")
     found = 0 if array is None else len(array)
@@ -24,9 +24,10 @@ def read_prompt_table(reader: TensorReader) -> PromptTable | None:
 
 
 def read_extra_ids(reader: TensorReader, num_rows: int, length: int) -> tuple[int, ...]:
-    """Return the extra ids of `length` ids of a text whose first `num_rows` are rows of a table; 0 for text.
+    """Return one extra id for each of the `length` prompt ids of a text request.
 
-    For models with id inputs the client gives an extra id per token instead.
+    The first `num_rows` ids stand for rows of the prompt table and have the extra ids that the client sent;
+    the following ids are text and have extra id 0.
     """
     if not reader.has_text_vocabulary:
         return tuple(reader.integers("prompt_table_extra_ids") or ())

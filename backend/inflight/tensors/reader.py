@@ -1,7 +1,7 @@
-"""Reads a request's input tensors by the table's names; errors name the tensor.
+"""Read a request's input tensors by the names in the table of inputs.
 
-Owns shapes, data types, aliases, the rows of a batch and the refusal of declared but unimplemented tensors.
-Does not know the use of the values. Any thread.
+Checks shapes and data types, resolves aliases, splits a batch into rows, and refuses tensors that are
+declared but not implemented. Errors name the tensor. Any thread.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {name: np.dtype(numpy_type) for name, numpy_type in NUMPY_TYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One tensor of the request, with the name that the client used."""
+    """One tensor that the client sent, with the name that the client used."""
 
     wire_name: str
     array: NDArray[Any]
@@ -44,8 +44,8 @@ class _Sent:
 class TensorReader:
     """The inputs of one request, or of one row of its batch.
 
-    Methods take the table's main names; errors use the client's name. An empty tensor counts as absent.
-    Scalars may have any shape with one element, arrays may have the leading 1 of the batch dimension or not.
+    Methods take the main names of the table; errors use the client's name. An empty tensor counts as absent.
+    Scalars may have any shape with one element. Arrays may begin with a batch dimension of 1 or lack it.
 
     Args:
         arrays: By the names that the client sent; strings are object arrays of bytes.
@@ -70,7 +70,8 @@ class TensorReader:
     def rows(self) -> list[TensorReader]:
         """Return a reader for each prompt of the batch: row i of every tensor.
 
-        Raises InvalidArgument if tensors differ in their number of rows, which Triton does not let through.
+        Raises InvalidArgument if tensors differ in their numbers of rows; Triton refuses most of these
+        requests.
         """
         sizes = {
             sent.wire_name: _num_rows(sent.array, self._table[name])
@@ -101,7 +102,10 @@ class TensorReader:
         return reader
 
     def shown_name(self, name: str) -> str:
-        """Return the client's name of a tensor; a name that is not in the table is returned unchanged."""
+        """Return the name that the client used for the tensor `name`.
+
+        A name that is not in the table is unchanged.
+        """
         return self.client_names()(name)
 
     def client_names(self) -> Callable[[str], str]:
@@ -115,7 +119,7 @@ class TensorReader:
         return self._vocabulary is Vocabulary.TEXT
 
     def integer(self, name: str) -> int | None:
-        """Return a scalar INT32 or UINT64, for a BOOL 1 or 0; None if absent."""
+        """Return a scalar INT32 or UINT64; a BOOL is returned as 1 or 0. None if absent."""
         value = self._scalar(name)
         if value is not None and value.dtype == np.bool_:
             return int(_is_true(value))
@@ -127,7 +131,7 @@ class TensorReader:
         return None if value is None else float(value.item())
 
     def value(self, name: str) -> int | float | tuple[int, ...] | tuple[float, ...] | None:
-        """Return a scalar's number, or all numbers of a one-dimensional array; None if absent."""
+        """Return a scalar as a number, or a one-dimensional array as a tuple of numbers; None if absent."""
         spec = self._table[name]
         if not spec.scalar:
             array = self.array(name)
@@ -135,7 +139,10 @@ class TensorReader:
         return self.real(name) if spec.dtype == "FP32" else self.integer(name)
 
     def boolean(self, name: str) -> bool | None:
-        """Return a scalar BOOL; None if absent. Any byte but 0 is true: load generators send random ones."""
+        """Return a scalar BOOL; None if absent.
+
+        Every byte except 0 is true, because load generators send random bytes.
+        """
         value = self._scalar(name)
         return None if value is None else _is_true(value)
 
@@ -150,7 +157,10 @@ class TensorReader:
         return [] if array is None else [decode_utf8(raw, self.shown_name(name)) for raw in array.tolist()]
 
     def text_sizes(self, name: str) -> list[int]:
-        """Return the size in bytes of each element of a BYTES tensor; empty if absent or of another type."""
+        """Return the size in bytes of each element of a BYTES tensor.
+
+        Returns an empty list if the tensor is absent or not BYTES.
+        """
         return [
             len(raw)
             for sent in self._sent.get(name, ())
@@ -159,7 +169,7 @@ class TensorReader:
         ]
 
     def detached(self) -> TensorReader:
-        """Return a reader with copies of the arrays, for use after the request's own tensors are gone."""
+        """Return a reader with copies of the arrays, for use after Triton has freed the request's tensors."""
         return self._with(lambda array, _: array.copy())
 
     def array(self, name: str) -> NDArray[Any] | None:
@@ -173,7 +183,7 @@ class TensorReader:
         return None if array is None else array.tolist()
 
     def refuse_unbuilt(self) -> None:
-        """Raise Unsupported for an unknown tensor, or one that asks for an unimplemented feature."""
+        """Raise Unsupported if there is an unknown tensor, or a tensor that enables an unimplemented feature."""
         if self._unknown:
             raise Unsupported(
                 Name(self._unknown[0]),
@@ -205,7 +215,10 @@ class TensorReader:
         return found.array.reshape(1)
 
     def _find(self, spec: TensorSpec) -> _Sent | None:
-        """Return the tensor that was sent under any of the row's names, checked; None if absent or empty."""
+        """Return the tensor that was sent under any name of this table row; None if absent or empty.
+
+        Raises InvalidArgument for a wrong data type, or if two names were sent with different values.
+        """
         found = [sent for sent in self._sent.get(spec.name, ()) if sent.array.size]
         for sent in found:
             dtypes = (spec.dtype, *spec.other_dtypes)
@@ -231,7 +244,7 @@ def _shown_name(table: TensorTable, vocabulary: Vocabulary, sent: Mapping[str, s
 
 
 def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
-    """Call the reader of each row of a batch; with several rows an error names the row."""
+    """Call each function, which reads one row of a batch. If there are several rows, an error names the row."""
     results: list[_Read] = []
     for index, read in enumerate(readings):
         try:
@@ -244,7 +257,10 @@ def each_row(readings: Sequence[Callable[[], _Read]]) -> list[_Read]:
 
 
 def _is_true(array: NDArray[Any]) -> bool:
-    """Return whether a BOOL array has a non-zero byte; numpy itself expects only 0 or 1."""
+    """Return whether a BOOL array has a non-zero byte.
+
+    Bytes other than 0 and 1 may occur, which numpy does not expect.
+    """
     return bool(array.view(np.uint8).any())
 
 
@@ -257,7 +273,10 @@ def is_neutral(array: NDArray[Any], neutral: Neutral) -> bool:
 
 
 def decode_utf8(raw: bytes | str, name: str) -> str:
-    """Decode a BYTES element; raise InvalidArgument that names tensor and first byte that is not UTF-8."""
+    """Decode a BYTES element.
+
+    Raises InvalidArgument with the tensor's name and the first byte that is not UTF-8.
+    """
     if isinstance(raw, str):
         return raw
     try:
@@ -270,7 +289,10 @@ def decode_utf8(raw: bytes | str, name: str) -> str:
 
 
 def _num_rows(array: NDArray[Any], spec: TensorSpec) -> int:
-    """Return the number of rows; 1 without a batch dimension or for a wrong shape, which fails when read."""
+    """Return the number of rows of a batch; 1 without a batch dimension.
+
+    Returns 1 for a wrong shape too: reading the tensor raises the error.
+    """
     if spec.scalar:
         return array.size
     return array.shape[0] if array.ndim == len(spec.dims) + 1 else 1
@@ -304,7 +326,7 @@ def _batch_refused(sent: _Sent) -> Unsupported:
 
 
 def _shown(array: NDArray[Any]) -> str:
-    """Return a value for a message: a single element, else the shape and the first few elements."""
+    """Format an array for a message: a single element, or data type, shape and the first few elements."""
     first = [_readable(value) for value in array.ravel()[:4].tolist()]
     if array.size == 1:
         return repr(first[0])

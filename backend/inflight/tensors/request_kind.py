@@ -9,7 +9,10 @@ from inflight.tensors.reader import TensorReader
 
 
 class RequestKind(Enum):
-    """The kind of a request; if it is not GENERATE, only the tensor that determines the kind has a meaning."""
+    """The kind of a request.
+
+    If it is not GENERATE, all tensors are ignored except the one that determines the kind.
+    """
 
     GENERATE = "tokens for its prompts"
     STOP = "the end of another request"
@@ -18,7 +21,7 @@ class RequestKind(Enum):
 
 
 def request_kind(rows: Sequence[TensorReader]) -> RequestKind:
-    """Return the kind of a batch's request: if one row is of a kind other than GENERATE, the request is."""
+    """Return STOP, STATE or ADAPTERS if any row has the tensor of that kind, else GENERATE."""
     if any(row.boolean("stop") for row in rows):
         return RequestKind.STOP
     if any(row.boolean("state") for row in rows):

@@ -1,12 +1,13 @@
-"""A request's parameters, which are not tensors: its timeout, and parameters that replace tensors.
+"""Read a request's parameters, which Triton passes beside its tensors: the timeout, and substitutes for tensors.
 
-tritonserver does not pass on its own `priority`, passes on `timeout` (microseconds) and every other parameter:
-integers, booleans, numbers and strings with gRPC and HTTP infer, any JSON value with HTTP generate, which
-turns every key that is not an input of the model into a parameter (`timeout` too).
+tritonserver passes on `timeout` (microseconds) and every other parameter except its own `priority`. With
+gRPC and HTTP infer, values are integers, booleans, numbers and strings. HTTP generate turns every key of the
+body that is not an input of the model into a parameter, including `timeout`, and the value may be any JSON
+value.
 
-Owns the meaning and the valid values of parameters, and the list of harmless parameters that clients send.
-Any other parameter is refused: with HTTP generate it is a misspelt or unknown input.
-Any thread.
+Owns the meaning and the valid values of parameters, and the list of parameters that clients send and that
+can be ignored. Any other parameter is refused: with HTTP generate it is a misspelt or unknown input. Any
+thread.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ END_IDS, CODED_ERRORS, STRUCTURED_ERRORS = "end_ids", "error_codes", "structured
 _READ = frozenset({PRIORITY, CLIENT_ID, ALLOTTED_TIME, TIMEOUT, END_IDS, CODED_ERRORS, STRUCTURED_ERRORS})
 
 HARMLESS: Mapping[str, str] = {
-    "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and its backend ignores it too",
+    "Streaming": "tensorrtllm_backend's client sends it beside `stop`, and tensorrtllm_backend ignores it too",
     "model": "GenAI-Perf and AIPerf put the model's name into the body of HTTP generate",
-    "id": "the body of HTTP generate has it by its protocol, and tritonserver 2.51 hands it on",
-    "priority": "Triton's own, for its own queue, should a server hand it on",
+    "id": "the protocol of HTTP generate has it in the body, and tritonserver 2.51 passes it on",
+    "priority": "Triton's own, for its queue, in case a server passes it on",
     "sequence_id": "Triton's own, for models with a sequence batcher",
     "sequence_start": "the same",
     "sequence_end": "the same",
-    "binary_data_output": "Triton's HTTP front end's own: how outputs are encoded",
+    "binary_data_output": "of Triton's HTTP front end: how outputs are encoded",
 }
-"""Parameters that clients are known to send and that are ignored here, and why that is harmless."""
+"""Parameters that clients are known to send and that are ignored here, each with the reason to ignore it."""
 
 TRITON_PREFIX = "triton_"
 """Prefix of Triton's own parameters, such as triton_enable_empty_final_response."""
@@ -48,17 +49,17 @@ _WHOLE = "context_and_generation"
 _LARGEST_CLIENT_ID = (1 << 64) - 1
 _LARGEST_TIME = (1 << 63) - 1
 _EXACT = 1 << 53
-"""Up to this magnitude, every integer that is sent as a float arrives unchanged."""
+"""Up to this magnitude, a float64 represents every integer exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """Values for all prompts of a request, which tensors of a prompt override. None: not given.
+    """Values for all prompts of a request; tensors of a prompt override them. None: not given.
 
     Attributes:
         priority: Parameter `request_priority`, in [0, 1].
         client_id: Parameter `client_id`.
-        allotted_time_ms: Parameter `allotted_time_ms`, else `timeout`, rounded up.
+        allotted_time_ms: Parameter `allotted_time_ms`, else `timeout` rounded up to milliseconds.
         end_ids: Parameter `end_ids`: tokens that end the sequence; the tensor `end_id` has only one.
     """
 
@@ -77,15 +78,15 @@ def read_request_parameters(
     """Read a request's parameters, a JSON object, and Triton's own timeout.
 
     Args:
-        parameters: The JSON text that Triton passes on.
-        timeout_us: Triton's own timeout; 0: none.
+        parameters: The JSON object that Triton passes on, as text.
+        timeout_us: Triton's own timeout in microseconds; 0: none.
         vocabulary: The vocabulary of the client's tensor names.
         ignored: The model's parameter `ignored_request_parameters`.
 
     Raises:
         InvalidArgument: A value is not valid, or a parameter is unknown, for instance a tensor of the other
             vocabulary; the message names the parameter, the value and what was expected.
-        Unsupported: A parameter asks for only one phase of a request.
+        Unsupported: A parameter requests only the context or only the generation phase.
     """
     given: dict[str, Any] = json.loads(parameters) if parameters and parameters != "{}" else {}
     if not given and not timeout_us:  # nearly every request
@@ -103,12 +104,12 @@ def read_request_parameters(
 
 
 def error_writer(parameters: str) -> Callable[[InflightError], str]:
-    """Return the function that writes error messages for a request's client, as the request's parameters say.
+    """Return the function that formats error messages for a request's client, chosen by the request's parameters.
 
-    With `error_codes` true the message begins with the error's code, because Triton does not pass codes to
-    streaming clients: "INVALID_ARG: end_id must be …". With `structured_errors` true it begins with the
-    error's kind, and marks the names of inputs: "INVALID_ARG: {end_id} must be …" (`InflightError.marked`).
-    Other values have no effect here, and are refused where the parameters are read.
+    With `error_codes` true a message begins with the error's code, because Triton does not pass codes to
+    streaming clients: "INVALID_ARG: end_id must be …". With `structured_errors` true a message begins with
+    the error's kind, and marks the names of inputs: "INVALID_ARG: {end_id} must be …"
+    (`InflightError.marked`). Invalid values have no effect here; `read_request_parameters` refuses them.
     """
     if CODED_ERRORS not in parameters and STRUCTURED_ERRORS not in parameters:  # nearly every request
         return str
@@ -127,10 +128,10 @@ def refuse_unread(
     """Raise InvalidArgument for the first parameter that is neither in `read` nor known to be harmless.
 
     Args:
-        given: The request's parameters.
+        given: The request's parameters: values by name.
         table: The model's inputs.
-        vocabulary: The vocabulary of their names.
-        read: Names of parameters that are read, or that the operator configured to be ignored.
+        vocabulary: The vocabulary of the inputs' names.
+        read: Names of parameters that the model reads, or that the operator configured to be ignored.
     """
     inputs = [name for name, _ in table.declared(vocabulary)]
     for key, value in given.items():
@@ -163,7 +164,10 @@ def _check_booleans(given: Mapping[str, Any]) -> None:
 
 
 def _refuse_misnamed(given: Mapping[str, Any], vocabulary: Vocabulary, ignored: Collection[str]) -> None:
-    """Refuse tensors of the other vocabulary, which HTTP generate turns into parameters without effect."""
+    """Raise InvalidArgument for a parameter that is a tensor's name in the other vocabulary.
+
+    HTTP generate passes on such names as parameters, which would have no effect.
+    """
     own = {name for name, _ in INPUTS.declared(vocabulary)}
     (other,) = set(Vocabulary) - {vocabulary}
     for key in given:
@@ -210,7 +214,7 @@ def _fraction(given: Mapping[str, Any], name: str) -> float | None:
         number = float("nan")
     if not 0.0 <= number <= 1.0:
         raise InvalidArgument(f"request parameter {name} must be a number in [0, 1], got {value!r}")
-    return float(np.float32(number))  # the precision of a tensor, so that equal priorities compare equal
+    return float(np.float32(number))  # rounded like a tensor's value, so that equal priorities compare equal
 
 
 def _integer(given: Mapping[str, Any], name: str, largest: int) -> int | None:

@@ -1,8 +1,8 @@
-"""Converts a client's inputs to Requests, and determines what their replies depend on.
+"""Convert a client's inputs to Requests and the options of their replies.
 
-Owns the meaning of prompts and of end conditions; other tensors are read by a module for each subject. It neither
-checks ranges, which Request.validate does, nor registers, submits or answers anything: errors are raised
-before the engine knows of the request. Any thread.
+Reads the tensors of prompts and of end conditions; other modules of this package read other tensors.
+`Request.validate` checks ranges. Errors are raised before the request is submitted to the engine. Any
+thread.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """Everything besides its tensors that the meaning of a request depends on.
+    """Everything except the tensors that the conversion of a request depends on.
 
     Attributes:
         description: The engine behind this model.
         decoupled: Whether a request may have more than one response.
-        exclude_input_in_output: Whether the prompt is excluded by default.
+        exclude_input_in_output: Whether outputs leave out the prompt by default.
         naming: The outputs that the client named.
-        encoder: Encodes the request's texts.
+        encoder: Encoder of the request's texts.
         parameters: The request's parameters.
         has_draft_model: Whether another model can draft tokens.
     """
@@ -64,7 +64,7 @@ class ServingContext:
 
 
 def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:
-    """Return the id of the request's client, in a batch that of the first prompt; 0 if none is given."""
+    """Return the client id of a request: the first prompt's tensor, else the parameter; 0 if neither is given."""
     return _first(rows[0].integer("client_id"), parameters.client_id, 0)
 
 
@@ -84,7 +84,7 @@ def check_texts(rows: Sequence[TensorReader], encoder: TextEncoder, limits: Mode
 
 
 def tokenizing_cost(rows: Sequence[TensorReader]) -> int:
-    """Return the size in bytes of a prompt that takes as long to tokenize as all texts of this request."""
+    """Return the cost of tokenizing all texts of a request, as the size in bytes of one prompt of equal cost."""
     words = [size for name in _TEXT_LISTS for size in _text_sizes(rows, name)]
     return text_encoder.tokenizing_cost(_text_sizes(rows, "text_input"), words)
 
@@ -96,9 +96,9 @@ def _text_sizes(rows: Sequence[TensorReader], name: str) -> list[int]:
 def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[Prompt, ...]:
     """Convert one client's request to prompts, one for each row of its batch.
 
-    Raises InvalidArgument or Unsupported; the message has the client's name of the tensor, the value, what was
-    expected, and the row if there are several. The resulting requests are valid for the engine that `context`
-    describes.
+    Raises InvalidArgument or Unsupported; the message has the client's name of the tensor, the value, the
+    expected values, and the row if there are several. The returned requests are valid for the engine that
+    `context` describes.
     """
     rows = [_PromptReader(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
@@ -113,7 +113,7 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
 
 
 class _PromptReader:
-    """Reads one prompt's tensors in their context."""
+    """Converts the tensors of one prompt to a Prompt."""
 
     def __init__(self, reader: TensorReader, context: ServingContext, is_in_batch: bool) -> None:
         self._reader = reader
@@ -121,7 +121,7 @@ class _PromptReader:
         self._is_in_batch = is_in_batch
 
     def prompt_text(self) -> str | None:
-        """Return the prompt's text; None if it came as ids."""
+        """Return the prompt's text; None if the client sent ids."""
         reader = self._reader
         reader.refuse_unbuilt()
         text = reader.text("text_input")
@@ -148,7 +148,7 @@ class _PromptReader:
         return text
 
     def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
-        """Return the whole prompt. `encoded` has the ids of `prompt_text`; both are None if ids were sent."""
+        """Return the Prompt. `encoded` has the ids of `prompt_text`; both are None if the client sent ids."""
         reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
@@ -165,7 +165,7 @@ class _PromptReader:
             request_id=0,
             input_token_ids=token_ids,
             max_new_tokens=self._max_new_tokens(),
-            # A drafted request always streams: each round of drafts gives a response.
+            # A request with a draft model always streams, as each round of drafts gives a response.
             streaming=engine_streams(streaming, stop_strings, sampling.uses_beams) or bool(drafted),
             end_ids=self._end_ids(prompt_text is not None),
             pad_id=self._pad_id(),
@@ -202,9 +202,10 @@ class _PromptReader:
     def _prompt_ids(
         self, encoded: Sequence[int] | None, table: PromptTable | None
     ) -> tuple[tuple[int, ...], PrefixIdentity]:
-        """Return the prompt's ids, and what its KV blocks depend on besides these.
+        """Return the prompt's ids, and the values besides ids that must be equal for prompts to share KV blocks.
 
-        The rows of a text's prompt table come before the text, as in tensorrtllm_backend's preprocessing.
+        If the prompt is a text with a prompt table, the ids of the table's rows precede the text's ids, as
+        in tensorrtllm_backend's preprocessing.
         """
         if encoded is None:
             token_ids, extra_ids = self._sent_ids()
@@ -215,7 +216,7 @@ class _PromptReader:
         return token_ids, replace(read_identity(self._reader), extra_ids=extra_ids)
 
     def _sent_ids(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids of a prompt that came as ids, and their extra ids."""
+        """Return the ids that the client sent as the prompt, and their extra ids."""
         reader = self._reader
         ids = reader.array("input_ids")
         length = reader.integer("input_lengths")
@@ -233,7 +234,7 @@ class _PromptReader:
                 f", got {length}",
             )
         extra_ids = reader.integers("prompt_table_extra_ids") or ()
-        # In a batch, the ids and extra ids of a shorter prompt are both padded.
+        # In a batch, both the ids and the extra ids of a shorter prompt are padded.
         used = extra_ids[:length] if len(extra_ids) == ids.size else extra_ids
         return tuple(ids[:length].tolist()), tuple(used)
 
@@ -256,7 +257,7 @@ class _PromptReader:
         return streaming
 
     def _end_ids(self, is_text: bool) -> tuple[int, ...]:
-        """Return end_id, or without it the defaults, which differ for text and ids; none if end_id is -1."""
+        """Return the end ids: end_id if sent (-1: none), else the default, which differs for texts and ids."""
         end_id, several = self._reader.integer("end_id"), self._context.parameters.end_ids
         if end_id is None and several is not None:
             return several
@@ -272,7 +273,7 @@ class _PromptReader:
         return None if pad_id == NO_ID else pad_id
 
     def _stop_words(self, texts: tuple[str, ...]) -> Words:
-        """Return stop words as ids: those sent as ids, and texts that a beam search needs as ids."""
+        """Return stop words as ids: words sent as ids, and for beam search also the encoded stop texts."""
         words = read_words(self._reader, "stop_words_list")
         return words + tuple(ids for text in texts for ids in self._context.encoder.spellings(text))
 
@@ -302,7 +303,7 @@ class _PromptReader:
 
 
 def _first(tensor: _Number | None, parameter: _Number | None, default: _Number) -> _Number:
-    """Return the prompt's own tensor if it was sent, else the request's parameter, else the default."""
+    """Return the prompt's tensor if it was sent, else the request's parameter if it was sent, else the default."""
     if tensor is not None:
         return tensor
     return default if parameter is None else parameter

@@ -1,7 +1,7 @@
-"""Reads one prompt's tensors for the choice of tokens: sampling controls, bias, drafts and guide.
+"""Read one prompt's tensors for sampling: sampling controls, logit bias, draft tokens and guide.
 
-Each sampling control declares its tensor (`core/request/sampling_config.py`). Ranges are not checked here:
-Request.validate does that. Any thread.
+Each sampling control declares its tensor (`core/request/sampling_config.py`). `Request.validate` checks
+ranges. Any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORD_BIAS = ("embedding_bias_words", "embedding_bias_weights")
 
 
 def read_sampling_config(reader: TensorReader) -> SamplingConfig:
-    """Return the sampling controls that were sent; all others, and disabled ones, have neutral values."""
+    """Return the sampling config. Controls that were not sent, or were sent disabled, have neutral values."""
     values: dict[str, Any] = {}
     for name, control in CONTROLS.items():
         value = reader.value(control.tensor)
@@ -34,7 +34,7 @@ def read_sampling_config(reader: TensorReader) -> SamplingConfig:
 
 
 def read_guide(reader: TensorReader) -> Guide | None:
-    """Return the guide that the text must follow; None without a guide."""
+    """Return the guide (guided decoding) that the generated text must follow; None if none was sent."""
     name, text = reader.text("guided_decoding_guide_type"), reader.text("guided_decoding_guide")
     if not name:
         if text:
@@ -54,7 +54,7 @@ def read_guide(reader: TensorReader) -> Guide | None:
 
 
 def read_draft(reader: TensorReader) -> ExternalDraft | None:
-    """Return the draft that the client sent; None if there is none."""
+    """Return the draft tokens that the client sent; None if there are none."""
     ids, logits = reader.array("draft_input_ids"), reader.array("draft_logits")
     if ids is None:
         if logits is not None:
@@ -62,17 +62,20 @@ def read_draft(reader: TensorReader) -> ExternalDraft | None:
                 Name("draft_logits"), " came without ", Name("draft_input_ids"), ", whose logits they are"
             )
         return None
-    # The maximum of a row is NaN if the row has a NaN.
+    # A row that contains NaN has the maximum NaN.
     if logits is not None and not np.isfinite(logits.max(axis=-1)).all():
         raise InvalidArgument(
-            Name("draft_logits"), " must hold finite numbers in every row; -inf for what is never drawn"
+            Name("draft_logits"),
+            " must hold finite numbers in every row; -inf for tokens that are never drafted",
         )
     threshold = reader.real("draft_acceptance_threshold")
     return ExternalDraft(tuple(ids.tolist()), None if logits is None else as_float_tensor(logits), threshold)
 
 
 def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]:
-    """Return the additional arguments of a `DraftedRequest`; empty if no draft model is to be used.
+    """Return the arguments that a `DraftedRequest` has beyond a `Request`.
+
+    Returns an empty dictionary if the request uses no draft model.
 
     Raises Unsupported if there is no draft model, InvalidArgument for use_draft_logits without a number of drafts.
     """
@@ -93,7 +96,7 @@ def read_drafting(reader: TensorReader, has_draft_model: bool) -> dict[str, Any]
 
 
 def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> FloatTensor | None:
-    """Return embedding_bias and embedding_bias_words combined; None if neither has an effect."""
+    """Return the sum of embedding_bias and embedding_bias_words, [vocab_size]; None if neither has an effect."""
     bias = reader.array("embedding_bias")
     if bias is None and not has_word_bias(reader, *_WORD_BIAS):  # nearly every request
         return None
@@ -108,7 +111,7 @@ def read_bias(reader: TensorReader, vocab_size: int, encoder: TextEncoder) -> Fl
 
 
 def has_word_bias(reader: TensorReader, words: str, weights: str) -> bool:
-    """Return whether `add_word_bias` has an effect or raises; the arguments are the same."""
+    """Return whether `add_word_bias` with these arguments would change the bias or raise an error."""
     return any(reader.texts(words)) or reader.array(weights) is not None
 
 
@@ -119,19 +122,19 @@ def add_word_bias(
     weights: str,
     ids_of: Callable[[str], Sequence[int]],
 ) -> None:
-    """Add the bias that a request's words ask for, in place, by tensorrtllm_backend's rule.
+    """Add the weights of a request's biased words to `bias` in place, as tensorrtllm_backend does.
 
-    A word's weight is added to each of its tokens, once per occurrence of the token.
+    A word's weight is added for each token of the word, several times if the token occurs several times.
 
     Args:
         bias: [vocab_size] float32. Tokens of the tokenizer beyond vocab_size have no logit and are ignored.
         reader: The request's tensors.
-        words: Main name of the tensor of texts; empty texts have no effect.
-        weights: Main name of the tensor with one weight per text.
-        ids_of: Encodes a text.
+        words: Main name of the tensor of words; empty words have no effect.
+        weights: Main name of the tensor with one weight per word.
+        ids_of: Function that encodes a word as token ids.
 
     Raises:
-        InvalidArgument: The numbers of texts and weights differ, or a sum is NaN or +inf (-inf bans a token).
+        InvalidArgument: The numbers of words and weights differ, or a sum is NaN or +inf (-inf bans a token).
     """
     texts, array = reader.texts(words), reader.array(weights)
     values: list[float] = [] if array is None else array.tolist()
@@ -151,7 +154,7 @@ def add_word_bias(
 
 
 def check_bias(bias: NDArray[np.float32], name: str) -> None:
-    """Raise InvalidArgument about the tensor `name` if it has NaN or +inf."""
+    """Raise InvalidArgument, with `name` as the tensor's name, if the bias has NaN or +inf."""
     if np.isnan(bias).any() or np.isposinf(bias).any():
         raise InvalidArgument(Name(name), " must hold finite numbers, or -inf to ban a token")
 

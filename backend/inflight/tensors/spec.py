@@ -1,7 +1,7 @@
 """The specification of a tensor: names, data type, shape, and neutral values, which have no effect.
 
-The tables of tensors consist of such rows. Knows neither numpy nor Triton's Python objects, so that
-config.pbtxt can be generated anywhere. Pure.
+A TensorSpec is one row of the tables of tensors. This module imports neither numpy nor Triton, so that
+config.pbtxt can be generated anywhere.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from enum import Enum
 
 
 class Vocabulary(Enum):
-    """The two sets of tensor names: `tensorrt_llm`'s and `ensemble`'s."""
+    """The two sets of tensor names: the names of `tensorrt_llm`, and the names of `ensemble`."""
 
     TOKENS = "tokens"
     TEXT = "text"
 
 
 class NeutralRule(Enum):
-    """How to recognize a neutral tensor, which has no effect; an empty tensor always is one."""
+    """How to recognize a neutral tensor, which has no effect. An empty tensor is always neutral."""
 
     EMPTY = "it has no elements"
     VALUES = "every element is one of `values`"
@@ -28,10 +28,10 @@ class NeutralRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Neutral:
-    """The values with which a tensor of an unimplemented feature may be sent.
+    """The values of an unimplemented feature's tensor that are accepted, because they do not enable the feature.
 
     Attributes:
-        rule: How to recognize them.
+        rule: How to recognize these values.
         values: For NeutralRule.VALUES; compared in the tensor's own precision.
     """
 
@@ -53,7 +53,10 @@ NO_TEXT = Neutral(NeutralRule.NO_TEXT)
 
 
 class InStream(Enum):
-    """Content of an output in each response of a stream; a stream of beams always has everything so far."""
+    """Content of an output in each response of a stream.
+
+    A stream of a beam search always has everything so far.
+    """
 
     NEW = "the new tokens'"
     SO_FAR = "all so far"
@@ -66,7 +69,7 @@ class TensorSpec:
     """One row of a table of tensors.
 
     Attributes:
-        name: The specification's name, letter for letter.
+        name: Main name, as in TensorRT-LLM's specification.
         dtype: Triton's data type, as in config.pbtxt: BF16, BOOL, BYTES, FP16, FP32, INT32, INT64, UINT8 or
             UINT64.
         dims: Shape of one request's tensor without the batch dimension, -1 for any length. () is a scalar: [1, 1]
@@ -74,12 +77,12 @@ class TensorSpec:
         meaning: One line of explanation for readers of config.pbtxt.
         aliases: Other names of the same tensor.
         text_names: Names in the text vocabulary, the main one first; empty if the tensor is not in it.
-        neutral: None for a tensor that is implemented. Otherwise all other values are refused.
+        neutral: None for a tensor that is implemented. Otherwise only these values are accepted.
         asked_by: For an output: the input that requests it; "" if it is always returned.
-        other_dtypes: For an input: further accepted data types, which a config.pbtxt may declare instead.
+        other_dtypes: For an input: other data types that a config.pbtxt may declare instead of `dtype`.
         text_only: Whether only the text vocabulary has the tensor; then `text_names` includes `name`.
-        in_stream: For an output: its content in each response of a stream; None if it is not in streams.
-        is_batched: Whether it has a batch dimension on the wire; otherwise it is flat.
+        in_stream: For an output: its content in each response of a stream; None if streams do not have it.
+        is_batched: Whether the tensor has a batch dimension on the wire; otherwise it is flat.
     """
 
     name: str
@@ -109,7 +112,7 @@ class TensorSpec:
 
     @property
     def scalar(self) -> bool:
-        """Whether a request has one value of it."""
+        """Whether the tensor is a scalar: one value per prompt."""
         return self.dims == ()
 
     @property
@@ -119,19 +122,22 @@ class TensorSpec:
         return f"[{', '.join(['1', *lengths] if self.is_batched else lengths)}]"
 
     def names(self, vocabulary: Vocabulary) -> tuple[str, ...]:
-        """Return every name that a client may use, the main one first; empty if not in the vocabulary."""
+        """Return all names of the tensor in this vocabulary, the main name first; empty if it has none."""
         if vocabulary is Vocabulary.TEXT:
             return self.text_names
         return () if self.text_only else (self.name, *self.aliases)
 
 
 def of_other_models(name: str, dtype: str, dims: tuple[int, ...], meaning: str) -> TensorSpec:
-    """Return a tensor that only other kinds of models use, such as image models."""
+    """Return a tensor of models that are not supported here, such as image models.
+
+    Clients may only leave it out.
+    """
     return TensorSpec(name, dtype, dims, meaning, neutral=NO_TEXT if dtype == "BYTES" else EMPTY)
 
 
 class TensorTable:
-    """Rows with distinct names, found by name. Immutable."""
+    """An immutable table of TensorSpecs with distinct names, which are found by name."""
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
         self.specs = specs
@@ -147,9 +153,9 @@ class TensorTable:
         return name in self._by_name
 
     def sent_as(self, wire_name: str, vocabulary: Vocabulary) -> TensorSpec | None:
-        """Return the row of a wire name in this vocabulary, aliases included; None if there is none."""
+        """Return the row with this name or alias in this vocabulary; None if there is none."""
         return self._by_wire_name[vocabulary].get(wire_name)
 
     def declared(self, vocabulary: Vocabulary) -> list[tuple[str, TensorSpec]]:
-        """Return wire name and row of every tensor that a model with this vocabulary declares, with aliases."""
+        """Return (name, row) for each name and alias that a model with this vocabulary declares."""
         return [(name, spec) for spec in self.specs for name in spec.names(vocabulary)]

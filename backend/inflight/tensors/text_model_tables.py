@@ -10,20 +10,27 @@ from inflight.tensors.spec import TensorSpec, TensorTable, of_other_models
 
 PREPROCESSING_INPUTS = TensorTable(
     (
-        TensorSpec("QUERY", "BYTES", (1,), "prompt as UTF-8 text; required"),
-        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "handed through"),
+        TensorSpec("QUERY", "BYTES", (1,), "the prompt as UTF-8 text; required"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (1,), "copied to the outputs"),
         TensorSpec("BAD_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
         TensorSpec("STOP_WORDS_DICT", "BYTES", (-1,), "texts to tokenize"),
-        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens to bias"),
-        TensorSpec("EMBEDDING_BIAS_WEIGHTS", "FP32", (-1,), "added for each token of its text"),
-        TensorSpec("END_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
-        TensorSpec("PAD_ID", "INT32", (1,), "handed through; the tokenizer's by default"),
-        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "of all rows of a prompt table"),
-        TensorSpec("PROMPT_VOCAB_SIZE", "INT32", (1,), "rows of a prompt table, whose ids come first"),
-        of_other_models("DECODER_QUERY", "BYTES", (1,), "text for the decoder beside an encoder"),
-        of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "images"),
-        of_other_models("IMAGE_URL", "BYTES", (1,), "where an image is"),
-        of_other_models("IMAGES", "BYTES", (-1,), "images"),
+        TensorSpec("EMBEDDING_BIAS_WORDS", "BYTES", (-1,), "texts whose tokens get a bias"),
+        TensorSpec(
+            "EMBEDDING_BIAS_WEIGHTS",
+            "FP32",
+            (-1,),
+            "bias for the tokens of each text in EMBEDDING_BIAS_WORDS",
+        ),
+        TensorSpec("END_ID", "INT32", (1,), "copied to the outputs; default: the tokenizer's id"),
+        TensorSpec("PAD_ID", "INT32", (1,), "copied to the outputs; default: the tokenizer's id"),
+        TensorSpec("PROMPT_TABLE_EXTRA_ID", "UINT64", (1,), "extra id of all rows of a prompt table"),
+        TensorSpec(
+            "PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows of a prompt table; their ids are put first"
+        ),
+        of_other_models("DECODER_QUERY", "BYTES", (1,), "prompt of the decoder of an encoder-decoder model"),
+        of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "encoded images"),
+        of_other_models("IMAGE_URL", "BYTES", (1,), "URL of an image"),
+        of_other_models("IMAGES", "BYTES", (-1,), "encoded images"),
         of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
     )
 )
@@ -31,34 +38,34 @@ PREPROCESSING_INPUTS = TensorTable(
 PREPROCESSING_OUTPUTS = TensorTable(
     (
         TensorSpec("INPUT_ID", "INT32", (-1,), "prompt token ids"),
-        TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "their number"),
+        TensorSpec("REQUEST_INPUT_LEN", "INT32", (1,), "number of prompt token ids"),
         TensorSpec("DECODER_INPUT_ID", "INT32", (-1,), "the padding id alone"),
         TensorSpec("REQUEST_DECODER_INPUT_LEN", "INT32", (1,), "1"),
-        TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's bad_words_list"),
-        TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "as tensorrt_llm's stop_words_list"),
-        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size], or empty without words"),
-        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "handed through"),
-        TensorSpec("OUT_END_ID", "INT32", (1,), "handed through"),
-        TensorSpec("OUT_PAD_ID", "INT32", (1,), "handed through"),
+        TensorSpec("BAD_WORDS_IDS", "INT32", (2, -1), "ids in the layout of tensorrt_llm's bad_words_list"),
+        TensorSpec("STOP_WORDS_IDS", "INT32", (2, -1), "ids in the layout of tensorrt_llm's stop_words_list"),
+        TensorSpec("EMBEDDING_BIAS", "FP32", (-1,), "[vocab_size]; empty without biased words"),
+        TensorSpec("REQUEST_OUTPUT_LEN", "INT32", (-1,), "copied to the outputs"),
+        TensorSpec("OUT_END_ID", "INT32", (1,), "copied to the outputs"),
+        TensorSpec("OUT_PAD_ID", "INT32", (1,), "copied to the outputs"),
         TensorSpec(
             "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "PROMPT_TABLE_EXTRA_ID for each row, 0 for text"
         ),
-        of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "of image models"),
-        of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "of image models"),
-        of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "of image models"),
-        of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "of image models"),
-        of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "of image models"),
-        of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "of video models"),
-        of_other_models("ATTENTION_MASK", "INT64", (-1,), "of image models"),
-        of_other_models("IMAGE_GRID_THW", "INT64", (3,), "of image models"),
-        of_other_models("VISION_INPUT_ID", "INT32", (-1,), "of image models"),
+        of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "for image models only"),
+        of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "for image models only"),
+        of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "for image models only"),
+        of_other_models("CROSS_ATTENTION_MASK", "INT64", (-1, -1, -1), "for image models only"),
+        of_other_models("IMAGE_SIZES", "INT64", (-1, 2), "for image models only"),
+        of_other_models("IS_VIDEO_INPUT", "BOOL", (1,), "for video models only"),
+        of_other_models("ATTENTION_MASK", "INT64", (-1,), "for image models only"),
+        of_other_models("IMAGE_GRID_THW", "INT64", (3,), "for image models only"),
+        of_other_models("VISION_INPUT_ID", "INT32", (-1,), "for image models only"),
     )
 )
 
 POSTPROCESSING_INPUTS = TensorTable(
     (
         TensorSpec("TOKENS_BATCH", "INT32", (-1, -1), "[beams, n] token ids; required"),
-        TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), "[beams] how many of them count; all by default"),
+        TensorSpec("SEQUENCE_LENGTH", "INT32", (-1,), "[beams] number of valid ids; default: all"),
     )
 )
 

@@ -1,4 +1,4 @@
-"""Determines a prompt's outputs from the names that its client requested and from its flags."""
+"""Determine a prompt's outputs from the output names that the client requested and from the prompt's flags."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _METRIC_OUTPUTS = frozenset(spec.name for spec in OUTPUTS.specs if spec.asked_by
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The outputs that a client names. It gets exactly these; one whose flag is not set has no elements.
+    """The outputs that a client names in its request (Triton's requested outputs).
 
-    A Triton ensemble names every output that it passes on, wanted or not, so for an output with a flag only
-    the flag counts. A client that names none, as with HTTP generate, gets the outputs whose flags are set.
+    The response has exactly these outputs. A named output that needs a flag is an empty tensor if the flag
+    is not set, because a Triton ensemble names every output that it passes on, wanted or not. A client that
+    names no outputs, as with HTTP generate, gets the outputs whose flags are set.
 
     Attributes:
         requested: Names of outputs; all outputs of the model if the client named none.
@@ -81,7 +82,12 @@ def wanted_outputs(
 
 
 def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
-    """Yield named additional outputs, else those in the tensor; raise InvalidArgument if one is not declared."""
+    """Yield the additional outputs that the client named.
+
+    If it named none, yield those in the tensor additional_outputs.
+
+    Raises InvalidArgument if the tensor has a name that the model does not declare.
+    """
     if naming.named:
         yield from filter(is_additional, naming.requested)
         return
@@ -97,7 +103,7 @@ def _additional_outputs(reader: TensorReader, naming: Naming) -> Iterator[str]:
 
 
 def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: bool) -> OutputOptions:
-    """Return which values the engine has to keep and send for these outputs."""
+    """Return the engine's output options for the outputs in `wanted`: which values to keep and send."""
     return OutputOptions(
         # Without these outputs the prompt's ids are not used and need not be returned.
         exclude_input_from_output=exclude_input or not wanted & _ID_OUTPUTS,

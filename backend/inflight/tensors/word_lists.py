@@ -1,4 +1,4 @@
-"""TensorRT-LLM's packed lists of words, arrays [2, n]: all ids in row 0, the end offset of each word in row 1."""
+"""TensorRT-LLM's packed word lists, [2, n]: row 0 has the ids of all words, row 1 the end offset of each."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def read_words(reader: TensorReader, name: str) -> Words:
 def read_word_list(array: NDArray[Any], name: str) -> Words:
     """Return the words of TensorRT-LLM's packed list, a [2, n] array.
 
-    [[0], [-1]], which NVIDIA's clients send as an empty list, has no words. Ids after the last word's end are
-    ignored: they pad the shorter lists of a batch.
+    NVIDIA's clients send [[0], [-1]] as an empty list. Ids after the end of the last word are ignored: they
+    pad the shorter lists of a batch.
 
     Args:
         array: Integers, without the batch dimension.
-        name: The tensor's name for the client.
+        name: The tensor's name in error messages.
 
     Raises:
         InvalidArgument: There are too many ids, or the rows or end offsets are wrong; then the message shows the
@@ -77,7 +77,7 @@ def _shown(values: list[int]) -> str:
 
 
 def pack_words(words: Sequence[Sequence[int]]) -> NDArray[Any]:
-    """Pack words as [2, n]: all ids, then each word's end offset, padded with -1; [[0], [-1]] for no words."""
+    """Pack words as a [2, n] array, padded with id 0 and offset -1; [[0], [-1]] for no words."""
     flat = [token_id for word in words for token_id in word]
     if not flat:
         return np.array([[0], [-1]])

@@ -1,11 +1,11 @@
 """An engine without a model, whose KV cache stores at every position a digest of the whole prefix up to it.
 
-A row's next token is a digest of everything that its block table and its adapter's pages hold, and of its
-recurrent state if that differs from the digest of the prefix. So any scheduling error changes the tokens: a wrong
-block, a block shared or freed too early, a missing copy, a token computed twice or not at all, a page overwritten
-while in use, the recurrent state of another slot or position. The `expected_*` functions of `fake_model` return
-the correct tokens. External drafts are verified like drafts without logits. There is no clock. Only the loop
-thread calls it.
+A row's next token is a digest of everything in the blocks of its block table and in its adapter's pages, and
+of its recurrent state if this differs from the digest of the prefix. So any scheduling error changes the
+tokens: a wrong block, a block shared or freed too early, a missing copy, a token computed twice or not at
+all, a page overwritten while in use, or the recurrent state of another slot or position. The `expected_*`
+functions of `fake_model` return the correct tokens. External drafts are verified like drafts without logits.
+Only the loop thread calls the engine.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _NO_ADAPTER = b"nothing", 0  # content of an unwritten adapter page
 
 @dataclass(slots=True)
 class _Slot:
-    """The device's state of a slot; `history` is used only if the choice of tokens depends on earlier ones.
+    """The device's state of a slot. `history` is used only if the choice of tokens depends on earlier tokens.
 
-    The content of its adapter's pages is looked up at every use and is not part of `conditions`.
+    The content of the adapter's pages is not part of `conditions`, but looked up whenever it is used.
     """
 
     start: SlotStart
@@ -76,9 +76,11 @@ class FakeLogits:
     """The result of `forward` for `decode`: digests, from which the logits are derived.
 
     Attributes:
-        sampled: For each of `ScheduledBatch.sampled_slots`, the digests of its rows, one more than it has drafts.
-        context: For chunks with context outputs, by slot: the request and the digests of the chunk's rows.
-            When they are decoded, the slot itself may be void because a later batch has failed.
+        sampled: For each of `ScheduledBatch.sampled_slots`, the digests of its rows, one more than its draft
+            tokens.
+        context: By slot, for chunks with context outputs: the request and the digests of the chunk's rows.
+            They are stored here because the slot may be discarded by a later batch's failure before they are
+            decoded.
         output: The chosen tokens if the batch samples on the device.
     """
 
@@ -91,10 +93,10 @@ class FakeEngine:
     """An `inflight.core.ports.Engine` whose tokens are digests of its cache's content.
 
     Args:
-        limits: The limits that the engine declares.
-        seconds_per_step: Duration of a forward pass, which sleeps.
-        attend_to_all: Whether a row reads every position of the prefix, as attention does, or only the last, which
-            takes the same time at any length.
+        limits: The limits that the engine reports.
+        seconds_per_step: Duration of a forward pass in seconds, which is spent sleeping.
+        attend_to_all: Whether a row reads every position of the prefix, as attention does. Otherwise it
+            reads only the last position, which takes the same time at any length.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class FakeEngine:
         self._slots: dict[int, _Slot] = {}
         # The content of each page: the adapter's digest, and the index of the page in the adapter.
         self._adapter_pages: list[tuple[bytes, int]] = [_NO_ADAPTER] * limits.num_adapter_pages
-        self._adapters: dict[int, tuple[int, ...]] = {}  # an adapter's pages by the first of them
+        self._adapters: dict[int, tuple[int, ...]] = {}  # an adapter's pages, by its first page
         self._snapshots = [_NOT_SAVED] * limits.num_state_snapshots
 
     def forward(self, batch: ScheduledBatch) -> FakeLogits:
@@ -136,7 +138,7 @@ class FakeEngine:
         return replace(logits, output=self._decode(batch, logits)) if batch.samples_on_device else logits
 
     def decode(self, batch: ScheduledBatch, logits: FakeLogits) -> ModelOutput:
-        """Convert digests to tokens and feed each back to its slot; beams wait for their next moves."""
+        """Convert digests to tokens, and store each token in its slot as the next input, except for beams."""
         with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
             return self._decode(batch, logits)
 
@@ -179,7 +181,7 @@ class FakeEngine:
         """Discard the slots and loads of a batch that fails, so that they must be started and loaded again."""
         try:
             yield
-        except BaseException:  # of any kind; reraised below
+        except BaseException:  # any error is raised again below
             named = (
                 *(start.slot for start in starts),
                 *(chunk.slot for chunk in batch.context),
@@ -204,7 +206,10 @@ class FakeEngine:
         self._adapters[load.pages[0]] = load.pages
 
     def _adapter_in(self, first_page: int) -> bytes:
-        """Return the digest of the adapter in these pages, or another value if they do not hold one in order."""
+        """Return the digest of the adapter in these pages.
+
+        Returns another value if the pages do not hold one whole adapter in order.
+        """
         held = [self._adapter_pages[page] for page in self._adapters[first_page]]
         digest = held[0][0]
         is_whole = held == [(digest, part) for part in range(len(held))]
@@ -258,7 +263,7 @@ class FakeEngine:
         return [self._run_token(row, token_id) for token_id in chunk.token_ids]
 
     def _check_ids(self, chunk: ContextChunk, request: Request) -> None:
-        """Check that only a prompt, not generated or draft tokens, has ids of rows of the request's table."""
+        """Check that only prompts have ids of prompt table rows, but not generated or draft tokens."""
         num_rows = 0 if request.prompt_table is None else request.prompt_table.num_rows
         behind = max(0, request.prompt_length - chunk.start)
         assert max(chunk.token_ids) < self.limits.vocab_size + num_rows, f"slot {chunk.slot}: no such row"
@@ -285,7 +290,7 @@ class FakeEngine:
         return digest
 
     def _save_states(self, batch: ScheduledBatch, slot: int, start: int, digests: Sequence[int]) -> None:
-        """Save the states of a slot after its tokens from position `start` on, which have these digests."""
+        """Save snapshots of a slot's recurrent states; `digests` belong to its tokens from position `start` on."""
         for save in batch.state_saves:
             if save.slot == slot:
                 self._snapshots[save.snapshot] = digests[save.num_tokens - 1 - start]

@@ -1,9 +1,9 @@
-"""The model that the fake engine simulates, and the tokens that a sequence gets if it runs alone.
+"""The model that the fake engine simulates, and the expected tokens of a sequence that runs alone.
 
-A position's **digest** stands for its keys and values: it depends on every token up to it. The logits after a
-position are pseudo-random numbers seeded by its digest, so that all data of a token (log probs, top tokens,
-ranks of beams) are consistent. The `expected_*` functions return the results of a sequence or beam search
-that runs alone. Pure Python, deterministic, the same in every process.
+A position's **digest** stands for its keys and values: it depends on every token up to this position. The
+logits after a position are pseudo-random numbers seeded by the digest, so that all data of a token (log
+probs, top tokens, ranks of beams) are consistent. The `expected_*` functions return the results of a
+sequence or beam search that runs alone. All results are deterministic and equal in every process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NO_HISTORY = 0
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Everything besides its tokens that a sequence's keys and values depend on.
+    """Everything except the tokens that a sequence's keys and values depend on.
 
     Attributes:
         identity: The request's identity.
-        adapter: Digest of its adapter's content; empty without an adapter.
-        prompt_table: Digest of its prompt table's content; empty without one.
+        adapter: Digest of the adapter's content; empty without an adapter.
+        prompt_table: Digest of the prompt table's content; empty without a table.
     """
 
     identity: PrefixIdentity = field(default_factory=PrefixIdentity)
@@ -42,20 +42,20 @@ class Conditions:
 
     @classmethod
     def of(cls, request: Request, adapter: bytes = b"") -> Conditions:
-        """Return the conditions of a request whose adapter has this content."""
+        """Return the conditions of a request. `adapter` is the digest of its adapter's content."""
         table = request.prompt_table
         return cls(request.identity, adapter, table.digest if table else b"")
 
     def seen_as(self, token_id: int, position: int) -> int:
-        """Return the number that represents a token in digests: its id, if the conditions equal `PLAIN`.
+        """Return the number that represents a token in digests. If the conditions equal `PLAIN`, it is the id.
 
-        An extra id changes the number of its own token, every other condition the numbers of all tokens.
+        An extra id changes the number of one token; every other condition changes the numbers of all tokens.
         """
         identity = self.identity
         extra = identity.extra_ids[position] if position < len(identity.extra_ids) else 0
         if not (extra or identity.cache_salt_id or self.adapter or self.prompt_table):
             return token_id
-        # hash() of bytes differs between processes, hash() of numbers does not.
+        # hash() of bytes differs between processes; hash() of numbers does not.
         adapter, table = int.from_bytes(self.adapter, "big"), int.from_bytes(self.prompt_table, "big")
         return hash((token_id, extra, identity.cache_salt_id, adapter, table))
 
@@ -76,7 +76,7 @@ def looks_back(sampling: SamplingConfig) -> bool:
 
 
 def remember(history: int, token_ids: Iterable[int]) -> int:
-    """Return the history of a slot after these further tokens; 0 before the first."""
+    """Return the history of a slot after further tokens. The history before the first token is 0."""
     for token_id in token_ids:
         history = hash((history, token_id)) or 1
     return history
@@ -85,9 +85,10 @@ def remember(history: int, token_ids: Iterable[int]) -> int:
 def choose(
     digest: int, history: int, sampling: SamplingConfig, sequence_index: int, position: int, vocab_size: int
 ) -> int:
-    """Return the token at `position`: the most likely one, or one drawn by seed, sequence and position.
+    """Return the token at `position`: the most likely token, or one drawn with seed, sequence index and position.
 
-    It depends on the digest and on the history, if there is one. Written out for speed: it runs for every row.
+    It depends on the digest and the history. The code is written out for speed, because it runs for every
+    row.
     """
     state = hash((digest, history)) if history else digest
     if sampling.greedy:
@@ -96,7 +97,10 @@ def choose(
 
 
 def logits_after(state: int, vocab_size: int) -> array[float]:
-    """Return the logits after a position with this digest, float32 [vocab_size]; greedy choice has the largest."""
+    """Return the logits after a position whose digest is `state`, float32 [vocab_size].
+
+    The token that `choose` returns without sampling has the largest logit.
+    """
     values = array("f", [(hash((state, token)) & _LOGIT_STEPS) * _LOGIT_SCALE for token in range(vocab_size)])
     values[hash((state, 0, 0)) % vocab_size] = _GREEDY_LOGIT
     return values
@@ -109,7 +113,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
-    """Return the `count` most likely tokens; of equally likely ones the lower id comes first."""
+    """Return the `count` most likely tokens. Among equally likely tokens, the lower id comes first."""
     tokens = heapq.nsmallest(count, range(len(log_probs)), key=lambda token: (-log_probs[token], token))
     return TopLogProbs(tuple(tokens), tuple(log_probs[token] for token in tokens))
 
@@ -117,7 +121,7 @@ def top_log_probs(log_probs: Sequence[float], count: int) -> TopLogProbs:
 def rank_candidates(
     group: BeamGroup, rows: Sequence[tuple[int, int]], request: Request, vocab_size: int
 ) -> BeamCandidates:
-    """Return the best continuations of a beam group; `rows` has digest and history of each beam."""
+    """Return the best continuations of a beam group. `rows` has (digest, history) of each beam."""
     output, rate = request.output, request.sampling.beam_search_diversity_rate
     logits = [logits_after(digest, vocab_size) for digest, _ in rows]
     log_probs = [log_softmax(values) for values in logits]
@@ -148,7 +152,10 @@ def rank_candidates(
 def describe_tokens(
     logits: Sequence[Sequence[float]], token_ids: Sequence[int], output: OutputOptions
 ) -> TokenDetails:
-    """Return the requested details of tokens; `logits` has the row from which each was chosen."""
+    """Return the requested details of tokens.
+
+    Each token was chosen from the row of `logits` with the same index.
+    """
     log_probs = [log_softmax(values) for values in logits]
     count = output.num_top_log_probs
     return TokenDetails(
@@ -168,8 +175,8 @@ class LoneSequence:
     Args:
         token_ids: The first tokens.
         vocab_size: Number of token ids.
-        attend_to_all: Whether a digest depends on all earlier digests, or only on the last one.
-        conditions: Everything else that the digests depend on.
+        attend_to_all: Whether a digest depends on all earlier digests, or only on the previous one.
+        conditions: Everything except the tokens that the digests depend on.
     """
 
     def __init__(
@@ -271,9 +278,9 @@ def expected_beams(
 def expected_beam_steps(
     request: Request, vocab_size: int, attend_to_all: bool = True, adapter: bytes = b""
 ) -> list[list[Hypothesis]]:
-    """Return the hypotheses of such a beam search after each step; the last are its result.
+    """Return the hypotheses of a beam search after each step. Those of the last step are its result.
 
-    `adapter` is the digest of its adapter's content, empty without an adapter.
+    `adapter` is the digest of the adapter's content; empty without an adapter.
     """
     conditions = Conditions.of(request, adapter)
     search = BeamSearch(request)

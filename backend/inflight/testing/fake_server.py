@@ -1,7 +1,8 @@
-"""The fake engine in place of a model: for a composition root, for the model that Triton loads, and for a server.
+"""A server, a Triton model and a loaded model that use the fake engine, for tests and benchmarks.
 
-Only tests and benchmarks use it, with a model repository whose engine is this module. Its parameter `fake_engine`
-configures the fake, for example vocab=1000,step_us=200. Needs no model and no torch.
+In the server's model repository, `tensorrt_llm` is this module's TritonPythonModel. Its parameter
+`fake_engine` configures the fake engine, for example vocab=1000,step_us=200. Needs no checkpoint and no
+torch.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 def load_fake(parameters: Parameters, version_dir: str, rank_context: RankContext | None) -> LoadedModel:
-    """Replace `inflight.load_model.load_model`; every rank computes the same tokens.
+    """Load a fake engine, instead of `inflight.load_model.load_model`. Every rank computes the same tokens.
 
-    The checkpoint's name, `gpt_model_path` without folders, gives the number of token ids and the
-    microseconds of a forward pass; raise ConfigError if it is not of the form vocab=N,step_us=N.
+    The last part of `gpt_model_path` has the form vocab=N,step_us=N: the number of token ids and the
+    duration of a forward pass in microseconds. Raises ConfigError if it has another form.
     """
     config = parameters.engine
     vocab_size, step_us = _parse(Path(config.gpt_model_path or "").name)
@@ -92,14 +93,14 @@ def make_fake_repository(folder: Path) -> Path:
     with (model / "config.pbtxt").open("a", encoding="utf-8") as config:
         config.write(f'parameters {{ key: "{PARAMETER}" value {{ string_value: "${{{PARAMETER}}}" }} }}\n')
     (model / "1" / "model.py").write_text(_MODEL, encoding="utf-8")
-    # All models use its tokenizer.
+    # All models use the demo model's tokenizer.
     (model / "1" / "demo_model").symlink_to(default_repository() / "tensorrt_llm" / "1" / "demo_model")
     return folder
 
 
 @contextmanager
 def serve_fake(settings: Mapping[str, str], options: ServerOptions | None = None) -> Generator[TritonServer]:
-    """Serve with a fake engine, as `inflight.server.launch.serve` does; `settings` may have `fake_engine`."""
+    """Serve with a fake engine, like `inflight.server.launch.serve`. `settings` may include `fake_engine`."""
     with (
         tempfile.TemporaryDirectory(prefix="inflight-fake-") as folder,
         serve(make_fake_repository(Path(folder)), settings=settings, options=options) as server,

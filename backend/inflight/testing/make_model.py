@@ -1,7 +1,7 @@
-"""Writes a Hugging Face checkpoint with random weights, for tests and benchmarks that need only its shape.
+"""Write a Hugging Face checkpoint with random weights, for tests and benchmarks that need only its shape.
 
-Owns the shapes, and the config.json of seven families. The loader determines the tensors; a test loads every
-family with transformers. Weights are drawn in the loader's order from one seed.
+Defines shapes, and the config.json of seven families. The loader determines which tensors there are; a test
+loads every family with transformers. Weights are drawn in the loader's order from one seed.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from inflight.models.registry import read_model_description
 from inflight.testing.quantize import FORMATS, MXFP4, quantize_weights
 from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
 
-# The usual initialization. A tiny model drawn with it mostly repeats its last token; tests that need varied
-# tokens use a larger deviation.
+# The usual standard deviation of weights. A tiny model with it mostly repeats its last token; tests that
+# need varied tokens use a larger one.
 STANDARD_DEVIATION = 0.02
 
 

@@ -1,6 +1,6 @@
-"""Rounds matrices to the formats of published quantized checkpoints, to write such checkpoints of random weights.
+"""Quantize matrices in the formats of published checkpoints, to write quantized checkpoints with random weights.
 
-Rounding is to the nearest level: calibration would choose other levels, but the files would look the same.
+Values are rounded to the nearest level. Calibration would choose other levels, but the same file format.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 Parts = dict[str, Tensor]
 _GROUP_SIZE = 128
 _BLOCK = 128
-_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output in each 4 bits of a word, from the lowest bits on
+_AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # index of the output in each 4 bits of a word, lowest bits first
 _LEAST = 1e-12  # smallest scale
 _FLOAT4_BORDERS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NOT_MXFP4 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 MXFP4 = "mxfp4"
-"""The format of gpt-oss's stacked experts; the other formats are for projections, each a matrix of its own."""
+"""The format of gpt-oss's stacked experts. All other formats are for single projection matrices."""
 
 
 def quantize_weights(
@@ -34,8 +34,8 @@ def quantize_weights(
 
     Args:
         format: A key of `FORMATS`, or `MXFP4`.
-        weights: By name; projections' names end in `_proj.weight`; stacked experts are
-            `….experts.gate_up_proj` and `….experts.down_proj`, [experts, inputs, outputs].
+        weights: Weights by name. Names of projections end in `_proj.weight`; stacked experts are
+            `….experts.gate_up_proj` and `….experts.down_proj`, with shape [experts, inputs, outputs].
         dtype: Dtype of the scales.
     """
     if format == MXFP4:
@@ -89,8 +89,8 @@ def _quantize_stacks(weights: Mapping[str, Tensor]) -> tuple[Parts, dict[str, ob
 def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize [..., n * 32] numbers to MXFP4: uint8 [..., n, 16], two floats per byte, and exponents [..., n].
 
-    Exponents are stored plus 127. A block's exponent is that of its largest number minus that of the largest 4-bit
-    float, 6.
+    Exponents are stored plus 127. A block's exponent is the exponent of its largest number minus the
+    exponent of 6, the largest 4-bit float.
     """
     blocks = torch.unflatten(weight, -1, (-1, 32))
     exponents = blocks.abs().amax(-1).clamp_min(2.0**-120).log2().floor() - 2
@@ -103,7 +103,7 @@ def _mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _in_groups(
     weight: Tensor, size: int, dtype: torch.dtype, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return levels 0 to 15 [outputs, inputs], and zero points and scales [outputs, groups]."""
+    """Return levels 0 to 15 [outputs, inputs], and zero points and scales [outputs, groups of `size` inputs]."""
     groups = torch.unflatten(weight, 1, (-1, size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15

@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer of any size, made by rule instead of training.
+"""A byte-level BPE tokenizer of any size, made by a rule instead of training, for checkpoints with random weights.
 
-Its vocabulary has three special tokens, the 256 bytes, then pairs, triples and so on of letters, common
-letters first. It can encode any text and decode every id, and splits English into pieces of a few letters.
-For checkpoints whose text needs no meaning.
+Its vocabulary has three special tokens, the 256 bytes, then pairs, triples and longer pieces of letters,
+common letters first. It can encode any text and decode every id, and splits English into pieces of a few
+letters.
 """
 
 import itertools
@@ -54,7 +54,8 @@ def _merges() -> Iterator[tuple[str, str]]:
     """Yield merges without end: every known piece with every letter after it, shorter pieces first."""
     pieces = [_SPACE, *_LETTERS]
     while True:
-        # Ordered by the sum of both ranks, so that common combinations come first.
+        # Pairs are ordered by the sum of the piece's and the letter's rank, so that common combinations come
+        # first.
         ranked = sorted(
             itertools.product(enumerate(pieces), enumerate(_LETTERS)), key=lambda p: p[0][0] + p[1][0]
         )

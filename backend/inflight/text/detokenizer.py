@@ -1,7 +1,7 @@
-"""Incremental detokenizer: turns token ids to text while they are generated.
+"""Incremental detokenizer: converts token ids to text while they are generated.
 
-Owns the state of one stream of text: the bytes of an incomplete character, and whether the text has begun. Does
-not know requests or stop strings. One object per sequence, used by one thread at a time.
+It stores the bytes of an incomplete character, and whether the text has begun. Each sequence has its own
+detokenizer, which is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -12,29 +12,31 @@ from itertools import takewhile
 from inflight.text.token_decoder import TokenDecoder
 from inflight.text.tokenizer import Tokenizer
 
-# Enough of a prompt: an incomplete character takes at most 3 tokens, the start of a text rarely 2.
+# Number of a prompt's last tokens that are needed: an incomplete character takes at most 3 tokens, the start
+# of a text rarely 2.
 _PREFIX_TOKENS = 16
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text deltas.
+    """Converts token ids to text deltas, at constant cost per token.
 
-    For any ids, all deltas and the flush together equal `tokenizer.decode` of all ids, at constant cost per token.
-    A character whose bytes are spread over several tokens comes with the last of them. Bytes that can no longer
-    become a character come as U+FFFD as soon as that is known, at the latest in `flush`.
+    For any ids, the concatenation of all deltas and of `flush` equals `tokenizer.decode` of all ids. A
+    character whose bytes are spread over several tokens is returned with the last of these tokens. Bytes
+    that can no longer become a character are returned as U+FFFD as soon as this is certain, at the latest by
+    `flush`.
 
-    With `prefix_ids` the deltas *continue* the prefix's text instead of starting a text. The difference is the
-    leading space, which SentencePiece-style tokenizers drop at the start of a text only: whenever
-    `tokenizer.decode(prefix_ids)` is the beginning of `tokenizer.decode(prefix_ids + ids)`, the deltas are the
-    rest of the latter. It is not the beginning if the prefix ends within a character that the ids complete; then
-    the deltas have the whole character.
+    With `prefix_ids` the deltas *continue* the prefix's text instead of starting a text. The difference is
+    the leading space, which SentencePiece-style tokenizers drop only at the start of a text. The deltas are
+    `tokenizer.decode(prefix_ids + ids)` without its beginning `tokenizer.decode(prefix_ids)`. If the prefix
+    ends within a character that the ids complete, the deltas have the whole character.
 
-    A decoder that cannot work token by token (`TokenDecoder.is_token_by_token`) gives all of its text in `flush`.
+    If the tokenizer cannot be decoded token by token (`TokenDecoder.is_token_by_token`), `flush` returns all
+    of the text.
 
     Args:
         tokenizer: The tokenizer.
         skip_special_tokens: Whether to leave out special tokens, as in `Tokenizer.decode`.
-        prefix_ids: The prompt or its last ids; a handful with some text is enough.
+        prefix_ids: Ids of the prompt, or only its last few ids, if they have some text.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class IncrementalDetokenizer:
         return self._tokenizer.special_text(token_id) if self._skip_special_tokens else ""
 
     def flush(self) -> str:
-        """Return the text held back, as if nothing followed. Changes nothing."""
+        """Return the text that is still held back, as if the ids ended here. Does not change the state."""
         shown = self._shown
         text = self._not_shown_yet(self._text.rest())
         self._shown = shown
         return text
 
     def _feed_prefix(self, tokens: list[str]) -> str:
-        """Return the part of the prefix's text that will be repeated: an incomplete character, shown as U+FFFD."""
+        """Process the prefix.
+
+        Returns the part of its text that the deltas repeat: an incomplete character, as U+FFFD.
+        """
         decoder = self._tokenizer.token_decoder
         if decoder.is_token_by_token:
             tokens = tokens[-_PREFIX_TOKENS:]
@@ -84,7 +89,7 @@ class _StreamedText:
     def __init__(self, decoder: TokenDecoder) -> None:
         self._decoder = decoder
         self._utf8 = decoder.utf8_decoder()
-        # Tokens at the start, before there is any text: all of them decide what the decoder does there.
+        # The tokens before there is any text. How they are decoded depends on all of them.
         self._start: list[str] | None = None if decoder.is_byte_level else []
 
     def add(self, token: str) -> str:
@@ -96,12 +101,12 @@ class _StreamedText:
         return text if raw is not None else text + self._decoder.continued(token)
 
     def rest(self) -> str:
-        """Return the text that is still held back, as if the ids ended here. Changes nothing."""
+        """Return the text that is still held back, as if the tokens ended here. Does not change the state."""
         return self._utf8.pending if self._start is None else self._decoder.text(self._start)
 
     def _add_to_start(self, start: list[str], token: str) -> str:
         start.append(token)
-        # A pending byte is a token of its own, as byte-level vocabularies do not get here.
+        # A pending byte is a token of its own, because byte-level vocabularies do not use this method.
         text = self._decoder.text(start[: len(start) - self._utf8.num_pending])
         if text:
             self._start = None

@@ -1,12 +1,11 @@
-"""Finds stop strings in a text while it is generated.
+"""Find stop strings in a text while it is generated, and hold back possible beginnings of stop strings.
 
-Owns which part of a growing text may be shown: nothing that may be the beginning of a stop string. Does not know
-tokens. `StopStrings` is immutable and serves any number of texts; a `StopStringFinder` belongs to one text and one
-thread at a time.
+`StopStrings` is immutable and may be used for any number of texts. Each text has its own `StopStringFinder`,
+which is used by one thread at a time.
 
-The strings form one automaton (Aho and Corasick), so the cost per character does not depend on the length of the
-text or the number of strings. Its state is the longest suffix of the text that begins some stop string, which is
-exactly what must be held back.
+The stop strings form one Aho–Corasick automaton, so the cost per character depends neither on the length of
+the text nor on the number of strings. The automaton's state is the longest suffix of the text that is the
+beginning of a stop string, which is exactly the text to hold back.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _HIDDEN = 0
 
 
 class StopStrings:
-    """The automaton of a set of strings; empty ones are ignored.
+    """The automaton of a set of stop strings. Empty strings are ignored.
 
     Attributes:
         strings: The stop strings, without repetitions, in the given order.
@@ -27,8 +26,8 @@ class StopStrings:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self.strings = tuple(dict.fromkeys(string for string in strings if string))
-        # Per state: the next states by character, the state of the longest proper suffix, the suffix's length, and
-        # the length of the longest stop string that ends here.
+        # For each state: the next states by character, the state of the longest proper suffix, the state's
+        # length in characters, and the length of the longest stop string that ends in this state.
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self._depth = [0]
@@ -47,7 +46,7 @@ class StopStrings:
         return self._next[state].get(character, 0)
 
     def depth(self, state: int) -> int:
-        """Return the number of characters at the end of the text that begin some stop string."""
+        """Return the length of the longest end of the text that is the beginning of a stop string."""
         return self._depth[state]
 
     def match(self, state: int) -> int:
@@ -67,7 +66,7 @@ class StopStrings:
         self._match[state] = self._depth[state]
 
     def _link(self) -> None:
-        """Set the fallbacks, breadth first: a state's fallback is closer to the root than the state."""
+        """Set each state's fallback, breadth first, because a fallback is closer to the root than its state."""
         waiting = deque(self._next[0].values())
         while waiting:
             state = waiting.popleft()
@@ -79,10 +78,10 @@ class StopStrings:
 
 
 class StopStringFinder:
-    """Finds stop strings in one text. The one that ends first counts; of several, the longest.
+    """Finds the stop string that ends first in one text; if several end at the same place, the longest.
 
-    A text may have hidden parts, such as special tokens. A stop string is found both in the shown text alone and
-    in the text with its hidden parts.
+    A text may have hidden parts, such as special tokens. Stop strings are found both in the shown text alone
+    and in the text with its hidden parts.
 
     Attributes:
         stopped: Whether a stop string is complete, which ends the text.
@@ -93,16 +92,16 @@ class StopStringFinder:
         self._shown_state = 0  # state over the shown characters
         self._full_state = 0  # state over all characters
         self._held = ""  # the latest characters
-        self._marks = b""  # for each of them, whether it is shown
+        self._marks = b""  # for each character of `_held`, whether it is shown
         self.stopped = False
 
     def add(self, text: str, is_shown: bool = True, may_stop: bool = True) -> str:
-        """Add to the text; return the part that can be shown now, up to a completed stop string.
+        """Append to the text; return the part that can be shown now, up to a completed stop string.
 
         Args:
             text: The new text.
-            is_shown: Whether it is shown to the reader.
-            may_stop: Whether a stop string that it completes counts.
+            is_shown: Whether the new text is shown to the reader.
+            may_stop: Whether a stop string that the new text completes ends the text.
         """
         if self.stopped or not text:
             return ""
@@ -124,7 +123,7 @@ class StopStringFinder:
         return self._release(end - self._span(strings.depth(full), strings.depth(shown), end))
 
     def flush(self) -> str:
-        """End the text without a stop string; return the text held back. Must be the last call."""
+        """End the text without a stop string; return the text that was held back. Must be the last call."""
         return "" if self.stopped else self._release(len(self._held))
 
     def copy(self) -> StopStringFinder:
@@ -132,7 +131,10 @@ class StopStringFinder:
         return copy(self)
 
     def _span(self, num_full: int, num_shown: int, end: int) -> int:
-        """Return the smallest n whose last n characters before `end` contain both spans (all, and shown ones)."""
+        """Return the smallest n such that the n characters before `end` contain both spans.
+
+        The spans are the last `num_full` characters, and the last `num_shown` shown characters.
+        """
         if _HIDDEN not in self._marks:
             return max(num_full, num_shown)
         start = end
@@ -142,7 +144,7 @@ class StopStringFinder:
         return max(num_full, end - start)
 
     def _release(self, end: int) -> str:
-        """Release the held characters before `end`; return the shown ones."""
+        """Release the held characters before `end`; return those that are shown."""
         text, marks = self._held[:end], self._marks[:end]
         self._held, self._marks = self._held[end:], self._marks[end:]
         if _HIDDEN not in marks:

@@ -1,7 +1,7 @@
-"""Turns texts of requests to token ids: prompts, and words to ban, to bias or to stop at.
+"""Convert texts of requests to token ids: prompts, and words to ban, to bias or to stop at.
 
-Owns the limits on texts, which depend on lengths only, and their errors. Runs on the thread that receives
-requests, or for long texts on a separate thread, with the GIL released during tokenization.
+Also checks the limits on the lengths of texts. Runs on the thread that receives requests, or for long texts
+on another thread; the GIL is released during tokenization.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ MAX_WORDS = 1024
 MAX_WORDS_BYTES = 32 * 1024
 """Maximum number of UTF-8 bytes in all words of one of these lists."""
 
-_BYTES_PER_WORD = 512  # of a prompt that takes as long to tokenize as the spellings of one word
+_BYTES_PER_WORD = 512  # bytes of prompt that take as long to tokenize as the spellings of one word
 
 
 class TextEncoder:
-    """Encodes texts of requests with a model's tokenizer. Every method raises the errors of
-    `require_tokenizer`.
+    """Encodes texts of requests with a model's tokenizer. Every method raises `require_tokenizer`'s errors.
 
     Args:
-        require_tokenizer: Returns the tokenizer; raises Unsupported if there is none.
-        special_tokens: Whether prompts get the special tokens around them.
+        require_tokenizer: Function that returns the tokenizer, or raises Unsupported if there is none.
+        special_tokens: Whether special tokens are added around prompts.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class TextEncoder:
         return [ids[size:] if ids[size : 2 * size] == prefix else ids for ids in encoded]
 
     def tokens(self, word: str) -> Sequence[int]:
-        """Return the ids that a bias for a word is added to, each as often as it occurs."""
+        """Return the ids to which a bias for a word is added, repeated as often as they occur in the word."""
         return biased_ids(self._tokenizer(), word)
 
     def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
@@ -63,16 +62,16 @@ class TextEncoder:
         """Refuse a prompt that is certainly too long for the model.
 
         Args:
-            num_bytes: Its length in UTF-8 bytes.
-            name: The client's name for it.
+            num_bytes: Length of the prompt in UTF-8 bytes.
+            name: The client's name of the prompt, for the error.
             limits: The model's limits.
 
         Raises:
-            TooLong: It has more bytes than the longest prompt's tokens can stand for.
-            Unsupported: It is long, and there is no tokenizer.
+            TooLong: The prompt has more bytes than the tokens of the longest prompt can represent.
+            Unsupported: The prompt is long, and there is no tokenizer.
         """
         max_tokens = limits.max_input_length
-        if num_bytes <= max_tokens:  # every token stands for at least one byte
+        if num_bytes <= max_tokens:  # every token has at least one byte
             return
         max_bytes_per_token = self._tokenizer().max_bytes_per_token
         if max_bytes_per_token is None or num_bytes <= max_tokens * max_bytes_per_token:
@@ -94,15 +93,15 @@ def _no_tokenizer() -> Tokenizer:
 
 
 NO_TEXT = TextEncoder(_no_tokenizer)
-"""For models without a tokenizer: refuses all text."""
+"""The encoder for models without a tokenizer, which refuses all texts."""
 
 
 def check_words(sizes: Sequence[int], name: str) -> None:
     """Raise InvalidArgument if there are too many words, or too many bytes in them.
 
     Args:
-        sizes: UTF-8 bytes of each word.
-        name: The client's name for the list.
+        sizes: Length of each word in UTF-8 bytes.
+        name: The client's name of the list, for the error.
     """
     if len(sizes) > MAX_WORDS:
         raise InvalidArgument(Name(name), f" has {len(sizes)} words; this server takes at most {MAX_WORDS}")
@@ -113,5 +112,8 @@ def check_words(sizes: Sequence[int], name: str) -> None:
 
 
 def tokenizing_cost(prompt_sizes: Sequence[int], word_sizes: Sequence[int]) -> int:
-    """Return the bytes of a prompt that takes as long to tokenize as these prompts and words, given in bytes."""
+    """Return the cost of tokenizing prompts and words, as the length in bytes of one prompt of equal cost.
+
+    The arguments are lengths in bytes.
+    """
     return sum(prompt_sizes) + sum(word_sizes) + _BYTES_PER_WORD * len(word_sizes)

@@ -1,7 +1,7 @@
-"""The maximum length of text that one token can stand for, so that a text can be refused by its length alone.
+"""Compute the maximum length of text that one token can represent, to refuse too long texts without tokenization.
 
-Owns how far normalizers and models can shrink a text, and which of them can make text of any length vanish. Does
-not know requests. Plain functions; any thread.
+For this, it computes how much normalizers and models can shrink a text, and which of them can remove text of
+any length. Any thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import tokenizers
 
 from inflight.text.token_decoder import BYTE_OF_CHARACTER, BYTE_TOKENS, Component, described
 
-# The factor by which a normalizer can shrink a text, in UTF-8 bytes. A normalizer not listed may leave nothing.
+# The factor by which a normalizer can shrink a text, in UTF-8 bytes. Other normalizers may remove all text.
 _SHRINKS = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Lowercase": 3, "Prepend": 1}
 
-# These keep all of a text, unless their behavior is "Removed".
+# Pre-tokenizers that keep all of a text, unless their `behavior` is "Removed".
 _KEEP_EVERYTHING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Split", "Punctuation"})
 
 
 def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """Return the maximum number of UTF-8 bytes that one token can stand for; None if there is no bound.
+    """Return the maximum number of UTF-8 bytes that one token can represent; None if there is no bound.
 
-    There is none if parts of a text may give no token at all, such as spaces beside a token that strips them, or
-    if a text of any length may become a single unknown token.
+    There is no bound if parts of a text may give no token at all, such as spaces beside a token that strips
+    them, or if a text of any length may become a single unknown token.
     """
     shrinks = _shrinks(described(backend.normalizer, "normalizers"))
     cuts = described(backend.pre_tokenizer, "pretokenizers")
@@ -39,7 +39,7 @@ def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _longest_token(backend: tokenizers.Tokenizer, is_byte_level: bool) -> int | None:
-    """Return the bytes of the longest token; None if some text has no token of its own."""
+    """Return the length of the longest token in bytes; None if a text may have characters without tokens."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     if is_byte_level and isinstance(backend.model, tokenizers.models.BPE):
         return max(map(len, vocabulary)) if vocabulary.keys() >= BYTE_OF_CHARACTER.keys() else None
@@ -63,7 +63,10 @@ def _shrinks(normalizers: list[Component]) -> int | None:
 
 
 def _replace_shrinks(part: Component) -> int | None:
-    """Return the factor by which replacing a text shrinks; None for an expression, which may match anything."""
+    """Return the factor by which a Replace normalizer can shrink a text.
+
+    Returns None if it replaces a regular expression.
+    """
     replaced, by = part["pattern"].get("String"), part["content"]
     if replaced is None or not by:
         return None

@@ -1,12 +1,11 @@
-"""Decodes a vocabulary's token strings to text.
+"""Decode a vocabulary's token strings to text.
 
-Owns what this package needs to know of a tokenizer's decoder: the bytes of a token, whether text can be decoded
-token by token, and the handling of bytes that are not UTF-8. Does not know ids, special tokens or streams.
-Immutable; any thread.
+Determines the bytes of a token and whether text can be decoded token by token, and handles bytes that are
+not UTF-8. Immutable; any thread.
 
-There are three families of decoders. *Byte-level* BPE spells every token in an alphabet of 256 characters, one per
-byte. *SentencePiece-style* decoders work on strings and spell only text outside of the vocabulary in bytes, as
-`<0xE4>`. WordPiece and similar ones have no bytes.
+There are three kinds of decoders. *Byte-level* BPE spells every token in an alphabet of 256 characters, one
+per byte. *SentencePiece-style* decoders work on strings, and only text outside of the vocabulary is spelled
+in bytes, such as `<0xE4>`. WordPiece and similar decoders have no bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ESCAPED_BYTE = re.compile("[\udc80-\udcff]")  # an invalid byte under Python's surrogateescape
 _ANCHOR = "a"
 
-# Decoders that handle one token at a time, except at the very start of a text.
+# Sequences of decoders that handle one token at a time, except at the very start of a text.
 _TOKEN_BY_TOKEN = re.compile(r"((Replace|Strip|Metaspace|WordPiece) )*(ByteFallback )?(Fuse (Strip )*)?")
 
 
@@ -38,7 +37,7 @@ def described(component: Any, key: str) -> list[Component]:
 
     Args:
         component: The component of the `tokenizers` library; None gives an empty list.
-        key: The key of a sequence's parts: normalizers, pretokenizers or decoders.
+        key: The key that has the parts of a sequence: normalizers, pretokenizers or decoders.
     """
 
     def flatten(part: Component) -> Iterator[Component]:
@@ -52,18 +51,21 @@ def described(component: Any, key: str) -> list[Component]:
 
 
 class Utf8Decoder:
-    """Incremental UTF-8 decoder that replaces invalid bytes: one U+FFFD per byte, or per broken character."""
+    """Incremental UTF-8 decoder that replaces each invalid byte, or each incomplete character, by one U+FFFD."""
 
     def __init__(self, replace_each_byte: bool) -> None:
         self._errors = "surrogateescape" if replace_each_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(self._errors)
 
     def decode(self, raw: bytes) -> str:
-        """Return the characters that `raw` completes or breaks; an incomplete sequence stays pending."""
+        """Add bytes; return the characters that are now certain.
+
+        An incomplete character at the end stays pending.
+        """
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(raw))
 
     def replace_pending(self) -> str:
-        """Replace pending bytes as invalid; the next `decode` starts anew."""
+        """Return the replacement of the pending bytes, and drop these bytes."""
         return _ESCAPED_BYTE.sub(REPLACEMENT, self._decoder.decode(b"", final=True))
 
     @property
@@ -78,12 +80,12 @@ class Utf8Decoder:
 
 
 class TokenDecoder:
-    """Turns a tokenizer's token strings into text.
+    """Converts a tokenizer's token strings to text.
 
     Attributes:
-        is_byte_level: Whether every token stands for bytes, and a text is its bytes wherever it starts.
-        is_token_by_token: Whether a token's text depends neither on later tokens nor, after the start of the text,
-            on earlier ones; bytes aside.
+        is_byte_level: Whether every token represents bytes, independent of its position in the text.
+        is_token_by_token: Whether, except for incomplete characters, a token's text does not depend on later
+            tokens, nor on earlier tokens after the start of the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -98,20 +100,21 @@ class TokenDecoder:
     def text(self, tokens: Sequence[str]) -> str:
         """Return the text of a whole sequence of tokens.
 
-        Differs from the `tokenizers` library in one point. In a run of byte tokens that is not valid UTF-8 as a
-        whole, valid characters are kept and each invalid byte becomes one U+FFFD, as in SentencePiece. The library
-        replaces the whole run, however long, so that text already streamed would have to be taken back.
+        Differs from the `tokenizers` library in one point: if a run of byte tokens is not valid UTF-8, its
+        valid characters are kept, and each invalid byte is replaced by one U+FFFD, as in SentencePiece. The
+        library replaces the whole run, however long, so that text that was already streamed would have to be
+        taken back.
         """
         if self._has_byte_tokens:
             tokens = list(self._without_invalid_bytes(tokens))
         return self._join(tokens)
 
     def continued(self, token: str) -> str:
-        """Return the text of a token that is not the first; not for byte tokens."""
+        """Return the text of a token that is not the first of a text. Must not be called for byte tokens."""
         return self._join([_ANCHOR, token])[self._anchor_length :]
 
     def within_text(self, token: str) -> str:
-        """Return the text of a special token when special tokens are not left out."""
+        """Return the text of a special token within a text that includes special tokens."""
         return self.text([token]) if self.is_byte_level else self.continued(token)
 
     def raw_bytes(self, token: str) -> bytes | None:
@@ -149,11 +152,11 @@ def _is_token_by_token(parts: list[Component]) -> bool:
     if not _TOKEN_BY_TOKEN.fullmatch("".join(f"{name} " for name in names)):
         return False
     fused = parts[names.index("Fuse") :] if "Fuse" in names else []
-    return all(part.get("stop", 0) == 0 for part in fused)  # otherwise the end of the text would be stripped
+    return all(part.get("stop", 0) == 0 for part in fused)  # a `stop` other than 0 strips the end of the text
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return byte-level BPE's alphabet: printable Latin-1 for itself, U+0100 and up for other bytes."""
+    """Return byte-level BPE's alphabet: printable Latin-1 for itself, U+0100 and up for all other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

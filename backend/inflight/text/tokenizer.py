@@ -1,11 +1,10 @@
 """A checkpoint's tokenizer, based on the `tokenizers` library alone.
 
-Owns encoding and decoding; `tokenizer_files` reads the checkpoint's files. Does not know prompts, chat templates
-or streams. Immutable once loaded; any thread.
+Encodes and decodes texts; `tokenizer_files` reads the checkpoint's files. Immutable once loaded; any thread.
 
-Ids and text equal those of transformers' `AutoTokenizer`, with two exceptions in decoding. The setting
-`clean_up_tokenization_spaces` is never applied: it removes generated spaces, which a streamed text cannot take
-back. For invalid bytes see `TokenDecoder.text`.
+Ids and texts equal those of transformers' `AutoTokenizer`, with two exceptions in decoding. First, the
+setting `clean_up_tokenization_spaces` is never applied, because it would remove spaces that were already
+streamed. Second, invalid bytes are replaced as described in `TokenDecoder.text`.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from inflight.text.token_decoder import TokenDecoder
 from inflight.text.tokenizer_files import read_tokenizer
 
 _SMALL_BATCH = 8192
-"""Number of characters that take a few milliseconds at most."""
+"""Number of characters whose tokenization takes a few milliseconds at most."""
 
 
 class Tokenizer:
     """Converts between text and token ids.
 
     Args:
-        backend: The library's tokenizer, which is modified.
-        named_tokens: Spellings of special tokens by their role, such as `eos_token`.
+        backend: Tokenizer of the `tokenizers` library. Its truncation and padding are switched off.
+        named_tokens: Spellings of special tokens by name, such as `eos_token`.
         special_tokens: Spellings of further special tokens, which `backend` may not mark as special.
 
     Attributes:
-        bos_token_id: Id of the beginning-of-sequence token in the configuration files, or None.
-        eos_token_id: Id of their end-of-sequence token, or None.
-        pad_token_id: Id of their padding token, or None.
+        bos_token_id: Id of the configuration files' beginning-of-sequence token, or None.
+        eos_token_id: Id of the configuration files' end-of-sequence token, or None.
+        pad_token_id: Id of the configuration files' padding token, or None.
         token_decoder: Decodes token strings to text.
         prefix_ids: The special tokens that tokenizer.json puts before a prompt; may be empty.
-        max_bytes_per_token: Maximum number of UTF-8 bytes that one token can stand for; None if there is no bound.
+        max_bytes_per_token: Maximum number of UTF-8 bytes that one token can represent; None if there is no
+            bound.
     """
 
     def __init__(
@@ -70,31 +70,31 @@ class Tokenizer:
         """Read tokenizer.json and the files beside it; see `tokenizer_files`.
 
         Raises:
-            ConfigError: A file is missing or broken; the message names it.
+            ConfigError: A file is missing or broken. The message names the file.
         """
         files = read_tokenizer(Path(native(folder)))
         return cls(files.backend, files.named_tokens, files.special_tokens)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including added ones; a model's vocabulary may be padded beyond it."""
+        """Number of tokens, including added tokens. A model's vocabulary may be padded to a larger size."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, by default with the special tokens that tokenizer.json puts around a prompt.
 
-        As in transformers, `add_bos_token` of tokenizer_config.json has no effect on that.
+        As in transformers, `add_bos_token` of tokenizer_config.json has no effect on these special tokens.
         """
-        # A batch of one, as only batches are encoded with the GIL released: a prompt of a megabyte takes a second,
-        # during which the engine's process has other requests to serve.
+        # A batch of one, because the library releases the GIL only for batches: a prompt of a megabyte takes
+        # a second, during which the engine's process must serve other requests.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the ids of several texts, as `encode` gives them, on all processors if there is enough text.
+        """Return the ids of several texts, like `encode`. A large batch is encoded on all processors.
 
-        The library has one pool of threads, in which a batch waits for all earlier batches; a batch of one does
-        not use it. So small batches are encoded outside of the pool.
+        The library has one pool of threads, in which a batch waits for all earlier batches. Small batches
+        are encoded outside of the pool, one text at a time.
         """
         if sum(map(len, texts)) <= _SMALL_BATCH or len(texts) == 1:
             return [self.encode(text, add_special_tokens) for text in texts]
@@ -106,13 +106,16 @@ class Tokenizer:
         return self.token_decoder.text(self.tokens(ids, skip_special_tokens))
 
     def tokens(self, ids: Iterable[int], skip_special_tokens: bool = True) -> list[str]:
-        """Return the strings of those `ids` that contribute to the text."""
+        """Return the token strings of `ids`, without ids that add nothing to the text."""
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
         strings = (self._backend.id_to_token(i) for i in ids if i >= 0 and i not in skipped)
         return [string for string in strings if string is not None]
 
     def token_bytes(self) -> list[bytes]:
-        """Return by id the bytes that each token adds to a continued text; for a special token, its spelling."""
+        """Return the bytes that each token adds to a text, indexed by id.
+
+        For a special token these are its spelling.
+        """
         decoder = self.token_decoder
         table = [b""] * (1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
         for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
@@ -141,7 +144,7 @@ class Tokenizer:
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids that come before those of a text only if special tokens are added."""
+    """Return the special tokens that are added before the ids of a text."""
     bare, with_special_tokens = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     starts = range(len(with_special_tokens) - len(bare) + 1)
     return with_special_tokens[

@@ -1,10 +1,10 @@
 """The transformers class of a checkpoint's tokenizer, and its changes to tokenizer.json.
 
-Most checkpoints are used as their tokenizer.json says. A few classes take only vocabulary and merges from it, and
-define normalization, pre-tokenization and decoding themselves. Owns the table of the classes of models served
-here. Does not know added tokens. Plain functions on parsed JSON; any thread.
+Most tokenizers are exactly as tokenizer.json describes them. But a few classes use only the vocabulary and
+the merges of tokenizer.json, and define normalization, pre-tokenization and decoding themselves. This module
+has a table of the classes of the supported models. Any thread.
 
-Follows transformers' `AutoTokenizer`, in the version that the tests compare with.
+Equals transformers' `AutoTokenizer`, in the version that the tests compare with.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from inflight.json_values import Json
 from inflight.word_patterns import QWEN2_WORDS, QWEN3_5_WORDS
 
 AS_IN_ITS_FILE = ""
-"""Stands for a class that takes tokenizer.json as it is."""
+"""Name for a class that uses tokenizer.json unchanged."""
 
-# The default class, without "Fast", of a kind of model, by config.json's model_type.
+# The default class (without "Fast" in its name) by the model_type in config.json.
 CLASS_OF_MODEL = {
     model_type: name
     for name, model_types in {
@@ -41,20 +41,21 @@ CLASS_OF_MODEL = {
     for model_type in model_types.split()
 }
 
-# Checkpoints of these models name wrong classes so often that transformers ignores them.
+# Models whose checkpoints name wrong classes so often that transformers ignores these names.
 _CLASS_IS_OFTEN_WRONG = frozenset({"qwen2", "qwen3_5_moe_text"})
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A tokenizer class of transformers that does not take tokenizer.json as it is.
+    """A tokenizer class of transformers that changes tokenizer.json.
 
     Attributes:
-        parts: Returns normalizer, pre_tokenizer, decoder and model changes, as in tokenizer.json, given the
-            settings in tokenizer_config.json.
-        special_tokens: Named special tokens to use where the settings have none.
-        readds_special_tokens: Whether every special token loses its own settings, such as `rstrip`.
-        template: Names of the special tokens before a text; None: as in tokenizer.json.
+        parts: Function that takes the settings in tokenizer_config.json, and returns the class's normalizer,
+            pre_tokenizer, decoder and changes of the model, in the form of tokenizer.json.
+        special_tokens: Special tokens by name, used if the settings do not have them.
+        readds_special_tokens: Whether all special tokens lose their settings in tokenizer.json, such as
+            `rstrip`.
+        template: Names of the special tokens that precede a text; None: as in tokenizer.json.
     """
 
     parts: Callable[[Mapping[str, Any]], Json]
@@ -66,12 +67,12 @@ class TokenizerClass:
 def find_tokenizer_class(
     settings: Mapping[str, Any], model_type: str | None, class_name: str | None, pipeline_text: str
 ) -> TokenizerClass | None:
-    """Return the class that `AutoTokenizer` would choose; None for one that takes tokenizer.json as it is.
+    """Return the class that `AutoTokenizer` would choose; None if it uses tokenizer.json unchanged.
 
     Args:
         settings: The content of tokenizer_config.json.
         model_type: The model_type in config.json.
-        class_name: The `tokenizer_class` in config.json, used if the settings name none.
+        class_name: The `tokenizer_class` in config.json, used if the settings do not have one.
         pipeline_text: The text of tokenizer.json.
     """
     declared = settings.get("tokenizer_class") or class_name or ""
@@ -93,7 +94,7 @@ def find_tokenizer_class(
 def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
     """Return a tokenizer.json with the vocabulary and merges of `pipeline`, and everything else from a class.
 
-    It has no added tokens. The post-processor stays that of `pipeline`.
+    The result has no added tokens. The post-processor is that of `pipeline`.
     """
     model = {
         "type": "BPE",
@@ -105,7 +106,7 @@ def rebuilt(pipeline: Mapping[str, Any], parts: Json) -> Json:
 
 
 def can_be_rebuilt(pipeline: Mapping[str, Any]) -> bool:
-    """Whether the pipeline has a vocabulary and merges."""
+    """Return whether the pipeline has a vocabulary and merges."""
     model = pipeline.get("model", {})
     return isinstance(model.get("vocab"), dict) and "merges" in model
 
@@ -120,7 +121,7 @@ def _byte_level(add_prefix_space: bool, use_regex: bool = True) -> Json:
 
 
 def _bytes_joined(*stripped: Json) -> Json:
-    """The decoder of SentencePiece-style vocabularies."""
+    """Return the decoder of SentencePiece-style vocabularies."""
     spaces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     return _sequence("decoders", spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *stripped)
 

@@ -1,8 +1,7 @@
-"""Reads a checkpoint's tokenizer from its files as transformers' `AutoTokenizer` does, without transformers.
+"""Read a checkpoint's tokenizer from its files like transformers' `AutoTokenizer`, without transformers.
 
-Owns the list of files, and their precedence for added tokens: tokenizer.json, tokenizer_config.json,
-special_tokens_map.json, added_tokens.json, and config.json for the kind of model. Does not know texts. Plain
-functions; any thread.
+The files are tokenizer.json, tokenizer_config.json, special_tokens_map.json, added_tokens.json, and
+config.json for the kind of model. Their precedence for added tokens is that of transformers. Any thread.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TokenizerFiles:
 
     Attributes:
         backend: The complete tokenizer.
-        named_tokens: Special tokens by their role, such as `eos_token`.
+        named_tokens: Special tokens by name, such as `eos_token`.
         special_tokens: Spellings of all special tokens.
     """
 
@@ -50,7 +49,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     """Read the tokenizer of a checkpoint folder.
 
     Raises:
-        ConfigError: A file is missing or broken; the message names it.
+        ConfigError: A file is missing or broken. The message names the file.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -66,7 +65,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         else:
             tokenizer_class, pipeline_text = None, text
         backend = tokenizers.Tokenizer.from_str(pipeline_text)
-    except Exception as error:  # the library raises nothing more specific
+    except Exception as error:  # the library raises no more specific class
         raise ConfigError(f"{path} is not a tokenizer: {error}") from error
     return _with_added_tokens(folder, backend, pipeline.get("added_tokens") or [], settings, tokenizer_class)
 
@@ -102,12 +101,13 @@ def _with_added_tokens(
 def _added_tokens(
     folder: Path, settings: dict[str, Any], in_pipeline: list[dict[str, Any]]
 ) -> tuple[dict[str, Any], dict[int, AddedToken]]:
-    """Return the settings, and the added tokens by their ids in the files.
+    """Return the settings, and the added tokens by id.
 
-    A tokenizer_config.json that lists added tokens takes precedence. One without a list is of the old format,
-    whose special tokens are in special_tokens_map.json and the others in added_tokens.json and tokenizer.json.
+    If tokenizer_config.json lists added tokens, this list takes precedence. If it has no list, the
+    checkpoint is of an older format: special tokens are in special_tokens_map.json, other added tokens in
+    added_tokens.json and tokenizer.json.
     """
-    if own := _as_dict(settings.get("extra_special_tokens")):  # by role; the key may also hold a list
+    if own := _as_dict(settings.get("extra_special_tokens")):  # tokens by name; the key may also hold a list
         own = {**_as_dict(settings.get(_MODELS_OWN)), **own}
         settings = {**settings, _MODELS_OWN: own, "extra_special_tokens": None}
     if "additional_special_tokens" in settings and not settings.get("extra_special_tokens"):
@@ -123,7 +123,8 @@ def _added_tokens(
     settings = {**settings, **in_map}
     special = {_content(settings[name]) for name in _NAMES if settings.get(name)}
     special |= {_content(token) for token in extra}
-    # As in transformers, too late to make tokens of added_tokens.json special.
+    # As in transformers, this happens after tokens of added_tokens.json are made special, and has no effect
+    # on them.
     extra = extra or _as_list(in_map.get("additional_special_tokens"))
     if extra:
         settings["extra_special_tokens"] = extra
@@ -137,7 +138,7 @@ def _added_tokens(
 
 
 class _NamedSpecialTokens:
-    """The special tokens that tokenizer_config.json names, and the default ones of its tokenizer class."""
+    """The special tokens that tokenizer_config.json names, and the tokenizer class's default special tokens."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class _NamedSpecialTokens:
         self._named = {name: self._token(token) for name, token in _named(settings, defaults)}
         self._extra = [self._token(token) for token in _as_list(settings.get("extra_special_tokens"))]
         self.named = {name: token.content for name, token in self._named.items()}
-        """Spellings, by role."""
+        """Spellings of special tokens by name."""
 
     def all(self) -> list[str]:
         """The spellings of all special tokens, without repetitions."""
@@ -171,7 +172,7 @@ class _NamedSpecialTokens:
 def _named(
     settings: Mapping[str, Any], defaults: Mapping[str, str]
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """Yield the special tokens with a role: first the roles common to all models, then the model's own."""
+    """Yield (name, token) of the named special tokens: first names common to all models, then the model's own."""
     for name in _NAMES:
         token = settings[name] if name in settings else defaults.get(name)
         if token:
@@ -187,7 +188,7 @@ def _named(
 def _template(
     backend: tokenizers.Tokenizer, around: tuple[str, ...], named: Mapping[str, str]
 ) -> processors.TemplateProcessing:
-    """Return the post-processor that puts a class's special tokens, a begin token or none, before a text."""
+    """Return the post-processor that puts the special tokens `around`, a begin token or none, before a text."""
     before = [named[name] for name in around if name in named]
     ids = [(content, backend.token_to_id(content)) for content in before]
     return processors.TemplateProcessing(

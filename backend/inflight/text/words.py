@@ -1,11 +1,8 @@
-"""The token ids of a word: its likely spellings in a text, and the ids that a bias for it applies to.
+"""Return the token ids of a word: its likely tokenizations in a text, and the ids to which a bias for it applies.
 
-Owns which tokenizations of a word count. Does not know whether they are banned or looked for. Plain functions; any
-thread.
-
-A vocabulary usually has one token for a word at the start of a text or within another word, and another for the
-same word after a space. To ban a text, or to find it among ids, both are needed. This is best effort: a model can
-also form a word from smaller tokens.
+A vocabulary usually has one token for a word at the start of a text or within another word, and another
+token for the same word after a space. To ban a word, or to find it among ids, both are needed. This is best
+effort: a model can also form a word from smaller tokens. Any thread.
 """
 
 from __future__ import annotations
@@ -13,16 +10,16 @@ from __future__ import annotations
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 
-# A character that no vocabulary joins with a following letter or space. The text after it is not at the start,
-# where SentencePiece-style tokenizers would insert a space.
+# A character that no vocabulary joins with a following letter or space. It precedes a text so that the text
+# is not at the start, where SentencePiece-style tokenizers would insert a space.
 _ANCHOR = "\n"
 
 
 def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
     """Return the tokenizations of `word` as written and after a space, without special tokens or repetitions.
 
-    A word that begins with a space has only one. An empty word has none. A word that is the name of an added
-    token, special or not, has that token, however the tokenizer would split it.
+    A word that begins with a space has only one tokenization, an empty word none. If the word is the
+    spelling of an added token, special or not, the tokenization is this token.
     """
     if not word:
         return ()
@@ -36,14 +33,15 @@ def word_ids(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
 def biased_ids(tokenizer: Tokenizer, word: str) -> list[int]:
     """Return the ids that a bias for `word` applies to: the word encoded like a prompt, with its special tokens.
 
-    This is tensorrtllm_backend's rule. The bias therefore also applies to a beginning-of-sequence token, which is
-    never generated, and with the few tokenizers that end a prompt with an end-of-sequence token, to that token.
+    This is tensorrtllm_backend's rule. So the bias also applies to the special tokens around a prompt: to a
+    beginning-of-sequence token, which is never generated, and for a few tokenizers to an end-of-sequence
+    token.
     """
     return tokenizer.encode(word)
 
 
 def _ids_within_a_text(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the ids that continue a text by `text`; if they are ambiguous, the ids of `text` alone."""
+    """Return the ids of `text` within a longer text; if they cannot be determined, the ids of `text` alone."""
     anchor = tokenizer.encode(_ANCHOR, add_special_tokens=False)
     both = tokenizer.encode(_ANCHOR + text, add_special_tokens=False)
     ids = both[len(anchor) :]

@@ -1,7 +1,7 @@
 """Answer requests that list, load or unload adapters with the state of all adapters, as JSON.
 
-Owns the thread that waits for the engine, as reading an adapter's files can take seconds, and the format of
-the answer. Does not know what a command does.
+Owns the thread that waits for the engine, because reading an adapter's files can take seconds, and the JSON
+format of the answer. The engine executes the commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
-"""Most seconds that a command may take. Reading a large adapter takes seconds."""
+"""Timeout of a command in seconds. Reading a large adapter takes several seconds."""
 
 
 class AdapterRequests:
@@ -46,7 +46,7 @@ class AdapterRequests:
                 stream.fail(answer)
             else:
                 stream.finish(self._responses.text("adapters", answer))
-        except Exception as error:  # Triton may raise anything, and this client cannot be told any more
+        except Exception as error:  # Triton may raise anything, and this client can no longer be answered
             _log.debug("the answer to a command could not be sent: %r", error)
 
     def _carry_out(self, command: AdapterCommand) -> str | InflightError:
@@ -60,9 +60,9 @@ class AdapterRequests:
 
 
 def as_json(adapters: Iterable[AdapterState]) -> str:
-    """Return the answer: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
+    """Return the answer as JSON: {"adapters": [{"name", "task_id", "path", "is_loaded", "rank", "num_bytes"}, …]}.
 
-    An adapter that could not be loaded also has a `problem`.
+    The entry of an adapter that could not be loaded also has the error message, as `problem`.
     """
     told = [dataclasses.asdict(each) for each in adapters]
     return json.dumps({"adapters": [{k: v for k, v in each.items() if k != "problem" or v} for each in told]})

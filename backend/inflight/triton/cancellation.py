@@ -1,11 +1,11 @@
 """Detect clients that cancelled or disconnected, by asking Triton about each request in turn.
 
-pb_utils sends no notification of a cancellation, and each question is a round trip that competes with
-responses. This module owns the rate of questions. A round over all requests starts at most once per period.
-Questions take a small share of this thread's time, or most of it if a round would otherwise take too long.
-They come in bursts: each passes through four threads, which handle the next question quickly if the model has
-not used their processors in between. The thread sleeps while nothing is in flight. Does not know what
-cancelling does.
+pb_utils sends no notification of a cancellation, so this module polls `is_cancelled`. Each poll is a round
+trip to tritonserver that competes with responses; this module limits their rate. A round polls every request
+once and starts at most once per period. Polling takes a small share of this thread's time, or most of its
+time if a round would otherwise take too long. Polls are made in bursts: each passes through four threads,
+and the next poll is quick while these threads are still on their processors. The thread sleeps while no
+request is in flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.serving.background import give_way
+from inflight.serving.background import lower_priority
 from inflight.serving.in_flight import InFlight, InFlightRequest
 
 _log = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ _SHORTEST_PAUSE_S = 0.001
 
 
 class CancellationWatch:
-    """Asks Triton about each request in flight in turn, and cancels those whose clients are gone.
+    """Polls each request in flight in turn, and cancels the requests whose clients are gone.
 
     Args:
-        in_flight: The requests to ask about.
+        in_flight: The requests in flight.
         period_s: Least number of seconds between the starts of two rounds.
-        pause: Sleeps for the given number of seconds, or less if the watch is being closed.
-        clock: Monotonic seconds.
+        pause: Function that sleeps for the given number of seconds, or less if the watch is being closed.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class CancellationWatch:
 
     def run(self) -> None:
         """Run round after round until the registry stops admitting requests."""
-        give_way()
+        lower_priority()
         while entries := self._in_flight.wait_for_requests():
             self.round(entries)
 
     def round(self, entries: Sequence[InFlightRequest]) -> None:
-        """Ask about each request once; takes a period, or longer if the share of time demands it."""
+        """Poll each request once. Takes one period, or longer to keep within the share of time for polling."""
         started = self._clock()
         asking = 0.0
         for position, entry in enumerate(entries, start=1):
@@ -83,11 +83,16 @@ class CancellationWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; the registry must have stopped admitting before."""
+        """End the thread. The registry must have stopped admitting requests before this call."""
         self._closing.set()
         self._thread.join()
 
 
 def _due(asking: float, progress: float) -> float:
-    """Return the seconds that this part of a round should take, given `asking` seconds of questions."""
+    """Return how many seconds the round should have taken so far.
+
+    Args:
+        asking: Seconds spent in polls of this round so far.
+        progress: Fraction of the round's requests that have been polled.
+    """
     return max(min(asking / _SHARE, progress * _LONGEST_ROUND_S), asking / _LARGEST_SHARE)

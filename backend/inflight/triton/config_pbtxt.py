@@ -1,10 +1,10 @@
-"""Writes every model's config.pbtxt from the tables of tensors and parameters.
+"""Write every model's config.pbtxt from the tables of tensors and parameters.
 
-`model_repository` gets files that Triton loads as they are. For five models,
-`all_models/inflight_batcher_llm` gets templates that tensorrtllm_backend's `fill_template.py` fills in.
-`all_models/llmapi` gets `tensorrt_llm` without a batch dimension. Owns the layout of the files, and which
-model declares which tensors and parameters. Imports neither numpy nor Triton. `scripts/write_configs` runs
-it, and a test checks that the files equal its output.
+The files in `model_repository` can be loaded by Triton as they are. The files of five models in
+`all_models/inflight_batcher_llm` are templates for tensorrtllm_backend's `fill_template.py`.
+`all_models/llmapi` has `tensorrt_llm` without a batch dimension. This module owns the layout of the files,
+and which model declares which tensors and parameters. It imports neither numpy nor Triton.
+`scripts/write_configs` runs it, and a test checks that the files equal its output.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ LLMAPI = Path("all_models", "llmapi")
 class Fields:
     """Values of the fields of a config.pbtxt that are not strings.
 
-    In a template they can be variables, which makes the file invalid protobuf until they are filled in.
+    In a template these values can be variables such as `${decoupled_mode}`; the file is invalid protobuf
+    until the variables are filled in.
 
     Attributes:
-        max_batch_size: Triton's field of that name.
+        max_batch_size: Value of `max_batch_size`.
         decoupled: Value of `decoupled` for models that may be decoupled.
         instances: Number of instances in the instance group.
         logits: Data type of logits.
@@ -65,7 +66,7 @@ _QUEUE = (
     "}",
 )
 _UPSTREAMS_VARIABLES = {"tensorrt_llm_model_name": Role.BLS}
-"""Parameters that are template variables in models of a role, under tensorrtllm_backend's names."""
+"""Parameters that are template variables, under tensorrtllm_backend's names, only in models of the given role."""
 _LOGITS_TENSORS = frozenset({"draft_logits", "context_logits", "generation_logits"})
 
 
@@ -79,7 +80,7 @@ class ModelSpec:
         role: Role that decides which parameters the model takes.
         inputs: Table of inputs.
         outputs: Table of outputs.
-        vocabulary: Vocabulary of the tensor names.
+        vocabulary: The set of tensor names that the model uses, one of two.
         decoupled: Whether one request may have several responses.
         template: Field values of the template; None if tensorrtllm_backend has no such model.
     """

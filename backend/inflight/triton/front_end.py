@@ -1,8 +1,8 @@
-"""A serving model between Triton and an engine client: admits requests, and closes in order.
+"""A serving model between Triton and an engine client: admits requests, and shuts down in order.
 
-Owns the threads of one model instance that send responses, detect cancellations and tokenize long texts. Does
-not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises. An invalid
-request is answered with an error and affects no other.
+Owns the threads of one model instance that send responses, detect cancellations and tokenize long texts.
+Does not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises. An
+invalid request is answered with an error and does not affect other requests.
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 _log = logging.getLogger(__name__)
 
 _MOST_INLINE = 4096
-"""Most bytes of text that are tokenized in `execute`, which takes about two milliseconds."""
+"""Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
 
 _TOKENIZING_THREADS = 2
 
 _STATE_TIMEOUT_S = 5.0
-"""Most seconds to wait for the loop; after that, state requests are answered with where it hangs."""
+"""Seconds to wait for the loop's state; after that, state requests are answered with where the loop hangs."""
 
 
 class FrontEnd:
-    """A serving model, for an engine in this or another process. Triton calls it on one thread; see `flush`.
+    """A serving model, for an engine in this or another process.
+
+    Triton calls it on one thread; `flush` may be called on any.
 
     Args:
         pb_utils: The `triton_python_backend_utils` module, or a fake of it.
         client: Client of the engine.
-        close_client: Closes the client, or the engine with it. All requests in flight must be answered by
-            then.
+        close_client: Closes the client, or the engine too. It must answer all requests in flight before it
+            returns.
         model: Contents of the model's config.pbtxt.
         tokenizers: Source of the tokenizer.
         vocabulary: Tensor names that clients use.
@@ -100,7 +102,7 @@ class FrontEnd:
         )
 
     def execute(self, requests: Iterable[Any]) -> None:
-        """Admit or refuse Triton's requests. Each gets a final response, now or later."""
+        """Admit or refuse Triton's requests. Each request gets a final response, now or later."""
         for request in requests:
             stream = TritonStream(
                 request.get_response_sender(),
@@ -116,7 +118,7 @@ class FrontEnd:
                 self._refuse(stream, unexpected("the front end failed", error))
 
     def close(self) -> None:
-        """Answer everything in flight, then release the client and the threads. Idempotent."""
+        """Answer all requests in flight, then release the client and the threads. Idempotent."""
         for entry in self._in_flight.stop_admitting():
             self._in_flight.cancel(entry, Ending.UNLOAD)
         self._watcher.close()
@@ -124,15 +126,18 @@ class FrontEnd:
         self._states.close()
         self._adapters.close()
         self._sender.close()
-        # Requests that are still being tokenized, and requests that the client has left without a final
-        # response.
+        # What is still in flight: requests that are being tokenized, and requests to which the engine client
+        # has sent no final response.
         for entry in self._in_flight.stop_admitting():
             self._refuse(entry.stream, error_of_ending(Ending.UNLOAD))
             self._budget.release(entry.ticket)
         self._lanes.close()
 
     def flush(self, timeout_s: float) -> None:
-        """Send waiting responses to Triton, for at most `timeout_s`, and none afterwards. Any thread."""
+        """Send waiting responses to Triton, for at most `timeout_s` seconds, and send none afterwards.
+
+        Any thread.
+        """
         flushing = threading.Thread(target=self._sender.close, name="inflight-flush", daemon=True)
         flushing.start()
         flushing.join(timeout_s)
@@ -191,7 +196,7 @@ class FrontEnd:
         self._refuse(entry.stream, error)
 
     def _start(self, entry: InFlightRequest, rows: Sequence[TensorReader], context: ServingContext) -> None:
-        """Tokenize the texts and submit the request to the engine; nothing runs if it raises."""
+        """Tokenize the texts and submit the request to the engine. If this raises, nothing was submitted."""
         prompts = convert(rows, context)
         in_one = not self._model.decoupled
         requests = [prompt.request for prompt in prompts]
@@ -215,7 +220,7 @@ class FrontEnd:
     def _ask_state(self, description: EngineDescription, stream: TritonStream) -> None:
         if not description.state_enabled:
             raise Unsupported(
-                "state is true, but this server does not tell its state: parameter enable_state_requests of the "
+                "state is true, but this server does not report its state: parameter enable_state_requests of the "
                 "model that holds the engine is false"
             )
         self._states.ask(stream)
@@ -262,15 +267,14 @@ class FrontEnd:
     def _refuse(self, stream: ClientStream, error: InflightError) -> None:
         try:
             stream.fail(error)
-        except Exception as failure:  # Triton may raise anything, and this client cannot be told any more
+        except Exception as failure:  # Triton may raise anything, and this client can no longer be answered
             _log.debug("a refusal could not be sent: %r", failure)
 
 
 class _StateRequests:
     """Answers state requests on its own thread, because reading the state can take as long as an iteration.
 
-    Requests that arrive while the state is being read share the next reading. Does not know what the state
-    contains.
+    Requests that arrive while the state is being read are all answered with the next reading.
     """
 
     def __init__(self, client: EngineClient, responses: ResponseBuilder) -> None:
@@ -298,7 +302,7 @@ class _StateRequests:
                     stream.fail(answer)
                 else:
                     stream.finish(self._responses.text("state", answer))
-            except Exception as error:  # Triton may raise anything; the others still need an answer
+            except Exception as error:  # Triton may raise anything; other streams still need an answer
                 _log.debug("the state could not be sent: %r", error)
 
     def _read(self) -> str | InflightError:

@@ -1,7 +1,7 @@
-"""A model's exchange with its tritonserver apart from requests: configuration, logging, loading.
+"""A model's configuration and logging in tritonserver, and how tritonserver loads models.
 
-`triton_python_backend_utils` exists only in Triton's stub, and has its classes only after Triton has called
-`initialize`. So this module imports it at that time and passes it on.
+`triton_python_backend_utils` exists only in the stub, the process that Triton's Python backend starts for a
+model, and has no classes before Triton calls `initialize`. So `import_pb_utils` imports it at that time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from inflight.tensors.output_table import OUTPUTS, is_additional
 _log = logging.getLogger(__name__)
 
 _FLOATS = ("FP32", "FP16")
-"""Data types that a FP32 output may be declared with. BF16 is missing because numpy has no such type."""
+"""Data types that config.pbtxt may declare for an FP32 output. BF16 is not among them, as numpy has no such
+type."""
 
 _EXPLICIT = ("--model-control-mode", "explicit")
 
 
 def import_pb_utils() -> Any:
-    """Return the module of Triton's stub, or a test's fake of it."""
+    """Return the module `triton_python_backend_utils` of Triton's stub, or a test's fake of it."""
     return importlib.import_module("triton_python_backend_utils")
 
 
@@ -47,7 +48,8 @@ class ModelArgs:
         version_dir: Folder of model.py.
         decoupled: Whether config.pbtxt lets a request have more than one response.
         parameters: Parameters from config.pbtxt.
-        outputs: Data type of each output that config.pbtxt declares, in the table's spelling.
+        outputs: Data type by name of each output that config.pbtxt declares, spelled as in
+            `TensorSpec.dtype`.
         is_batched: Whether tensors have a batch dimension; false if max_batch_size is 0.
     """
 
@@ -96,9 +98,9 @@ def _check_additional(parameters: Parameters, declared: Mapping[str, str]) -> No
 def complete_config(model_config: Any) -> Any:
     """Implement Triton's `auto_complete_config`: declare the inputs and outputs that depend on parameters.
 
-    These are the data types of inputs, and the outputs of additional_model_outputs. A config.pbtxt that
-    `scripts/serve` has filled in declares them already. Invalid parameters are reported later, by
-    `initialize`.
+    Parameters determine the data types of some inputs, and the outputs of additional_model_outputs. A
+    config.pbtxt that `scripts/serve` has filled in declares both already. `initialize` reports invalid
+    parameters later.
     """
     config = model_config.as_dict()
     given = _texts(config)
@@ -113,7 +115,7 @@ def complete_config(model_config: Any) -> Any:
 
 
 def _texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters of a configuration."""
+    """Return the parameters of a model configuration: text by key."""
     return {key: str(entry.get("string_value", "")) for key, entry in config.get("parameters", {}).items()}
 
 
@@ -164,7 +166,10 @@ class TritonLogHandler(logging.Handler):
         self._logger = pb_utils.Logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a record at Triton's corresponding level, line by line, as Triton escapes newlines."""
+        """Log a record at the corresponding level of Triton.
+
+        Each line is a message, because Triton escapes newlines.
+        """
         write = self._write(record.levelno)
         for line in self.format(record).splitlines():
             write(readable(line))
@@ -189,8 +194,8 @@ def log_to_triton(pb_utils: Any) -> None:
 def has_explicit_control(server: ProcessId) -> bool:
     """Return whether this tritonserver loads and unloads models by request (explicit model control).
 
-    Reads the server's arguments. Asking pb_utils raises an error in the other modes, and such errors can
-    crash the server.
+    Reads the server's command line. pb_utils would raise an error in the other modes of model control, and
+    such errors can crash the server.
     """
     try:
         arguments = Path(f"/proc/{server.pid}/cmdline").read_text(errors="replace").split("\0")

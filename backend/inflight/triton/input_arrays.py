@@ -1,8 +1,8 @@
 """Convert the inputs of Triton's requests to numpy arrays.
 
-numpy has no BF16 type, and Triton's Python backend returns BF16 tensors by DLPack only. This module reads the
-capsule itself, because most models of the repository do not import torch. The array holds the bits of each
-number as uint16. Runs on the thread that calls execute.
+numpy has no BF16 type, and Triton's Python backend exports BF16 tensors only as DLPack capsules. This module
+reads the capsule itself, because most models of the repository do not import torch. The array of a BF16
+tensor holds the bits of each number as uint16. Runs on the thread that calls execute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
 def input_arrays(request: Any) -> dict[str, NDArray[Any]]:
-    """Return the inputs of one of Triton's requests, by the names that the client used."""
+    """Return the inputs of one of Triton's requests: arrays by the names that the client used."""
     return {tensor.name(): _as_array(tensor) for tensor in request.inputs()}
 
 

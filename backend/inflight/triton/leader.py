@@ -1,7 +1,7 @@
-"""Leader mode: this process is rank 0 of ranks that mpirun or srun has started, and tritonserver runs in it.
+"""Leader mode: mpirun or srun has started the ranks, and this model's process is rank 0.
 
-Owns this process's place among the ranks. The place cannot be taken twice, so a model that was unloaded
-cannot be loaded again. When a rank is lost, all requests are answered and the server ends.
+Owns a socket that marks this process as rank 0; only one process can hold it, and only once, so a model that
+was unloaded cannot be loaded again. When a rank is lost, all requests are answered and the server ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Leader:
 
     Args:
         job: Description of the engine, for all ranks.
-        return_metrics: The callback of GptManager of that name.
+        return_metrics: GptManager's callback ReturnMetrics.
         on_end: Called after a rank is lost or the loop hangs, once the engine has answered all requests. Runs
             on a thread of its own, and must end this process.
 
@@ -34,7 +34,7 @@ class Leader:
         shared_memory: Path prefix of the shared-memory files of this host's ranks; "" if there are none.
 
     Raises:
-        ConfigError: On all ranks, with the message of the rank that failed.
+        ConfigError: A rank could not load its part. All ranks raise it, with that rank's message.
     """
 
     def __init__(
@@ -72,29 +72,29 @@ class Leader:
 
 
 def refuse_ranks(why: str) -> None:
-    """Tell the ranks that wait for this process in MPI that nothing will be served, so that they end."""
+    """End the ranks that wait for this process in MPI, by sending them the reason that nothing will be served."""
     refuse(join(), why)
 
 
-def take_seat() -> socket.socket:
-    """Return a socket that only one process can hold: a rank's place among the ranks.
+def claim_rank() -> socket.socket:
+    """Return a bound socket that only one process can hold, for this process's rank.
 
-    The place is taken while the socket is open. Raises ConfigError if another process holds it.
+    The rank is claimed while the socket is open. Raises ConfigError if another process has claimed it.
     """
-    seat = socket.socket(socket.AF_UNIX)
+    claim = socket.socket(socket.AF_UNIX)
     try:
         # A name in the abstract namespace leaves no file behind.
-        seat.bind(f"\0inflight-{os.environ.get('PMIX_NAMESPACE', '')}-{os.environ.get('PMIX_RANK', '')}")
+        claim.bind(f"\0inflight-{os.environ.get('PMIX_NAMESPACE', '')}-{os.environ.get('PMIX_RANK', '')}")
     except OSError:
-        seat.close()
+        claim.close()
         raise ConfigError(
             "in leader mode the ranks end with the model, which cannot be loaded again: start the server again"
         ) from None
-    return seat
+    return claim
 
 
 def _shared_memory() -> str:
-    """Return the path prefix of Open MPI's files: one per rank, left behind by a killed rank."""
+    """Return the path prefix of Open MPI's shared-memory files. A killed rank leaves its file behind."""
     for mapped in psutil.Process().memory_maps():
         if Path(mapped.path).name.startswith("sm_segment."):
             return mapped.path.rpartition(".")[0] + "."

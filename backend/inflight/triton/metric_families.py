@@ -1,7 +1,7 @@
-"""The metric families of the server's metrics page: each is made once, and updated with later values.
+"""The metric families of tritonserver's metrics page: each is created once, and updated with later values.
 
-Runs on the publisher's thread (`metrics.py`). A latency histogram is published as counters, which takes one call
-per bucket, not one per observation.
+Runs on the publisher's thread (`metrics.py`). A latency histogram is published as one counter per bucket, so
+that an update takes one call per bucket, not one per observation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight.serving.metric_table import (
 )
 
 _CALLS_WITHOUT_PAUSE = 4
-_PAUSE_S = 1e-4  # long enough for a thread that waits for the GIL to wake up and take it
+_PAUSE_S = 1e-4  # long enough for a waiting thread to wake up and take the GIL
 
 _NOTHING = ServiceMetrics().snapshot()
 
@@ -35,8 +35,8 @@ class MetricValues:
 
     Attributes:
         fields: Fields of the log line, see `IterationStats.log_fields`.
-        time_us: Time of the observation, in microseconds since the epoch.
-        metrics: Counters and histograms at that time.
+        time_us: Time of these values, in microseconds since the epoch.
+        metrics: Counters and histograms.
     """
 
     fields: Mapping[str, int | float | str]
@@ -45,14 +45,14 @@ class MetricValues:
 
 
 Update = Callable[[MetricValues], None]
-"""Function that updates the values of a family; raises the server's errors."""
+"""Function that updates a family's values on the page. It raises the errors of tritonserver's metrics API."""
 
 
 class FamilyMaker:
-    """Makes one model's metric families, counts calls to the server, and lets other threads run between.
+    """Creates one model's metric families, counts calls to tritonserver, and releases the GIL between calls.
 
     Args:
-        family_class: `MetricFamily` of the module.
+        family_class: `MetricFamily` of `triton_python_backend_utils`.
         labels: Labels of every metric, which name the model.
 
     Attributes:
@@ -65,7 +65,10 @@ class FamilyMaker:
         self.num_calls = 0
 
     def make(self, spec: Family) -> Update:
-        """Put a family on the page and return its update function. Raises the server's errors."""
+        """Put a family on the page and return its update function.
+
+        Raises the errors of tritonserver's metrics API.
+        """
         if isinstance(spec, GaugeFamily):
             return _gauges(spec, self)
         if isinstance(spec, LevelFamily):
@@ -75,28 +78,31 @@ class FamilyMaker:
         return _lengths(spec, self) if isinstance(spec, LengthFamily) else _histogram_counters(spec, self)
 
     def count_call(self) -> None:
-        """Count a call to the server; callers use it after each call."""
+        """Count a call to tritonserver, and release the GIL. Must be called after each call to tritonserver."""
         self.num_calls += 1
         if self.num_calls % _CALLS_WITHOUT_PAUSE == 0:
             time.sleep(_PAUSE_S)
 
     def family(self, name: str, text: str, kind: str) -> Any:
-        """Return a family of the server; AttributeError if the server lacks the constant `kind`."""
+        """Create a family.
+
+        Raises AttributeError if this tritonserver has no metrics of type `kind`, such as HISTOGRAM.
+        """
         made = self._family_class(name=name, description=text, kind=getattr(self._family_class, kind))
         _keep_for_ever(made)
         self.count_call()
         return made
 
     def metric(self, family: Any, labels: Mapping[str, str], **options: Any) -> Any:
-        """Return one series of a family."""
+        """Create the series of a family with these labels."""
         made = family.Metric(labels={**self._labels, **labels}, **options)
         self.count_call()
         return made
 
     def counter(self, family: Any, labels: Mapping[str, str]) -> Callable[[float], None]:
-        """Make one series of a counter family, and return a function that raises it to a total.
+        """Create one series of a counter family, and return a function that raises the counter to a total.
 
-        The function never sends a decrease, which the server refuses.
+        The function ignores a smaller total, because tritonserver refuses to decrease a counter.
         """
         metric = self.metric(family, labels)
         reached = 0.0
@@ -115,7 +121,7 @@ def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
     """Make a family of gauges, which show fields of the log line."""
     family = maker.family(spec.name, spec.help, "GAUGE")
     metrics = {gauge.log_key: maker.metric(family, {spec.label: gauge.value}) for gauge in spec.gauges}
-    last: dict[str, float] = {}  # values that a predecessor has published are unknown
+    last: dict[str, float] = {}  # published values; those of this model's previous process are unknown
 
     def update(values: MetricValues) -> None:
         for key, metric in metrics.items():
@@ -129,7 +135,7 @@ def _gauges(spec: GaugeFamily, maker: FamilyMaker) -> Update:
 
 
 def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
-    """Make a family of counters; an undeclared label value gets its counter when first counted."""
+    """Make a family of counters. An undeclared label value gets its counter when it is first counted."""
     family = maker.family(spec.name, spec.help, "COUNTER")
 
     def counter(value: str) -> Callable[[float], None]:
@@ -147,7 +153,7 @@ def _counters(spec: CounterFamily, maker: FamilyMaker) -> Update:
 
 
 def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
-    """Make a family of gauges with one label; an undeclared label value gets a series once nonzero."""
+    """Make a family of gauges with one label. An undeclared label value gets a series once it is not zero."""
     family = maker.family(spec.name, spec.help, "GAUGE")
     metrics: dict[str, Any] = {}
     last: dict[str, float] = {}
@@ -166,7 +172,7 @@ def _levels(spec: LevelFamily, maker: FamilyMaker) -> Update:
 
 
 def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
-    """Make a histogram from the counters it consists of: name_bucket by `le`, name_sum and name_count."""
+    """Make a histogram as counters: NAME_bucket with the label `le`, NAME_sum and NAME_count."""
     buckets = maker.family(f"{spec.name}_bucket", f"{spec.help}; up to le", "COUNTER")
     totals = maker.family(f"{spec.name}_sum", f"{spec.help}; summed up", "COUNTER")
     counts = maker.family(f"{spec.name}_count", f"{spec.help}; how many", "COUNTER")
@@ -189,7 +195,7 @@ def _histogram_counters(spec: HistogramFamily, maker: FamilyMaker) -> Update:
 
 
 def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
-    """Make a histogram of the server's own kind, with one observation for each request that ended."""
+    """Make a histogram of tritonserver's own histogram type, with one observation for each request that ended."""
     family = maker.family(spec.name, spec.help, "HISTOGRAM")
     buckets = [float(bound) for bound in spec.bounds]
     metric = maker.metric(family, {spec.label: spec.value}, buckets=buckets)
@@ -209,17 +215,17 @@ def _lengths(spec: LengthFamily, maker: FamilyMaker) -> Update:
 def _keep_for_ever(family: Any) -> None:
     """Keep the family from being deleted, even when the interpreter exits.
 
-    Triton may start a model's next process before it ends the last one. Both then own the same series, and
-    when one process deletes it, the other's writes make tritonserver 2.51 abort.
+    Triton may start a model's next process before it ends the previous one. Both processes then own the same
+    series. If one of them deletes it, writes by the other process make tritonserver 2.51 abort.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
 
 
 def lengths_between(before: HistogramSnapshot, now: HistogramSnapshot) -> Iterator[int]:
-    """Yield whole numbers that turn `before` into `now`: the same count in each bucket, and the same sum.
+    """Yield integer observations that turn the histogram `before` into `now`: equal bucket counts and equal sum.
 
-    They may differ from the observed numbers, but give every histogram with these buckets, or a subset, the
-    same content.
+    They may differ from the numbers that were really observed, but a histogram with these buckets, or a
+    subset of them, has the same contents either way.
     """
     added = [new - old for new, old in zip(now.counts, before.counts, strict=True)]
     lowest = [0, *(int(bound) + 1 for bound in now.bounds)]

@@ -1,10 +1,10 @@
-"""Publish statistics and metrics on the server's metrics page, and log the statistics.
+"""Publish statistics and metrics on tritonserver's metrics page, and log the statistics.
 
-Owns one thread, which makes all calls to `triton_python_backend_utils`. Each call waits for the server for 20
-to 60 µs and holds the GIL, so the loop must not make any. Only changes are published, and other threads get a
-turn between calls. Publications that arrive while another is under way wait in a mailbox of size one, where the
-newest replaces the older; nothing is lost, because counters only grow. Nothing is published while the server
-is idle. Does not know where the numbers come from.
+Owns one thread, which makes all calls to `triton_python_backend_utils`. Each call waits for tritonserver for
+20 to 60 µs and holds the GIL, so the loop must not make such calls. Only changes are published, and the GIL
+is released between calls. Statistics that arrive during a publication wait in a mailbox of size one, where
+newer statistics replace older ones; nothing is lost, because counters only grow. Nothing is published while
+the server is idle.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from inflight.serving.metric_table import FAMILIES, Batching, GaugeFamily
 from inflight.triton.metric_families import FamilyMaker, MetricValues, Update
 
 _SECONDS_PER_CALL = 0.001
-"""Pause per call: a call holds the GIL for about 50 µs, so publishing takes a twentieth of the time."""
+"""Pause in seconds per call. A call holds the GIL for about 50 µs, so publishing holds it a twentieth of the
+time."""
 _LONGEST_PAUSE_S = 0.25
-"""Longest pause, reached only if thousands of requests end per second, with two calls each."""
+"""Longest pause in seconds, reached only if thousands of requests, with two calls each, end per second."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +44,10 @@ class MetricsPublisher:
     """Publishes on its own thread, from construction to `close`.
 
     Args:
-        pb_utils: The module. Metrics of kinds that it lacks are left out, with a line in the log.
+        pb_utils: The module `triton_python_backend_utils`. Metrics of types that it lacks are not published;
+            a log line names them.
         model_name, model_version: Labels of every metric.
-        log_stats: Called on the thread with the JSON of the statistics at each publication.
+        log_stats: Called on the publisher's thread at each publication, with the statistics as JSON.
         batching: Batching mode of the engine. Some families exist for one mode only.
         seconds_per_call: Pause after a publication, in seconds per call to the server that it took.
     """
@@ -80,7 +82,7 @@ class MetricsPublisher:
         wall_clock_s: float,
         memory: MemoryUsage | None = None,
     ) -> None:
-        """Queue statistics for publication, in place of any that still wait. Never blocks.
+        """Queue statistics for publication, replacing statistics that still wait. Never blocks.
 
         Args:
             stats, metrics: Statistics and metrics of the iteration.
@@ -92,7 +94,7 @@ class MetricsPublisher:
             self._change.notify_all()
 
     def flush(self, timeout_s: float) -> None:
-        """Publish queued statistics now, and wait at most `timeout_s` until they are on the page."""
+        """Publish queued statistics now, and wait at most `timeout_s` seconds until they are on the page."""
         with self._change:
             self._num_flushing += 1
             self._change.notify_all()
@@ -112,7 +114,7 @@ class MetricsPublisher:
             self._change.notify_all()
         self._thread.join()
 
-    # ---------------------------------------------------------------- on the thread
+    # ---------------------------------------------------------------- on the publisher's thread
 
     def _run(self) -> None:
         page, engine = self._new_page(), 0
@@ -150,12 +152,12 @@ class MetricsPublisher:
         memory = publication.memory or measure_memory()
         fields = stats.log_fields(publication.wall_clock_s, memory)
         page.show(MetricValues(fields, microseconds(publication.wall_clock_s), publication.metrics))
-        # The page is updated first, so that a reader of the log line does not find older values there.
+        # The page is updated before the log line is written, so that it is never older than the log.
         self._log_stats(json.dumps(fields))
 
 
 class _Page:
-    """The metric families that this server accepts. A family that fails is left out from then on."""
+    """The metric families that this tritonserver accepts. A family whose update fails is not updated again."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str], batching: Batching) -> None:
         self._published: dict[str, Update] = {}
@@ -169,7 +171,7 @@ class _Page:
                 continue
             try:
                 self._published[spec.name] = self._maker.make(spec)
-            except Exception as error:  # the server may raise anything; others are still published
+            except Exception as error:  # tritonserver may raise anything; other families are still published
                 _log.warning("metric %s is not published: %s", spec.name, error)
 
     @property
@@ -182,6 +184,6 @@ class _Page:
         for name, update in list(self._published.items()):
             try:
                 update(values)
-            except Exception as error:  # the server may raise anything, as above
+            except Exception as error:  # tritonserver may raise anything
                 del self._published[name]
                 _log.warning("metric %s is not published any more: %s", name, error)

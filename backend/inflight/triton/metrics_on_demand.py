@@ -1,9 +1,9 @@
-"""Update the metrics page before it is read, so that it includes all requests answered before.
+"""Update the metrics page before each scrape, so that it includes all requests answered before the scrape.
 
-Without this, the page lags behind by the time that publishing takes and by the pauses between publications.
-tritonserver does not tell models that its page is read. `server/preload/request_checks.c`, which is loaded
-into tritonserver, does: it connects to this module's socket, and lets the page be read once the connection is
-closed. Owns that socket and one thread.
+Otherwise the page would lag behind by the time that publishing takes and by the pauses between publications.
+tritonserver does not notify models of a scrape, but `server/preload/request_checks.c`, which is loaded into
+tritonserver, does: it connects to this module's socket, and delays the scrape until the connection is
+closed. Owns the socket and one thread.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsOnDemand:
-    """Listens for reads of the page from construction to `close`, in a server of `scripts/serve`.
+    """Listens for scrapes of the page from construction to `close`, if `scripts/serve` started the server.
 
     Args:
-        flush: Updates the page in at most the given number of seconds.
+        flush: Function that updates the page in at most the given number of seconds.
         model: Name of the model.
     """
 

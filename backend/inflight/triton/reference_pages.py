@@ -1,4 +1,4 @@
-"""Write the tables of docs/tensors.md, metrics.md and openai.md from those of tensors, metrics and controls.
+"""Write the tables in docs/tensors.md, metrics.md and openai.md from the declarations in the code.
 
 `scripts/write_configs` runs it, and tests check that the pages equal its output.
 """
@@ -30,9 +30,12 @@ def fill_in(page: str, tables: str) -> str:
 
 
 def tensor_tables() -> str:
-    """Return the tables of inputs and outputs, with those that have an effect first."""
+    """Return the tables of inputs and outputs in Markdown.
+
+    Inputs that are not implemented are in a table of their own.
+    """
     parts = ["## Inputs", "", *_inputs(spec for spec in INPUTS.specs if spec.built), ""]
-    parts += ["Inputs that are declared and not built yet:", ""]
+    parts += ["Inputs that are declared but not implemented yet:", ""]
     parts += [*_inputs((spec for spec in INPUTS.specs if not spec.built), neutral=True), ""]
     parts += ["## Outputs", "", *_outputs(OUTPUTS.specs + ADDITIONAL_OUTPUTS)]
     return "\n".join(parts)
@@ -65,7 +68,7 @@ def _row(spec: TensorSpec) -> str:
 
 
 def body_table() -> str:
-    """Return the table of the body fields of OpenAI's API that are sampling controls or numbers."""
+    """Return a table in Markdown of the numeric sampling controls among the fields of OpenAI's request bodies."""
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *_body_rows()])
 
 
@@ -86,13 +89,13 @@ def metric_tables() -> str:
         "",
         *_gauges(),
         "",
-        "And these, which are not in the log line:",
+        "Further gauges, which are not in the log line:",
         "",
         *_counters(LEVELS),
         "",
     ]
     parts += ["## Histograms", "", *_histograms(), ""]
-    parts += ["Upper bounds of the buckets, beside +Inf:", "", *_bounds(), ""]
+    parts += ["Upper bounds of the buckets, in addition to +Inf:", "", *_bounds(), ""]
     parts += ["## Counters", "", *_counters(COUNTERS)]
     return "\n".join(parts)
 

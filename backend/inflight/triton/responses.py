@@ -1,8 +1,8 @@
 """Make Triton's InferenceResponses from outputs, and send them to one request's client.
 
-Owns the selection of output tensors (exactly the requested ones) and their data types (as declared in
-config.pbtxt). Also owns the time after which Triton's response sender must not be used. Does not know which
-client waits for which response. Responses are made on the sender thread; error responses on any thread.
+Selects the output tensors, exactly the requested ones, and converts them to the data types that config.pbtxt
+declares. Also ensures that Triton's response sender is not used after the final flag. Responses are made on
+the sender thread, error responses on any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ResponseBuilder:
 
     Args:
         pb_utils: The module, or a fake of it.
-        declared: Data types of outputs by name, for those that differ from the table.
+        declared: Data types by name of the outputs whose config.pbtxt differs from the table of outputs.
         is_batched: Whether outputs have a batch dimension.
     """
 
@@ -43,8 +43,8 @@ class ResponseBuilder:
         # Clients request the same few sets of outputs in every response.
         self._in_order = lru_cache(maxsize=64)(self._typed)
 
-    def outputs(self, outputs: Sequence[Output]) -> Any:
-        """Make one response of the tensors that its prompts request; other named outputs have no elements."""
+    def make_response(self, outputs: Sequence[Output]) -> Any:
+        """Build one InferenceResponse. Outputs that the client named but did not enable are empty tensors."""
         options = outputs[0].prompt.options
         wanted, named = options.outputs, options.named
         if len(outputs) > 1:
@@ -64,7 +64,7 @@ class ResponseBuilder:
             yield tensor.name(), tensor.as_numpy().nbytes
 
     def _typed(self, wanted: frozenset[str]) -> tuple[tuple[str, type[np.generic]], ...]:
-        """Return (name, data type) of these outputs, in the table's order."""
+        """Return (name, data type) of the outputs in `wanted`, in the order of the table of outputs."""
         return tuple((name, dtype) for name, dtype in self._types.items() if name in wanted)
 
     def empty(self) -> Any:
@@ -77,26 +77,26 @@ class ResponseBuilder:
         return self._pb_utils.InferenceResponse(output_tensors=[self._pb_utils.Tensor(name, array)])
 
     def error(self, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
-        """Make an error response with the error's Triton code. `write` makes the message."""
+        """Make an error response with the error's Triton code. `write` returns the error's message."""
         made = triton_error(self._pb_utils, error, write)
         return self._pb_utils.InferenceResponse(output_tensors=[], error=made)
 
 
 def triton_error(pb_utils: Any, error: InflightError, write: Callable[[InflightError], str] = str) -> Any:
-    """Convert one of this package's errors to a TritonError."""
+    """Convert one of this package's errors to a TritonError. `write` returns the error's message."""
     return pb_utils.TritonError(write(error), getattr(pb_utils.TritonError, error.code))
 
 
 class TritonStream:
-    """Triton's response sender for one request, which sends the final flag exactly once. Any thread.
+    """Triton's response sender for one request. It sends the final flag exactly once. Any thread.
 
-    `is_cancelled` reads data that Triton frees when it receives the final flag, so `is_cancelled` and
-    `finish` exclude each other. `send` and `finish` must be called on one thread at a time.
+    `is_cancelled` reads data that Triton frees when it receives the final flag, so a lock keeps
+    `is_cancelled` and `finish` apart. Two threads must not be in `send` or `finish` at the same time.
 
     Args:
         sender: `InferenceRequest.get_response_sender()`.
-        final_flag: `TRITONSERVER_RESPONSE_COMPLETE_FINAL` of the module.
-        error_response: Makes the response that reports an error to this client.
+        final_flag: The constant `TRITONSERVER_RESPONSE_COMPLETE_FINAL`.
+        error_response: Function that makes the response for an error.
     """
 
     def __init__(self, sender: Any, final_flag: int, error_response: Callable[[InflightError], Any]) -> None:
@@ -107,7 +107,7 @@ class TritonStream:
         self._finished = False
 
     def send(self, response: Any) -> None:
-        """Send one response, which is not the last."""
+        """Send one response that is not the last."""
         self._sender.send(response)
 
     def finish(self, response: Any = None) -> None:

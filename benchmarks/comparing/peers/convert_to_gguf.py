@@ -1,7 +1,7 @@
 """Convert a Hugging Face Llama checkpoint to a GGUF file for llama.cpp, in bfloat16 or Q8_0 (int8).
 
-llama.cpp's own converter refuses unknown tokenizers; this one writes none, as the benchmark only needs token
-ids. Needs numpy, safetensors and gguf. Plain RoPE only: a checkpoint with rope_scaling is refused.
+llama.cpp's own converter refuses unknown tokenizers. This converter writes no tokenizer, because the
+benchmark only needs token ids. Needs numpy, safetensors and gguf. A checkpoint with rope_scaling is refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _add_config(writer: gguf.GGUFWriter, config: dict) -> None:
 
 
 def _bfloat16_tensors(folder: Path) -> Iterator[tuple[str, numpy.ndarray]]:
-    """Yield names and bfloat16 bits as uint16 (the upper halves of float32), as numpy has no bfloat16."""
+    """Yield (name, bfloat16 values as bits in uint16) of each tensor, because numpy has no bfloat16."""
     for path in sorted(folder.glob("*.safetensors")):
         stored = numpy.memmap(path, numpy.uint8, "r")
         header_length = int(stored[:8].view("<u8")[0])

@@ -1,7 +1,7 @@
-"""Code shared by the programs beside this one: options, clock, and the line of figures.
+"""Code shared by the peers' programs in this folder: options, clock, and the line of figures.
 
-Runs in a peer's environment, which may have only the standard library, as a script's neighbour and not in a
-package. It knows neither the peer nor this project. Runs on the process's main thread.
+It is imported in a peer's environment, from the same folder and not from a package, and imports only the
+standard library. Runs on the process's main thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids of a prompt, and the number of tokens to generate, greedily and ignoring any end id."""
+    """Token ids of a prompt, and the number of tokens to generate. Generation is greedy and ignores end ids."""
 
     prompt: list[int]
     max_tokens: int
@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def is_together(self) -> bool:
-        """Whether all requests are submitted at once."""
+        """Return whether all requests are submitted at once."""
         return self.name == "w"
 
 
@@ -43,7 +43,7 @@ class Workload:
 class Setting:
     """The options of a program.
 
-    `kv_cache_tokens` suffices for all concurrent requests, each in whole blocks of up to 128 tokens.
+    `kv_cache_tokens` is large enough for all concurrent requests, each in whole blocks of up to 128 tokens.
     """
 
     model: str
@@ -54,12 +54,12 @@ class Setting:
 
     @property
     def max_together(self) -> int:
-        """Number of requests that run at a time."""
+        """Return the largest number of requests that run at a time."""
         return max(len(workload.requests) if workload.is_together else 1 for workload in self.workloads)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
+        """Return the number of tokens of the longest request, prompt and output together."""
         requests = itertools.chain.from_iterable(workload.requests for workload in self.workloads)
         return max(len(request.prompt) + request.max_tokens for request in requests)
 
@@ -68,14 +68,14 @@ class Setting:
         return -(-self.kv_cache_tokens // tokens_per_block)
 
     def refuse_other_dtypes_than(self, *dtypes: str) -> None:
-        """Raise SystemExit for a dtype that the peer has no weights of."""
+        """Raise SystemExit if the dtype is not among those that the peer supports."""
         if self.dtype not in dtypes:
             raise SystemExit(f"--dtype {self.dtype}: this peer runs {' and '.join(dtypes)}")
 
 
 @dataclass(frozen=True)
 class KvCache:
-    """A system's KV cache: its size in tokens, and the bytes of each value without scales."""
+    """A system's KV cache: its size in tokens, and the bytes of each stored value, without scales."""
 
     tokens: int
     value_bytes: int
@@ -92,21 +92,24 @@ class System(ABC):
 
     @abstractmethod
     def run(self, requests: Sequence[Request]) -> list[list[float]]:
-        """Submit all requests and wait for them; return `time.perf_counter()` of every token, per request."""
+        """Submit all requests and wait until they end.
+
+        Returns the `time.perf_counter()` of every token, per request.
+        """
 
     def notes(self) -> Mapping[str, object]:
         """Return further values to print, by name."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Close whatever would keep the process from ending."""
+        """End threads and processes that would keep this process from ending."""
 
 
 def main(load: Callable[[Setting], System], *packages: str) -> None:
-    """Load, warm up and measure each workload, and print a line of JSON.
+    """Load the system, warm up and measure each workload, and print a line of JSON.
 
-    `packages` are the packages whose versions are printed. Times are in milliseconds, or in seconds if the
-    name ends in `_s`: `load_s` is without imports, `start_s` is measured from the start of the process.
+    The versions of `packages` are printed, too. Times are in milliseconds, or in seconds if the name ends in
+    `_s`. `load_s` is without imports; `start_s` is measured from the start of the process.
     """
     setting = _parse()
     begun = time.perf_counter()
@@ -127,7 +130,7 @@ def main(load: Callable[[Setting], System], *packages: str) -> None:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # the same code may be installed under another name
+    except PackageNotFoundError:  # the package may be installed under another name
         return None
 
 
@@ -137,14 +140,14 @@ def _warm_up_and_measure(system: System, workload: Workload) -> dict:
 
 
 def warm_up(workload: Workload) -> list[Request]:
-    """Return the requests to run before timing, with every batch shape: all, or one if they run alone."""
+    """Return the requests to run before timing, so that every batch shape occurs: all, or one if lone."""
     return list(workload.requests if workload.is_together else workload.requests[:1])
 
 
 def measure(system: System, workload: Workload) -> dict:
     """Run the requests, together or one after the other, and return the figures.
 
-    Raises RuntimeError if a request returns another number of tokens than requested, as the work would
+    Raises RuntimeError if a request returns more or fewer tokens than requested, because the work would then
     differ.
     """
     requests = list(workload.requests)
@@ -169,7 +172,7 @@ def _check_lengths(requests: list[Request], moments: list[list[float]]) -> None:
 
 
 def figures(timelines: list[list[float]], seconds: float) -> dict:
-    """Return figures; `timelines` has, for each request, seconds from submission to each token."""
+    """Return the figures. `timelines` has, for each request, the seconds from submission to each token."""
     first = [row[0] for row in timelines]
     gaps = [later - earlier for row in timelines for earlier, later in itertools.pairwise(row)]
     return {
@@ -216,7 +219,7 @@ def seconds_since_process_start() -> float:
 
 def peak_rss_bytes(pid: int | str = "self") -> int:
     """Return the peak resident memory of a process in bytes."""
-    # ru_maxrss would start with the memory of the parent at the fork.
+    # ru_maxrss is not used, because it would include the memory of the parent at the fork.
     status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(kib) * 1024

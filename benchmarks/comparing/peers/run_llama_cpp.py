@@ -1,8 +1,8 @@
 """The workload on llama.cpp's library through llama-cpp-python. See peer_program.py for options and output.
 
 `--model` is a GGUF file (convert_to_gguf.py writes one), which already has weights of `--dtype`. The library
-computes batches of several sequences, but its caller has to fill them. Here every batch has the next token of
-each generating sequence, and as many tokens of the waiting prompts as fit.
+computes batches of several sequences, but the caller must fill them. Every batch has the next token of each
+generating sequence, and as many tokens of the waiting prompts as fit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _LlamaCpp(System):
         """Fill the batch; return the sequences that get a token from it, and their rows."""
         self._batch.n_tokens = 0
         rows = []
-        # Generating sequences have one token each, and come first.
+        # Generating sequences are first, with one token each.
         for sequence in sorted(running, key=lambda sequence: not sequence.moments):
             room = _MAX_TOKENS_AN_ITERATION - self._batch.n_tokens
             tokens, sequence.waiting = sequence.waiting[:room], sequence.waiting[room:]

@@ -1,6 +1,6 @@
 """The workload on transformers' continuous batching. See peer_program.py for options and output.
 
-Its loop runs on a thread of its own, which records the time of every token.
+The loop of transformers runs on a thread of its own, which records the time of every token.
 """
 
 from __future__ import annotations

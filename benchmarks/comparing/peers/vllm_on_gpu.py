@@ -1,7 +1,7 @@
 """Measure vLLM for `scripts/bench gpu`, in this process by its `LLM` class, scheduler included.
 
-Reads the requested measurements as JSON from standard input, and prints the figures by name as the last line.
-An iteration's time is that of generating n tokens minus that of one, divided by n - 1.
+Reads the requested measurements as JSON from standard input, and prints the figures by name as the last
+line. An iteration's time is the time to generate n tokens minus the time to generate one, divided by n - 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`tensorrt_llm.bindings.executor` is the module `inflight.executor`; GptManager and what it takes are here."""
+"""TensorRT-LLM's bindings: `executor` is the module `inflight.executor`.
+
+GptManager and its types are attributes.
+"""
 
 import sys
 from importlib import import_module
@@ -6,7 +9,8 @@ from typing import Any
 
 from inflight import executor
 
-# So that `import tensorrt_llm.bindings.executor` finds the module, and no second copy of its classes.
+# With this, `import tensorrt_llm.bindings.executor` finds the module instead of making a second copy of its
+# classes.
 sys.modules[f"{__name__}.executor"] = executor
 sys.modules[f"{__name__}.executor.kv_cache"] = executor.kv_cache
 
@@ -20,13 +24,13 @@ _OF_GPT_MANAGER = (
 )
 
 binding_type = "python"
-"""TensorRT-LLM says which library its bindings are made with, pybind or nanobind: these are made with none."""
+"""In TensorRT-LLM the library that its bindings are made with, pybind or nanobind. These are plain Python."""
 
 __all__ = ["binding_type", "executor"]
 
 
 def __getattr__(name: str) -> Any:
-    """GptManager and what it takes, which import an engine."""
+    """Import GptManager and its types when they are first used, because they import an engine."""
     if name in _OF_GPT_MANAGER:
         return getattr(import_module("inflight.executor.trtllm_gpt_manager"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,7 +18,7 @@ from inflight.serving.chat.messages import MessageForm
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.chat.template_environment import compile_template, names_in, render_bounded
 from inflight.serving.chat.template_files import TemplateFiles
-from inflight.serving.chat.template_trial import RoleFate, Trial, find_fate
+from inflight.serving.chat.template_trial import RoleTreatment, Trial, find_treatment
 from tests.serving.chat.conversations import CONVERSATIONS, SYSTEM, TOOLS, USER, Messages, as_sent, in_parts
 from tests.serving.chat.template_folders import NAMES, make_folder, reference, source
 
@@ -220,7 +220,7 @@ def test_impossible_continuations_are_refused() -> None:
             add_generation_prompt=False,
             continue_final_message=True,
         )
-    with pytest.raises(InvalidArgument, match="does not render the last message as it is"):
+    with pytest.raises(InvalidArgument, match="changes the last message"):
         of_source("{% for m in messages %}{{ m.content[:8] }}{% endfor %}").render(
             [USER, {"role": "assistant", "content": "more than that"}],
             add_generation_prompt=False,
@@ -278,15 +278,15 @@ def test_a_templates_support_of_a_role_is_determined_once(
 ) -> None:
     asked: list[str] = []
 
-    def counted(trial: Trial, form: MessageForm, role: str) -> RoleFate:
+    def counted(trial: Trial, form: MessageForm, role: str) -> RoleTreatment:
         asked.append(role)
-        return find_fate(trial, form, role)
+        return find_treatment(trial, form, role)
 
     chat = of_source(
         "{% for m in messages %}{% if m.role in ('user', 'npc') %}{{ m.content }}{% endif %}{% endfor %}"
         "{% set unused = 'lost' %}"
     )
-    monkeypatch.setattr("inflight.serving.chat.template.find_fate", counted)
+    monkeypatch.setattr("inflight.serving.chat.template.find_treatment", counted)
     for _ in range(2):
         assert chat.render([USER, *[{"role": "npc", "content": "a"}] * 9]).endswith("a" * 9)
         for lost in ("lost", "wizard"):

@@ -61,7 +61,7 @@ _WRONG_PRODUCTS = {
     layout.PRODUCTS_ARE_OFF: "its products are wrong on this processor",
     layout.PRODUCTS_CRASH: "its products end the process",
 }
-"""What `check_products` may find, besides that they are right."""
+"""Faults that `check_products` may find."""
 _NONE_PREBUILT = "no library for it came with the package"
 
 

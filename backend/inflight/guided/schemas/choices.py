@@ -1,5 +1,4 @@
-"""Translation of oneOf, not and if for llguidance, which knows allOf and anyOf. Functions on a document's
-writer."""
+"""Translate oneOf, not and if for llguidance, which supports only allOf and anyOf."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from inflight.guided.schemas.documents import Node, keywords_of, refused
-from inflight.guided.schemas.overlap import SAYING, TYPES, Facts, is_same, type_of, types_of, words_about
+from inflight.guided.schemas.overlap import RESTRICTING, TYPES, Facts, is_same, type_of, types_of, words_about
 from inflight.guided.schemas.patterns import other_than
 from inflight.guided.schemas.schema_writer import SchemaWriter, Written
 from inflight.json_values import is_list, is_object
@@ -24,14 +23,14 @@ _DEEPEST = 12
 
 
 def other_kinds(kinds: Iterable[str]) -> list[str]:
-    """Return all values of the `type` keyword except these; without integer there is no number either."""
+    """Return all values of the `type` keyword except these. If integer is excluded, number is excluded, too."""
     named = set(kinds)
     named |= {"number"} if {"integer", "fraction"} & named else set()
     return [kind for kind in _KINDS if kind not in named]
 
 
 def write_choices(writer: SchemaWriter, node: Node, words: Mapping[str, Any], parts: list[Written]) -> None:
-    """Write the schemas of these keywords, of allOf and of anyOf into `parts`."""
+    """Append the translations of allOf, anyOf, oneOf, not and if to `parts`."""
     if "allOf" in words:
         parts += [writer.write(each) for each in writer.parts(node, words, "allOf")]
     if "anyOf" in words:
@@ -77,10 +76,10 @@ def _all_of(parts: list[Written]) -> Written:
 
 
 def negated(writer: SchemaWriter, node: Node, depth: int = 0, may_leave_out: bool = False) -> Written | None:
-    """Return a schema of the values that are invalid by another; None if it cannot be written.
+    """Return a schema of the values that are invalid by `node`; None if it cannot be written.
 
-    It may leave out some of these values. With `may_leave_out` it leaves out values that violate only keywords
-    whose negation cannot be written.
+    The returned schema may exclude some of these values. With `may_leave_out` it excludes values that
+    violate only keywords whose negation cannot be written.
     """
     if isinstance(node.value, bool):
         return not node.value
@@ -112,7 +111,7 @@ def _negated_word(
             kinds = other_kinds(value if is_list(value) else [value])
             return [{"type": kinds}] if kinds else []
         case "const" | "enum":
-            # Raises for values that no generated text can have.
+            # Raises InvalidArgument for values that no generated text can have.
             writer.write(Node({keyword: value}, node.path, node.base, node.draft))
             return [values_but(value if keyword == "enum" else [value])]
         case "required" if is_list(value):
@@ -145,7 +144,7 @@ def _negated_word(
             return [writer.write(node.inside(value, "not"))]
         case "$ref":
             return _negated_target(writer, writer.document.target(node, keyword, value), depth, may_leave_out)
-        case _ if keyword in SAYING:
+        case _ if keyword in RESTRICTING:
             return None
         case _:
             return []
@@ -194,7 +193,7 @@ def _negated_properties(
 def values_but(values: list[Any]) -> Written:
     """Return a schema of all values except these.
 
-    If an array or object is among these, it excludes all of its type.
+    If there is an array or object among `values`, the schema excludes all arrays or all objects.
     """
     kinds = other_kinds(type_of(value) for value in values)
     options: list[Written] = [{"type": kinds}] if kinds else []
@@ -225,9 +224,9 @@ class _Option:
         facts: The facts about its values.
         kinds: Types that another alternative has too.
         values: Values that another alternative has too.
-        names: Properties that another alternative requires, and that therefore distinguish the two.
-        is_filled: Whether empty arrays are excluded, the only arrays that another alternative has too.
-        opposites: Schemas that exclude the values of other alternatives if nothing above does.
+        names: Properties that another alternative requires, and that are therefore forbidden in this one.
+        is_filled: Whether to exclude empty arrays, the only arrays that another alternative has too.
+        opposites: Schemas that exclude the values of other alternatives if the attributes above cannot.
     """
 
     node: Node
@@ -240,8 +239,7 @@ class _Option:
 
 
 def _one_of(writer: SchemaWriter, node: Node, given: list[Node]) -> Written:
-    """Write oneOf: as anyOf, from whose alternatives the values that also match another alternative are
-    removed."""
+    """Translate oneOf to anyOf, after excluding from each alternative the values of other alternatives."""
     around = replace(
         node, value={k: v for k, v in node.value.items() if k not in ("oneOf", "anyOf", "not", "if")}
     )
@@ -318,7 +316,7 @@ def _part_objects(first: _Option, second: _Option, kind: str) -> bool:
         if telling:
             one.names += [] if any(name in one.names for name in telling) else telling[:1]
         elif words_about(other.facts, kind) <= {"required"}:
-            one.kinds.add("object")  # the other's object keywords hold here too
+            one.kinds.add("object")  # the other alternative's object keywords apply to all of its objects
         else:
             return False
     return True
@@ -349,7 +347,7 @@ def _part_by_opposites(writer: SchemaWriter, first: _Option, second: _Option, ki
 
 
 def _leaves(opposite: Written | None, kind: str) -> bool:
-    """Whether a schema may have values of a type."""
+    """Return whether a schema may allow values of a type."""
     if opposite is None or isinstance(opposite, bool):
         return opposite is True
     options = cast("list[Written]", opposite.get("anyOf", [opposite]))
@@ -359,9 +357,9 @@ def _leaves(opposite: Written | None, kind: str) -> bool:
 
 
 def _outside(writer: SchemaWriter, option: _Option, other: _Option) -> Written | None:
-    """Return a schema of `option`'s values outside of `other`.
+    """Return a schema for the values of `option` that are not values of `other`.
 
-    Uses a property that `other` forbids, if possible.
+    If possible, the schema requires a property that `other` forbids.
     """
     own = [name for name in option.facts.properties if any(name not in names for names in other.facts.closed)]
     if own:

@@ -1,8 +1,9 @@
-"""uniqueItems, which a grammar cannot express and which is therefore watched while a text is generated.
+"""Enforce uniqueItems, which a grammar cannot express, by checking a text while it is generated.
 
-A `Places` finds the places of a document where `uniqueItems` is true. An `ItemWatch` reads one text byte by byte,
-knows the items of such arrays so far, and tells which bytes would complete an equal item. Where alternatives
-disagree about uniqueItems, items must differ: some valid texts are excluded, and no invalid ones are allowed.
+`Places` finds the places of a document where `uniqueItems` is true. An `ItemWatch` reads one text byte by
+byte, stores the items of such arrays, and returns the bytes that would complete an equal item, which are
+then banned. If alternatives disagree about uniqueItems, items must differ: this excludes some valid texts,
+but allows no invalid ones.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from inflight.json_values import is_object
 _SPACE, _ENDS = b" \t\r\n", b",]} \t\r\n"
 _QUOTE, _BACKSLASH = b'"\\'
 _CLOSED = (b'"', b"]", b"}")
-"""The last bytes of values that no further byte can extend."""
+"""The bytes that end a string, an array or an object, so that no further byte can extend the value."""
 
 
 class Places:
-    """The places of a document, computed on demand. Used by one thread at a time."""
+    """The Places of a document, which are computed on demand. Used by one thread at a time."""
 
     def __init__(self, text: str) -> None:
         self._document = Document(json.loads(text))
@@ -31,8 +32,7 @@ class Places:
         self.root = self.place([self._document.root])
 
     def place(self, nodes: Iterable[Node]) -> Place:
-        """Return the place with these schemas and all schemas that they refer to for the same value, by
-        allOf, $ref and others."""
+        """Return the Place of these schemas and of all schemas that also apply, by allOf, $ref and so on."""
         found: dict[tuple[str, str], Node] = {}
         waiting = list(nodes)
         while waiting:
@@ -69,12 +69,14 @@ class Place:
     def __init__(self, places: Places, schemas: list[tuple[Node, dict[str, Any]]]) -> None:
         self._places = places
         self._schemas = schemas
-        self._properties: dict[str | None, Place] = {}  # None: names that no schema has
+        self._properties: dict[
+            str | None, Place
+        ] = {}  # None: the place of all properties that no schema names
         self.is_distinct = any(words.get("uniqueItems") is True for _, words in schemas)
 
     @cached_property
     def item(self) -> Place:
-        """The place of an array's items, at any index."""
+        """Return the place of an array's items, at any index."""
         nodes: list[Node] = []
         for node, words in self._schemas:
             nodes += [
@@ -113,13 +115,14 @@ class _Open(NamedTuple):
 
     Attributes:
         around: The enclosing array or object.
-        place: Its place in the document.
+        place: The Place of this array or object in the schema.
         is_array: Whether it is an array.
         begin: Byte offset of the item being read.
-        key: The property being read; None: its name comes next.
-        items: For an array with unique items, the spellings of the complete items by a key of equal values;
-            otherwise None. Shared by all states of a text, so it may have items that were undone.
-        num_items: The number of items, from the first, that are valid in this state.
+        key: The property being read; None: a property's name comes next.
+        items: For an array with unique items, the spellings of its complete items, by a key that is the same
+            for equal values; otherwise None. All states of a text share this mapping, so it may have items
+            that were undone.
+        num_items: How many of the first `items` belong to this state.
     """
 
     around: _Open | None
@@ -136,7 +139,7 @@ class _Open(NamedTuple):
         return self.place.item if self.is_array else self.place.property(self.key or "")
 
     def known(self) -> dict[str, bytes]:
-        """Return the complete items, after dropping those that were undone."""
+        """Return the complete items, after removing items that were undone."""
         items = {} if self.items is None else self.items
         while len(items) > self.num_items:
             items.popitem()
@@ -164,7 +167,7 @@ class _ReaderState(NamedTuple):
 
     @property
     def is_key(self) -> bool:
-        """Whether a string that begins here is the name of a property."""
+        """Return whether a string that begins here is the name of a property."""
         return self.open is not None and not self.open.is_array and self.open.key is None
 
 
@@ -173,7 +176,7 @@ class EqualItems(Exception):
 
 
 class ItemWatch:
-    """Reads one text, token by token."""
+    """Reads one text, token by token, and finds equal items of an array that must have unique items."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -181,7 +184,10 @@ class ItemWatch:
         self._states = [_ReaderState()]  # after each token
 
     def read(self, token: bytes) -> None:
-        """Read a token. Raises EqualItems, without having read it, if it completes an equal item."""
+        """Read a token.
+
+        If it completes an item equal to an earlier one, raises EqualItems and does not read it.
+        """
         self._text += token
         state = self._states[-1]
         try:
@@ -199,7 +205,7 @@ class ItemWatch:
             del self._text[self._states[-1].size :]
 
     def copy(self) -> ItemWatch:
-        """Return an independent watch in the same state. It cannot undo tokens read before the copy."""
+        """Return an independent watch in the same state. The copy cannot undo tokens that were read before."""
         other = ItemWatch(self._places)
         state = self._states[-1]
         other._text, other._states = bytearray(self._text), [state._replace(open=_copied(state.open))]
@@ -208,7 +214,8 @@ class ItemWatch:
     def banned(self) -> list[bytes]:
         """Return bytes that no token may begin with, because they would complete an item equal to an earlier one.
 
-        They are the rest of an item spelled like an earlier one, or just close what is open.
+        They are the rest of an item that is spelled like an earlier one, or the end of the open array or
+        object.
         """
         state = self._states[-1]
         found: list[bytes] = []
@@ -291,12 +298,12 @@ def _copied(open_: _Open | None) -> _Open | None:
 
 
 def _rests(items: Mapping[str, bytes], read: bytes) -> list[bytes]:
-    """Return the rests of items that begin with `read`, except numbers and names, which could continue."""
+    """Return the remainders of items that begin with `read`, except numbers and literals, which could continue."""
     return [text[len(read) :] for text in items.values() if text.endswith(_CLOSED) and text.startswith(read)]
 
 
 def _is_known(items: Mapping[str, bytes], text: bytes) -> bool:
-    """Whether a text is a complete item that is equal to one of these."""
+    """Return whether a text is a complete item that is equal to one of `items`."""
     try:
         return distinct_key(json.loads(text)) in items
     except (ValueError, RecursionError):

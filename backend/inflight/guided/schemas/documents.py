@@ -1,7 +1,6 @@
 """A JSON schema as a document: the dialect of its parts, the targets of references, and paths.
 
-Owns the meaning of keywords in each draft: `keywords_of` gives the keywords of a part as those of 2020-12. Plain
-functions and immutable values; any thread.
+`keywords_of` converts the keywords of every draft to the keywords of 2020-12. Any thread.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DRAFTS = {
     "http://json-schema.org/draft/2020-12/schema": 9,
 }
 _ALL = 0
-"""The dialect of a schema that names none: a keyword of any draft has its meaning of that draft."""
+"""The dialect of a schema that names no dialect. Keywords of every draft are accepted, with their meanings."""
 _SINCE = {
     **dict.fromkeys(("oneOf", "minProperties", "maxProperties"), 4),
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
@@ -33,8 +32,8 @@ _SINCE = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties", "$recursiveRef"), 8),
     **dict.fromkeys(("prefixItems", "$dynamicRef"), 9),
 }
-"""The first draft that knows a keyword; in earlier drafts it is an annotation. Draft 3's renamed keywords are not
-here."""
+"""The first draft that has a keyword. In earlier drafts it is ignored, as an annotation. Keywords of draft 3
+that were renamed later are not in this table."""
 _UNTIL = {"extends": 3, "disallow": 3, "divisibleBy": 3, "$recursiveRef": 8}
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas", "dependencies")
 """Keywords whose value is an object of schemas."""
@@ -79,9 +78,9 @@ class Node:
 
     Attributes:
         value: The schema as written.
-        path: Its path, as a JSON pointer.
-        base: The base URI of its references, without a fragment.
-        draft: 3, 4, 6, 7, 8 (2019-09) or 9 (2020-12); 0 if none is named.
+        path: The schema's path, as a JSON pointer.
+        base: The base URI of the schema's references, without a fragment.
+        draft: The dialect: 3, 4, 6, 7, 8 (2019-09) or 9 (2020-12); 0 if none is named.
     """
 
     value: Any
@@ -101,7 +100,7 @@ class Node:
 
 
 def _entered(node: Node, is_root: bool = False) -> Node:
-    """Return a node with the base and the dialect that it declares itself, if any."""
+    """Return the node with the base URI and the dialect that its schema declares, if it declares them."""
     if not is_object(node.value):
         return node
     value = node.value
@@ -117,8 +116,8 @@ def _entered(node: Node, is_root: bool = False) -> Node:
 def _id_of(schema: Mapping[str, Any], draft: int, is_root: bool) -> str:
     """Return the URI that a schema declares for itself; "" if it declares none.
 
-    The keyword is `id` in drafts 3 and 4, and `$id` later. Without a named dialect, `id` counts at the root only:
-    further inside it is more often a custom keyword.
+    The keyword is `id` in drafts 3 and 4, and `$id` later. Without a named dialect, `id` is used at the root
+    only, because inside of the schema it is more often a custom keyword.
     """
     if "$ref" in schema and 0 < draft <= 7:
         return ""
@@ -197,8 +196,8 @@ class Document:
 def keywords_of(node: Node) -> dict[str, Any]:
     """Return the keywords of an object schema, in order, as those of 2020-12.
 
-    An array of `items` becomes `prefixItems`, `dependencies` becomes the two keywords that replaced it, and so on.
-    Keywords that the dialect does not know are left out, as they are annotations there.
+    An array of `items` becomes `prefixItems`, `dependencies` becomes the two keywords that replaced it, and
+    so on. Keywords that the dialect does not have are left out, because they are annotations.
     """
     given = node.value
     draft = node.draft
@@ -244,7 +243,9 @@ def _modernise_bounds(known: dict[str, Any]) -> None:
 
 
 def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
-    if isinstance(known.get("required"), bool):  # read by the schema that this one is a property of
+    if isinstance(
+        known.get("required"), bool
+    ):  # a boolean is read by the schema that has this one as a property
         del known["required"]
     properties = known.get("properties")
     if is_object(properties) and node.draft in (_ALL, 3):

@@ -1,8 +1,8 @@
 """The supported formats of JSON schemas, each as a Rust regular expression for the whole text.
 
-Every text that an expression matches has the format. Where an expression cannot describe a format completely, only
-some of its texts are matched (a host has at most ten labels here). All other formats, such as password, path or
-cuid2, are annotations.
+Every text that an expression matches has the format. If an expression cannot describe a format completely,
+it matches only some of the format's texts (for instance, a hostname has at most ten labels). All other
+formats, such as password, path or cuid2, are ignored as annotations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TEMPLATE = (
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 _UUID = "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
-# Only regular expressions that all dialects read alike: groups without nested groups.
+# Regular expressions that all dialects interpret equally: their groups have no nested groups.
 _CLASS = "\\[\\^?(?:[A-Za-z0-9_ ]|a-z|A-Z|0-9|\\\\[dws])+\\]"
 _ESCAPE = "\\\\[dDwWsS.\\\\/+*?()\\[\\]{}|^$-]"
 _TIMES = "(?:[*+?]|\\{[0-9]{1,2}\\})?"

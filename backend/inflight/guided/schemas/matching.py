@@ -1,6 +1,7 @@
-"""Whether texts match the regular expressions of a schema, in time that is linear in the text.
+"""Check whether texts match the regular expressions of a schema, in time that is linear in the text.
 
-The expressions come from a client, so Python's engine is out of the question: `^(a+)+$` takes it exponential time.
+The expressions come from a client, so Python's module `re` cannot be used: it needs exponential time for
+`^(a+)+$`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Bytes:
     tokens = (*(bytes([each]) for each in range(256)), b"")
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return no ids: nothing is forced."""
+        """Return no ids. The library calls this for text that an expression forces."""
         return []
 
 
@@ -37,7 +38,10 @@ class Matching:
         self._tokenizer: llguidance.LLTokenizer | None = None
 
     def matches(self, expression: str, text: str) -> bool | None:
-        """Whether a text has a match of a Rust expression; None if unknown, or if it takes too much work."""
+        """Return whether a Rust expression matches a part of a text.
+
+        Returns None if this is not known, or takes too much work.
+        """
         matcher = self._matchers.get(expression)
         if matcher is None:
             matcher = self._matchers[expression] = self._matcher(expression)
@@ -51,12 +55,12 @@ class Matching:
         return None if matcher.is_error() else num_allowed == len(spelled)
 
     def may_match(self, pattern: str, text: str) -> bool:
-        """Whether a text may match an expression, read as ECMA 262 or as Python."""
+        """Return whether a text may match an expression in the syntax of ECMA 262 or of Python."""
         if is_replaced(pattern):
             return True
         is_ascii = all(" " <= char <= "~" for char in text)
         if not is_ascii and (re.search(r"\\|\(\?[ims]", pattern) or not text.isprintable()):
-            return True  # the Rust expressions exclude texts that are read in two ways
+            return True  # the Rust expressions exclude texts for which the two syntaxes differ
         try:
             return all(self.matches(each, text) is not False for each in rust_patterns(pattern))
         except UnreadablePattern:

@@ -1,4 +1,4 @@
-"""Translation of object keywords for llguidance. Plain functions on a document's writer."""
+"""Translate the keywords about objects for llguidance."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from inflight.json_values import is_list, is_object
 _MOST_OPTIONS = 100
 _MOST_DEPENDENCIES = 8
 _LONGEST_NAME = 2**31
-"""The maximum count in Rust's expressions."""
+"""The maximum count in Rust's regular expressions."""
 _MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas")
 
 
 def write_objects(
     writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
-    """Write the object keywords into `written`, and further schemas that must hold too into `parts`."""
+    """Write the keywords about objects into `written`, and append further schemas that must hold to `parts`."""
     _check_maps(node, words)
     required = words.get("required", [])
     if not is_list(required) or not all(isinstance(each, str) for each in required):
@@ -57,9 +57,9 @@ def _check_maps(node: Node, words: Mapping[str, Any]) -> None:
 
 
 def _patterns(writer: SchemaWriter, node: Node, given: Mapping[str, Any]) -> dict[str, Written]:
-    """Return schemas by expressions of names.
+    """Return the schemas of patternProperties by Rust expressions for the names.
 
-    Equal schemas share an expression, as llguidance forbids overlaps.
+    Equal schemas share one expression, because llguidance forbids overlapping expressions.
     """
     groups: list[tuple[list[str], Written]] = []
     for expression, each in given.items():
@@ -75,20 +75,21 @@ def _patterns(writer: SchemaWriter, node: Node, given: Mapping[str, Any]) -> dic
         for patterns, schema in groups
     }
     if any(map(_is_of_ascii, given)):
-        # In some validators \w has letters of any script, so names that would be read in two ways are excluded.
+        # In some validators \w includes letters of all scripts, so names on which validators disagree are
+        # excluded.
         written.setdefault(r"[^\x00-\x7f]", False)
     return written
 
 
 def _is_of_ascii(expression: str) -> bool:
-    """Whether an expression matches whole names, and only ASCII ones in ECMA 262 but not everywhere."""
+    """Return whether an expression for whole names matches only ASCII names in ECMA 262, but more elsewhere."""
     outside = re.sub(r"\[(?!\^)(?:[^\]\\]|\\[^WDS])*\]", "w", expression)
     is_whole = re.fullmatch(r"\^[^|^\[.]*\$", outside) is not None
     return is_whole and bool(re.search(r"\\[wd]", expression)) and not re.search(r"\\[WDS.]", outside)
 
 
 def _write_names(writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any]) -> None:
-    """Write `propertyNames`: listed names become properties, an expression becomes one of patternProperties."""
+    """Translate `propertyNames`: names become `properties`, an expression becomes one of `patternProperties`."""
     names = node.inside(words["propertyNames"], "propertyNames")
     facts = writer.overlaps.facts([names])
     properties: dict[str, Any] = dict(written.get("properties", {}))
@@ -98,7 +99,7 @@ def _write_names(writer: SchemaWriter, node: Node, words: Mapping[str, Any], wri
         written["additionalProperties"] = False
         written.pop("patternProperties", None)
         return
-    # Only one expression for names is supported, so a format beside a pattern is treated as an annotation.
+    # Only one expression for names is supported, so a format beside a pattern is ignored as an annotation.
     forms = [] if facts.patterns else list(dict.fromkeys(facts.formats))
     if not facts.words and not forms:
         return
@@ -201,7 +202,7 @@ def _gather_evaluated(
 
     Args:
         seen: Parts that have been visited, or are being visited.
-        is_asker: Whether this is the schema with the unevaluatedProperties.
+        is_asker: Whether this is the schema that has unevaluatedProperties.
     """
     if not is_object(node.value):
         return False
@@ -231,7 +232,7 @@ def _gather_evaluated(
 def _write_sizes(
     writer: SchemaWriter, node: Node, words: Mapping[str, Any], written: dict[str, Any], parts: list[Written]
 ) -> None:
-    """Write the number of properties. llguidance counts only those without a schema of their own."""
+    """Translate limits of the number of properties. llguidance counts only properties without own schema."""
     least = writer.count(node, words, "minProperties") or 0
     most = writer.count(node, words, "maxProperties")
     required: list[str] = written.get("required", [])
@@ -271,7 +272,7 @@ def _write_sizes(
                 option["additionalProperties"] = False
             options.append(option)
     named = max(0, missing - 1)
-    # The option without named properties.
+    # The alternative without named properties.
     if not is_closed and math.comb(len(optional), named) <= _MOST_OPTIONS:
         for names in itertools.combinations(optional, named):
             absent = dict.fromkeys((name for name in optional if name not in names), False)

@@ -1,7 +1,6 @@
-"""Checks whether some value can be valid by two JSON schemas at once, which the translation of `oneOf`
-depends on.
+"""Check whether a value can be valid by two JSON schemas at once, for the translation of `oneOf`.
 
-Answers are safe: schemas are disjoint only where that is certain. Plain functions; any thread.
+Schemas count as disjoint only if this is certain. Any thread.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from inflight.json_values import is_list, is_object
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
 _MOST_STEPS = 200_000
-"""Maximum number of parts examined over all questions about a document, a few seconds: enough for the 32,640 pairs
-of 256 alternatives that differ by a property."""
+"""Maximum number of parts that are examined for one document, in a few seconds. It suffices for the 32,640
+pairs of 256 alternatives that differ in one property."""
 _DEEPEST = 6
 LARGEST = 2**53
-"""Larger integers are not exact as float64, which llguidance uses."""
+"""The largest integer up to which all integers are exact in float64, which llguidance uses."""
 _INFINITE = float("inf")
 
 
@@ -36,7 +35,7 @@ class Facts:
     Attributes:
         types: The possible types.
         values: The possible values; None if they are not listed.
-        bounds: Lowest and highest bound, by what is bounded (value, length, items).
+        bounds: Lower and upper bound, by the bounded quantity (value, length, items).
         required: Required properties of an object.
         properties: Schemas of properties, by name.
         closed: Allowed property names; one set per schema that allows no other properties.
@@ -44,7 +43,7 @@ class Facts:
         patterns: Expressions that a string must match.
         formats: Known formats that a string must have.
         choices: Lists of alternatives of which at least one must hold.
-        words: The keywords of SAYING that are present.
+        words: The keywords of RESTRICTING that are present.
     """
 
     types: set[str] = field(default_factory=lambda: set(TYPES))
@@ -70,7 +69,7 @@ _BOUNDS = {
     "minItems": ("items", 0),
     "maxItems": ("items", 1),
 }
-SAYING = frozenset(
+RESTRICTING = frozenset(
     [
         "const",
         "enum",
@@ -115,7 +114,7 @@ _ABOUT = {
     **dict.fromkeys(("required", "minProperties", "maxProperties", "dependentRequired"), "object"),
     **dict.fromkeys(("dependentSchemas", "unevaluatedProperties"), "object"),
 }
-"""The type to which a keyword applies; other keywords apply to all types."""
+"""The type to which a keyword applies. Keywords that are not in this table apply to all types."""
 
 
 def words_about(facts: Facts, kind: str) -> set[str]:
@@ -166,18 +165,18 @@ class Overlaps:
         if self._num_steps > _MOST_STEPS:
             raise refused(
                 node.path,
-                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to tell "
+                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to find "
                 "which values are valid by several parts of it",
             )
 
     def matches(self, expression: str, text: str) -> bool | None:
-        """Whether a text has a match of a Rust expression; None if unknown."""
+        """Return whether a Rust expression matches a part of a text; None if unknown."""
         return self._matching.matches(expression, text)
 
     def shared_types(self, first: Sequence[Node], second: Sequence[Node]) -> set[str]:
-        """Return the types that some value valid by both arguments may have.
+        """Return the types of the values that may be valid by both arguments.
 
-        Each argument is a conjunction of schemas.
+        Each argument is a list of schemas that must all hold.
         """
         return self._shared(first, second, 0)
 
@@ -188,7 +187,7 @@ class Overlaps:
         depth: int,
         chosen: frozenset[str] = frozenset(),
     ) -> set[str]:
-        """Implement `shared_types`; `chosen` has the paths of alternatives that were already chosen."""
+        """Implement `shared_types`. `chosen` has the paths of alternatives that are already assumed to hold."""
         self.count_step(second[-1])
         a, b = self.facts(first), self.facts(second)
         shared = a.types & b.types
@@ -235,7 +234,7 @@ class Overlaps:
         return bool(first and second and not self._shared(first, second, depth + 1))
 
     def excludes(self, facts: Facts, value: Any, depth: int = 0) -> bool:
-        """Whether a value is certainly invalid."""
+        """Return whether a value is certainly invalid by these facts."""
         kind = type_of(value)
         if kind not in facts.types:
             return True
@@ -265,9 +264,9 @@ class Overlaps:
         return False
 
     def _gather(self, nodes: Iterable[Node], facts: Facts, depth: int, seen: set[tuple[str, str]]) -> None:
-        """Collect the facts of schemas that hold together.
+        """Add to `facts` the facts of schemas that must all hold.
 
-        `seen` are the targets of references already collected.
+        `seen` has the targets of references whose facts were already added.
         """
         for node in nodes:
             self.count_step(node)
@@ -294,7 +293,7 @@ class Overlaps:
     ) -> None:
         try:
             target = self._document.target(node, "$ref", reference)
-        except InvalidArgument:  # reported where the schema is written
+        except InvalidArgument:  # the error is reported when the schema is translated
             facts.words.add("$ref")
             return
         if target.place not in seen:
@@ -302,7 +301,7 @@ class Overlaps:
             self._gather([target], facts, depth + 1, seen)
 
     def _note(self, node: Node, words: Mapping[str, Any], facts: Facts) -> None:
-        facts.words |= words.keys() & SAYING
+        facts.words |= words.keys() & RESTRICTING
         if "type" in words:
             facts.types &= types_of(words["type"])
         values = [words["const"]] if "const" in words else words.get("enum")
@@ -336,7 +335,7 @@ class Overlaps:
 
 
 def is_same(first: Any, second: Any) -> bool:
-    """Whether two values are equal as JSON values: 1 equals 1.0 but not true."""
+    """Return whether two values are equal as JSON values: 1 equals 1.0 but not true."""
     if isinstance(first, bool) or isinstance(second, bool) or first is None or second is None:
         return first is second
     if is_list(first) and is_list(second):
@@ -349,7 +348,7 @@ def is_same(first: Any, second: Any) -> bool:
 
 
 def distinct_key(value: Any) -> str:
-    """Return a text that is equal exactly for values that are equal as JSON."""
+    """Return a text that is the same for two values if and only if they are equal as JSON values."""
     return json.dumps(_without_spellings(value), sort_keys=True)
 
 
@@ -362,5 +361,5 @@ def _without_spellings(value: Any) -> Any:
 
 
 def key_of(value: Any) -> str:
-    """Return a text that is different for different values."""
+    """Return a text that differs for different values."""
     return json.dumps(value, sort_keys=True)

@@ -1,7 +1,7 @@
-"""Translates regular expressions of JSON schemas to expressions that llguidance reads the same way.
+"""Translate regular expressions of JSON schemas to Rust's syntax, which llguidance uses.
 
-A schema's `pattern` is ECMA 262; validators in Python read it as Python's syntax; llguidance reads Rust's. Where
-these differ, the result matches only what all of them match. Plain functions; any thread.
+A schema's `pattern` has the syntax of ECMA 262, but validators in Python interpret it in Python's syntax. If
+the interpretations differ, the translation matches only texts that both match. Any thread.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ _CLASSES = {
     "d": "0-9",
     "D": r"\x00-/:-\x7f",
     "w": _WORD,
-    "W": r"\x00-/:-@\[-\^`\{-\x7f",  # ASCII only: Python and ECMA disagree whether é is a letter
+    "W": r"\x00-/:-@\[-\^`\{-\x7f",  # ASCII only, because Python and ECMA 262 disagree whether é is a letter
     "s": r"\t-\r ",
     "S": r"!-~\u{a1}-\u{167f}\u{2070}-\u{2fff}\u{3001}-\u{fefe}\u{ff00}-\u{10ffff}",
 }
-"""The contents of a Rust class with the same characters, by escape."""
+"""The contents of the Rust character class that equals an escape, by escape."""
 _CONTROLS = {"t": r"\t", "n": r"\n", "r": r"\r", "f": r"\f", "v": r"\v", "0": r"\x00"}
 
 
 class UnreadablePattern(ValueError):
-    """An unsupported expression; the message is to follow the expression in a sentence."""
+    """An expression is not supported. The message continues a sentence that begins with the expression."""
 
 
 _ZOD_DURATION = (
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 )
 _KNOWN = {_ZOD_DURATION: FORMATS["duration"]}
-"""Expressions with inner look-aheads that libraries generate, and their replacements."""
+"""Replacements of unsupported expressions that libraries generate, by expression."""
 
 
 def is_replaced(pattern: str) -> bool:
@@ -45,7 +45,8 @@ def is_replaced(pattern: str) -> bool:
 def rust_patterns(pattern: str) -> list[str]:
     """Translate an expression of ECMA 262 to Rust expressions that must all match. Raises UnreadablePattern.
 
-    There are several if it begins with look-aheads: each is a condition on the whole text, like the rest.
+    If the expression begins with look-aheads, each look-ahead gives an expression of its own, for the whole
+    text.
     """
     if pattern in _KNOWN:
         return [_KNOWN[pattern]]
@@ -65,7 +66,7 @@ def rust_patterns(pattern: str) -> list[str]:
 
 
 def _end_of_group(pattern: str, begin: int) -> int:
-    """Return the index of the bracket that closes the one at `begin`."""
+    """Return the index of the bracket that closes the group that begins at `begin`."""
     depth, place, in_class = 0, begin, False
     while place < len(pattern):
         char = pattern[place]
@@ -84,7 +85,7 @@ def _end_of_group(pattern: str, begin: int) -> int:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether there is a | outside of groups, so that a leading look-ahead holds for one alternative only."""
+    """Return whether there is a | outside of groups, so that a look-ahead applies to one alternative only."""
     place = 0
     while place < len(pattern):
         char = pattern[place]
@@ -101,7 +102,7 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 def _not_ahead(inner: str) -> str:
-    """Return an expression for texts that do not begin with a negative look-ahead's, in simple cases."""
+    """Return an expression for texts that pass a negative look-ahead with the content `inner`, in simple cases."""
     if inner == "$":
         return "^(?s:.+)$"
     far = re.fullmatch(r"(?:\.|\[\\s\\S\])\*(.+)", inner)
@@ -122,7 +123,7 @@ def _not_ahead(inner: str) -> str:
 
 
 def _plain_texts(expression: str) -> list[str] | None:
-    """Return the literal texts of an expression's alternatives; None if it has anything else."""
+    """Return the alternatives of an expression if all are literal texts, else None."""
     if not re.fullmatch(r"(?:[\w \-@#%&=:;,<>~`'\"!/]|\\[^\w]|\|)+", expression):
         return None
     texts = [re.sub(r"\\(.)", r"\1", each) for each in re.findall(r"(?:\\.|[^|\\])+", expression)]
@@ -163,7 +164,10 @@ def rust_pattern(pattern: str) -> str:
 
 
 def _check_syntax(pattern: str) -> None:
-    """Refuse expressions that are invalid in Python too, except syntax that only ECMA 262 has."""
+    """Raise UnreadablePattern for an invalid expression.
+
+    Python's parser checks it, except syntax of ECMA 262 alone.
+    """
     named = re.sub(r"\(\?<(?=[^=!])", "(?P<", pattern)
     try:
         with warnings.catch_warnings():
@@ -177,7 +181,7 @@ def _check_syntax(pattern: str) -> None:
 
 
 def _closes(pattern: str, place: int) -> bool:
-    """Whether a brace ends a quantifier outside of classes."""
+    """Return whether the brace at `place` ends a quantifier."""
     begin = pattern.rfind("{", 0, place)
     found = _QUANTIFIER.match(pattern, begin) if begin >= 0 else None
     return pattern[place] == "}" and found is not None and found.end() == place + 1
@@ -204,7 +208,7 @@ def _group(pattern: str, place: int) -> tuple[str, int]:
 
 
 def _escape(pattern: str, place: int, in_class: bool) -> tuple[str, int]:
-    """The translation of an escape, and the index after it; `place` is the index after its backslash."""
+    """Return the translation of an escape, and the index after it. `place` is the index after the backslash."""
     char = pattern[place : place + 1]
     if char in _CLASSES and char:
         return _CLASSES[char] if in_class else f"[{_CLASSES[char]}]", place + 1
@@ -237,7 +241,10 @@ def _escape(pattern: str, place: int, in_class: bool) -> tuple[str, int]:
 
 
 def _class(pattern: str, place: int) -> tuple[str, int]:
-    """Return a class and the index after it; `place` is the index after its opening bracket."""
+    """Return the translation of a character class, and the index after it.
+
+    `place` is the index after its opening bracket.
+    """
     out = ["["]
     if pattern[place : place + 1] == "^":
         out.append("^")
@@ -269,7 +276,7 @@ def _class(pattern: str, place: int) -> tuple[str, int]:
 
 
 def _literal(char: str) -> str:
-    """Return a literal character, escaped for use in or outside of a class."""
+    """Return a literal character, escaped for use both in a class and outside."""
     if char.isalnum() or char == "_" or ord(char) > 127 or char == " ":
         return char
     return f"\\u{{{ord(char):x}}}"
@@ -286,7 +293,7 @@ def other_than(texts: Iterable[str]) -> str:
 
 
 def _avoiding(texts: set[str], as_beginnings: bool = False) -> str:
-    """Return an expression for all texts except these, or for all that begin with none of these."""
+    """Return an expression for all texts except `texts`, or for all texts that begin with none of `texts`."""
     if beginning := _common_beginning(texts):
         rest = {text.removeprefix(beginning) for text in texts}
         options = [_parting(beginning)]
@@ -316,7 +323,7 @@ def _common_beginning(texts: set[str]) -> str:
 def _parting(beginning: str) -> str:
     """Return an expression for all texts that do not begin with `beginning`.
 
-    By halves, as Rust nests at most 250 groups.
+    The expression is built recursively by halves, because Rust allows at most 250 nested groups.
     """
     parts = [f"(?:[^{_literal(char)}](?s:.*))?" for char in beginning]
     texts = [_literal(char) for char in beginning]

@@ -1,4 +1,4 @@
-"""The translation of one schema, as the modules of its keywords use it."""
+"""The interface of the translation, for the modules that translate particular keywords."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SchemaWriter(ABC):
 
     Attributes:
         document: The document being read.
-        overlaps: Compares its schemas.
+        overlaps: Compares the document's schemas.
         definitions: Translated targets of references, by their new names.
         negating: Targets of references whose negation is being written.
-        latest: The schema most recently begun.
+        latest: The schema whose translation was begun last.
     """
 
     def __init__(self, document: Document) -> None:
@@ -40,7 +40,7 @@ class SchemaWriter(ABC):
 
     @abstractmethod
     def listed(self, node: Node) -> list[Any] | None:
-        """Return the values of a schema that lists all of them, all different; None if it does not."""
+        """Return the distinct values that a schema allows; None if it does not list them."""
 
     def number(self, node: Node, words: Mapping[str, Any], keyword: str) -> int | float | None:
         """Return a numeric keyword; None if absent."""

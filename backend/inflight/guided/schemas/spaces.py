@@ -12,7 +12,7 @@ from inflight.guided.schemas.patterns import UnreadablePattern, rust_pattern
 from inflight.json_values import is_object
 
 MOST_SPACES = 20
-"""Maximum number of white space characters at one place by default, as a confused model may write them
+"""Default of the maximum number of white space characters at one place. A model could otherwise write them
 endlessly."""
 KEYWORD = "x-guidance"
 
@@ -23,21 +23,21 @@ class Spaces:
 
     Attributes:
         is_flexible: Whether white space is allowed.
-        pattern: A Rust regular expression for it; "" for the default.
+        pattern: A Rust regular expression for the white space; "": the default.
     """
 
     is_flexible: bool = True
     pattern: str = ""
 
     def options(self) -> dict[str, Any]:
-        """Return llguidance's options for it."""
+        """Return llguidance's options for this white space."""
         if not self.is_flexible:
             return {"whitespace_flexible": False}
         return {"whitespace_pattern": self.pattern or f"[ \\t\\n\\r]{{1,{MOST_SPACES}}}"}
 
 
 def read_spaces(schema: Any, root: str) -> Spaces:
-    """Read the white space option of a whole schema. Raises InvalidArgument for anything else."""
+    """Read the keyword `x-guidance` of a whole schema. Raises InvalidArgument if it is invalid."""
     given: Any = cast(Mapping[str, Any], schema).get(KEYWORD) if is_object(schema) else None
     if given is None:
         return Spaces()
@@ -67,7 +67,7 @@ def read_spaces(schema: Any, root: str) -> Spaces:
 
 
 def _is_space(pattern: str) -> bool:
-    """Whether an expression matches only blanks, tabs and line ends."""
+    """Return whether an expression matches only blanks, tabs and line ends."""
     left = re.sub(r"\\[tnr]|\\x(?:20|0[9aAdD])|\\u00(?:20|0[9aAdD])|\\s|[ \t\n\r]", "s", pattern)
     if "\\s" in pattern:  # a vertical tab is not JSON white space
         return False

@@ -1,4 +1,4 @@
-"""Writes a JSON schema as one that llguidance follows exactly; see the package's docstring."""
+"""Translate a JSON schema to one that llguidance enforces exactly; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from inflight.json_values import is_list, is_object
 
 _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
-"""Without \\u, which would allow a second spelling of a property that may come once."""
+"""Allowed escapes in strings. \\u is excluded, because it would allow a second spelling of a property's
+name."""
 _MOST_ORDERS = 400
 _MOST_CONTAINED = 20
 
 
 def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str:
-    """Translate a JSON schema to one that llguidance follows.
+    """Translate a JSON schema to one that llguidance enforces exactly.
 
     Args:
-        text: The schema.
-        path: The name of its root in errors.
+        text: The schema as JSON text.
+        path: The name of the schema's root in errors.
         is_watched: Whether an `ItemWatch` enforces uniqueItems.
 
     Raises:
-        InvalidArgument: The text is not a JSON schema or has an unsupported part; the message has its path.
+        InvalidArgument: The text is not a JSON schema or has an unsupported part. The message has the part's
+            path.
     """
     try:
         schema = json.loads(text, parse_constant=_no_constant)
@@ -114,12 +116,17 @@ class Writer(SchemaWriter):
         return list(dict.fromkeys(kinds))
 
     def _reference(self, node: Node, words: Mapping[str, Any]) -> dict[str, str] | bool:
-        """Return the translated reference; True if there is none, a boolean if its target is one."""
+        """Return the translated reference.
+
+        If its target is a boolean, return it; if there is no reference, True.
+        """
         found = [keyword for keyword in ("$ref", "$dynamicRef", "$recursiveRef") if keyword in words]
         if not found:
             return True
         if len(found) > 1:
-            raise refused(node.path, f"{found[0]} and {found[1]} came together, expected one of them")
+            raise refused(
+                node.path, f"{found[0]} and {found[1]} are used together, expected only one of them"
+            )
         target = self.document.target(node, found[0], words[found[0]])
         key = target.place
         if key not in self._names:
@@ -221,7 +228,7 @@ class Writer(SchemaWriter):
             written["items"] = self.write(node.inside(words["unevaluatedItems"], "unevaluatedItems"))
 
     def _contained(self, node: Node, words: Mapping[str, Any]) -> tuple[int, int] | None:
-        """Return how many items `contains` requires, at least and at most; None if it requires none."""
+        """Return (least, most) items that `contains` requires; None if it requires none."""
         if "contains" not in words:
             return None
         least, most = self.count(node, words, "minContains"), self.count(node, words, "maxContains")
@@ -233,13 +240,13 @@ class Writer(SchemaWriter):
     def _write_contained(
         self, node: Node, words: Mapping[str, Any], counts: tuple[int, int], parts: list[Written]
     ) -> None:
-        """Put the items required by `contains` first: any other position would need a grammar of its own."""
+        """Translate `contains` so that the required items come first in the array, which a grammar can express."""
         least, most = counts
         if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MOST_CONTAINED:
             raise refused(
                 node.path,
                 f"contains beside prefixItems or unevaluatedItems, or for more than {_MOST_CONTAINED} items, "
-                "cannot be followed: say with prefixItems alone which come where",
+                "cannot be followed: use only prefixItems",
             )
         inner = node.inside(words["contains"], "contains")
         part: dict[str, Any] = {"prefixItems": [self.write(inner)] * least}
@@ -251,7 +258,10 @@ class Writer(SchemaWriter):
         parts.append(part)
 
     def _unique(self, node: Node, words: Mapping[str, Any], least: int, most: int | None) -> Written | None:
-        """Return arrays with unique items: all, or those in the order of the enum; None if they are watched."""
+        """Return a schema of arrays with unique items, in any order or in the order of the enum.
+
+        Returns None if an ItemWatch enforces uniqueItems.
+        """
         values = self.listed(node.inside(words["items"], "items")) if "items" in words else None
         if values is None or {"prefixItems", "contains"} & words.keys():
             if self._is_watched:
@@ -278,7 +288,7 @@ class Writer(SchemaWriter):
         return {"anyOf": [*([{"enum": arrays}] if arrays else []), {"type": others}]}
 
     def listed(self, node: Node) -> list[Any] | None:
-        """Return the values of a schema that lists all of them, all different; None if it does not."""
+        """Return the distinct values that a schema allows; None if it does not list them."""
         facts = self.overlaps.facts([node])
         if facts.words - {"enum", "const"}:
             return None
@@ -297,12 +307,12 @@ class Writer(SchemaWriter):
         return list(distinct.values())
 
     def _has_formats(self, value: Any, formats: list[str]) -> bool:
-        """Whether a value certainly has these formats, which apply to texts only."""
+        """Return whether a value certainly has these formats. A value that is no text has every format."""
         return not isinstance(value, str) or all(self.overlaps.matches(FORMATS[f], value) for f in formats)
 
 
 def _check_value(node: Node, value: Any, keyword: str) -> None:
-    """Refuse values that no generated text can have, nested ones included."""
+    """Raise InvalidArgument if a value, or a value nested in it, cannot occur in generated text."""
     if is_list(value):
         for each in value:
             _check_value(node, each, keyword)
@@ -323,7 +333,10 @@ def _check_value(node: Node, value: Any, keyword: str) -> None:
 def _assembled(
     node: Node, written: dict[str, Any], parts: list[Written], reference: dict[str, str]
 ) -> Written:
-    """Combine the translated parts. Properties come in the order of first mention."""
+    """Combine the translated parts to one schema.
+
+    Properties are in the order in which they are first mentioned.
+    """
     parts = [each for each in parts if each is not True and each != {}]
     if False in parts:
         return False

@@ -1,5 +1,5 @@
-"""The page at `/`, a playground for the served model, with a few figures of the engine's activity.
+"""The page at `/`: a playground for the served model, which also shows the engine's activity in a few figures.
 
-`page/` has the page's parts, which `routes` joins into one document. The page sends only ordinary requests of
-the protocol.
+`page/` has the page's parts, which `routes` joins to one document. The page generates text by ordinary
+requests of OpenAI's protocol.
 """

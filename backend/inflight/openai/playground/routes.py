@@ -1,7 +1,7 @@
-"""Routes of the playground: GET / returns the page, the others serve its requests beside OpenAI's routes.
+"""Routes of the playground: GET / returns the page; other routes serve the page's requests that OpenAI has not.
 
-Owns the assembly of the page, and its Content-Security-Policy, which allows only the page's own script. Runs
-on the event loop.
+Builds the page and its Content-Security-Policy, which allows only the page's own script. Runs on the event
+loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.openai.errors import ApiError
 from inflight.openai.playground.activity import Activity
 
 _PARTS = Path(__file__).parent / "page"
-# Scripts in order, in one scope; the last one starts the page.
+# The scripts, in the order in which they are joined to one. The last one starts the page.
 _SCRIPTS = (
     "api.js", "sampling.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js",
     "main.js",
@@ -31,7 +31,7 @@ playground_router = APIRouter(include_in_schema=False)
 
 @playground_router.get("/")
 async def get_page() -> HTMLResponse:
-    """Return the page: one document, with its style and script."""
+    """Return the page: one HTML document that includes its style and script."""
     html, policy = build_page()
     return HTMLResponse(
         html,
@@ -55,7 +55,7 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 @playground_router.get("/playground/model")
 async def get_model(request: Request) -> dict[str, bool]:
-    """Return whether the model has a chat template; without one the page begins with completions."""
+    """Return whether the model has a chat template. Without one, the page starts in its mode for completions."""
     context = context_of(request)
     try:
         await context.session.wait_for(context.model.chat_template)
@@ -91,5 +91,5 @@ def _read(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the hash by which a policy allows one inline text."""
+    """Return the hash by which a Content-Security-Policy allows an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,11 +1,11 @@
-/* A library loaded into tritonserver before its own: refuses requests that would end it, and records the last ones.
+/* A library preloaded into tritonserver: it refuses requests that would crash tritonserver, and records the last requests.
  *
  * tritonserver's HTTP and gRPC front ends make every request with libtritonserver's C API. The functions here have
- * the names of API functions, so the loader finds them first. Each checks its arguments and calls the real function,
- * or returns an error, which the front end sends to the client. Nothing else is changed, and a process that is not
- * tritonserver is not changed at all. Needs a C compiler and the C library.
+ * the names of API functions, so that the loader finds them first. Each function checks its arguments, and either calls
+ * the real function or returns an error, which the front end sends to the client. Processes other than tritonserver are
+ * not changed. Needs a C compiler and the C library.
  *
- * These requests end tritonserver 2.51 or its Python backend, and are refused: an empty batch (SIGSEGV), a shape whose
+ * These requests crash tritonserver 2.51 or its Python backend, and are refused: an empty batch (SIGSEGV), a shape whose
  * number of bytes overflows or exceeds any message (SIGSEGV, abort or std::bad_alloc), and classification of a text
  * output (SIGFPE). A connection with JSON that is nested too deeply for a thread's stack (SIGSEGV) is closed, because
  * the parser cannot be stopped. A compressed body may decompress to the size limit of an uncompressed one. The name of
@@ -33,15 +33,16 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The used part of tritonserver.h, which is not installed with the program. The C API's numbers are stable. */
+/* The part of tritonserver.h that is used here; it is not installed with tritonserver. The C API's numbers are stable. */
 typedef struct Opaque Error, Request, Response, Server;
 enum { INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
 static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* 4 for a text's length */
 
-/* Most bytes of a tensor: gRPC's limit for a message; for HTTP, what a JSON body of at most 64 MiB can express, with
- * two characters for an element of at most 8 bytes. The HTTP front end allocates it before it reads the data. */
+/* Largest size in bytes of a tensor. For gRPC it is the limit of a message. For HTTP it is the largest tensor in a JSON body
+ * of at most 64 MiB, with two characters for an element of at most 8 bytes; the front end allocates this size before it
+ * reads the data. */
 static const uint64_t MOST_BYTES = INT32_MAX, MOST_HTTP_BYTES = 256 << 20;
-/* Most bytes of a decompressed HTTP body, and of a decompressed gRPC message. */
+/* Largest sizes in bytes of a decompressed HTTP body and of a decompressed gRPC message. */
 static const uint64_t MOST_HTTP_UNPACKED = 64 << 20, MOST_UNPACKED = 256 << 20;
 enum { MOST_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser uses about 100 bytes of stack per level */
 
@@ -130,7 +131,7 @@ __attribute__((constructor)) static void begin(void) {
   error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
   struct rlimit stack;
   if (getrlimit(RLIMIT_STACK, &stack) == 0) {
-    /* A thread's stack has the limit's size, or 2 MiB without a limit. */
+    /* The size of a thread's stack is the resource limit, or 2 MiB if there is no limit. */
     rlim_t of_a_thread = stack.rlim_cur == RLIM_INFINITY ? 2 << 20 : stack.rlim_cur;
     if (of_a_thread / STACK_OF_A_LEVEL < (rlim_t)most_nested) most_nested = (int)(of_a_thread / STACK_OF_A_LEVEL);
   }
@@ -138,7 +139,7 @@ __attribute__((constructor)) static void begin(void) {
   map_slots();
 }
 
-/* Appends to the record of the request that this thread makes; text that does not fit is left out. */
+/* Appends text to the record of the request that this thread creates. Text that does not fit is left out. */
 static void note(const char* text) {
   if (making.slot == NULL) return;
   for (; *text != '\0' && making.used < SLOT_BYTES - 1; text++) {
@@ -184,8 +185,8 @@ static bool is_batch(const Request* request) {
   return (flags & BATCH_FIRST_DIM) != 0;
 }
 
-/* Clients get the text of errors. When the Python backend's shared memory is full, its error has the region's name;
- * then the full text is logged, and the client gets the text without the name. */
+/* Clients get the text of errors. When the Python backend's shared memory is full, its error has the name of the region.
+ * The full text is then logged, and the client gets the text without the name. */
 Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   static const char before[] = "shared memory pool size for key '";
   if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
@@ -213,7 +214,7 @@ static Error* check_shape(const Request* request, const char* name, int data_typ
   for (uint64_t dim = 0; dim < num_dims; dim++) {
     if (shape[dim] == 0) is_empty = true;
     if (shape[dim] < 0) return refusal(name, described, "no negative dimension");
-    /* The other dimensions can overflow even if one is 0: they are multiplied one by one. */
+    /* Even if one dimension is 0, the product of the others can overflow, because they are multiplied one by one. */
     if (shape[dim] > 0 && __builtin_mul_overflow(size, (uint64_t)shape[dim], &size)) size = UINT64_MAX;
     if (size > (is_http ? MOST_HTTP_BYTES : MOST_BYTES)) {
       return refusal(name, described, is_http ? "a tensor of at most 256 MiB" : "a tensor of less than 2 GiB");
@@ -269,8 +270,8 @@ Error* TRITONSERVER_InferenceResponseOutput(Response* response, uint32_t index, 
   return error;
 }
 
-/* The real function returns 0 for texts, and the front ends divide by it when a client asks to classify an output. With
- * another number they report that texts cannot be classified. They call it after reading an output for this only. */
+/* The real function returns 0 for texts, and the front ends divide by it when a client asks to classify an output. If it
+ * returns another number, they report that texts cannot be classified. They call this function for classification only. */
 uint32_t TRITONSERVER_DataTypeByteSize(int data_type) {
   return data_type == BYTES && output_is_text ? 1 : real_data_type_byte_size(data_type);
 }
@@ -303,10 +304,10 @@ Error* TRITONSERVER_ServerMetrics(Server* server, void** metrics) {
   return real_server_metrics(server, metrics);
 }
 
-/* The nesting depth of JSON received on a connection. A line may begin outside of a string, inside one, or after a
- * backslash inside one: the headers of a request and the sizes of chunks end in newlines, and a chunk may begin
- * anywhere in a string. So all three states are tracked, from the greatest possible depth at the end of the line
- * before. One of them is right; the others may count brackets inside texts. */
+/* The nesting depth of JSON received on a connection. A line may begin outside of a string, inside a string, or after a
+ * backslash inside a string: the headers of a request and the sizes of chunks end in newlines, and a chunk may begin
+ * anywhere in a string. So all three states are tracked, each beginning with the largest depth at the end of the previous
+ * line. One of the three is correct; the other two may count brackets inside texts. */
 enum { NUM_STARTS = 3, NUM_CONNECTIONS = 1 << 16 }; /* with more connections, some share an entry */
 
 typedef struct {
@@ -366,7 +367,7 @@ ssize_t readv(int file, const struct iovec* parts, int num_parts) {
   return count;
 }
 
-/* A request that is answered has been parsed, so the connection's next request begins. */
+/* The answered request has been parsed, so the next request of the connection begins. */
 ssize_t writev(int file, const struct iovec* parts, int num_parts) {
   if (file >= 0) begin_line(nesting_of(file), 0);
   return real_writev(file, parts, num_parts);

@@ -1,6 +1,6 @@
-"""Streamed text whose trailing white space is held until its fate is known.
+"""A buffer for streamed text that holds back trailing white space.
 
-Does not know what the text is part of. One object for each text, used by one thread at a time.
+There is one buffer for each text; it is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ class HeldText:
     """Buffer for a streamed text that holds trailing white space until other characters follow.
 
     Args:
-        drop_leading: Drop leading white space.
+        drop_leading: Whether to drop leading white space.
     """
 
     def __init__(self, drop_leading: bool = False) -> None:
@@ -32,12 +32,12 @@ class HeldText:
         self._space += text[len(shown) :]
 
     def take(self) -> str:
-        """Return the text that is ready, once."""
+        """Remove the text that is ready from the buffer and return it."""
         ready, self._ready = self._ready, ""
         return ready
 
     def take_space(self) -> str:
-        """Return the held white space at the end of the text, once."""
+        """Remove the white space at the end of the text from the buffer and return it."""
         space, self._space = self._space, ""
         return space
 
@@ -48,7 +48,7 @@ class HeldText:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Return how many characters at the text's end may begin a marker; at most one less than its length."""
+    """Return the length of the longest end of `text` that is a beginning of `marker`, but not the whole marker."""
     for length in range(min(len(text), len(marker) - 1), 0, -1):
         if marker.startswith(text[len(text) - length :]):
             return length

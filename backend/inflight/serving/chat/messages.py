@@ -1,7 +1,7 @@
 """Conversion of clients' messages to the form that a chat template can render, in plain JSON.
 
-Owns the form of contents (text or parts), of tool calls' arguments (objects or text) and of reasoning, and
-the checks of messages. Knows only a template's MessageForm. Plain functions; any thread.
+Converts contents (text or parts), arguments of tool calls (objects or text) and reasoning to the forms in a
+template's MessageForm, and checks messages. Any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 from inflight.errors import InvalidArgument, Name
 
 Message = dict[str, Any]
-"""A message in the template's form."""
+"""A message in the form that a template can render."""
 
 _NEEDS_CONTENT = frozenset(("system", "developer", "user", "tool"))
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -23,7 +23,7 @@ _MAX_DEPTH = 64
 
 
 class EmptyContent(Enum):
-    """The content of an assistant message that has none, such as one with only tool calls."""
+    """The content field that a template needs for an assistant message without content, such as a tool call."""
 
     LEFT_OUT = "left out"
     EMPTY = "empty"
@@ -33,7 +33,7 @@ class EmptyContent(Enum):
         """Return the message's content field, {} if it is left out.
 
         Args:
-            takes_text: Contents are texts; otherwise lists of parts.
+            takes_text: Whether contents are texts; otherwise they are lists of parts.
         """
         if self is EmptyContent.LEFT_OUT:
             return {}
@@ -47,12 +47,13 @@ class MessageForm:
     """The form that messages must have for one template.
 
     Attributes:
-        takes_text: A content may be a text; otherwise a text becomes a list of one part.
-        takes_parts: A content may be a list of parts; otherwise their texts are joined with line ends.
-        arguments_as_text: Arguments of tool calls are JSON texts, not objects.
-        takes_developer: The template renders the role developer, OpenAI's newer name of system; otherwise
-            developer messages become system messages.
-        empty_content: Content of an assistant message that has none.
+        takes_text: Whether a content may be a text. Otherwise a text is converted to a list of one part.
+        takes_parts: Whether a content may be a list of parts. Otherwise the parts' texts are joined with
+            line ends.
+        arguments_as_text: Whether arguments of tool calls are JSON texts; otherwise they are objects.
+        takes_developer: Whether the template renders the role developer, OpenAI's newer name of system.
+            Otherwise developer messages become system messages.
+        empty_content: Content field of an assistant message without content.
     """
 
     takes_text: bool = True
@@ -74,10 +75,10 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> 
 
 
 def plain_json(value: Any, name: str, depth: int = 0) -> Any:
-    """Return a copy of a value with JSON's own types only, so that no other object reaches a template.
+    """Return a copy of a value that consists of JSON's types only, so that a template gets no other objects.
 
     Raises:
-        InvalidArgument: The value contains another type, or is nested too deeply.
+        InvalidArgument: The value contains a type that JSON does not have, or is nested too deeply.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -189,7 +190,7 @@ def _arguments(arguments: Any, name: str, form: MessageForm) -> Any:
 
 
 def _with_reasoning(message: Message, name: str) -> Message:
-    """Add the reasoning, sent by clients under one of three names, under the names that templates read."""
+    """Copy the reasoning, which clients send under one of three names, to the names that templates read."""
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     if reasoning is None:
         return message

@@ -1,8 +1,8 @@
 """Separation of a model's reasoning from its answer while the text streams.
 
-Owns where reasoning begins and ends: `<think>…</think>` at the beginning of an answer, or only its end if the
-prompt has opened it or the model leaves `<think>` out. Does not know tool calls, which are parsed afterwards
-from the rest. One object for each text, used by one thread at a time.
+Reasoning is `<think>…</think>` at the beginning of an answer. `<think>` is missing if the prompt ends with
+it or the model leaves it out. Tool calls are parsed afterwards from the rest of the answer. There is one
+parser for each text; it is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from inflight.serving.chat.held_text import HeldText, overlap
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 REASONING_PARSERS = ("think", "deepseek_r1")
-"""think: the answer or the prompt opens the reasoning. deepseek_r1: everything before `</think>` is
-reasoning, for models that leave `<think>` out."""
+"""Names of the parsers. think: reasoning begins with `<think>`, in the answer or in the prompt. deepseek_r1:
+everything before `</think>` is reasoning, for models that leave `<think>` out."""
 
 
 def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
@@ -41,7 +41,7 @@ def reasoning_stream(parser: str, starts_inside: bool) -> ReasoningStream:
 
 
 def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the prompt ends the reasoning before the answer; arguments as in `starts_inside`."""
+    """Return whether the prompt contains the end of the reasoning; arguments as in `starts_inside`."""
     if final_message is not None:
         content = str(final_message.get("content") or "")
         if content.rfind(THINK_END) > content.rfind(THINK_BEGIN):
@@ -50,12 +50,12 @@ def ends_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None) 
 
 
 def starts_inside(parser: str, prompt: str, final_message: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the answer to a prompt begins with reasoning, without a mark of its own.
+    """Return whether the answer to a prompt begins inside the reasoning, without `<think>`.
 
     Args:
         parser: One of REASONING_PARSERS, or "".
         prompt: The rendered prompt.
-        final_message: The message to continue, or None.
+        final_message: The message that the answer continues; None if it begins a new message.
     """
     if not parser:
         return False
@@ -76,58 +76,61 @@ def opens_reasoning(prompt: str, final_message: Mapping[str, Any] | None = None)
 class ReasoningStream:
     """Incremental parser of a text into reasoning and content.
 
-    Drops white space around the reasoning, and before the content that follows it. A text without reasoning
-    is content, unchanged. The joined results do not depend on how the text is divided into pieces.
+    Drops white space around the reasoning and before the content that follows it. A text without reasoning
+    is returned unchanged as content. The concatenated results do not depend on how the text is divided into
+    pieces.
 
     Args:
         begin: Text that opens reasoning; "": there is no reasoning.
-        starts_inside: The text begins with reasoning, without `begin`.
-        may_begin_again: With `starts_inside`: the text may begin with `begin` all the same; it is dropped.
+        starts_inside: Whether the text begins with reasoning, without `begin`.
+        may_begin_again: Whether a text with `starts_inside` may nevertheless begin with `begin`, which is
+            then dropped.
     """
 
     def __init__(self, begin: str, starts_inside: bool, may_begin_again: bool = False) -> None:
         self._begin = begin
         self._text = ""
-        self._otherwise = "inside" if starts_inside else "behind"  # state without `begin`
+        self._otherwise = "inside" if starts_inside else "after"  # state without `begin`
         is_open = not begin or (starts_inside and not may_begin_again)
         self._place = self._otherwise if is_open else "start"
         self._reasoning = HeldText(drop_leading=True)
         self._drop_leading = False
 
     def add(self, text: str) -> tuple[str, str]:
-        """Append text; return the reasoning and content that are certain now."""
+        """Append text; return (reasoning, content): the parts that are certain now."""
         self._text += text
         if self._place == "start":
             self._start()
         if self._place == "inside":
             self._inside()
-        return self._reasoning.take(), self._content() if self._place == "behind" else ""
+        return self._reasoning.take(), self._content() if self._place == "after" else ""
 
     def finish(self, is_cut: bool = False) -> tuple[str, str]:
-        """End the text; return the rest of reasoning and content.
+        """End the text; return (reasoning, content): the remaining parts.
 
         Args:
-            is_cut: A limit ended the text; an incomplete mark at its end is dropped.
+            is_cut: Whether a limit ended the text. An incomplete `<think>` or `</think>` at its end is then
+                dropped.
         """
         mark = {"start": self._begin, "inside": THINK_END}.get(self._place, "")
         if is_cut and len(self._text.lstrip()) > 1 and mark.startswith(self._text.lstrip()):
             self._text = ""
         if self._place == "start":
             self._place = self._otherwise
-        if self._place == "behind":
+        if self._place == "after":
             return "", self._content()
         self._reasoning.add(self._text)
         return self._reasoning.take(), ""
 
     @property
     def is_in_reasoning(self) -> bool:
-        """Return whether the text is inside the reasoning now."""
+        """Return whether the text so far ends inside the reasoning."""
         return self._place == "inside"
 
     @property
     def has_ended(self) -> bool:
         """Return whether all further text is content."""
-        return self._place == "behind"
+        return self._place == "after"
 
     def _start(self) -> None:
         shown = self._text.lstrip()
@@ -141,7 +144,7 @@ class ReasoningStream:
         thought, end, rest = self._text.partition(THINK_END)
         if end:
             self._reasoning.add(thought)
-            self._text, self._place, self._drop_leading = rest, "behind", True
+            self._text, self._place, self._drop_leading = rest, "after", True
             return
         held = overlap(self._text, THINK_END)
         self._reasoning.add(self._text[: len(self._text) - held])
@@ -156,11 +159,11 @@ class ReasoningStream:
 
 
 class ReasoningTokens:
-    """Counter of an answer's reasoning tokens, marks included.
+    """Counter of an answer's reasoning tokens, including the tokens of `<think>` and `</think>`.
 
     Args:
-        stream: A new parser for this counter's use only.
-        token_bytes: By id, the bytes that each token adds to a text.
+        stream: A new parser, which only this counter uses.
+        token_bytes: The bytes that each token adds to a text, indexed by token id.
     """
 
     def __init__(self, stream: ReasoningStream, token_bytes: Sequence[bytes]) -> None:
@@ -169,14 +172,14 @@ class ReasoningTokens:
         self._num_undecided = 0
 
     def add(self, token_ids: Sequence[int]) -> int:
-        """Append tokens; return how many more tokens are now known to be reasoning."""
+        """Append tokens; return by how many the known number of reasoning tokens grows."""
         count = 0
         for token_id in token_ids:
             if self._stream.has_ended:
                 break
             raw = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
             was_inside = self._stream.is_in_reasoning
-            # The marks are ASCII, so the decoding of other bytes does not matter.
+            # `<think>` and `</think>` are ASCII, so the decoding of other bytes does not matter.
             reasoning, _ = self._stream.add(raw.decode("latin-1"))
             self._num_undecided += 1
             if was_inside or reasoning or self._stream.is_in_reasoning:

@@ -1,8 +1,8 @@
 """A checkpoint's chat template: renders messages to a prompt, like transformers' `apply_chat_template`.
 
-Owns the choice among several templates, and `continue_final_message`. `template_trial.py` finds out what a
-template can render; `messages.py` converts the messages. Knows no protocol. A ChatTemplate is immutable,
-except for its cache of roles; any thread.
+Chooses among several templates, and implements `continue_final_message`. `template_trial.py` finds out what
+a template can render; `messages.py` converts the messages. A ChatTemplate is immutable, except for its cache
+of roles; any thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from inflight.serving.chat.template_trial import (
     TOOLS_NAMES,
     USUAL_ROLES,
     CallStyle,
-    RoleFate,
+    RoleTreatment,
     Trial,
     find_call_style,
-    find_fate,
     find_form,
+    find_treatment,
 )
 
 _OWN_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
@@ -44,10 +44,11 @@ def load_chat_template(tokenizer_dir: str, file: Path | None = None) -> ChatTemp
 
     Args:
         tokenizer_dir: The folder with tokenizer.json.
-        file: A jinja2 template that replaces the checkpoint's; None: the checkpoint's.
+        file: A file with a jinja2 template to use instead of the checkpoint's; None: use the checkpoint's.
 
     Raises:
-        ConfigError: A file is missing or broken, or a template is invalid; the message names it.
+        ConfigError: A file is missing or broken, or a template is invalid; the message names the file or
+            template.
     """
     files = read_template_files(tokenizer_dir, file)
     return ChatTemplate(files) if files.sources else None
@@ -57,10 +58,11 @@ class ChatTemplate:
     """The chat templates of a checkpoint; each chat is rendered by one of them.
 
     Attributes:
-        style: The parser in `tool_calls.py` for the calls that the template writes; "": none.
+        style: Name of the parser in `tool_calls.py` for the calls that the template writes; "": no parser.
         call_example: The beginning of a call in the template's form; "" if it writes no calls.
         takes_tools: Whether the template renders tools.
-        reasoning_style: The parser in `reasoning.py` for the model's reasoning: think, or "".
+        reasoning_style: Name of the parser in `reasoning.py` for the model's reasoning: think, or "" for
+            none.
     """
 
     def __init__(self, files: TemplateFiles) -> None:
@@ -88,14 +90,15 @@ class ChatTemplate:
 
         Args:
             messages: OpenAI's messages: role, content (text, or parts of type text), tool_calls, tool_call_id, ….
-            tools: OpenAI's tools; None and an empty list are none.
-            add_generation_prompt: End with the beginning of an assistant message.
-            continue_final_message: End inside the last message, for the model to continue it.
+            tools: OpenAI's tools; None and an empty list mean no tools.
+            add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
+            continue_final_message: Whether the prompt ends inside the last message, for the model to
+                continue it.
             template_kwargs: More variables of the template, such as `enable_thinking` and `documents`.
 
         Raises:
-            InvalidArgument: A message is malformed, or the template does not render an argument or refuses
-                it; the error names the field.
+            InvalidArgument: A message is malformed, or the template ignores or refuses an argument; the
+                error names the field.
         """
         if add_generation_prompt and continue_final_message:
             raise InvalidArgument(
@@ -116,13 +119,13 @@ class ChatTemplate:
         if continue_final_message:
             if messages[-1].get("content") in (None, []):
                 raise InvalidArgument(
-                    Name("continue_final_message"), ": the last message has no content to go on with"
+                    Name("continue_final_message"), ": the last message has no content to continue"
                 )
             return _render_continued(chosen, chat, values)
         return _render(chosen, {**values, "messages": chat, "add_generation_prompt": add_generation_prompt})
 
     def reads(self, name: str, has_tools: bool) -> bool:
-        """Return whether the template for chats with or without tools reads a variable of this name."""
+        """Return whether the template for chats with tools, or for chats without, reads the variable `name`."""
         return name in self._choose(has_tools).names
 
     def unknown_calls(self) -> str:
@@ -148,12 +151,13 @@ class _Template:
 
     Attributes:
         compiled: The compiled template.
-        names: Variables that it reads.
-        constants: Texts in its expressions, such as names of roles.
-        form: Form of the messages that it renders.
+        names: Variables that the template reads.
+        constants: Texts in the template's expressions, such as names of roles.
+        form: Form of the messages that the template renders.
         trial: Renderer of test messages.
-        roles: Its treatment of messages of each role in USUAL_ROLES.
-        own_roles: Its treatment of other roles among its constants; filled by the first message of each.
+        roles: The template's treatment of messages of each role in USUAL_ROLES.
+        own_roles: The template's treatment of other roles among its constants; an entry is added by the
+            first message of the role.
     """
 
     compiled: jinja2.Template
@@ -161,17 +165,20 @@ class _Template:
     constants: frozenset[str]
     form: MessageForm
     trial: Trial
-    roles: Mapping[str, RoleFate]
-    own_roles: dict[str, RoleFate] = field(default_factory=dict[str, RoleFate])
+    roles: Mapping[str, RoleTreatment]
+    own_roles: dict[str, RoleTreatment] = field(default_factory=dict[str, RoleTreatment])
 
-    def fate_of(self, role: str) -> RoleFate:
-        """Return the treatment of a role's messages; the first call for an unusual role renders chats."""
-        fate = self.roles.get(role) or self.own_roles.get(role)
-        if fate is None:
+    def treatment_of(self, role: str) -> RoleTreatment:
+        """Return the treatment of a role's messages.
+
+        The first call for a role not in USUAL_ROLES renders test chats.
+        """
+        treatment = self.roles.get(role) or self.own_roles.get(role)
+        if treatment is None:
             if role not in self.constants:
-                return RoleFate.LEFT_OUT
-            fate = self.own_roles[role] = find_fate(self.trial, self.form, role)
-        return fate
+                return RoleTreatment.LEFT_OUT
+            treatment = self.own_roles[role] = find_treatment(self.trial, self.form, role)
+        return treatment
 
 
 def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, str]) -> _Template:
@@ -182,17 +189,17 @@ def _compile(source: str, name: str, origin: str, special_tokens: Mapping[str, s
         raise ConfigError(f"the chat template {name} of {origin} is no template{line}: {error}") from error
     trial = Trial(compiled, special_tokens, next((each for each in TOOLS_NAMES if each in names), ""))
     form = find_form(trial)
-    roles = {role: find_fate(trial, form, role) for role in USUAL_ROLES}
+    roles = {role: find_treatment(trial, form, role) for role in USUAL_ROLES}
     return _Template(compiled, names, constants, form, trial, roles)
 
 
 def _check_roles(messages: Sequence[Mapping[str, Any]], chosen: _Template) -> None:
-    """Raise InvalidArgument for messages that the template would leave out."""
+    """Raise InvalidArgument if the template would leave out a message because of its role."""
     for index, message in enumerate(messages):
         given = str(message["role"])
         role = "system" if given == "developer" and not chosen.form.takes_developer else given
-        if chosen.fate_of(role) is RoleFate.LEFT_OUT:
-            known = [each for each, fate in chosen.roles.items() if fate is RoleFate.WRITTEN]
+        if chosen.treatment_of(role) is RoleTreatment.LEFT_OUT:
+            known = [each for each, treatment in chosen.roles.items() if treatment is RoleTreatment.WRITTEN]
             raise InvalidArgument(
                 Name(f"messages[{index}]"),
                 f".role is {given[:80]!r}, which the chat template of this model does not know: "
@@ -241,7 +248,7 @@ def _render(chosen: _Template, values: Mapping[str, Any]) -> str:
 
 
 def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[str, Any]) -> str:
-    """Render with a mark after the last message's text, and cut the text there, as transformers does."""
+    """Render with a mark after the last message's text, and cut the prompt at the mark, as transformers does."""
     final = chat[-1]["content"]
     if isinstance(final, str):
         marked: Any = final + _TAG
@@ -254,9 +261,9 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
     if place < 0 or final.strip() not in text:
         raise InvalidArgument(
             Name("continue_final_message"),
-            ": the chat template does not render the last message as it is, so that it cannot be continued",
+            ": the chat template changes the last message, so that it cannot be continued",
         )
     kept = text[:place]
-    # A template that strips contents removes the space at the end of the mark; the message's is then removed,
-    # too.
+    # A template that strips contents removes the space at the end of the mark. White space at the end of the
+    # message is then removed, too.
     return kept if text[place : place + len(_TAG)] == _TAG else kept.rstrip()

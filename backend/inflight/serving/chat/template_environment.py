@@ -1,8 +1,7 @@
-"""The jinja2 environment of chat templates, equal to transformers' own, and rendering within limits.
+"""The jinja2 environment of chat templates, equal to transformers' environment, and rendering within limits.
 
-Owns the functions that a template can call, and its time limit. Templates come from the operator, rendered
-values
-from clients: values are plain JSON, and never compiled. Plain functions; any thread.
+Defines the functions that a template can call, and the limits of time and length. Templates come from the
+operator, values from clients: values are plain JSON and are never compiled. Any thread.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from jinja2.utils import Namespace
 from inflight.errors import InvalidArgument, Name, TooLong
 
 MAX_CHARACTERS = 32 * 2**20
-"""Most characters of a rendered chat."""
+"""Largest number of characters of a rendered chat."""
 
 MAX_SECONDS = 10.0
-"""Most processor time to render one chat, in seconds."""
+"""Largest processor time to render one chat, in seconds."""
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -35,10 +34,10 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def names_in(source: str) -> frozenset[str]:
-    """Return the variables that a template reads from its caller, such as `tools`; not those that it sets."""
+    """Return the variables that a template reads from its caller, such as `tools`, but not those that it sets."""
     environment = _environment()
     tree = environment.parse(source)
-    # For jinja2, a variable that the template sets only if it is missing counts as declared.
+    # jinja2 counts a variable as declared even if the template sets it only when the caller does not.
     asked = {
         test.node.name
         for test in tree.find_all(nodes.Test)
@@ -55,11 +54,11 @@ def constants_in(source: str) -> frozenset[str]:
 
 
 def render_bounded(template: jinja2.Template, values: Mapping[str, Any]) -> str:
-    """Render a template with plain values, within the limits.
+    """Render a template with plain values, within MAX_CHARACTERS and MAX_SECONDS.
 
     Raises:
         InvalidArgument: The text is too long, or rendering takes too long.
-        jinja2.TemplateError: The template refuses the values. Other errors of a template are raised, too.
+        jinja2.TemplateError: The template refuses the values. Functions that it calls may raise other errors.
     """
     deadline = time.thread_time() + MAX_SECONDS
     pieces: list[str] = []
@@ -94,7 +93,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks text for training; renders its content."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks text for training. Its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -115,7 +114,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON as json.dumps writes it; jinja2's own filter escapes characters for HTML."""
+    """Return JSON as json.dumps writes it, because jinja2's own filter `tojson` escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -130,13 +129,13 @@ def _strftime_now(format: str) -> str:
 
 
 class _Dict:
-    """`dict` for templates: creates dictionaries, without a class's attributes."""
+    """`dict` for templates: creates dictionaries, but has no attributes that templates could exploit."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)
 
     def fromkeys(self, *values: Any) -> dict[Any, Any]:
-        """Return a dictionary with these keys and one value for all, like `dict.fromkeys`."""
+        """Return a dictionary with the given keys, all with one value, like `dict.fromkeys`."""
         return dict.fromkeys(*values)
 
 

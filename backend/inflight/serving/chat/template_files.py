@@ -1,8 +1,8 @@
 """The files in which a checkpoint keeps its chat templates.
 
-These are chat_template.jinja with additional_chat_templates/, or tokenizer_config.json, or chat_template.json of
-multimodal models. Owns their precedence, which is transformers', and the names of special tokens in templates.
-Does not know the content of templates. Plain functions; any thread.
+Templates are in chat_template.jinja and additional_chat_templates/, or in tokenizer_config.json, or in
+chat_template.json of multimodal models; the precedence is that of transformers. Also reads the special
+tokens that templates use. Any thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.file_names import native
 from inflight.text.tokenizer_files import read_tokenizer
 
 DEFAULT = "default"
-"""Name of the template that is used unless there is a more specific one."""
+"""Name of the template for chats for which there is no more specific template."""
 
 TOOL_USE = "tool_use"
 """Name of the template for chats with tools, if the checkpoint has one."""
@@ -32,8 +32,8 @@ class TemplateFiles:
 
     Attributes:
         sources: Templates by name; empty if there are none.
-        special_tokens: Texts of special tokens by role, such as `bos_token`.
-        origin: Source of the templates, for messages.
+        special_tokens: Texts of special tokens by name, such as `bos_token`.
+        origin: File or folder of the templates, for messages.
     """
 
     sources: Mapping[str, str]
@@ -46,10 +46,10 @@ def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
 
     Args:
         folder: The folder with tokenizer.json.
-        file: A template that replaces the checkpoint's; None: the checkpoint's.
+        file: A file with a template to use instead of the checkpoint's; None: use the checkpoint's.
 
     Raises:
-        ConfigError: A file is missing or broken; the message names it.
+        ConfigError: A file is missing or broken; the message names the file.
     """
     path = Path(native(folder))
     named = read_tokenizer(path).named_tokens
@@ -63,7 +63,7 @@ def read_template_files(folder: str, file: Path | None) -> TemplateFiles:
 
 
 def _from_jinja_files(folder: Path) -> dict[str, str]:
-    """Return the templates in .jinja files; without any, tokenizer_config.json is read instead."""
+    """Return the templates in .jinja files by name; empty if there are none."""
     sources: dict[str, str] = {}
     if (folder / "chat_template.jinja").is_file():
         sources[DEFAULT] = _read_text(folder / "chat_template.jinja")

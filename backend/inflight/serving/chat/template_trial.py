@@ -1,8 +1,8 @@
-"""Tests of a chat template with made-up messages: its message form, roles and tool calls.
+"""Find out a chat template's message form, roles and tool calls by rendering made-up messages.
 
-A template does not describe itself, and its source misleads: it may mention a marker that it never writes.
-Uses the parsers in `tool_calls.py`, which must read the calls that a template writes. Plain functions over a
-Trial; any thread.
+A template does not describe itself, and its source can mislead: it may mention a marker that it never
+writes. A template's style of tool calls is the parser in `tool_calls.py` that can read the calls that it
+writes. Any thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from inflight.serving.chat.tool_calls import tool_call_stream
 from inflight.serving.chat.tool_styles import TOOL_CALL_PARSERS
 
 TOOLS_NAMES = ("tools", "xml_tools", "python_tools")
-"""Names of templates' variables for tools; tools are passed as the first that a template reads."""
+"""Names that templates use for the variable with the tools. Tools are passed by the first that a template
+reads."""
 
 USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""The present and former roles of OpenAI's API."""
+"""The roles of messages in OpenAI's API, including former ones."""
 
 _PROBE = "pr0be"
 _CALL_ID = "abcdef123"  # nine letters or digits, as Mistral's templates require
@@ -48,12 +49,12 @@ _SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A renderer of test messages with one template, with the same variables as in a real chat.
+    """A renderer of test messages with one template and the variables that real chats have.
 
     Attributes:
         compiled: The template.
-        special_tokens: Texts of special tokens by role, as the template gets them.
-        tools_name: The variable for tools; "": the template renders no tools.
+        special_tokens: Texts of special tokens by name, such as `bos_token`.
+        tools_name: Name of the variable with the tools; "": the template renders no tools.
     """
 
     compiled: jinja2.Template
@@ -67,11 +68,11 @@ class Trial:
             values[self.tools_name] = [_TOOL]
         try:
             return render_bounded(self.compiled, {**values, "add_generation_prompt": begins_answer})
-        except Exception:  # of any class
+        except Exception:  # templates may raise any class of error
             return None
 
 
-class RoleFate(Enum):
+class RoleTreatment(Enum):
     """A template's treatment of messages of a role."""
 
     WRITTEN = "written"
@@ -84,7 +85,7 @@ class CallStyle:
     """The form in which a template writes tool calls.
 
     Attributes:
-        parser: The parser in `tool_calls.py` for these calls; "": none.
+        parser: Name of the parser in `tool_calls.py` for these calls; "": no parser reads them.
         example: The beginning of a call in the template's form; "" if it writes no calls.
     """
 
@@ -113,7 +114,10 @@ def find_form(trial: Trial) -> MessageForm:
 
 
 def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
-    """Return how a template writes calls, from a rendered call or else from its instructions about tools."""
+    """Return the form in which a template writes tool calls.
+
+    It is found in a rendered call, or if the template renders no calls, in its instructions about tools.
+    """
     user = _user(form.takes_text)
     call = _calling(form.empty_content, form.arguments_as_text, form.takes_text)
     example = ""
@@ -135,7 +139,7 @@ def find_call_style(trial: Trial, form: MessageForm) -> CallStyle:
     return CallStyle(next(said, ""), "")
 
 
-def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
+def find_treatment(trial: Trial, form: MessageForm, role: str) -> RoleTreatment:
     """Return a template's treatment of messages of a role."""
     content = _PROBE if form.takes_text else _parts(_PROBE)
     message = {"role": role, "content": content, "tool_call_id": _CALL_ID, "name": _NAME}
@@ -149,15 +153,15 @@ def find_fate(trial: Trial, form: MessageForm, role: str) -> RoleFate:
         (user, call, message),
         (message,),
     )
-    fate = RoleFate.REFUSED
+    treatment = RoleTreatment.REFUSED
     for chat in chats:
         for has_tools in (False, True):
             text = trial.rendered(*chat, tools=has_tools)
             if text is not None and _PROBE in text.replace(_NAME, ""):
-                return RoleFate.WRITTEN
+                return RoleTreatment.WRITTEN
             if text is not None:
-                fate = RoleFate.LEFT_OUT
-    return fate
+                treatment = RoleTreatment.LEFT_OUT
+    return treatment
 
 
 def _user(as_text: bool) -> Message:
@@ -171,7 +175,7 @@ def _parts(text: str) -> list[Any]:
 def _calling(
     content: EmptyContent, arguments_as_text: bool, takes_text: bool, arguments: Any = _ARGUMENTS
 ) -> Message:
-    """Return an assistant message with a call and without content."""
+    """Return an assistant message with a tool call and without content."""
     if arguments_as_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments)
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
@@ -186,7 +190,10 @@ def _takes_arguments(trial: Trial, takes_text: bool, arguments: Any) -> bool:
 
 
 def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool) -> EmptyContent:
-    """Return the form of empty content that renders most test chats with a call; the first of equals."""
+    """Return the form of empty content with which most test chats with a call are rendered.
+
+    On a tie, returns the first form.
+    """
     user = _user(takes_text)
     result = {"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": user["content"]}
     answer = {"role": "assistant", "content": user["content"]}
@@ -202,10 +209,10 @@ def _find_empty_content(trial: Trial, takes_text: bool, arguments_as_text: bool)
 
 
 def _common_length(begun: str, whole: str) -> int:
-    """Return the length of the prompt in a chat with an answer: its common prefix with the prompt alone.
+    """Return the length of the common prefix of a prompt (`begun`) and the chat with its answer (`whole`).
 
-    The prefix is cut after a line end, `>` or `]`, because `<think>` and `<tool_call>` begin with the same
-    letters by chance.
+    The prefix is cut after a line end, `>` or `]`, because for instance `<think>` and `<tool_call>` begin
+    with the same letters.
     """
     if whole.startswith(begun):
         return len(begun)
@@ -214,7 +221,7 @@ def _common_length(begun: str, whole: str) -> int:
 
 
 def _reads(parser: str, written: str) -> bool:
-    """Return whether a parser finds a template's call, without leaving any of it as content."""
+    """Return whether a parser finds the call in `written`, without treating any part of the call as content."""
     stream = tool_call_stream(parser)
     deltas = (stream.add(written), stream.finish())
     calls = [call for delta in deltas for call in delta.tool_calls]
@@ -234,4 +241,4 @@ _EXAMPLES = {
     "mistral": r'\[TOOL_CALLS\]\s*\[\s*\{\s*"name"\s*:',
     "llama3_json": r'\{"name": function name, "parameters": ',
 }
-"""Patterns by parser, for instructions of templates that render no calls."""
+"""Patterns by parser that find an example of a call in a template's instructions about tools."""

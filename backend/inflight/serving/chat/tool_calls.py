@@ -1,8 +1,8 @@
 """Parsing of tool calls in a model's text while it streams.
 
-Owns where a call begins and ends, and its id. Text that turns out to be no call is content. Does not know
-which tools exist, nor whether arguments are valid. One ToolCallStream for each text, used by one thread at a
-time.
+Finds where calls begin and end, and gives them ids. Text that turns out to be no call is content. Neither
+the names of tools nor arguments are checked. There is one ToolCallStream for each text; it is used by one
+thread at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatDelta:
-    """The part of an answer that a piece of text adds: content, and at most one delta for each tool call."""
+    """The additions of a piece of text to an answer: content, and at most one delta for each tool call."""
 
     content: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -55,7 +55,7 @@ class ChatDelta:
 
 
 def _one_a_call(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Join the deltas of each call: clients expect one entry for each index in a chunk."""
+    """Join the deltas of each call, because clients expect at most one entry for each call index in a chunk."""
     firsts: dict[int, ToolCallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
@@ -69,7 +69,8 @@ def tool_call_stream(parser: str, forced: bool = False) -> ToolCallStream:
 
     Args:
         parser: One of TOOL_CALL_PARSERS; "" treats all text as content.
-        forced: A guide (`tool_guides.tool_guide`) forces calls, and the prompt ends with `forced_prefix`.
+        forced: Whether a guide (`tool_guides.tool_guide`) forces calls, and the prompt ends with
+            `forced_prefix`.
 
     Raises:
         InvalidArgument: The parser does not exist.
@@ -81,23 +82,23 @@ def tool_call_stream(parser: str, forced: bool = False) -> ToolCallStream:
 class ToolCallStream:
     """Incremental parser of a text into content and tool calls.
 
-    A call is reported as soon as its name is known and its arguments begin; from then on it stays a call.
-    Until then its text is held, and becomes content if it is no call. White space around a call is dropped; a
-    text without calls is content, unchanged. The joined deltas do not depend on how the text is divided into
-    pieces, except for the random ids.
+    A call is reported as soon as its name is known and its arguments begin; after that it is never taken
+    back. Before that its text is held back, and becomes content if it is no call. White space around a call
+    is dropped. A text without calls is returned unchanged as content. The joined deltas do not depend on how
+    the text is divided into pieces, except for the random ids.
 
     Args:
-        style: How calls are written; None treats all text as content.
-        is_forced: A guide forces calls, and the text begins after a marker.
+        style: The form of calls; None treats all text as content.
+        is_forced: Whether a guide forces calls, and the text begins after a marker.
     """
 
     def __init__(self, style: ToolStyle | None, is_forced: bool = False) -> None:
         self._is_forced = is_forced
         self._style = style or ToolStyle("", "arguments")
         self._text = ""  # text not parsed yet
-        self._held = ""  # text before it, which is content if no call follows
+        self._held = ""  # text before `_text` that is content if no call follows
         self._nesting = _Nesting()
-        self._num_scanned = 0  # characters of the text that `_nesting` has read
+        self._num_scanned = 0  # number of characters of `_text` that `_nesting` has scanned
         self._in_list = False
         self._content = HeldText()
         self._calls: list[ToolCallDelta] = []
@@ -113,11 +114,11 @@ class ToolCallStream:
         return self._take()
 
     def finish(self, is_cut: bool = False) -> ChatDelta:
-        """End the text; return the rest. A call that has begun stays one, with its arguments so far.
+        """End the text; return the remaining delta. A call that has begun is reported with its arguments so far.
 
         Args:
-            is_cut: A limit ended the text; a possible beginning of a call at its end is dropped, since it is
-                useful neither as a call nor as content.
+            is_cut: Whether a limit ended the text. A possible beginning of a call at its end is then
+                dropped, because it is useful neither as a call nor as content.
         """
         if not (self._is_rest_of_a_call() or (is_cut and self._may_become_a_call())):
             self._content.add(self._held + self._text)
@@ -137,20 +138,20 @@ class ToolCallStream:
         return is_head or bool(self._held.strip())
 
     def _is_rest_of_a_call(self) -> bool:
-        """Return whether the undecided text at the end can only belong to a call, and has no content."""
+        """Return whether the undecided text at the end can only belong to a call."""
         if self._is_forced and self._num_calls:
             return True  # a guide allows only calls
-        is_part_of_end = self._step == self._behind_call and self._style.end.startswith(self._text)
+        is_part_of_end = self._step == self._after_call and self._style.end.startswith(self._text)
         return self._step == self._in_rest_of_object or (is_part_of_end and bool(self._text))
 
     def _take(self) -> ChatDelta:
         calls, self._calls = self._calls, []
         return ChatDelta(self._content.take(), _one_a_call(calls))
 
-    # Parser states. Each method returns whether the next state can continue at once.
+    # Parser states. Each method parses from its state, and returns whether the next state can run at once.
 
     def _at_beginning(self) -> bool:
-        """Parse the beginning, so far only white space."""
+        """Parse the beginning of the text, before any character that is not white space."""
         if not self._skip_space():
             return False
         if self._text.startswith(("{", "[") if self._style.is_list else "{") or self._style.takes_names:
@@ -175,7 +176,7 @@ class ToolCallStream:
         return True
 
     def _before_call(self) -> bool:
-        """Expect a call or a list of calls."""
+        """Parse up to a call or a list of calls."""
         if not self._skip_space():
             return False
         if self._text[0] == "{":
@@ -190,7 +191,7 @@ class ToolCallStream:
         return True
 
     def _in_name(self) -> bool:
-        """Parse a function's name that is written in place of an object."""
+        """Parse a function's name that is written before the arguments, `name{…}`, instead of inside an object."""
         if found := _NAME.match(self._text[:_LONGEST_HEAD]):
             self._begin_call(found[1])
             self._text = self._text[found.end() :]
@@ -231,7 +232,7 @@ class ToolCallStream:
 
     def _in_named_arguments(self) -> bool:
         if self._pass_arguments():
-            self._step = self._behind_call
+            self._step = self._after_call
             return True
         return False
 
@@ -242,11 +243,11 @@ class ToolCallStream:
             self._text, self._num_scanned = "", 0
             return False
         self._text = self._text[end:]
-        self._step = self._behind_call
+        self._step = self._after_call
         return True
 
-    def _behind_call(self) -> bool:
-        """Expect another call, the end of a group of calls, or content."""
+    def _after_call(self) -> bool:
+        """Parse after a call: another call, the end of a group of calls, or content."""
         style = self._style
         if not self._skip_space():
             return False
@@ -279,7 +280,7 @@ class ToolCallStream:
         self._text = self._text[length:]
 
     def _give_up(self) -> None:
-        """Treat the held text as content, and the text that follows up to the next marker."""
+        """Treat the held text as content, and also the text that follows until the next marker."""
         self._content.add(self._held)
         self._held = ""
         self._num_scanned, self._nesting = 0, _Nesting()
@@ -287,7 +288,7 @@ class ToolCallStream:
         self._step = self._in_content
 
     def _scan(self) -> int:
-        """Scan to the end of an object; return its index, or -1."""
+        """Scan to the end of an object; return the index after it, or -1 if the text has no end of it yet."""
         end = self._nesting.find_end(self._text, self._num_scanned)
         self._num_scanned = 0 if end >= 0 else len(self._text)
         return end
@@ -303,14 +304,14 @@ class ToolCallStream:
         return end >= 0
 
     def _take_whole(self, text: str, end: int) -> bool:
-        """Parse a complete object whose keys are not in the usual order; it may still be a call."""
+        """Parse a complete object whose keys are not in the usual order; return whether it is a call."""
         call = _parsed(text)
         values = cast(dict[str, Any], call) if isinstance(call, dict) else {}
         name, arguments = values.get("name"), values.get("arguments", values.get("parameters"))
         if isinstance(arguments, str):
             arguments = _parsed(arguments)
         if arguments is None and self._style.needs_marker:
-            arguments = {}  # after a marker, a name alone is a call
+            arguments = {}  # after a marker, an object with a name alone is a call
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             self._give_up()
             return True
@@ -319,7 +320,7 @@ class ToolCallStream:
             ToolCallDelta(self._num_calls - 1, "", "", json.dumps(arguments, ensure_ascii=False))
         )
         self._text = self._text[end:]
-        self._step = self._behind_call
+        self._step = self._after_call
         return True
 
     def _begin_call(self, name: str) -> None:
@@ -340,7 +341,7 @@ class _Nesting:
         self._is_escaped = False
 
     def find_end(self, text: str, start: int) -> int:
-        """Scan from `start`; return the index after the outermost object's end, or -1."""
+        """Scan from `start`; return the index after the end of the outermost object, or -1 if it does not end."""
         for place in range(start, len(text)):
             character = text[place]
             if self._is_escaped:
@@ -386,7 +387,7 @@ _CUT_HEAD = re.compile(
     rf'\{{\s*(?:{_PAIR}\s*,\s*)*(?:{_PAIR}\s*,?|{_CUT_KEY}|"(?:name|type|id)"\s*:?\s*(?:"(?:[^"\\]|\\.)*\\?)?'
     r'|"(?:arguments|parameters)"\s*:?\s*)?\Z'
 )
-"""Pattern of a call without marker that is cut before its arguments begin."""
+"""Pattern of a call without marker that a limit cut before its arguments begin."""
 _FIRST_KEY = re.compile(r'\{\s*"([^"]*)"')
 _NO_KEY = re.compile(r'\{\s*[^"\s]')
 _NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")

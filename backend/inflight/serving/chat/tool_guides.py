@@ -1,7 +1,7 @@
 """Guides that force tool calls: for tool_choice required, and for a named function.
 
-Owns the grammar of forced calls in each style of `tool_styles.py`; the engine enforces the guide, and
-`tool_calls.py` parses the text. Knows no requests. Plain functions; any thread.
+Builds the grammar of forced calls in each style of `tool_styles.py`. The engine enforces the guide, and
+`tool_calls.py` parses the text. Any thread.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def read_tool_choice(tools: Sequence[Mapping[str, Any]] | None, tool_choice: Any
     """Read a request's tool_choice, and check its tools.
 
     Args:
-        tools: OpenAI's tools; None and an empty list are none.
-        tool_choice: none, auto, required, or {"type": "function", "function": {"name": …}}; None: auto with
-            tools, none without.
+        tools: OpenAI's tools; None and an empty list mean no tools.
+        tool_choice: none, auto, required, or {"type": "function", "function": {"name": …}}. None means auto
+            if there are tools, else none.
 
     Raises:
-        InvalidArgument: One of the two is malformed, or the named function is not among the tools.
+        InvalidArgument: An argument is malformed, or the named function is not among the tools.
     """
     names = [name for name, _ in _functions(tools or ())]
     match tool_choice:
@@ -78,14 +78,15 @@ def tool_guide(
     parallel: bool = True,
     starts_inside_reasoning: bool = False,
 ) -> Guide | None:
-    """Return the guide of a request whose answer must be one or several calls; None if calls are not forced.
+    """Return the guide for a request whose answer must be one or several tool calls; None if none is forced.
 
     Args:
         tools: OpenAI's tools.
         tool_choice: As in `read_tool_choice`.
-        parser: One of TOOL_CALL_PARSERS: how calls are written.
-        parallel: Whether to allow several calls; a named function is called once in any case.
-        starts_inside_reasoning: The prompt has opened the reasoning, which the model must end first.
+        parser: One of TOOL_CALL_PARSERS, which determines the form of calls.
+        parallel: Whether to allow several calls. A named function is always called once.
+        starts_inside_reasoning: Whether the prompt has opened the reasoning, which the model must end before
+            the calls.
 
     Raises:
         InvalidArgument: As in `read_tool_choice`, or the parser does not exist.
@@ -116,17 +117,17 @@ def tool_guide(
 
 
 def forced_prefix(parser: str, starts_inside_reasoning: bool = False) -> str:
-    """Return the text that must end a prompt whose answer follows a guide of `tool_guide`.
+    """Return the text to append to a prompt whose answer follows a guide of `tool_guide`.
 
-    It is the marker of Mistral's calls, a special token, which no guide can require; "" for other styles, and
-    inside reasoning.
+    For Mistral's calls it is the marker, a special token, which a guide cannot require. It is "" for other
+    styles, and if the answer begins inside reasoning.
     """
     style = find_tool_style(parser)
     return style.marker if style.takes_names and not starts_inside_reasoning else ""
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names of the tools' functions, and the schemas of their parameters."""
+    """Return (name, JSON schema of the parameters) of each tool's function."""
     functions: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(tools):
         match plain_json(tool, f"tools[{index}]"):
@@ -147,7 +148,7 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, 
 
 
 def _schema(parameters: Any, name: str) -> dict[str, Any]:
-    """Return the schema of a function's arguments, with type object added if it is missing."""
+    """Return the JSON schema of a function's arguments, with `"type": "object"` added if it is missing."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     schema = cast(dict[str, Any], parameters if isinstance(parameters, dict) else {"type": parameters})

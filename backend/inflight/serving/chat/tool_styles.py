@@ -1,7 +1,7 @@
 """The forms in which models write tool calls: the texts before, between and after them.
 
-Owns the names of the parsers. Does not know how a text is parsed (`tool_calls.py`) or forced
-(`tool_guides.py`). Immutable; any thread.
+Each form has the name of its parser. `tool_calls.py` parses calls in these forms, and `tool_guides.py`
+forces them. Immutable; any thread.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from inflight.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ToolStyle:
-    """A form of tool calls, each of which is an object with name and arguments.
+    """A form of tool calls. Each call is a JSON object with name and arguments.
 
     Attributes:
         marker: Text before a call or a list of calls; "": none.
         arguments_key: Key of the arguments.
-        is_list: Calls are items of a list, `[{…}, {…}]`.
-        needs_marker: Calls begin only after a marker; otherwise also at the beginning of the text.
+        is_list: Whether calls are items of a list, `[{…}, {…}]`.
+        needs_marker: Whether calls begin only after a marker; otherwise also at the beginning of the text.
         separator: Text between two calls after one marker; "" if each call has its own marker.
         end: Text after a call; "": none.
-        takes_names: A call may also be its name and its arguments, `name{…}` or `name[ARGS]{…}`.
-        short_ids: Ids of calls have nine letters and digits, as the model's template requires.
+        takes_names: Whether a call may also be written as `name{…}` or `name[ARGS]{…}`, with the arguments
+            as the object.
+        short_ids: Whether ids of calls must have nine letters and digits, as the model's template requires.
     """
 
     marker: str
@@ -48,7 +49,7 @@ _STYLES = {
 }
 
 TOOL_CALL_PARSERS = tuple(_STYLES)
-"""Names of the parsers. json, for models without a style, is a list of calls and nothing else."""
+"""Names of the parsers. `json` is for models without a style: the answer is a list of calls and nothing else."""
 
 
 def find_tool_style(parser: str) -> ToolStyle:
@@ -61,7 +62,7 @@ def find_tool_style(parser: str) -> ToolStyle:
 
 
 def needs_special_tokens(tokenizer: Tokenizer, tool_parser: str, reasoning_parser: str) -> bool:
-    """Return whether the parsers look for special tokens of a model, so that its texts must include these.
+    """Return whether the parsers need special tokens of the model, so that texts must include special tokens.
 
     Args:
         tokenizer: Tokenizer of the model.

@@ -1,7 +1,7 @@
 """`tensorrt_llm`: the model that holds the engine, and serves the engine endpoint for other models.
 
-Owns the engine's life: in this process, in ranks of which this process is one, or in ranks that it starts.
-Triton calls it on one thread.
+Starts and ends the engine. It runs in this process, in several ranks of which this process is one, or in
+several ranks that this process starts. Triton calls it on one thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from inflight.triton.host import (
     log_to_triton,
     read_model_args,
 )
-from inflight.triton.leader import Leader, refuse_ranks, take_seat
+from inflight.triton.leader import Leader, claim_rank, refuse_ranks
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.metrics_on_demand import MetricsOnDemand
 
@@ -128,8 +128,8 @@ class TritonPythonModel:
         from inflight.build import UNLOAD_TIMEOUT_S, build_engine
 
         self._guard = guard_in_server(model.name)
-        # Triton keeps an unloaded model alive while a client holds a stream that used it. The endpoint's path
-        # and the memory suffice for one engine only.
+        # Triton keeps an unloaded model alive while a client holds a stream that used it, but there is one
+        # endpoint path, and memory for one engine only.
         retire_predecessor(path, UNLOAD_TIMEOUT_S)
         self._running = build_engine(
             job.parameters,
@@ -144,14 +144,14 @@ class TritonPythonModel:
     def load_model(
         self, parameters: Parameters, version_dir: str, rank_context: RankContext | None
     ) -> LoadedModel:
-        """Load the model of an engine in this process, like `inflight.load_model`; may be overridden."""
+        """Load the model of an engine in this process with `inflight.load_model`. A subclass may override this."""
         from inflight.load_model import load_model
 
         return load_model(parameters, version_dir, rank_context)
 
     def _lead(self, job: Job, name: str) -> Leader:
-        with take_seat() as seat:
-            self._guard = guard = Guard(sys.executable, name, seat.fileno())
+        with claim_rank() as claim:
+            self._guard = guard = Guard(sys.executable, name, claim.fileno())
         leader = Leader(job, self._publish, self._end_server)
         guard.remove_later(leader.shared_memory)
         return leader
@@ -161,14 +161,14 @@ class TritonPythonModel:
 
         self._guard, server = Guard(sys.executable, name), this_parent()
         control = None
-        if has_explicit_control(server):  # ModelControl must not be called on Triton's thread of the model
+        if has_explicit_control(server):  # this thread must not call ModelControl
             triton = self._pb_utils
             control = ModelControl(partial(triton.unload_model, name), partial(triton.load_model, name))
         around = Surroundings(server, control, self._guard, self._publisher, UNLOAD_TIMEOUT_S)
         return Orchestrator(job, around)
 
     def _lose_engine(self, error: InflightError) -> None:
-        """End the server because this process's engine hangs, on a thread that the loop cannot block."""
+        """End the server because this process's engine hangs. Runs on a thread that the loop cannot block."""
         if self._guard is None:  # no server to end
             self._pb_utils.Logger.log_error(str(error))
             return
@@ -187,7 +187,10 @@ class TritonPythonModel:
         self._publisher.put(stats, metrics, time.time())
 
     def _end_server(self, error: InflightError) -> None:
-        """End the server because the engine is lost, on a thread of its own, once all requests are answered."""
+        """End the server because the engine is lost.
+
+        Runs on a thread of its own, once all requests are answered.
+        """
         self._pb_utils.Logger.log_error(f"the server ends: {error}")
         if self._front_end is not None:
             self._front_end.flush(_FLUSH_S)

@@ -1,8 +1,8 @@
 """`tensorrt_llm_infer`, `ensemble` and `tensorrt_llm_bls`: serving models that talk to engine endpoints.
 
-Each owns its front end, and the guard that ends the server if this process is killed. They load without
-waiting for the engine, do not import torch, and answer UNAVAILABLE until the engine can be reached. Triton
-calls them on one thread.
+Each owns its front end, and the guard, a process that ends the server if this process is killed. These
+models load without waiting for the engine, do not import torch, and answer UNAVAILABLE until the engine can
+be reached. Triton calls each model on one thread.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from inflight.triton.host import complete_config, import_pb_utils, log_to_triton
 
 
 class Infer:
-    """`tensorrt_llm_infer`: the tensors of `tensorrt_llm`, one response, for HTTP infer and unary gRPC.
+    """`tensorrt_llm_infer`: `tensorrt_llm` with exactly one response per request, for HTTP infer and unary gRPC.
 
-    It is not decoupled, but still has many requests in flight, as it answers them after execute has returned.
+    The model is not decoupled, but still has many requests in flight, because it answers requests after
+    `execute` has returned.
     """
 
     role = Role.FRONT_END
@@ -69,7 +70,7 @@ class Infer:
 class Ensemble(Infer):
     """`ensemble`: text in, text out, under tensorrtllm_backend's names (`max_tokens`, `top_k`, `stream`, …).
 
-    It is a decoupled front end, not a Triton ensemble, because Triton does not pass cancellations to an
+    It is a decoupled model, not a Triton ensemble, because Triton does not pass cancellations to an
     ensemble's steps.
     """
 
@@ -77,9 +78,9 @@ class Ensemble(Infer):
 
 
 class Bls(Ensemble):
-    """`tensorrt_llm_bls`: like `ensemble`, with a draft model if a parameter names one.
+    """`tensorrt_llm_bls`: like `ensemble`; if a parameter names a draft model, that model drafts tokens.
 
-    It does not use Triton's business logic scripting: it reaches both models by their engine endpoints.
+    It does not use Triton's business logic scripting. It sends requests to both engines' endpoints.
     """
 
     role = Role.BLS

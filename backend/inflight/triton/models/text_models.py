@@ -1,7 +1,8 @@
 """`preprocessing` and `postprocessing`: text to token ids and back, for clients that call both steps.
 
-Both have a tokenizer and answer requests synchronously in execute. Owns the shape of execute, and the guard
-that ends the server if this process is killed. Triton calls a model on one thread.
+Both models have a tokenizer and answer requests synchronously in `execute`. Owns the implementation of
+`execute`, and the guard, a process that ends the server if this process is killed. Triton calls a model on
+one thread.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import triton_error
 
 _MOST_ROWS = 1 << 22
-"""Most rows of a prompt table if the model's sequence length is unknown; longer than any model's prompts."""
+"""Largest number of rows of a prompt table if the model's sequence length is unknown. No model has longer
+prompts."""
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TextModel(ABC):
-    """Base class of both models: one response per request; a bad request affects no other."""
+    """Base class of both models. Each request gets one response; an invalid request does not affect others."""
 
     role: Role
     inputs: TensorTable
@@ -69,13 +71,16 @@ class TextModel(ABC):
         return [self._answer(request) for request in requests]
 
     def finalize(self) -> None:
-        """Dismiss the guard. No requests are in flight."""
+        """Dismiss the guard. Triton calls this when no requests are in flight."""
         if self._guard is not None:
             self._guard.dismiss()
 
     @abstractmethod
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
-        """Return, by output name, one array per row of the batch, all of one shape; raises RequestError."""
+        """Return one array per row of the batch for each output name. An output's arrays have equal shapes.
+
+        Raises RequestError if the request is invalid.
+        """
 
     def _answer(self, request: Any) -> Any:
         try:
@@ -104,7 +109,10 @@ class TextModel(ABC):
 
 
 class Preprocessing(TextModel):
-    """Tokenizes QUERY and the word lists, and passes the other inputs on. A batch has one row per prompt."""
+    """Tokenizes QUERY and the word lists, and copies the other inputs to outputs.
+
+    A batch has one row per prompt.
+    """
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
@@ -122,7 +130,8 @@ class Preprocessing(TextModel):
         outputs = {
             "INPUT_ID": _filled_up(prompts, pads),
             "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
-            # tensorrtllm_backend's ensemble passes these on for every prompt, with or without an encoder.
+            # tensorrtllm_backend's ensemble passes these outputs on for every prompt, with or without an
+            # encoder.
             "DECODER_INPUT_ID": [np.array([pad]) for pad in pads],
             "REQUEST_DECODER_INPUT_LEN": [np.array([1]) for _ in rows],
             "OUT_END_ID": [np.array([end]) for end in ends],
@@ -147,7 +156,10 @@ class Preprocessing(TextModel):
         return outputs
 
     def _virtual_ids(self, row: TensorReader) -> range:
-        """Return the ids of a prompt table's rows, which begin where the model's vocabulary ends."""
+        """Return the token ids that stand for a prompt table's rows.
+
+        They begin where the model's vocabulary ends.
+        """
         num_rows = row.integer("PROMPT_VOCAB_SIZE") or 0
         if not num_rows:
             return range(0)
@@ -160,8 +172,8 @@ class Preprocessing(TextModel):
         first = facts.vocab_size
         if first is None:
             raise Unsupported(
-                "PROMPT_VOCAB_SIZE: where the model's vocabulary ends, its config.json says, which is neither in "
-                "the folder gpt_model_path nor in tokenizer_dir"
+                "PROMPT_VOCAB_SIZE needs the model's vocabulary size, which is unknown: there is no config.json "
+                "in the folder gpt_model_path or tokenizer_dir"
             )
         return range(first, first + num_rows)
 
@@ -170,7 +182,7 @@ class Preprocessing(TextModel):
         return CheckpointFacts.read(*filter(None, folders))
 
     def _biases(self, rows: Sequence[TensorReader]) -> list[NDArray[Any]]:
-        """Return a bias [vocab_size] for each row, or [0] for each if no prompt of the batch has words."""
+        """Return a bias [vocab_size] for each row, or for each an empty bias [0] if no row has biased words."""
         if not any(has_word_bias(row, *_BIAS_NAMES) for row in rows):
             return [np.zeros(0) for _ in rows]
         tokenizer = self.tokenizers.require()
@@ -185,10 +197,10 @@ class Preprocessing(TextModel):
 
 
 class Postprocessing(TextModel):
-    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], flat as tensorrtllm_backend sends it.
+    """Decodes TOKENS_BATCH [batch, beams, n] to OUTPUT [batch × beams], which is flat as in tensorrtllm_backend.
 
-    It keeps no state between calls. So the text of one chunk of a stream may lack its leading space or end
-    inside a character. For streaming, request `text_output` from a serving model instead.
+    The model keeps no state between calls, so the text of one chunk of a stream may lack its leading space
+    or end inside a character. For streaming, request `text_output` from a serving model instead.
     """
 
     role = Role.POSTPROCESSING
@@ -230,13 +242,13 @@ def _first(*ids: int | None) -> int:
 
 
 def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[NDArray[Any]]:
-    """Pad each row to [n], where n is the length of the longest row, with its own filler."""
+    """Pad each row to shape [n] with the filler of that row; n is the length of the longest row."""
     length = max(map(len, rows))
     return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
 
 
 def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[NDArray[Any]]:
-    """Return a packed list [2, n] per row, padded after its last end to the longest list's length n."""
+    """Return a packed word list of shape [2, n] for each row, padded to the length n of the longest list."""
     packed = [pack_words([encode(word) for word in words if word]) for words in rows]
     ids = _filled_up([list(array[0]) for array in packed], [0] * len(packed))
     ends = _filled_up([list(array[1]) for array in packed], [-1] * len(packed))

@@ -1,4 +1,4 @@
-// Answers as they stream: their texts, their figures, and several side by side.
+// Answers, shown while they stream: their texts and figures, several answers side by side.
 
 const WORDS_FOR_ENDS = {
   stop: "complete",
@@ -20,7 +20,7 @@ class Answer {
     this.reasoning = new TokenText(this.element.querySelector(".reasoning-text"));
     this.numTokens = 0;
     this.numLogProbs = 0;
-    this.numAtFirst = 0; // tokens of the first event, which do not count for the rate
+    this.numAtFirst = 0; // number of tokens of the first event, which are not part of the rate
     this.end = "";
     this.firstAt = this.lastAt = 0;
     this.element.setAttribute("aria-label", count > 1 ? `Answer ${number} of ${count}` : "Answer");
@@ -47,7 +47,7 @@ class Answer {
     this.lastAt = now;
   }
 
-  /** Show the figures in a line. `startedAt`: when the request was sent; `usage`: tokens of all the turn's answers. */
+  /** Show the figures in a line. `startedAt`: when the request was sent; `usage`: token counts of all answers of the turn. */
   showFigures(startedAt, usage) {
     const count = this.numTokens || this.numLogProbs || usage || 0;
     const parts = [];

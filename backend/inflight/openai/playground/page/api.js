@@ -1,4 +1,4 @@
-// Requests to the server, their errors, and streamed answers. Knows nothing of the page's elements.
+// Requests to the server, their errors, and streamed answers. Independent of the page's elements.
 
 /** An error of the server or the network; `message` is unchanged. */
 class ServerError extends Error {
@@ -9,7 +9,7 @@ class ServerError extends Error {
     this.param = param;
   }
 
-  /** The line above the message, such as "400 · invalid_request_error · temperature". */
+  /** Return the line above the message, such as "400 · invalid_request_error · temperature". */
   get heading() {
     return [this.status || "", this.type, this.param].filter(Boolean).join(" · ") || "No answer";
   }
@@ -41,7 +41,7 @@ function errorFromText(text, status) {
   return new ServerError(text || "The answer was empty.", { status });
 }
 
-/** The ids of the server's models, adapters included. */
+/** Return the ids of the server's models, including adapters. */
 async function listModels() {
   const response = await fetchFromServer("v1/models");
   return (await response.json()).data;

@@ -28,10 +28,11 @@ function readSchema(text) {
 const NUMBER = { read: readNumber };
 
 /**
- * The settings in groups. An empty one is not sent, so the server's default applies.
+ * The settings in groups. An empty setting is not sent, so that the server's default applies.
  *
- * field: its name in the request; label and hint: texts on the page; usual: the server's default, shown in an empty
- * field; start: its first value; modes: modes that send it (left out: both); read: text → value.
+ * field: name of the request's field; label and hint: texts on the page; usual: the server's default, shown in an empty
+ * input; start: initial value; modes: modes that send the setting (default: both); read: converts the input's text to
+ * the value.
  */
 const SETTING_GROUPS = [
   {
@@ -72,13 +73,13 @@ const SETTING_GROUPS = [
 const SETTINGS = SETTING_GROUPS.flatMap((group) => group.settings);
 const settingInputs = new Map();
 
-/** A setting's present input: text, or a boolean for a switch. */
+/** Return a setting's present input: text, or a boolean for a switch. */
 function settingValue(field) {
   const input = settingInputs.get(field);
   return input.type === "checkbox" ? input.checked : input.value.trim();
 }
 
-/** A setting's value for a request; undefined if it is empty. */
+/** Return a setting's value for a request; undefined if it is empty. */
 function settingForRequest(field) {
   const value = settingValue(field);
   if (value === "" || value === false) return undefined;
@@ -86,7 +87,7 @@ function settingForRequest(field) {
   return read ? read(value, label) : value;
 }
 
-/** The request fields that settings define; raises SettingError for an invalid one. */
+/** Return the request fields of the settings; raises SettingError if a setting is invalid. */
 function settingsForRequest(mode) {
   const body = {};
   for (const { field, modes } of SETTINGS) {

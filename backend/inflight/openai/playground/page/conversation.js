@@ -1,11 +1,11 @@
-// The chat's messages and the completions: added, edited, answered again, and saved for a reload of the page.
+// The chat's messages and the completions: adds, edits and regenerates them, and saves them for a reload of the page.
 
 const MODES = {
   chat: { path: "v1/chat/completions", log: "chat-log", placeholder: "Say something" },
   completion: { path: "v1/completions", log: "completion-log", placeholder: "Begin a text; the model goes on with it" },
 };
 
-/** Messages of the user and turns of the assistant, in order; and turns that continue a prompt. */
+/** The user's messages and the assistant's turns, in order; and the turns that continue a prompt. */
 const chat = [];
 const completions = [];
 
@@ -22,7 +22,7 @@ class UserMessage {
     this.element.querySelector("[data-action=copy]").addEventListener("click", () => copyText(this.text, this.element));
   }
 
-  /** Edit the message; later messages are removed, and it is answered again. */
+  /** Edit the message, remove later messages, and generate its answer again. */
   #edit() {
     if (running || this.element.querySelector("form")) return;
     const form = copyTemplate("edit-form");
@@ -70,8 +70,8 @@ function logElement() {
 /**
  * The messages of a request: the system prompt and everything up to the last message of the user.
  *
- * A message whose answer has no text, because it failed or was stopped, is left out if another follows: many chat
- * templates require that user and assistant alternate.
+ * If the answer to a message has no text, because it failed or was stopped, and another message follows, the first one is
+ * left out: many chat templates require that user and assistant alternate.
  */
 function messagesForRequest(draft = "") {
   const system = byId("system").value;
@@ -86,10 +86,10 @@ function messagesForRequest(draft = "") {
   return system.trim() ? [{ role: "system", content: system }, ...answered] : answered;
 }
 
-/** The request that the page sends next, without the fields that only a stream needs. */
+/** Return the request that the page sends next, without the fields that only a stream needs. */
 function requestBody(promptOrMessages) {
   const text = mode === "chat" ? { messages: promptOrMessages } : { prompt: promptOrMessages };
-  const model = byId("model").value; // empty until the list is loaded; a request without a model uses the bare model
+  const model = byId("model").value; // empty until the list is loaded; a request without a model uses the model without adapter
   return { ...(model && { model }), ...text, ...settingsForRequest(mode) };
 }
 
@@ -134,7 +134,7 @@ function goOnFrom(turn) {
   input.focus();
 }
 
-/** Generate the answers of a turn; one turn at a time. */
+/** Generate the answers of a turn. Only one turn can run at a time. */
 async function runTurn(turn, promptOrMessages) {
   let body;
   try {
@@ -156,7 +156,7 @@ function stop() {
   running?.abort();
 }
 
-/** Everything needed to restore the page, as plain values. */
+/** Return everything that is needed to restore the page, as plain values. */
 function saveConversation() {
   const plain = (entry) =>
     entry instanceof UserMessage

@@ -18,10 +18,10 @@ class EngineStrip {
     try {
       const response = await fetchFromServer("playground/state");
       this.#show(await response.json());
-      if (!byId("model").value) showModels(); // there was no engine before that knew its models
+      if (!byId("model").value) showModels(); // the list of models was not available before
     } catch (error) {
       this.#fail(error);
-      if (error.status === 401) return; // requested again once a key is set
+      if (error.status === 401) return; // it is requested again when a key is set
     }
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.poll(), POLL_MS);
@@ -54,7 +54,7 @@ class EngineStrip {
     this.element.querySelector(`[data-figure=${name}]`).textContent = value;
   }
 
-  /** The tokens per second of the last half minute as a line. */
+  /** Draw the tokens per second of the last half minute as a line. */
   #draw() {
     const highest = Math.max(1, ...this.rates);
     const first = NUM_POINTS - this.rates.length;

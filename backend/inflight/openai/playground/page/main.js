@@ -1,4 +1,4 @@
-// The page itself: helpers that its parts share, and its buttons and keys.
+// The page itself: helpers that all parts use, and its buttons and keys.
 
 const byId = (id) => document.getElementById(id);
 
@@ -15,13 +15,13 @@ function announce(text) {
   announce.timer = setTimeout(() => (toast.textContent = ""), 1500);
 }
 
-/** Set a text field's height to its text's, within the limits of its style. */
+/** Set a text field's height to the height of its text, within the limits of its style. */
 function fitHeight(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + field.offsetHeight - field.clientHeight}px`;
 }
 
-/** Whether a key event is Enter alone, and not one that ends the composition of a character. */
+/** Return whether a key event is Enter without modifiers, and does not end the composition of a character. */
 function isSendKey(event) {
   return event.key === "Enter" && !event.shiftKey && !event.isComposing;
 }
@@ -57,7 +57,7 @@ function save() {
   if (!store(SAVED, JSON.stringify(saved))) store(SAVED, "null");
 }
 
-/** The value stored in the browser under a name; null if there is none, or no storage. */
+/** Return the value stored in the browser under a name; null if there is no value or no storage. */
 function stored(name) {
   try {
     return sessionStorage.getItem(name);
@@ -66,7 +66,7 @@ function stored(name) {
   }
 }
 
-/** Store a value in the browser; return false if it does not. */
+/** Store a value in the browser; return false if that is not possible. */
 function store(name, text) {
   try {
     sessionStorage.setItem(name, text);
@@ -102,7 +102,7 @@ function restore() {
   beginWithCompletions();
 }
 
-/** Begin with completions if the model has no chat template, unless the user has begun. */
+/** Switch to completions if the model has no chat template, unless the user has already started. */
 async function beginWithCompletions() {
   const response = await fetchFromServer("playground/model").catch(() => null);
   if (!response || (await response.json()).has_chat_template) return;
@@ -157,7 +157,7 @@ function showMode() {
   showSettings();
 }
 
-/** Show the settings that apply together with the others' values. */
+/** Show the settings that apply with the values of the other settings. */
 function showSettings() {
   const isNeeded = {
     schema: () => settingValue("response_format") === "json_schema",

@@ -6,7 +6,7 @@ const DARKEST_LOG_PROB = Math.log(0.01);
 /** The tokens of a shaded piece of text: several if each has only a part of a character. */
 const tokensOfPiece = new WeakMap();
 
-/** The tokens of an event in the same form for both routes: {text, logProb, others: [{text, logProb}]}. */
+/** Return the tokens of an event, for both routes in the same form: {text, logProb, others: [{text, logProb}]}. */
 function readTokens(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) return logprobs.content.map(readChatToken);
@@ -22,10 +22,10 @@ function readChatToken({ token, logprob, top_logprobs: others = [] }) {
 }
 
 /**
- * An element's text as it streams, in pieces that each show one token.
+ * The text of an element while it streams, divided into pieces that each show one token.
  *
  * Tokens and text may arrive at different times, and a token may have no text: it may be a part of a character, or
- * an end id. Text is shown at once, and becomes pieces when its tokens have arrived.
+ * an end id. Text is shown at once, and divided into pieces when its tokens have arrived.
  */
 class TokenText {
   constructor(element) {
@@ -128,7 +128,7 @@ class TokenTooltip {
     this.element.style.top = `${Math.max(8, top)}px`;
   }
 
-  /** Left and right move between the tokens of the focused text. */
+  /** Move between the tokens of the focused text with the left and right keys. */
   #move(event) {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const text = event.target.closest?.(".text");
@@ -143,7 +143,7 @@ class TokenTooltip {
   }
 }
 
-/** A token, its probability, and the other likely tokens in its place, as a list with bars. */
+/** Return a list with bars: a token with its probability, and the other likely tokens at its position. */
 function describeToken(token) {
   const block = copyTemplate("token-description");
   block.querySelector(".token-text").textContent = visible(token.text);
