@@ -211,7 +211,7 @@ def test_ranks_agree_on_the_smallest_capacity(zoo: Zoo) -> None:
         max_num_sequences=2,
         max_tokens_in_paged_kv_cache=100,
     )
-    stage = load_stage(config, Mapping(1, 2, 1), agree=agree)
+    stage = load_stage(config, Mapping(1, 2, 1), min_over_ranks=agree)
     assert asked[1:] == [2 * 8, 12], (
         "after free memory: pages for adapters, of which one of the largest rank takes eight, and blocks"
     )

@@ -28,8 +28,8 @@ from inflight.engine.load_decoder import (
     find_model,
     kept_kinds,
     load_decoder,
+    log_not_mapped,
     runs_compiled,
-    say_not_mapped,
 )
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
@@ -62,7 +62,7 @@ MakeGrammars = Callable[[int], Grammars | None]
 
 
 def no_grammars(vocab_size: int) -> None:
-    """Return None, for an engine that follows no guides."""
+    """Return None, for an engine without guides."""
 
 
 def load_engine(
@@ -89,7 +89,7 @@ def load_stage(
     config: EngineConfig,
     mapping: Mapping,
     collectives: Collectives = ALONE,
-    agree: Callable[[int], int] = int,
+    min_over_ranks: Callable[[int], int] = int,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
 ) -> ModelRunner | ModelEngine:
@@ -98,17 +98,18 @@ def load_stage(
     Args:
         config: The model and its parameters.
         mapping: This rank's position among the model's ranks.
-        collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with this rank's free memory, then its number of adapter pages, its number of KV blocks, and
-            on a GPU with whether it records iterations and how many kinds; returns the minimum over all ranks. A
-            ConfigError that it raises fails this load too.
+        collectives: Collectives over the ranks of this rank's pipeline stage.
+        min_over_ranks: Returns the minimum of a number over all ranks. Called on every rank with its free
+            memory in bytes, its number of adapter pages, its number of KV blocks, and on a GPU with whether it
+            records iterations and how many kinds, in this order. A ConfigError that it raises fails this load
+            too.
         processors: The logits post-processors that requests may name; names must be the same on all ranks.
         make_grammars: See `load_engine`; called on the rank that samples.
 
     Raises:
         ConfigError: See `load_engine`.
     """
-    runner = load_runner(LoadOptions(config, mapping, collectives, agree, processors.names))
+    runner = load_runner(LoadOptions(config, mapping, collectives, min_over_ranks, processors.names))
     if mapping.is_sampler:
         grammars = make_grammars(runner.limits.vocab_size)
         return make_engine(runner, config.normalize_log_probs, processors, grammars)
@@ -125,7 +126,7 @@ def make_engine(
     grammars: Grammars | None = None,
     chooses_tokens: bool = True,
 ) -> ModelEngine:
-    """Return an engine of a runner, with a Sampler for all of its slots, which get the other arguments."""
+    """Return an engine with a runner, and with a Sampler for all of the runner's slots."""
     sampler = Sampler(
         runner.limits.max_num_sequences,
         runner.limits.max_sequence_length,
@@ -149,7 +150,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     if options.config.implementation == "tensorrt":
         from inflight.engine.tensorrt.load import load_runner as load_plans
 
-        say_not_mapped(options.config, "TensorRT has the weights on the GPU")
+        log_not_mapped(options.config, "TensorRT has the weights on the GPU")
         return load_plans(options)
     options.config.validate()
     device = find_device(options.config.device)
@@ -165,25 +166,25 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
     config = options.config
-    assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
+    assert config.gpt_model_path is not None, "build has inserted the demo model if no path was configured"
     with allocating("the weights", partial(_stored_bytes, config), device, LESS_WEIGHTS):
         model = find_model(config, device, options.mapping.world_size)
     if not isinstance(model, TransformersModel):
-        check_weights(model)  # before anything slow
+        check_weights(model)  # before slow steps
     return model
 
 
 class _Loader:
     """The steps from a checkpoint to a runner, in the order in which they take device memory.
 
-    The constructor makes the checks that take no time.
+    The constructor makes the checks that are fast.
     """
 
     def __init__(
         self, options: LoadOptions, model: ModelDescription | TransformersModel, device: torch.device
     ) -> None:
         config, mapping = options.config, options.mapping
-        if isinstance(model, TransformersModel):  # it takes no adapters
+        if isinstance(model, TransformersModel):  # has no adapters
             config = replace(config, lora_cache_gpu_memory_fraction=0.0)
         self._options, self._config, self._mapping = options, config, mapping
         self._model, self._device = model, device
@@ -194,10 +195,10 @@ class _Loader:
         self._held = self._part.held_config(model.decoder)
 
     def check_room(self) -> None:
-        """Raise ConfigError if the weights, or the smallest KV cache beside them, do not fit into free memory."""
+        """Raise ConfigError if the weights together with the smallest KV cache do not fit into free memory."""
         config, model, device = self._config, self._model, self._device
         free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-        self._options.agree(free_bytes)  # all ranks have looked before any of them takes memory
+        self._options.min_over_ranks(free_bytes)  # all ranks have looked before any of them takes memory
         if isinstance(model, TransformersModel):  # already loaded
             return
         num_bytes = _weight_bytes(config, model, self._part)
@@ -208,14 +209,14 @@ class _Loader:
         check_room(config, num_bytes, self._max_sequence_length, size, free_bytes, on_gpu, are_mapped)
         if are_mapped and num_bytes > free_bytes:
             _log.warning(
-                "%.2f GB of weights are mapped, and %.2f GB of memory are free: parts are read from the file "
-                "again in every iteration",
+                "%.2f GB of weights are mapped, but only %.2f GB of memory are free: parts of the weights are "
+                "read from the file again in every iteration",
                 num_bytes / 1e9,
                 free_bytes / 1e9,
             )
 
     def load_weights(self) -> AnyDecoder:
-        """Read the rank's weights into the decoder that suits the machine."""
+        """Read the rank's weights into the decoder for this machine."""
         config, decoder, longest = self._config, self._model.decoder, self._max_sequence_length
         windows = layer_windows(
             decoder.sliding_windows,
@@ -232,8 +233,8 @@ class _Loader:
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""
-        config, agree = self._config, self._options.agree
-        num_pages = count_adapter_pages(config, self._held, decoder.dtype, self._device, agree)
+        config, min_over_ranks = self._config, self._options.min_over_ranks
+        num_pages = count_adapter_pages(config, self._held, decoder.dtype, self._device, min_over_ranks)
         # Compiled layers allocate memory when an adapter is loaded.
         if num_pages and isinstance(decoder, Decoder):
             page_rank = config.lora_cache_optimal_adapter_size
@@ -243,15 +244,15 @@ class _Loader:
         return num_pages
 
     def find_graphs(self, decoder: AnyDecoder) -> Capture | None:
-        """Return the recorder of CUDA graphs; None unless all ranks record iterations."""
+        """Return the function that records CUDA graphs; None unless all ranks record iterations."""
         has_debug_tensors = self._debug_tensors is not None
         capture = find_capture(
             self._config, decoder.has_fixed_shapes, self._mapping, self._device, has_debug_tensors
         )
-        return agree_on_capture(capture, self._device, self._options.agree)
+        return agree_on_capture(capture, self._device, self._options.min_over_ranks)
 
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
-        """Allocate the KV cache in the free memory, except an estimate for recordings."""
+        """Allocate the KV cache in the free memory, except for the estimated memory of recordings."""
         config, held, dtype, device = self._config, self._held, decoder.dtype, self._device
         states = allocate_states(config, held, dtype, device)
         reserved = 0
@@ -265,7 +266,14 @@ class _Loader:
             reserved = kinds.num_bytes
         mapped = decoder.num_mapped_bytes if isinstance(decoder, NativeDecoder) else 0
         num_blocks = count_blocks(
-            config, held, self._max_sequence_length, dtype, device, reserved, self._options.agree, mapped
+            config,
+            held,
+            self._max_sequence_length,
+            dtype,
+            device,
+            reserved,
+            self._options.min_over_ranks,
+            mapped,
         )
         rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
@@ -301,13 +309,12 @@ class _Loader:
             self._debug_tensors,
         )
         if self._device.type == "cuda":
-            runner.agree_on_recordings(self._options.agree)
+            runner.agree_on_recordings(self._options.min_over_ranks)
         return runner
 
 
 def _stored_bytes(config: EngineConfig) -> int:
-    """Return the size of the checkpoint's weights on disk, which is about their size in memory with
-    transformers."""
+    """Return the size of the checkpoint's weights on disk in bytes; transformers takes about as much memory."""
     return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 

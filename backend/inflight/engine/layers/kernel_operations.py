@@ -16,7 +16,7 @@ ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activati
 
 
 class KernelLayerOperations(LayerOperations):
-    """The operations in `parts` by kernels, if the model's form of them is supported.
+    """`LayerOperations` that computes the operations in `parts` by kernels, where the kernels support the model.
 
     Args:
         decoder: The decoder, as this rank computes it.
@@ -43,7 +43,7 @@ class KernelLayerOperations(LayerOperations):
         self.parts = frozenset(part for part in parts if fitting[part])
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Compute a sum and its RMSNorm with one kernel; torch's operators compute a LayerNorm, or no norm."""
+        """Compute sum and RMSNorm with one kernel; with a LayerNorm or no norm, use torch's operators."""
         if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
             return super().add_norm(x, computed, norm)
         return add_norm(x, computed, norm.weight, self.decoder.norm_eps)

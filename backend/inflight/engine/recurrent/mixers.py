@@ -1,6 +1,6 @@
-"""Recurrent layers in torch's operators, between a layer's input projection and its output projection.
+"""Recurrent layers in torch's operators, without the input projection before and the output projection after them.
 
-A sequence's state has two parts: the convolution's inputs of the last tokens, [conv_width - 1, columns] in the
+A sequence's state has two parts: the convolution's inputs for the last tokens, [conv_width - 1, columns] in the
 model's dtype, and the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor in
 layers without linear attention. `scan` computes the next tokens of one sequence, `step` the next token of each of
 many sequences.
@@ -29,7 +29,7 @@ State = tuple[Tensor, Tensor]
 """The state of the convolution, and the state of linear attention."""
 
 Sum = Callable[[Tensor], Tensor]
-"""Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
+"""A function that returns the sum of a tensor over the ranks that share a layer; it may overwrite the tensor."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 """`linear_attention.scan` or `linear_attention.step`."""
@@ -42,7 +42,7 @@ class Mixer(ABC):
 
     Args:
         weights: The layer's weights.
-        activation: Activation after the convolution, if the layer has one.
+        activation: Activation after the convolution; not used by `ShortConvMixer`.
     """
 
     def __init__(self, weights: RecurrentWeights, activation: Callable[[Tensor], Tensor]) -> None:
@@ -73,7 +73,7 @@ class Mixer(ABC):
         return output, (known[len(inputs) :].clone(), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
-        """Compute the next token of each sequence: rows [sequences, …] and states [sequences, …], as in `scan`."""
+        """Compute the next token of each sequence: as `scan`, but rows and states are [sequences, …]."""
         inputs = self._conv_inputs(projected)
         known = torch.cat((states[0], inputs.unsqueeze(1)), dim=1)
         convolved = (known.float() * self._weights.conv.T).sum(1)
@@ -85,7 +85,7 @@ class Mixer(ABC):
         return output, (known[:, 1:], new_states)
 
     def finish(self, rows: Tensor) -> Tensor:
-        """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
+        """Return the input of the output projection, [rows, output_width], given the results of `scan` and `step`.
 
         Every rank calls it with the same number of rows.
         """
@@ -273,8 +273,8 @@ def make_mixer(
     Args:
         config: Configuration of this rank's part of the layer.
         weights: This rank's weights.
-        activation: Follows the convolution, except in `ShortConv`.
-        all_reduce: Sums over the ranks that have the other parts of the layer.
+        activation: Activation after the convolution; not used by `ShortConv`.
+        all_reduce: Sums a tensor over the ranks that share the layer.
     """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation)
@@ -286,7 +286,7 @@ def make_mixer(
 
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
-    """Return states before the first token, which are zero, with the additional dimensions `leading` in front."""
+    """Return states of sequences without tokens, which are zero; `leading` are additional first dimensions."""
     conv = torch.zeros(
         (*leading, config.conv_width - 1, total_size(config.conv_sections)), dtype=dtype, device=device
     )

@@ -1,7 +1,6 @@
 """Loads a folder of plans into a runner, after checking it against the configuration.
 
-Anything that does not fit is reported in one sentence, before anything slow is done. Runs on the thread that loads
-the model.
+A mismatch is reported in one sentence, before slow steps. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     Raises:
         ConfigError: The plans, a GPU or TensorRT are missing, or the plans do not fit the configuration.
     """
-    config, mapping, agree = options.config, options.mapping, options.agree
+    config, mapping, min_over_ranks = options.config, options.mapping, options.min_over_ranks
     config.validate()
     device = find_device(config.device)
     set_threads(config.engine_threads)
@@ -81,13 +80,20 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
 
     config = with_adapter_limits(config, sidecar)
-    num_adapter_pages = count_adapter_pages(config, held, dtype, device, agree)
+    num_adapter_pages = count_adapter_pages(config, held, dtype, device, min_over_ranks)
     capture = find_capture(
         config, TensorRtDecoder.has_fixed_shapes, mapping, device, debug_tensors is not None
     )
-    capture = agree_on_capture(capture, device, agree)
+    capture = agree_on_capture(capture, device, min_over_ranks)
     cache = _allocate(
-        config, sidecar, held, max_sequence_length, num_adapter_pages, capture is not None, device, agree
+        config,
+        sidecar,
+        held,
+        max_sequence_length,
+        num_adapter_pages,
+        capture is not None,
+        device,
+        min_over_ranks,
     )
     row_kernels = find_row_kernels(model.decoder.vocab_size, device)
     decoder = TensorRtDecoder(
@@ -105,13 +111,13 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     )
     runner = ModelRunner(decoder, cache, limits, config.max_num_tokens, mapping, capture, debug_tensors)
     if device.type == "cuda":
-        runner.agree_on_recordings(agree)
+        runner.agree_on_recordings(min_over_ranks)
     _warn(sidecar)
     return runner
 
 
 def _warn(sidecar: Sidecar) -> None:
-    """Log that plans have not run on real hardware yet."""
+    """Log that the authors have not run plans on real hardware yet."""
     _logger.warning(
         "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
         "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",
@@ -123,7 +129,7 @@ def _warn(sidecar: Sidecar) -> None:
 def _load_plans(
     sidecar: Sidecar, folder: Path, device: torch.device, collectives: Collectives
 ) -> tuple[LoadedPlan, LoadedPlan]:
-    """Load the layers and the head, and bind weights that are inputs."""
+    """Load the plans of layers and head, and bind weights that are inputs."""
     module = find_runtime(sidecar, folder)
     check_processor(sidecar, folder, device)
     for file in (sidecar.layers.file, sidecar.head.file, sidecar.weights):
@@ -154,9 +160,9 @@ def _allocate(
     num_adapter_pages: int,
     is_recorded: bool,
     device: torch.device,
-    agree: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
 ) -> RowCache:
-    """Allocate the rows, and blocks in the remaining memory."""
+    """Allocate the slots' rows, and KV blocks in the remaining memory."""
     settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
     slots, size = config.max_num_sequences, config.tokens_per_block
     of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)
@@ -172,9 +178,9 @@ def _allocate(
         of_rows / 2**20,
     )  # fmt: skip
     if config.shares_blocks:
-        num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, agree)
+        num_blocks = count_blocks(config, held, max_sequence_length, dtype, device, reserved, min_over_ranks)
     else:
-        num_blocks = agree(count_row_blocks(config, max_sequence_length))
+        num_blocks = min_over_ranks(count_row_blocks(config, max_sequence_length))
         _logger.info(
             "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
         )

@@ -23,7 +23,7 @@ _BLOCK = 4096  # logits per program
 
 @triton.jit
 def _peak(numbers, places) -> Any:
-    """Return the highest of `numbers` and the lowest of its `places`; NaN and its place if there is any NaN."""
+    """Return the highest of `numbers` and its lowest place; if there is a NaN, NaN and its place."""
     is_nan = numbers != numbers
     ordered = tl.where(is_nan, float("inf"), numbers)
     has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
@@ -35,7 +35,7 @@ def _peak(numbers, places) -> Any:
 
 @triton.jit
 def _peaks_of_blocks(logits, highest, tokens, row_size, size, BLOCK: tl.constexpr):
-    """Find the highest logit of a block of a row (NaN if it has one) and the first token that has it.
+    """Find the highest logit of a block of a row (NaN if the block has one), and the first token with that logit.
 
     Grid: rows, blocks; results [rows, blocks].
     """
@@ -80,7 +80,7 @@ def find_peaks(logits: Tensor) -> Peaks:
 
 
 class KernelRowKernels(RowKernels):
-    """`RowKernels` on a GPU: the highest logits by the kernels here, everything else by torch's operators."""
+    """`RowKernels` on a GPU: the highest logits by this module's kernels, everything else by torch's operators."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         return find_peaks(logits)
