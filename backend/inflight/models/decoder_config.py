@@ -25,9 +25,10 @@ class LinearScaling:
     Attributes:
         factor: Greater than 1 to extend the usable positions.
         original_max_positions: Number of positions with which the model was first trained.
-        """
-        factor: float
-        original_max_positions: int
+    """
+
+    factor: float
+    original_max_positions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Llama3Scaling:
         factor: Divides the frequencies of long wavelengths.
         low_freq_factor: Wavelengths above original_max_positions / low_freq_factor are long.
         high_freq_factor: Wavelengths below original_max_positions / high_freq_factor are short.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
     """
 
     factor: float
@@ -65,7 +66,7 @@ class YarnScaling:
 
     Attributes:
         factor: Divides the scaled frequencies.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
         beta_fast: Dimensions with more rotations than this over the original positions are not scaled.
         beta_slow: Dimensions with fewer rotations than this over the original positions are fully scaled.
         attention_factor: Multiplies cos and sin.
@@ -95,7 +96,7 @@ class LongRopeScaling:
     Attributes:
         short_factors: Divide the frequencies, one per rotated pair, in short sequences.
         long_factors: Divide the frequencies, one per rotated pair, in long sequences.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
         attention_factor: Multiplies cos and sin.
     """
 
@@ -360,7 +361,7 @@ class DecoderConfig:
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
-        qk_norm: RMSNorm over queries and keys before the rotation: "head", over each head; "projection",
+        qk_norm: RMSNorm over queries and keys before the rotation: "heads", over each head; "projection",
             over all heads together; "unweighted", over each head in layers with rotation, without weights.
             None: there is none.
         norms_rotated: Whether `qk_norm`, over each head, is applied after the rotation.
