@@ -153,7 +153,7 @@ def test_nonzero_padding_is_refused(decoder: DecoderConfig) -> None:
     expected."""
     weights, config = np.zeros((1, 1, 1000), np.float32), np.array([[[Q, 0, 1]]], np.int32)
     weights[0, 0, 128] = 1e-30
-    assert "has 128 numbers by its adapter_size 1, and more behind them" in error_of(
+    assert "has 128 numbers by its adapter_size 1, followed by numbers other than 0" in error_of(
         decoder, read_lora_tensors(weights, config)
     )
 

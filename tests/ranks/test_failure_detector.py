@@ -80,7 +80,7 @@ def test_this_process_may_be_the_failed_rank(failure_detector):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_out_of_step_is_lost_at_once(failure_detector, rank):
     failure_detector.failed(rank, NEVER, 100.0)
-    assert failure_detector.loss(100.0, 99) == Loss(rank, "it is not in step with the others any more")
+    assert failure_detector.loss(100.0, 99) == Loss(rank, "it is no longer in lockstep with the others")
 
 
 def test_progress_of_a_rank_that_left_is_not_waited_for(failure_detector):

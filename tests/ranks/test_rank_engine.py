@@ -84,7 +84,7 @@ class Wire:
     def receive(self, num_rows: int) -> torch.Tensor | None:
         return self.hidden.popleft()
 
-    def send(self, outcome: bytes) -> None:
+    def send_outcome(self, outcome: bytes) -> None:
         self.outcomes.append(outcome)
 
     def wait_sent(self) -> None:
@@ -93,7 +93,7 @@ class Wire:
     def barrier(self) -> None:
         """Return at once: the stage has one rank."""
 
-    def receive(self) -> bytes:
+    def receive_outcome(self) -> bytes:
         return self.outcomes.popleft()
 
 

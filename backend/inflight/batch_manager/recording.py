@@ -1,8 +1,8 @@
 """Traces: everything needed to rerun a schedule, as JSON lines in a file.
 
     header   once, first: format, version, SchedulingConfig, EngineLimits
-    begin    of every iteration, before it runs: its IterationInput and its batch
-    end      of every batch, in the same order: the ModelOutput or the error, and its time
+    begin    for every iteration, before it runs: its IterationInput and its batch
+    end      for every batch, in order: its ModelOutput or error, and the time of this result
 
 This module owns the format, for writing and reading, and the file while it is written. A record is in the file
 when the call that makes it returns, so the last batch of a process that hangs or is killed is in the trace. A

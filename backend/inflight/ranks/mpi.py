@@ -157,7 +157,7 @@ class MpiOutcomes:
         self._receivers = [rank for rank in range(self._comm.Get_size()) if rank != sender]
         self._sending: deque[list[MPI.Request]] = deque()
 
-    def send(self, outcome: bytes) -> None:
+    def send_outcome(self, outcome: bytes) -> None:
         """Send a message to all other ranks, without waiting until it is received. Called by the sender only."""
         whole = memoryview(outcome)
         parts = [whole[begin : begin + _PART_BYTES] for begin in range(0, len(outcome) + 1, _PART_BYTES)]
@@ -177,7 +177,7 @@ class MpiOutcomes:
         """
         MPI.Request.Waitall(self._sending.popleft())
 
-    def receive(self) -> bytes:
+    def receive_outcome(self) -> bytes:
         """Receive the sender's next message. Called by all other ranks, once for each message."""
         outcome = bytearray()
         while True:

@@ -1,8 +1,8 @@
 """RankEngine: `inflight.core.ports.Engine` for one of several ranks, each of which runs the same batches.
 
     stage      0                1  (last)
-    forward    compute, send →  receive, compute, choose tokens, tell everybody
-    decode     hear             what was told
+    forward    compute, send →  receive, compute, sample, send the outcome to all ranks
+    decode     receive it       return it
 
 Tokens are sampled by one rank, the first of the last stage, right after its forward pass, so that earlier stages
 work on the next batches meanwhile. Its result for a batch, the outcome, is the result on every rank, even if it is
@@ -223,13 +223,13 @@ class RankEngine:
         ) as error:  # whatever a device raises, or the error of the forward pass, is the outcome
             flight.outcome = Outcome.from_error(iteration, error)
             message = _ENCODER.encode(flight.outcome)
-        self._outcomes.send(message)
+        self._outcomes.send_outcome(message)
 
     def _await(self, flight: _Flight) -> Outcome:
         if flight.outcome is not None:
             self._outcomes.wait_sent()
             return flight.outcome
-        outcome = _DECODER.decode(self._outcomes.receive())
+        outcome = _DECODER.decode(self._outcomes.receive_outcome())
         if outcome.iteration != flight.batch.iteration:
             raise ValueError(
                 f"the outcome is of iteration {outcome.iteration}, expected {flight.batch.iteration}"

@@ -124,7 +124,7 @@ _OF_MACHINES = {
             {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
             {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
             frozenset({"bfloat16"}),
-            "tested in an emulator, never on hardware",
+            "never executed on hardware by its authors",
         ),
         Target(
             "avx512",

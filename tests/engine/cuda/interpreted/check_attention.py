@@ -223,7 +223,7 @@ def test_chunks_by_both_kernels_and_as_recorded(zoo: Zoo, windows: Any) -> None:
 
 def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=264)
-    with pytest.raises(CannotAttend, match="heads of 256, and the model's are of 264"):
+    with pytest.raises(CannotAttend, match="heads of at most 256 values, and the model's have 264"):
         KernelAttention(decoder)
 
 

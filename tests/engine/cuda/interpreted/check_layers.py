@@ -134,7 +134,7 @@ def test_a_load_detects_each_wrong_or_raising_kernel(
     given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU
     check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, off(getattr(layers, name)))
-    with pytest.raises(IsOff, match=r"of 3 rows is off by 0\.3"):
+    with pytest.raises(IsOff, match=r"of 3 rows is wrong by 0\.3"):
         check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, lambda *_: 1 / 0)
     with pytest.raises(IsOff, match="division"):
@@ -308,7 +308,7 @@ def test_rows_rounded_to_float8(size: int, dtype: torch.dtype) -> None:
 
 def test_a_rounding_to_other_levels_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
-    assert "rounds to float8 is left out" in caplog.text
+    assert "kernel for float8 quantization is not used" in caplog.text
 
 
 def test_a_rounding_to_the_same_levels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
