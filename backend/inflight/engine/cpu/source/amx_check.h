@@ -20,7 +20,7 @@ namespace inflight {
 
 enum ProductCheck { kProductsAreRight = 0, kTilesNotPermitted = 1, kProductsAreOff = 2, kProductsCrash = 3 };
 
-// Checks rows * columns^T, converted by float_of: within `inner` roundings of the exact sums.
+// Checks rows * columns^T, converted by float_of: results may differ from exact sums by `inner` rounding errors.
 template <class E, class Value, class FloatOf, class Draw>
 bool multiplies_right(int inner, bool is_exact, const FloatOf& float_of, const Draw& draw) {
   constexpr int kRows = kMostTiledRows + 5, kColumns = 2 * kPanel;  // two blocks without whole tiles
@@ -79,7 +79,7 @@ bool tiles_are_right() {
   const auto byte = [](uint8_t stored, bool is_signed) {
     return is_signed ? static_cast<double>(static_cast<int8_t>(stored)) : static_cast<double>(stored);
   };
-  // Products with more inputs than one part takes carry their sums from part to part.
+  // If a product has more inputs than one part of a panel, sums are kept from part to part.
   for (int inner : {6, 100, static_cast<int>(kCache / 100)})
     if (!multiplies_right<E, float>(inner, true, bfloat16, whole) ||
         !multiplies_right<Int8, int32_t>(2 * inner, true, byte, [&](bool) { return random() % 256; }))
