@@ -34,8 +34,8 @@ def make_adapter_cache(
         folders: Folders that the server's operator has configured.
 
         Raises:
-                        ConfigError: One adapter of the largest rank does not fit into `max_bytes`, or a
-                            folder does not exist.
+            ConfigError: One adapter of the largest rank does not fit into `max_bytes`, or a folder does not
+                exist.
     """
     largest = largest_adapter_bytes(model.decoder, max_rank, ITEM_SIZES[dtype])
     if max_bytes is None:

@@ -120,7 +120,7 @@ class ModelEngine:
         Called before the next `forward`; for a batch that samples on the device, before the second next.
 
         Raises:
-                        FloatingPointError: The model's logits are not finite; the message names the slots.
+            FloatingPointError: The model's logits are not finite; the message names the slots.
             StepFailed: See `forward`.
         """
         with self.runner.void_slots.watch(batch), computing(batch.num_rows):

@@ -114,7 +114,7 @@ class ProportionalScaling:
     Pairs are dimensions i and i + head_dim / 2.
 
     Attributes:
-                    part: Fraction of the pairs that are rotated.
+        part: Fraction of the pairs that are rotated.
         factor: Divides the frequencies.
     """
 
@@ -326,9 +326,9 @@ class LayerInputsConfig:
     embedding, projected back, and added to the residual stream.
 
     Attributes:
-                    size: Width of one layer's embedding.
-                    vocab_size: Number of rows of the separate table.
-                    virtual_id: The token whose row of the separate table is used for virtual tokens.
+        size: Width of one layer's embedding.
+        vocab_size: Number of rows of the separate table.
+        virtual_id: The token whose row of the separate table is used for virtual tokens.
     """
 
     size: int

@@ -49,10 +49,10 @@ class ExpertNorms:
     """Norms of a layer with both experts and an MLP, each [hidden_size].
 
     Attributes:
-                    router: Norm on the router's input.
-                    before: Norm on the experts' input.
-                    after: Norm on the experts' result.
-                    shared_after: Norm on the shared MLP's result.
+        router: Norm on the router's input.
+        before: Norm on the experts' input.
+        after: Norm on the experts' result.
+        shared_after: Norm on the shared MLP's result.
     """
 
     router: Norm
@@ -100,9 +100,8 @@ class LatentWeights:
     """Weights of latent attention other than `LayerWeights.qkv`; heads are this rank's.
 
     Attributes:
-                    query_norm: Norm over the vector from which queries are projected, [query_rank]; None if
-                        queries are
-                                    projected from hidden states.
+        query_norm: Norm over the vector from which queries are projected, [query_rank]; None if queries are
+            projected from hidden states.
         query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
             queries are projected from hidden states.
         kv_norm: Norm over the compressed latent, [kv_rank].
@@ -120,9 +119,9 @@ class LayerInputWeights:
     """Weights with which a layer adds per-layer embeddings to the residual stream (`LayerInputsConfig`).
 
     Attributes:
-                    gate: Projection of the residual stream, [size, hidden_size].
-                    output: Projection of the product with the per-layer embedding, [hidden_size, size].
-                    norm: Norm on the output projection's result, [hidden_size].
+        gate: Projection of the residual stream, [size, hidden_size].
+        output: Projection of the product with the per-layer embedding, [hidden_size, size].
+        norm: Norm on the output projection's result, [hidden_size].
     """
 
     gate: Linear
@@ -135,9 +134,9 @@ class TokenInputWeights:
     """Weights with which per-layer embeddings of all layers are made from tokens (`LayerInputsConfig`).
 
     Attributes:
-                    embedding: The separate table, [vocab_size, num_layers * size].
-                    projection: Projection of ordinary embeddings, [num_layers * size, hidden_size].
-                    norm: Norm on each layer's part of the projection's result, [size].
+        embedding: The separate table, [vocab_size, num_layers * size].
+        projection: Projection of ordinary embeddings, [num_layers * size, hidden_size].
+        norm: Norm on each layer's part of the projection's result, [size].
     """
 
     embedding: Tensor

@@ -109,7 +109,7 @@ def nvfp4_levels(packed: Tensor, scales: Tensor) -> Levels:
     """Decode NVFP4, 4-bit floats with a scale for each group of inputs, to int8 levels that are twice the floats.
 
     Args:
-                    packed: [outputs, inputs / 2] uint8; the lower half of a byte is the first of its two inputs.
+        packed: [outputs, inputs / 2] uint8; the lower half of a byte is the first of its two inputs.
         scales: [outputs, groups] float32.
     """
     doubled = torch.tensor([int(2 * value) for value in FLOAT4], dtype=torch.int8)

@@ -54,10 +54,8 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         """Convert the matrices of a layer's experts; each is read when the iterator reaches it.
 
         Args:
-                        matrices: [outputs, inputs] of each expert in turn: all are numbers, or all are
-                            levels of one form. With
-                                        levels, the iterator may raise an exception, which the method must not
-                                        catch.
+            matrices: [outputs, inputs] of each expert in turn: all are numbers, or all are levels of one form.
+                With levels, the iterator may raise an exception, which the method must not catch.
             shape: [experts, outputs, inputs].
             bias: [experts, outputs], or None.
             is_gated: Whether each matrix is gate above up.
@@ -106,8 +104,8 @@ class KeptLevels:
     """Requests that a load keep matrices quantized, and records which matrices were kept.
 
     Attributes:
-                    counts: Number of projections, or stacks of experts' projections, kept in each format.
-                    unpacked: By reason, the first matrix of each quantized projection that was not kept.
+        counts: Number of projections, or stacks of experts' projections, kept in each format.
+        unpacked: By reason, the first matrix of each quantized projection that was not kept.
     """
 
     counts: Counter[MatrixKind] = field(default_factory=Counter[MatrixKind])

@@ -57,9 +57,8 @@ class ModelControl:
     """Functions by which a model's process controls the model in Triton; both raise Triton's errors.
 
     Attributes:
-                    unload: Makes the model unready and returns at once; its process stays while it has
-                        requests or streams.
-                    load: Starts the model's next process; returns when that process is ready.
+        unload: Makes the model unready and returns at once; its process stays while it has requests or streams.
+        load: Starts the model's next process; returns when that process is ready.
     """
 
     unload: Callable[[], None]
@@ -97,8 +96,8 @@ class Surroundings:
     """The objects with which an orchestrator works, other than its job.
 
     Attributes:
-                    server: The tritonserver.
-                    control: Unloads and loads the model; None if models cannot be unloaded by request.
+        server: The tritonserver.
+        control: Unloads and loads the model; None if models cannot be unloaded by request.
         guard: Watches all ranks that are started.
         publisher: Gets rank 0's observations.
         unload_timeout_s: How long requests may continue when the model is unloaded, in seconds.

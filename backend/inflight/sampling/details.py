@@ -55,9 +55,9 @@ def with_drawn_log_probs(
     """Add, where details have log probabilities, those in the distributions from which tokens were sampled.
 
     Args:
-                    details: One per row.
-                    rows: The processed rows.
-                    chosen: [rows] the sampled tokens.
+        details: One per row.
+        rows: The processed rows.
+        chosen: [rows] the sampled tokens.
     """
     wanted = _true_indices(bool(each.log_probs) for each in details)
     result = list(details)

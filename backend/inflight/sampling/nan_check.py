@@ -41,12 +41,12 @@ def check_peaks(
     """Raise FloatingPointError if a row's highest logit is not finite, so that no token can be sampled from it.
 
     Args:
-                    highest: [rows] on the host, from `find_peaks`, for rows whose tokens are used.
-                    slots: [rows] the rows' slots.
-                    positions: [rows] absolute position of the token to be sampled.
+        highest: [rows] on the host, from `find_peaks`, for rows whose tokens are used.
+        slots: [rows] the rows' slots.
+        positions: [rows] absolute position of the token to be sampled.
 
     Raises:
-                    FloatingPointError: The message has slot, position and value of each such row.
+        FloatingPointError: The message has slot, position and value of each such row.
     """
     if not all(map(math.isfinite, highest.tolist())):  # faster than numpy for few rows
         rows = np.flatnonzero(~np.isfinite(highest))

@@ -69,9 +69,9 @@ class _Choosing:
     """Rows whose tokens are being sampled on the device, until the host has the tokens.
 
     Attributes:
-                    layout: The rows of each slot.
-                    rows: The processed rows.
-                    raw: The rows' unprocessed logits.
+        layout: The rows of each slot.
+        rows: The processed rows.
+        raw: The rows' unprocessed logits.
         failed: The rows that have failed, by index.
         ends: [rows] whether a row allows only the end, without an end id.
         ranked: [rows] whether a row belongs to a beam search and gets no token.
@@ -330,8 +330,8 @@ class Sampler:
         """Sample again for rows whose guess was wrong, because many tokens are needed to reach top_p.
 
         Returns:
-                        [rows] tokens (NO_TOKEN where all tokens are banned, undefined for rows of beams), and
-                        highest logits.
+            [rows] tokens (NO_TOKEN where all tokens are banned, undefined for rows of beams), and highest
+            logits.
         """
         tokens, highest, *are_final = arrived
         again = [

@@ -28,9 +28,9 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
     """Return the key, 16 bytes, of a full block that follows the block with key `parent`.
 
     Args:
-                    parent: 16 bytes; for the first block, the scope.
-                    token_ids: The block's tokens.
-                    extra_ids: One per token, 0 .. 2**64 - 1; empty means that all are 0.
+        parent: 16 bytes; for the first block, the scope.
+        token_ids: The block's tokens.
+        extra_ids: One per token, 0 .. 2**64 - 1; empty means that all are 0.
     """
     message = array("q", token_ids).tobytes()
     if not any(extra_ids):

@@ -8,11 +8,10 @@ Published blocks refer to their parents' digests, so they form trees. The next b
 
     1. an empty block, the last released first;
     2. a cached leaf, a block that is no published block's parent: the lowest priority first, and within a priority
-                the least recently released. A parent whose last child is evicted becomes a leaf with its own
-                priority and time, so a child protects its ancestors, without which it is useless;
+       the least recently released. A parent whose last child is evicted becomes a leaf with its own priority and
+       time, so a child protects its ancestors, without which it is useless;
     3. any other cached block, the least recently released first. Without cached leaves there are cached blocks
-    only if
-                a sequence holds a child whose parent it computed itself, in another block.
+       only if a sequence holds a child whose parent it computed itself, in another block.
 
 Children are counted by their parent's digest, not by its block id, because the parent's content may be published
 again in another block while its children stay. The pool does not know requests. Used on the loop thread.

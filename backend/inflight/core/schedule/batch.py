@@ -14,7 +14,7 @@ The device applies a batch in this order:
 3. apply `moves` simultaneously: each copies the state of a beam as it was before all moves;
 4. put the blocks of `replaced_blocks` into the block tables, then append `new_blocks` to the block tables;
 5. run one packed forward pass over the rows of `context`, then of `generation_slots`; it also copies recurrent
-            states to the snapshots of `state_saves`.
+   states to the snapshots of `state_saves`.
 
 Some models have a **recurrent state** for each slot, besides the blocks. Its size is fixed, and it depends on
 every token computed in the slot, including accepted drafts but not rejected ones. A moved beam copies its
@@ -30,14 +30,13 @@ A batch fails when `forward` or `decode` raises, for whatever reason and at what
   in batches made before the failure was known are restarted as well. In such a batch, a row whose adapter pages
   are void must not harm the other rows;
 - sequences without a start, block, row or adapter load in the batch are not affected, and get the same tokens as
-        without the failure;
+  without the failure;
 - the scheduler releases the void slots, reports the batch's `released_slots` again except slots taken since, and
-        restarts the sequences from their known tokens, in any slots; a beam search begins again;
+  restarts the sequences from their known tokens, in any slots; a beam search begins again;
 - therefore releasing a slot that is free or was never started does nothing, and a start discards all previous
   state of the slot;
-- a batch that was made before the failure was known and continues in a void slot fails too; or, if its
-`forward` had
-        been called already, its tokens for void slots are ignored.
+- a batch that was made before the failure was known and continues in a void slot fails too; or, if its `forward`
+  had been called already, its tokens for void slots are ignored.
 
 A row fails alone if it is known to be faulty, for example because request-specific code raised while its token was
 sampled. The row is then listed in `ModelOutput.failures`, and the batch has not failed: every other row has its

@@ -3,8 +3,8 @@
 The two policies differ in the number of blocks that a sequence reserves at admission:
 
     GUARANTEED_NO_EVICT   blocks for its maximum length, so that growth never fails
-    MAX_UTILIZATION       blocks for its context and one token; if blocks run out, the sequence started last is
-    paused
+    MAX_UTILIZATION       blocks for its context and one token; if blocks run out, the sequence started last
+                          is paused
 
 STATIC_BATCH reserves like GUARANTEED_NO_EVICT, and admits only when nothing runs. Requests of lower priority are
 paused first. With either policy a beam search reserves blocks for its maximum length and is never paused, because

@@ -7,8 +7,7 @@ remaining rows in chunks that end on a block boundary:
 
     FIRST_COME_FIRST_SERVED   the oldest context gets all remaining rows that it can use, then the next one
     EQUAL_PROGRESS            each context gets a block in turn, oldest first, so that short prompts do not wait
-    for
-                              the end of a long one; if rows are left for one block only, the oldest context
+                              for the end of a long one; if rows are left for one block only, the oldest context
                               gets it
 
 A resumed context longer than max_num_tokens is always chunked, because its request was accepted and has to run. A

@@ -151,14 +151,14 @@ class Decoder:
         """Compute the last layer's output [rows, hidden_size], and fill the cache.
 
         Args:
-                        packed: The rows.
-                        cache: The KV cache.
-                        hidden: The previous stage's output [rows, hidden_size]; None at the first stage.
-                        between: Collects hidden states between layers.
-                        active: The rows' adapters; None: the adapters that `packed` names.
+            packed: The rows.
+            cache: The KV cache.
+            hidden: The previous stage's output [rows, hidden_size]; None at the first stage.
+            between: Collects hidden states between layers.
+            active: The rows' adapters; None: the adapters that `packed` names.
 
         Raises:
-                        ValueError: An adapter that `packed` names is not loaded.
+            ValueError: An adapter that `packed` names is not loaded.
         """
         weights = self._weights
         if active is None and packed.adapters is not None:

@@ -115,7 +115,7 @@ class RowCache:
         For the arguments see `RowResidency.apply`.
 
         Raises:
-                        ValueError: A row needs the data of another row, and there are no blocks.
+            ValueError: A row needs the data of another row, and there are no blocks.
         """
         changes = self._residency.apply(batch, num_tokens)
         for change in changes:

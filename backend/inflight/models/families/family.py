@@ -59,14 +59,12 @@ class ExpertStacks:
     The tensors of experts' biases, if there are any, have these names with `_bias` appended.
 
     Attributes:
-                    up: Gate and up projections.
-                    down: Down projection.
-                    router: Name of the router in such checkpoints; "": the same as in checkpoints with
-                        single experts.
-                    transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: decided
-                        by its shape.
-                    interleaved: Whether outputs of `up` alternate between gate and up; otherwise all
-                        outputs of gate come first.
+        up: Gate and up projections.
+        down: Down projection.
+        router: Name of the router in such checkpoints; "": the same as in checkpoints with single experts.
+        transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: decided by its shape.
+        interleaved: Whether outputs of `up` alternate between gate and up; otherwise all outputs of gate come
+            first.
     """
 
     up: str = "mlp.experts.gate_up_proj"
@@ -261,7 +259,7 @@ class WeightNames:
     """Names of modules; with `.weight` or `.bias` appended they are names of tensors.
 
     Attributes:
-                    base: Prefix of all names except lm_head's; checkpoints of a decoder without lm_head omit it.
+        base: Prefix of all names except lm_head's; checkpoints of a decoder without lm_head omit it.
         embedding: Token embedding, below `base`.
         final_norm: Norm before the output projection, below `base`.
         layers: Prefix of a layer, below `base`; `{}` stands for its index.
@@ -306,7 +304,7 @@ class NoMap(ConfigError):
     """The error for a feature of a checkpoint that this package does not implement, but transformers' code may.
 
     Attributes:
-                    key: The key of config.json that requires the feature.
+        key: The key of config.json that requires the feature.
     """
 
     def __init__(self, config: ConfigFile, key: str, expected: str) -> None:

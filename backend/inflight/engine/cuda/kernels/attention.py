@@ -43,7 +43,7 @@ _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 def num_parts(num_kv_heads: int, longest: int) -> int:
     """Return the maximum number of parts of a generation row's keys: about 256 programs for a single long row.
 
-    `longest` is the maximum length of a sequence in tokens, which may need fewer parts.
+    `longest` is the maximum length of a sequence in tokens, which limits the number of parts.
     """
     parts = max(4, min(64, power_of_two(256 // num_kv_heads)))
     return min(parts, power_of_two(-(-longest // _LEAST_PART)))
