@@ -88,7 +88,7 @@ class _HeldAdapter:
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """An adapter to read, with the requests that wait for it; some of these contain its weights."""
+    """An adapter to read, and the requests that wait for it, some of which contain its weights."""
 
     waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
     is_ordered: bool = False  # requested by `HostAdapterCache.load`

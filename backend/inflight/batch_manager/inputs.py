@@ -112,7 +112,7 @@ class OwnInputs:
         return self._guides.events()
 
     def _to_be_accepted(self, requests: tuple[Request, ...]) -> list[Request]:
-        """Return the requests without those whose id an active request, or an earlier one in the list, has."""
+        """Return the requests whose ids neither an active request nor an earlier one of `requests` has."""
         first: dict[int, Request] = {}
         for request in requests:
             if not self._scheduler.is_active(request.request_id):

@@ -15,11 +15,11 @@ from inflight.core.ports import WaitUntilSent
 from inflight.core.request.response import Response
 
 _SHARE = 0.3
-"""The fraction of the time since the last window that a window may take."""
+"""The maximum length of a window, as a fraction of the time since the last one."""
 _LONGEST_NS = 200_000_000
-"""The longest time that a response is kept, and the longest time between windows that counts."""
+"""Maximum time that a response is kept; a longer time since the last window counts as this much."""
 _FIRST_COST_NS = 300_000
-"""The assumed cost of sending one sequence's responses, until it has been measured."""
+"""The time that sending one sequence's responses is assumed to take, until it has been measured."""
 _GROWTH = 1.5
 """The factor by which the assumed cost grows if responses could not be sent in time."""
 

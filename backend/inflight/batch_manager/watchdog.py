@@ -121,7 +121,7 @@ class Watchdog:
         `begin`."""
         if (run := self._run) is None:
             self._is_needed.clear()
-            # An iteration that began before this line is seen here; a later one sets the event.
+            # An iteration that began before this line is found here; a later one sets the event.
             return self._run is not None or self._is_closed.is_set()
         seconds = self._clock() - run.begun_s
         if seconds >= run.next_report_s:

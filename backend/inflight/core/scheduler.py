@@ -264,7 +264,7 @@ class Scheduler:
         return built
 
     def _samples_on_device(self, selected: MicroBatch) -> bool:
-        """Whether the next batch can be made before this one is back.
+        """Whether the next batch can be made before the current one is back.
 
         It can if some sampled row does not need the host, or if no row is sampled, as in the middle of a context.
         """

@@ -134,7 +134,7 @@ class AdditionalOutputs:
 
         Args:
             batch: The batch, already passed to `apply`.
-            layers: The hidden states of its rows.
+            layers: The hidden states of the batch's rows.
             sampled_rows: Indices of the sampled rows, in the order of `ScheduledBatch.sampled_slots`.
             logits: Logits of these rows, [n, vocab_size] float32.
         """

@@ -69,11 +69,11 @@ class Alone:
     communicator = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over this one rank, `tensor` itself."""
+        """Return `tensor`, which is the sum over a single rank."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of this one rank, `tensor` itself."""
+        """Return `tensor`, as there are no other ranks' tensors."""
         return tensor
 
 

@@ -111,7 +111,7 @@ class SlotTable:
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
-        """Return the inputs of generation rows of these slots; empty if only the device knows them."""
+        """Return the next inputs of the generation rows of `slots`; empty if only the device knows the inputs."""
         return as_array(self.last_tokens)[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
@@ -190,7 +190,7 @@ class VoidSlots:
             raise
 
     def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
-        """Make the slots of a failed batch void, except those that the batches `since` have restarted.
+        """Make the slots of a failed batch void, except slots that the later batches `since` have restarted.
 
         A sequence may get a slot but no row, and end before its batch is back: by then the slot may have another
         owner.

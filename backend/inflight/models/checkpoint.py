@@ -119,7 +119,8 @@ class Checkpoint:
         self._stored_as[new_name] = self._stored_as.pop(name, name)
 
     def leave_out(self, prefixes: tuple[str, ...]) -> None:
-        """Remove the tensors whose names have one of these prefixes from `tensors`, and count them."""
+        """Remove the tensors whose names start with one of `prefixes` from `tensors`, and count them in
+        `left_out`."""
         for name in list(self.tensors):
             if prefix := next((each for each in prefixes if name.startswith(each)), None):
                 del self.tensors[name]

@@ -72,7 +72,7 @@ class _Finder:
         return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
     def _token_inputs(self, config: LayerInputsConfig) -> TokenInputSources:
-        """Return the source of the weights that make per-layer embeddings, all of which every rank has."""
+        """Return the source of the weights that make per-layer embeddings; every rank has all of these weights."""
         decoder, base, names = self._decoder, self._names.base, self._names.layer_inputs
         assert names is not None, "a family with per-layer embeddings names their modules"
         width = decoder.num_layers * config.size

@@ -104,7 +104,7 @@ class _Parts:
         self.infos[kind] = info
 
     def stores(self, kind: str, dtypes: tuple[str, ...]) -> bool:
-        """Whether the checkpoint has a part in one of these dtypes."""
+        """Whether the checkpoint has a part of this kind in one of `dtypes`."""
         info = self._checkpoint.tensors.get(f"{self._module}.{kind}")
         return info is not None and info.dtype in dtypes
 
@@ -132,7 +132,7 @@ class _Parts:
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:
-        """Return a part as it is stored; None if the checkpoint has none of this kind."""
+        """Return a part as it is stored; None if the checkpoint has no part of this kind."""
         return self.read(kind) if kind in self.infos else None
 
     def add(

@@ -47,7 +47,7 @@ from inflight.models.weight_sources import (
 
 
 class _NotKept(Exception):
-    """An expert of a layer whose quantization differs from that of the layer's first expert."""
+    """The exception for an expert whose quantization differs from the first expert's of its layer."""
 
 
 class WeightReader(Generic[LayerT, LinearT]):

@@ -20,7 +20,7 @@ _END = b""
 
 
 class Lockstep:
-    """One rank's side; see `inflight.core.ports.Ranks`.
+    """One rank's implementation of `inflight.core.ports.Ranks`.
 
     Reports this rank's progress to the heartbeat.
     """

@@ -51,7 +51,7 @@ def lead(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> R
 
 
 def refuse(world: MpiWorld, why: str) -> None:
-    """On rank 0, if there is no job: make the others end."""
+    """On rank 0, if there is no job: send the reason to the other ranks, which then end."""
     world.broadcast(msgspec.json.encode(Briefing(refusal=why)))
     world.leave()
     faulthandler.cancel_dump_traceback_later()

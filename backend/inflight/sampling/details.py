@@ -52,7 +52,8 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputOpt
 def with_drawn_log_probs(
     details: Sequence[TokenDetails], rows: Rows, chosen: NDArray[np.int64]
 ) -> list[TokenDetails]:
-    """Add, where details have log probabilities, those in the distributions from which tokens were sampled.
+    """Add log probabilities in the distributions from which tokens were sampled, to details with log
+    probabilities.
 
     Args:
         details: One per row.

@@ -30,8 +30,8 @@ of its tokens so far including the prompt, the CUDA stream as an integer or 0 on
 function of four arguments gets no client id, as in TensorRT-LLM before 0.13."""
 
 BatchedLogitsPostProcessor = Callable[..., Sequence[Tensor | None] | None]
-"""The same for several requests in one call: each argument but the stream is a list. May return a list of
-logits."""
+"""Changes the logits of several requests in one call, like LogitsPostProcessor, but each argument except the
+stream is a list. May return a list of logits."""
 
 _NUM_ARGUMENTS = (5, 4)  # with and without client ids
 _CLIENT_ID = 5

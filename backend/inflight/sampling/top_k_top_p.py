@@ -381,7 +381,7 @@ def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the index [n, 1] of the first cumulative sum beyond `target`; never that of a token of weight 0,
+    """Return the index [n, 1] of the first cumulative sum beyond `target`; never the index of a token of weight 0,
     even after rounding."""
     below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target, below_total).clamp_(min=0.0)

@@ -161,8 +161,8 @@ class IterationCounts:
     def to_json(self, wall_clock_s: float) -> str:
         """Return the specification's JSON object for the batching type in use.
 
-        With static batching, the token and empty-slot counts are those of the static batch so far. `wall_clock_s`
-        is seconds since the epoch.
+        With static batching, tokens and empty slots are counted for the static batch so far. `wall_clock_s` is
+        seconds since the epoch.
         """
         stamp = time.strftime(_SECONDS_FORMAT, time.localtime(wall_clock_s))
         return json.dumps({"Timestamp": stamp, **self._common(), **self._kv_cache(), **self._batching()})
@@ -183,7 +183,7 @@ class IterationCounts:
         fields["Runtime CPU Memory Usage"] = memory.cpu
         fields["Runtime GPU Memory Usage"] = memory.gpu
         fields["Runtime Pinned Memory Usage"] = memory.pinned
-        # Fields of disaggregated serving; here context and generation are computed in one process.
+        # Fields of disaggregated serving, which this server does not have.
         fields |= {"KV cache transfer time": 0, "Request count": 0}
         return fields
 

@@ -59,7 +59,7 @@ class TopLogProbs:
 
     Attributes:
         token_ids: The tokens, num_top_log_probs of them.
-        log_probs: Their log probabilities.
+        log_probs: The log probability of each of `token_ids`.
     """
 
     token_ids: tuple[int, ...]

@@ -19,7 +19,7 @@ class Attention(Protocol):
         has_fixed_shapes: Whether a generation batch can be recorded: shapes depend on the number of rows
             alone, and no call waits for the device.
         takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that batches with chunks can be recorded too.
-        name: Its name in logs.
+        name: The attention's name in logs.
     """
 
     has_fixed_shapes: bool

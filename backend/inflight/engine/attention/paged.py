@@ -45,7 +45,7 @@ class PagedAttention:
             query         [rows, heads, head_dim]
             key, value    [blocks, tokens_per_block, kv_heads, head_dim]
             cu_seq_q      [sequences + 1] int32, index of each sequence's first query
-            cu_seq_k      [sequences + 1] int32, the same for keys, as if they were contiguous; None for
+            cu_seq_k      [sequences + 1] int32, index of its first key, as if keys were contiguous; None for
                           kernels that would take them to be contiguous
             max_q, max_k  upper bounds of the queries, and keys, of a sequence
 

@@ -178,7 +178,7 @@ class CompiledCode(ctypes.CDLL):
     """A loaded shared library of compiled layers, for one target and dtype.
 
     Attributes:
-        description: The result of `describe_target`, or the reason why a faster target was left out.
+        description: The result of `describe_target`, or the reason why a faster target was skipped.
     """
 
     description = ""
@@ -188,7 +188,7 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     """Load the code for models of this dtype; raise CannotBuild, with the reason, if there is none for this
     machine.
 
-    Targets whose products are wrong on this machine are left out, with a warning.
+    Targets whose products are wrong on this machine are skipped, with a warning.
 
     Args:
         dtype: Dtype of activations.

@@ -31,7 +31,7 @@ class GraphCapture:
         with torch.cuda.device(self._device):
             self._warm_up(operations)
             graph = torch.cuda.CUDAGraph()
-            # other threads may go on using the device
+            # other threads may continue to use the device
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

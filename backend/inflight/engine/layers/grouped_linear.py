@@ -252,7 +252,7 @@ class KeepingLevels(PlainSink):
 
 
 def why_not(linear: GroupedLinear, device: torch.device) -> str:
-    """Return the reason why the kernel cannot be used for a matrix like this one; empty if it can."""
+    """Return the reason why the kernel cannot be used for a matrix with the form of `linear`; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     tried, generator = replace(linear, has_kernel=True), torch.Generator().manual_seed(0)

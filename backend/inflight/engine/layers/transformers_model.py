@@ -1,4 +1,5 @@
-"""Loads a decoder with transformers' own modelling code: families not implemented here, or on request.
+"""Loads a decoder with transformers' own modelling code, for families that this package does not implement, or on
+request.
 
 The structure of such a model is found out by trial. A forward pass of a few tokens, in which attention only
 records its arguments, shows which layers attend, with which heads, scale, cap and window; `check_decoder`

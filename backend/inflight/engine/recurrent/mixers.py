@@ -54,7 +54,7 @@ class Mixer(ABC):
 
         Args:
             projected: Output of the input projection, [tokens, columns of `sections`].
-            state: State before the first of these tokens.
+            state: State before the first of the tokens.
 
         Returns:
             Rows for `finish`, [tokens, output_width], and the state after the last token.

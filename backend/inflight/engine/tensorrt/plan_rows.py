@@ -2,8 +2,8 @@
 
 A plan computes rows in the order of their slots, and within a slot by position. Generation rows are attended to by
 slot, at most one per slot; context chunks separately, padded to the longest. A chunk of a single row is computed
-as a generation row, which gives the same result. All inputs are tensors, so that a replay of a recorded batch uses
-the slots and positions that are in them then. Independent of the model. Used on the loop thread.
+as a generation row, which gives the same result. All inputs are tensors, so that a replay of a recorded batch
+reads the current slots and positions. Independent of the model. Used on the loop thread.
 """
 
 from __future__ import annotations

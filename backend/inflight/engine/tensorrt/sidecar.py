@@ -46,7 +46,7 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimization profile; inputs of fixed shape are left out."""
+    """An optimization profile: the ranges of all inputs except those of fixed shape."""
 
     name: str
     ranges: tuple[ShapeRange, ...]

@@ -88,7 +88,7 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
 def read_routed_experts(
     config: ConfigFile, alias: str, layers: tuple[bool, ...] | None = None
 ) -> ExpertsConfig:
-    """Read the keys of experts, except those of groups; `alias` is another name of n_routed_experts.
+    """Read the keys of experts, except keys of groups of experts; `alias` is another name of n_routed_experts.
 
     `layers`: whether each layer has experts; None: read from `first_k_dense_replace`.
     """

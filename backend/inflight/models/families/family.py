@@ -268,7 +268,7 @@ class WeightNames:
         mlp: MLP of each layer without experts.
         experts: Experts of the layers that have them; None if there are none.
         recurrent: Modules of the recurrent layers; None if there are none.
-        recurrent_norms: Norms of the recurrent layers, if they differ from those of other layers.
+        recurrent_norms: Norms of the recurrent layers; None: they have the names in `norms`.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
@@ -277,7 +277,7 @@ class WeightNames:
         layer_scale: Whole name, below the layer, of the factor of the residual stream after the layer; ""
             if there is none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
-        left_out: Prefixes of tensors that are not read, such as those of draft layers.
+        left_out: Prefixes of tensors that are not read, such as tensors of draft layers.
     """
 
     base: str

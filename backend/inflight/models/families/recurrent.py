@@ -36,7 +36,8 @@ _ATTENTION = ("full_attention", "attention")
 
 
 def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_types") -> tuple[bool, ...]:
-    """Return whether each layer is recurrent: one of `names`, instead of full_attention or attention."""
+    """Return for each layer whether it is recurrent: its type is one of `names`, not full_attention or
+    attention."""
     num_layers, types = config.positive_int("num_hidden_layers"), config.texts(key)
     if len(types) != num_layers or set(types) - {*names, *_ATTENTION}:
         kinds = ", ".join((*_ATTENTION, *names))

@@ -365,7 +365,7 @@ def attend_chunks(
 
     Args:
         results: Written at the rows of `tiles`.
-        queries: Queries of these rows and possibly others.
+        queries: Queries of the rows of `tiles`, and possibly of other rows.
         pages: The stored keys and values, including the chunks' own.
         tables: See `attend_generation`.
         tiles: See `FixedRows.tiles`.

@@ -170,7 +170,7 @@ def _launch(
 
 
 def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """Return the tiling of `int8_product`, the fastest of those tried on an H100 with matrices of an 8B model.
+    """Return the tiling of `int8_product`: the fastest tiling tried on an H100 with matrices of an 8B model.
 
     With few rows, reading weights dominates, so many reads are in flight. With few outputs, several programs share
     the inputs of each tile, as otherwise too few warps would convert levels.
