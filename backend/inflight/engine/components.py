@@ -7,7 +7,7 @@ from inflight.models.decoder_config import ProportionalScaling
 
 
 def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
-    """Return for each of these components, by its description, whether the model needs it."""
+    """Return the components that only torch's operators compute: {description: whether the model needs it}."""
     experts, layers = decoder.experts, range(decoder.num_layers)
     return {
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),

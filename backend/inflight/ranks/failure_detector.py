@@ -47,7 +47,7 @@ class FailureDetector:
         self._progress = dict.fromkeys(peers, 0)
         self._failures: list[_Failure] = []
 
-    def heard(self, rank: int, now_s: float, progress: int | None = None) -> None:
+    def record_message(self, rank: int, now_s: float, progress: int | None = None) -> None:
         """Record a message of `rank`.
 
         Args:

@@ -188,7 +188,7 @@ class Heartbeat:
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:
-            self._failure_detector.heard(rank, now_s, number if kind == _Kind.BEAT else None)
+            self._failure_detector.record_message(rank, now_s, number if kind == _Kind.BEAT else None)
             if kind == _Kind.WAKE:
                 with self._changed:
                     self._wakes += 1

@@ -154,7 +154,7 @@ class RankEngine:
         """Run this rank's part of the forward pass; the sampling rank also samples. Returns `decode`'s argument.
 
         Raises:
-            Unavailable: This rank is not in step with the others, now or since earlier.
+            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
         """
         flight = _Flight(batch)
         with self._in_step(batch):
@@ -171,7 +171,7 @@ class RankEngine:
 
         Raises:
             RequestError: The batch failed; the same error on all ranks.
-            Unavailable: This rank is not in step with the others, now or since earlier.
+            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
         """
         with self._in_step(batch):
             flight = self._in_flight.popleft()

@@ -154,7 +154,7 @@ class _Candidate:
     def read(self, wanted: set[int]) -> bool:
         """Read what has arrived; return whether this is a `wanted` rank that has accepted the connection.
 
-        Raises OSError or _Stranger if it will never be one.
+        Raises OSError or _Stranger if this connection cannot become a rank's any more.
         """
         missing = _REPLY_BYTES + len(_ACCEPTED) - len(self._received)
         part = self.connection.recv(missing)

@@ -29,7 +29,7 @@ _BLOCK = 64
 _FEW = 128
 """Number of most likely tokens that are tried before a top-p is sought in the whole vocabulary."""
 _CHUNK_BYTES = 1 << 20
-"""On a CPU, whole rows are processed a few at a time, to stay in its cache."""
+"""On a CPU, rows are processed in groups of at most this size, or singly, so that they stay in its cache."""
 _DIGITS = ((20, 1 << 12), (10, 1 << 10), (0, 1 << 10))
 """(lowest bit, number of values) of the digits into which a float32's bits are divided, highest first."""
 

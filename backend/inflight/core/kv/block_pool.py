@@ -251,7 +251,7 @@ class BlockPool:
         Returns:
             Whether `find` now returns this block.
         """
-        assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
+        assert self.is_held(block_id), f"block {block_id} is published, but no sequence holds it"
         first = self._block_of.get(digest)
         if first is not None:
             self.retain(first, retention)
@@ -316,7 +316,7 @@ class BlockPool:
     def unpublish(self, block_ids: Iterable[int]) -> None:
         """Remove held blocks from the reuse index; blocks that are not published are not changed."""
         for block_id in block_ids:
-            assert self.is_held(block_id), f"block {block_id} is unpublished, but nobody holds it"
+            assert self.is_held(block_id), f"block {block_id} is unpublished, but no sequence holds it"
             if block_id in self._contents:
                 self._forget(block_id)
 

@@ -210,7 +210,10 @@ class Recovery:
         ]
 
     def rows_came_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Count rows of a void sequence as back; after the last one it can `restart`."""
+        """Count `num_tokens` finished rows of a void sequence.
+
+        Once none of its rows is in flight, the sequence can `restart`.
+        """
         llm_request.num_scheduled_tokens -= num_tokens
         if llm_request.num_scheduled_tokens == 0:
             self._is_back.add(llm_request)

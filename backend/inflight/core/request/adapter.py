@@ -222,7 +222,10 @@ class PromptTable:
         return self.rows.shape[0]
 
     def validate(self, hidden_size: int) -> None:
-        """Raise InvalidArgument unless the rows have the model's width, Unsupported if `hidden_size` is 0."""
+        """Raise InvalidArgument unless the rows have the model's width.
+
+        Raise Unsupported if `hidden_size` is 0, the value of an engine that takes no prompt tables.
+        """
         if not hidden_size:
             raise Unsupported(
                 Name("prompt_embedding_table"), " is not available: this engine takes no prompt tables"

@@ -238,12 +238,12 @@ class Request:
 
     @property
     def draft_length(self) -> int:
-        """Number of draft tokens that the request brings."""
+        """Number of draft tokens in the request's own draft."""
         return len(self.draft.token_ids) if self.draft else 0
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs all tokens so far to choose the next one."""
+        """Whether the device needs all previous tokens to sample the next one."""
         return (
             self.sampling.looks_back
             or bool(self.logits_post_processor_name)

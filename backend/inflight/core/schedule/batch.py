@@ -23,8 +23,8 @@ parent's state.
 A batch fails when `forward` or `decode` raises, for whatever reason and at whatever point. Then
 
 - the device state of the slots that the batch named (starts, blocks, rows) is void, and so are the blocks that it
-  wrote to, which belong to sequences of this batch only. But if `decode` raises, a batch forwarded in the meantime
-  may have restarted some of these slots for sequences without a row in the failed batch;
+  wrote to, which belong to sequences of this batch only. But if `decode` raises, a later batch whose `forward`
+  was called before may have restarted some of these slots for sequences without a row in the failed batch;
 - the snapshots named by its `state_saves` are void;
 - the pages named by its `adapter_loads` are void too: the adapters are loaded again, and sequences that use them
   in batches made before the failure was known are restarted as well. In such a batch, a row whose adapter pages

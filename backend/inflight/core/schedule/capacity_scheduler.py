@@ -27,7 +27,7 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """The decision how running requests get blocks for the next iteration.
+    """How running requests get their blocks for the next iteration.
 
     Attributes:
         paused: Requests to pause, in this order.

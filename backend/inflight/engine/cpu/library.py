@@ -215,7 +215,7 @@ def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     Raises CannotBuild, with the reason, if it is already known that there will be no code.
     """
     target, flags = find_target(dtype, int8), _processor_flags()
-    refusal = _refuse_prebuilt(target, dtype, int8)
+    refusal = _why_not_prebuilt(target, dtype, int8)
     if not refusal:
         return "which came with the package"
     compiler = _compiler_command(target.here, dtype, int8, rounded_cache, refusal)
@@ -315,7 +315,7 @@ def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
 def _load(
     target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
 ) -> CompiledCode:
-    refusal = _refuse_prebuilt(target, dtype, int8)
+    refusal = _why_not_prebuilt(target, dtype, int8)
     if not refusal:
         prebuilt = _prebuilt_path(target, dtype, int8)
         try:
@@ -511,7 +511,7 @@ def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
     return f"decoder-{'int8' if int8 else dtype}-{target.name}-"
 
 
-def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
+def _why_not_prebuilt(target: Target, dtype: str, int8: bool) -> str:
     """Return the reason why the library from the package is not used; empty if it is used."""
     wanted = os.environ.get(_BUILD_VARIABLE, "")
     if wanted == "local":

@@ -148,7 +148,10 @@ class PackedFile:
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
-        """Wait for other processes that write this file; the kernel releases the lock of a process that dies."""
+        """Lock the file against other processes that write it, after waiting for them.
+
+        The kernel releases the lock of a process that dies.
+        """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(self.path.with_suffix(_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -192,7 +192,7 @@ class LayerAdapterStruct(Structure):
 
 
 class AdapterStruct(Structure):
-    """A LoRA adapter: its matrices for every layer, and its maximum number of ranks in any product."""
+    """A LoRA adapter: its matrices for every layer, and the largest LoRA rank of its matrices."""
 
     _fields_ = (("layers", c_void_p), ("ranks", c_int32))
 

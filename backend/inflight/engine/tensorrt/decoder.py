@@ -162,7 +162,7 @@ class TensorRtDecoder:
 
         Raises StepFailed for an adapter with magnitudes (DoRA), which plans do not support.
         """
-        assert self.adapters is not None, "there is no room for adapters"
+        assert self.adapters is not None, "there are no pages for adapters"
         if any(len(row) > 3 and row[3] for row in load.adapter.weights.config):
             raise StepFailed(
                 "the LoRA adapter has magnitudes (DoRA), which plans of TensorRT do not compute; expected one "
@@ -193,7 +193,7 @@ class TensorRtDecoder:
         rows = slice(part.begin, part.end)
         active = None
         if packed.adapters is not None and (packed.adapters[rows] >= 0).any():
-            assert self.adapters is not None, "there is no room for adapters"
+            assert self.adapters is not None, "there are no pages for adapters"
             active = self.adapters.activate(packed.adapters[rows])
         placed = place_rows(packed.slots[rows], packed.positions[rows], part.chunks)
         return self._run(packed, placed, part, cache, active, None)

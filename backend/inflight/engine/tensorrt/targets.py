@@ -1,7 +1,7 @@
 """The GPUs that a plan is built for.
 
 portable   GPUs that run a plan of TensorRT for RTX built without a target: 8.0, 8.6, 8.9, 12.0 and later
-sm89 …     GPUs of these compute capabilities alone; several with commas between
+sm89 …     GPUs of these compute capabilities alone; several are separated by commas
 current    the GPU of this machine
 """
 
