@@ -12,8 +12,8 @@ point in the order of batches, so that all ranks have the same state at every fo
 If a forward pass fails on every rank of a stage before any of them waits for another, the batch fails: the next
 stages are notified, and the last stage makes the error the outcome. If it fails on this rank alone, others wait
 for this rank or are ahead. This cannot be repaired: `on_failure` reports it so that the ranks are ended. Until
-then this rank waits too, because its next collective would meet a different one of the others. Independent of
-the device. Loop thread.
+then this rank waits too, because its next collective would be matched with a different collective of the other
+ranks. Independent of the device. Loop thread.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Sampler:
         with threads_for(logits):
             layout = _LogitsRows.from_batch(batch, slots)
             tokens, choosing = self._start_choosing(batch, layout, logits, positions, peaks.tokens)
-            return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
+            return self._make_output(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
@@ -232,7 +232,7 @@ class Sampler:
         arrived = choice.arriving.wait()
         if choice.choosing is None:
             return _plain_output(batch, batch.sampled_slots(), positions, arrived)
-        return self._answer(batch, choice.choosing, arrived)
+        return self._make_output(batch, choice.choosing, arrived)
 
     @torch.inference_mode()
     def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
@@ -295,7 +295,9 @@ class Sampler:
         tokens, guesses = self._choose(rows, likeliest, masked, np.flatnonzero(~ranked))
         return tokens, _Choosing(layout, rows, raw, failed, ends, ranked, guesses)
 
-    def _answer(self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]) -> ModelOutput:
+    def _make_output(
+        self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]
+    ) -> ModelOutput:
         """Return a batch's output, given tokens, highest logits and `_Choosing.beside`; record the tokens."""
         layout, rows, raw = choosing.layout, choosing.rows, choosing.raw
         failed, ends, ranked = choosing.failed, choosing.ends, choosing.ranked

@@ -107,7 +107,7 @@ class GatheringAttention:
         if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
             last = slice(chunk.end - 1, chunk.end)
             read[last] = self._kernel(
-                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_given(sinks)
+                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_sinks_argument(sinks)
             )
             rows = slice(chunk.begin, chunk.end - 1)
         num_rows = rows.stop - rows.start
@@ -121,7 +121,7 @@ class GatheringAttention:
             values.unsqueeze(1).expand(shape),
             attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
             is_causal=chunk.mask is None,
-            **_given(None if sinks is None else sinks[:, :, None]),
+            **_sinks_argument(None if sinks is None else sinks[:, :, None]),
         )
         read[rows] = result.permute(2, 0, 1, 3)
 
@@ -143,11 +143,11 @@ class GatheringAttention:
             keys.view(shape).transpose(1, 2),
             values.view(shape).transpose(1, 2),
             attn_mask=group.mask,
-            **_given(sinks),
+            **_sinks_argument(sinks),
         )
 
 
-def _given(sinks: Tensor | None) -> dict[str, Tensor]:
+def _sinks_argument(sinks: Tensor | None) -> dict[str, Tensor]:
     """Return the keyword arguments for learned sinks; empty for a model without sinks, whose kernel has no
     parameter for them."""
     return {} if sinks is None else {"sinks": sinks}

@@ -132,7 +132,7 @@ def build_engine(
             f"{checkpoint} is a folder of plans, expected the checkpoint that they were built from"
         )
     model = read_model_description(checkpoint)
-    settings = settle(options, model, module_name(module))
+    settings = resolve_settings(options, model, module_name(module))
     processors = find_processors(module, settings)
     digest = checkpoint_digest(model.folder)
     if folder.resolve() == model.folder.resolve():
@@ -152,7 +152,7 @@ def build_engine(
     return sidecars
 
 
-def settle(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
+def resolve_settings(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
     """Return the settings of a build, with values for unset options. Raises ConfigError as `build_engine` does."""
     config, size = model.decoder, options.tensor_parallel_size
     if missing := lacking(config):

@@ -178,7 +178,7 @@ class _Layers:
         queries = self._head(queries, heads, layer.query_norm, f"{name}.query_norm", self._config.num_heads)
         keys = self._head(keys, kv_heads, layer.key_norm, f"{name}.key_norm", self._config.num_kv_heads)
         tables = self._tables[self._config.ropes[index]]
-        queries, keys = self._turn(queries, tables), self._turn(keys, tables)
+        queries, keys = self._rotate(queries, tables), self._rotate(keys, tables)
         queries = graph.multiply(queries, made.number(held.score_scale, 3, "float32"))
         dtype = self._settings.dtype
         read = self._attention.attend(
@@ -205,7 +205,7 @@ class _Layers:
         rounded = graph.cast(normed, self._settings.dtype)
         return graph.reshape(graph.cast(rounded, "float32"), -1, heads, dim)
 
-    def _turn(self, x: Any, tables: tuple[Any, Any, int] | None) -> Any:
+    def _rotate(self, x: Any, tables: tuple[Any, Any, int] | None) -> Any:
         """Rotate float32 [rows, heads, head_dim] by the rows' positions."""
         if tables is None:
             return x
