@@ -44,8 +44,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: frequencies of long wavelengths are divided by `factor`, those of short ones kept; a ramp in
-    between.
+    """Llama 3.1: low rotary frequencies are divided by `factor`, high ones are kept, with a ramp in between.
 
     Attributes:
         factor: Divides the frequencies of long wavelengths.

@@ -2,9 +2,9 @@
 was read.
 
 Most keys of a checkpoint's config.json do not affect the computation: they concern the model's origin, its
-training, or how text is generated with it. This module lists the neutral keys of all families, `Family.neutral`
-those of one family. Any other key that the family does not read may have an effect, so a checkpoint with such a
-key is not loaded.
+training, or how text is generated with it. This module lists the neutral keys of all families; `Family.neutral`
+has the keys that are neutral in one family only. Any other key that the family does not read may have an effect,
+so a checkpoint with such a key is not loaded.
 """
 
 from __future__ import annotations

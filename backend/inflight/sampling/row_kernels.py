@@ -141,7 +141,7 @@ def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
-    """Clamp logits to [-1e30, 1e30], and set those where `impossible`, bool of the same shape, is True to -inf.
+    """Clamp logits to [-1e30, 1e30], except where `impossible` (bool, of the same shape) is True: there, set -inf.
 
     A bias may be infinite, and penalties multiply logits. If a logit overflowed, the difference of two logits
     would be NaN, and an unlikely token could not be distinguished from a banned one.

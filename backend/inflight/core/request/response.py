@@ -102,10 +102,10 @@ class SequenceResult:
         model_log_probs: For each beam, the model's own log probabilities of these tokens, if `log_probs`
             are taken from the distribution from which the tokens were sampled; None if `log_probs` are the
             model's own.
-        cum_log_probs: For each beam, the sum of log probabilities of all tokens generated so far. Without
-            beams, of the model's own log probabilities. For a beam, of those by which it is ranked (before
-            division by length ** length_penalty): after penalties, bias and temperature, end id included.
-            Tensor `cum_log_probs`.
+        cum_log_probs: For each beam, the sum of the log probabilities of all tokens generated so far. Without
+            beam search, they are the model's own. With beam search, they are after penalties, bias and
+            temperature, and include the end id's: the beam's score before division by
+            length ** length_penalty. Tensor `cum_log_probs`.
         top_log_probs: For each beam, the most likely tokens at each generated token in this response. Tensors
             `top_log_prob_ids` and `top_log_probs`.
         prompt_log_probs: The log probability of each prompt token, the first 0.0; only in the sequence's first

@@ -1,4 +1,5 @@
-"""The metadata for attention over gathered KV blocks: the blocks and masks of a batch's rows, once an iteration.
+"""The metadata for attention over gathered KV blocks: the blocks and masks of a batch's rows, made once per
+iteration.
 
 Layers with the same window share the metadata, and blocks outside of the window are left out. Generation rows are
 divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks are

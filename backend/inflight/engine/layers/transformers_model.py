@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 
 _ATTENTION = "inflight_paged"
 _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Upper bounds of `relative_error`: rounding errors are far smaller, those of a wrong position or mask far
-larger."""
+"""Upper bounds of `relative_error`: rounding causes far smaller errors, a wrong position or mask far
+larger ones."""
 
 transformers.AttentionInterface.register(_ATTENTION, attend)  # pyright: ignore[reportUnknownMemberType]  no return type
 ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  the same

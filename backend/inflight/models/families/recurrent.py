@@ -78,8 +78,8 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
 
 
 def _read_gated_delta(config: ConfigFile, defaults: GatedDelta) -> GatedDelta:
-    """Read the sizes of a layer of gated DeltaNet; all other values, and those of absent keys, are from
-    `defaults`."""
+    """Read the sizes of a layer of gated DeltaNet; `defaults` has the values of absent keys and of all other
+    fields."""
     found = replace(
         defaults,
         num_key_heads=config.int_or_none("linear_num_key_heads") or defaults.num_key_heads,
