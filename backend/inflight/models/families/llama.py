@@ -178,7 +178,7 @@ def _read_ministral3(config: ConfigFile) -> DecoderConfig:
     outside = (
         "llama_4_scaling_beta",
         "max_position_embeddings",
-    )  # the latter does not affect scaling
+    )  # max_position_embeddings does not affect scaling
     config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
     decoder = read_llama_like(
         config,
