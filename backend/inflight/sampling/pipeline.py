@@ -6,7 +6,7 @@ The pass over a row that applies a guide's mask also finds the highest logit, wh
 
 Then a greedy row takes the token with the highest logit. For a sampled row, logits are divided by the temperature,
 and three limits apply in turn: the top_k highest are kept; of these the smallest set of the most likely tokens
-whose probability reaches top_p (after decay); of these the tokens of at least min_p times the highest
+whose probability reaches top_p (after decay); of these the tokens of at least min-p times the highest
 probability. A token is sampled by inverse CDF: one uniform number, over the remaining tokens in ascending order
 of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead (`details.py`). Then draft tokens are
 accepted or rejected (`drafts.py`). The scheduler handles end ids, stop words and lengths.
