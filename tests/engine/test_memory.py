@@ -169,7 +169,12 @@ def test_too_little_room_for_the_largest_adapter_is_an_error_if_a_fraction_is_gi
         (1 << 30, {}, 48, "48 pages of 8 ranks"),
         (1 << 30, {LORA_FRACTION: 0}, 0, ""),
         (64, {}, 0, "LoRA adapters are not accepted: there is no memory for one of rank 64"),
-        (1 << 30, {"lora_cache_optimal_adapter_size": 16}, 24, "enough for 6 adapters of rank 64, the maximum"),
+        (
+            1 << 30,
+            {"lora_cache_optimal_adapter_size": 16},
+            24,
+            "enough for 6 adapters of rank 64, the maximum",
+        ),
     ],
 )
 def test_an_engine_logs_how_many_adapters_fit(
