@@ -181,9 +181,9 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
     assert isinstance(found, KernelLayerOperations) and found.parts == {HEADS}
     assert type(find_row_kernels(300, gpu)) is RowKernels
     first, second, third = caplog.messages
-    assert "kernel for activation is left out" in first and "division" in first
-    assert "kernel for sum and norm is left out" in second and "off by 0.3" in second
-    assert "kernel for the highest logit is left out" in third
+    assert "kernel for activation is not used" in first and "division" in first
+    assert "kernel for sum and norm is not used" in second and "wrong by 0.3" in second
+    assert "kernel for the highest logit is not used" in third
 
 
 @pytest.mark.parametrize(
