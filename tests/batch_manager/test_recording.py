@@ -268,8 +268,8 @@ def test_a_path_that_cannot_be_written_is_a_configuration_error(tmp_path):
     link.symlink_to(tmp_path / "elsewhere")
     for path, said in (
         (tmp_path / "missing" / "trace", "No such file"),
-        (tmp_path, "no regular file"),
-        (link, "no regular file"),
+        (tmp_path, "is not a regular file"),
+        (link, "is not a regular file"),
     ):
         with pytest.raises(ConfigError, match=f"record_path: cannot write '{path}': .*{said}"):
             JsonRecorder(str(path), CONFIG, LIMITS)

@@ -201,8 +201,8 @@ def test_the_program_prints_its_report(trace, capsys):
         (lambda path: path.write_bytes(b""), "no complete first line"),
         (lambda path: change(path, 0, version=99), "version 99"),
         (lambda path: change(path, 0, config=SchedulingConfig(max_num_tokens=1)), "max_num_tokens is 1"),
-        (lambda path: change(path, 2, iteration=5), "line 3: an answer to iteration 5"),
-        (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: an answer to iteration 4"),
+        (lambda path: change(path, 2, iteration=5), "line 3: a result of iteration 5"),
+        (lambda path: write(path, [*raw_records(path), End(4, 1)]), "line 12: a result of iteration 4"),
     ],
 )
 def test_a_trace_that_cannot_be_replayed_is_an_error_on_stderr(trace, spoil, said, capsys):

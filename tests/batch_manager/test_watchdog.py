@@ -99,7 +99,7 @@ def test_the_end_of_a_logged_iteration_is_logged(watchdog, clock, log):
     watchdog.check()
     clock.now_s += 1.5
     watchdog.end()
-    assert log[1:] == ["iteration 7 has ended after all, after 26.5 s"]
+    assert log[1:] == ["iteration 7 has ended after 26.5 s"]
     assert watchdog.stuck() is None
     watchdog.end()
     watchdog.begin(8, rows)

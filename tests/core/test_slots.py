@@ -34,7 +34,7 @@ def test_slot_changes_of_a_failed_batch_are_repeated():
     told = slots.collect_released()
     slots.take(make_sequence(), 1)
     slots.release(slots.take(make_sequence(), 1))
-    slots.tell_again(told)
+    slots.release_again(told)
     assert told == (0, 1, 2) and slots.collect_released() == (1, 2)
 
 

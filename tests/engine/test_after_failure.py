@@ -283,7 +283,7 @@ def test_a_batch_that_continues_a_failed_one_writes_nothing(
         ScheduledBatch(52, new_blocks=((3, (40,)),)),
         ScheduledBatch(53, moves=(BeamMove(4, 3, 9),), generation_slots=(4,)),
     ):
-        with pytest.raises(ValueError, match="the batch carries on in slot 3, whose last batch failed"):
+        with pytest.raises(ValueError, match="the batch continues in slot 3, whose last batch failed"):
             engine.forward(batch)
     assert torch.equal(cache, engine.runner.cache._blocks[0])
     driver.generate(owner, 12)

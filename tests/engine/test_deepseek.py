@@ -147,7 +147,7 @@ def test_adapters_are_refused_and_the_log_says_so(zoo: Zoo, caplog: pytest.LogCa
     with caplog.at_level("INFO"):
         limits = load_engine(zoo["deepseek-v2"].folder).limits
     assert (limits.num_adapter_pages, limits.max_adapter_rank) == (0, 0)
-    assert "LoRA adapters are not taken: the model has latent attention" in caplog.text
+    assert "LoRA adapters are not accepted: the model has latent attention" in caplog.text
     with pytest.raises(ConfigError, match="models with latent attention take no adapters"):
         load_engine(zoo["deepseek-v2"].folder, lora_cache_gpu_memory_fraction=0.1)
 

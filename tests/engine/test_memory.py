@@ -48,7 +48,7 @@ def _size(free_bytes: int = 100_000, on_gpu: bool = True, **changes: Any) -> KvC
         ({MAX_TOKENS: 400}, 12, MAX_TOKENS),
         ({MAX_TOKENS: 32 * 51}, 49, GPU_FRACTION),
         # 100 tokens take 4 blocks; 4 sequences; times 2.
-        ({"on_gpu": False}, 32, "2 times what max_num_sequences can hold"),
+        ({"on_gpu": False}, 32, "2 times the tokens of max_num_sequences"),
         ({"on_gpu": False, MAX_TOKENS: 128}, 4, MAX_TOKENS),
         ({"on_gpu": False, CPU_FRACTION: 0.2}, 19, CPU_FRACTION),
         ({"free_bytes": 10_000}, 4, GPU_FRACTION),
@@ -170,8 +170,13 @@ def test_too_little_room_for_the_largest_adapter_is_an_error_if_a_fraction_is_gi
     [
         (1 << 30, {}, 48, "48 pages of 8 ranks"),
         (1 << 30, {LORA_FRACTION: 0}, 0, ""),
-        (64, {}, 0, "LoRA adapters are not taken: there is no memory for one of rank 64"),
-        (1 << 30, {"lora_cache_optimal_adapter_size": 16}, 24, "room for 6 adapters of rank 64, the largest"),
+        (64, {}, 0, "LoRA adapters are not accepted: there is no memory for one of rank 64"),
+        (
+            1 << 30,
+            {"lora_cache_optimal_adapter_size": 16},
+            24,
+            "enough for 6 adapters of rank 64, the maximum",
+        ),
     ],
 )
 def test_an_engine_logs_how_many_adapters_fit(
@@ -213,7 +218,7 @@ def test_ranks_agree_on_the_smallest_capacity(zoo: Zoo) -> None:
         max_num_sequences=2,
         max_tokens_in_paged_kv_cache=100,
     )
-    stage = load_stage(config, Mapping(1, 2, 1), agree=agree)
+    stage = load_stage(config, Mapping(1, 2, 1), min_over_ranks=agree)
     assert asked[1:] == [2 * 8, 12], (
         "after free memory: pages for adapters, of which one of the largest rank takes eight, and blocks"
     )

@@ -52,7 +52,7 @@ def test_a_failed_load_states_the_size_of_the_weights(
         load_engine(folder, kernels="torch", dtype="bfloat16")
     wanted = num_weight_bytes(read_model_description(folder), torch.bfloat16, torch.bfloat16)
     said = str(caught.value)
-    assert f"about {wanted / 2**20:.1f} MiB are wanted, and 7.0 MiB were free on cpu before" in said
+    assert f"about {wanted / 2**20:.1f} MiB are needed, and 7.0 MiB were free on cpu before" in said
     assert "smaller dtype" in said and type(error).__name__ in said and "more" not in said.split("(")[-1]
 
 
@@ -66,7 +66,7 @@ def test_a_failed_load_by_transformers_states_the_size_of_the_weights(
     with pytest.raises(ConfigError, match="too little memory for the weights") as caught:
         load_engine(folder, implementation="transformers")
     wanted = (folder / "model.safetensors").stat().st_size
-    assert f"about {wanted / 2**20:.1f} MiB are wanted" in str(caught.value)
+    assert f"about {wanted / 2**20:.1f} MiB are needed" in str(caught.value)
 
 
 def test_a_failed_load_states_the_size_of_cache_and_adapters(

@@ -357,7 +357,7 @@ def test_a_slot_restarted_by_the_next_batch_is_valid(zoo: Zoo, monkeypatch: pyte
         with pytest.raises(ZeroDivisionError):
             driver.engine.decode(first, pending)
     newcomer.tokens += driver.engine.decode(second, after).token_ids[0]
-    with pytest.raises(ValueError, match=f"carries on in slot {victim.slot}"):
+    with pytest.raises(ValueError, match=f"continues in slot {victim.slot}"):
         driver.engine.forward(ScheduledBatch(90, generation_slots=(victim.slot,)))
     driver.generate(newcomer, 6)
     assert newcomer.generated == model.greedy(model.prompt(12, 7), 6)

@@ -144,7 +144,7 @@ def test_a_failed_batched_call_ends_all_of_its_requests_and_no_others(zoo: Zoo) 
     requests = [replace(each, logits_post_processor_name="batched") for each in plain[:2]] + plain[2:]
     engine = load(model.folder, 28, 4, LogitsPostProcessors({}, batched))
     served = serve(engine, config_of("no-evict"), requests, per_iteration=3, may_fail=(1, 2))
-    assert served.errors.keys() == {1, 2} and "for which of the 2 requests" in str(served.errors[1])
+    assert served.errors.keys() == {1, 2} and "faulty one of this call's 2 requests" in str(served.errors[1])
     assert served.tokens(3) == model.greedy(plain[2].input_token_ids, 12)
 
 

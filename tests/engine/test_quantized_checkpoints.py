@@ -164,7 +164,9 @@ def test_4_bit_floats_stay_in_compiled_layers_if_their_scales_are_powers_of_2(
 
 def test_a_quantization_config_without_quantized_tensors_is_refused(zoo: Zoo, tmp_path: Path) -> None:
     write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped=("_proj",))
-    with pytest.raises(ConfigError, match=r"weights are quantized \(gptq\), and no tensors of that format"):
+    with pytest.raises(
+        ConfigError, match=r"weights are quantized \(gptq\), but there are no tensors of that format"
+    ):
         check_weights(read_model_description(tmp_path))
 
 
@@ -242,7 +244,7 @@ def test_unsupported_quantizations_are_refused_by_their_key(
 @pytest.mark.parametrize(
     ("name", "part", "change", "said"),
     [
-        ("awq", "qzeros", None, r"layers.0.mlp.down_proj is quantized, and there is no .*down_proj.qzeros"),
+        ("awq", "qzeros", None, r"layers.0.mlp.down_proj is quantized, but there is no .*down_proj.qzeros"),
         ("awq", "scales", lambda scales: scales[:, :-8], r"has shape \[3, 56\], expected \['any', 64\]"),
         (
             "awq",
@@ -252,7 +254,7 @@ def test_unsupported_quantizations_are_refused_by_their_key(
         ),
         ("awq", "qweight", lambda words: words[:-1], r"has shape \[64, 95\], expected \[64, 96\]"),
         ("gptq", "qzeros", lambda words: words[:, :-1], r"expected 8 or 16 words for 64 outputs"),
-        ("gptq-act-order", "g_idx", None, r"is quantized, and there is no .*down_proj.g_idx"),
+        ("gptq-act-order", "g_idx", None, r"is quantized, but there is no .*down_proj.g_idx"),
         ("gptq", "g_idx", lambda groups: groups[:-1], r"has shape \[95\], expected \[96\]"),
         ("gptq", "qweight", lambda words: words.float(), r"qweight' has dtype float32, expected I32"),
         ("ct-int4", "weight_shape", lambda shape: shape + 8, r"4 or 8 bits of each of \[72, 104\]"),
@@ -274,7 +276,7 @@ def test_unsupported_quantizations_are_refused_by_their_key(
             lambda packed: packed[:, :-8],
             "two inputs in a byte, a multiple of 32",
         ),
-        ("ct-nvfp4", "weight_global_scale", None, r"is quantized, and there is no .*weight_global_scale"),
+        ("ct-nvfp4", "weight_global_scale", None, r"is quantized, but there is no .*weight_global_scale"),
         ("modelopt-nvfp4", "weight_scale_2", lambda factor: factor.repeat(2), r"\[2\], expected one number"),
         ("modelopt-nvfp4", "weight", lambda packed: packed[:, :-4], "two inputs in a byte, a multiple of 16"),
         ("fp8-tensor", "weight", lambda weight: weight.float(), "dtype float32, expected F8_E4M3 or I8"),

@@ -42,7 +42,7 @@ def test_threads_follow_torch_the_cores_and_the_quota(
     assert list(dict.fromkeys(was_set)) == list(dict.fromkeys([of_torch, expected, 9, 2]))
     assert caplog.messages == [
         f"{expected} threads on the CPU: {processors}",
-        f"engine_threads is 9, and this process may use {processors}: "
+        f"engine_threads is 9, but this process may use {processors}: "
         "more threads than processors slow each other down",
         f"2 threads on the CPU: {processors}",
     ]

@@ -23,9 +23,9 @@ def test_slots_of_a_failed_batch_are_refused(slot: int) -> None:
     slots = VoidSlots()
     slots.add(FAILED, since=[ScheduledBatch(1, generation_slots=(4,))])
     slots.refuse(ScheduledBatch(2, generation_slots=(4,)))
-    with pytest.raises(ValueError, match=f"carries on in slot {slot}, whose last batch failed"):
+    with pytest.raises(ValueError, match=f"continues in slot {slot}, whose last batch failed"):
         slots.refuse(ScheduledBatch(3, generation_slots=(slot,)))
-    with pytest.raises(ValueError, match=f"carries on in slot {slot}, whose last batch failed"):
+    with pytest.raises(ValueError, match=f"continues in slot {slot}, whose last batch failed"):
         slots.refuse(ScheduledBatch(4, moves=(BeamMove(0, slot, 9),), generation_slots=(0,)))
     slots.refuse(ScheduledBatch(5, starts=(start(slot),), generation_slots=(slot,)))
     slots.refuse(ScheduledBatch(6, generation_slots=(slot,)))
@@ -38,5 +38,5 @@ def test_a_slot_that_a_later_batch_has_started_is_accepted() -> None:
     slots.refuse(later)
     slots.add(FAILED, since=[later])
     slots.refuse(ScheduledBatch(2, generation_slots=(2,)))
-    with pytest.raises(ValueError, match="carries on in slot 3"):
+    with pytest.raises(ValueError, match="continues in slot 3"):
         slots.refuse(ScheduledBatch(3, generation_slots=(2, 3)))

@@ -123,15 +123,15 @@ class ThreadOutcomes:
         self._rank = rank
         self._told = told
 
-    def tell(self, outcome: bytes) -> None:
+    def send_outcome(self, outcome: bytes) -> None:
         """Send the outcome to all other ranks."""
         for queue in self._told.values():
             queue.put(outcome)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Do nothing: a queue keeps what was sent."""
 
-    def hear(self) -> bytes:
+    def receive_outcome(self) -> bytes:
         """Return the next outcome."""
         return self._told[self._rank].get()
 

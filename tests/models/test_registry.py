@@ -298,8 +298,8 @@ def test_experts_that_a_dense_family_does_not_have_are_refused(tmp_path: Path) -
 
 def test_a_checkpoints_own_code_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _read(tmp_path, PUBLISHED["a fine-tune"])
-    assert "auto_map names code of the checkpoint's own for AutoModelForCausalLM" in caplog.text
-    assert "what is computed is LlamaForCausalLM" in caplog.text
+    assert "auto_map names the checkpoint's own code for AutoModelForCausalLM" in caplog.text
+    assert "the model is computed as LlamaForCausalLM" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -88,14 +88,14 @@ def check_outcomes(outcomes: MpiOutcomes, tells: bool) -> None:
     """Send outcomes, large ones too, before the previous ones were received."""
     lengths = (100, 0, 3_000_000, 2_000_000, 7)
     if tells:
-        outcomes.tell(message(lengths[0]))
+        outcomes.send_outcome(message(lengths[0]))
         for length in lengths[1:]:
-            outcomes.tell(message(length))
-            outcomes.settle()
-        outcomes.settle()
+            outcomes.send_outcome(message(length))
+            outcomes.wait_sent()
+        outcomes.wait_sent()
     else:
         for length in lengths:
-            assert outcomes.hear() == message(length)
+            assert outcomes.receive_outcome() == message(length)
 
 
 def check_that_a_settled_outcome_needs_nothing_more(
@@ -105,12 +105,12 @@ def check_that_a_settled_outcome_needs_nothing_more(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports = world.all_gather(str(listener.getsockname()[1]).encode())
         if mapping.is_sampler:
-            outcomes.tell(message(3_000_000))
-            outcomes.settle()
-            listener.settimeout(60)
+            outcomes.send_outcome(message(3_000_000))
+            outcomes.wait_sent()
+            listener.settimeout(20)
             listener.accept()[0].close()
         else:
-            assert outcomes.hear() == message(3_000_000)
+            assert outcomes.receive_outcome() == message(3_000_000)
             if world.rank == 0:
                 socket.create_connection(("127.0.0.1", int(ports[mapping.sampler]))).close()
 

@@ -14,6 +14,6 @@ def test_the_rank_of_a_dead_loop_is_lost(moment: str, answer: str) -> None:
         said, complained = ranks.communicate(timeout=TIMEOUT_S)
     lines = set(said.splitlines())
     assert f"answered {answer}" in lines, complained
-    assert "rank 0: rank 0 of 2 (this process) is lost: it is not in step with the others any more" in lines
+    assert "rank 0: rank 0 of 2 (this process) is lost: it is no longer in lockstep with the others" in lines
     (told,) = (line for line in lines if line.startswith("rank 1: "))
     assert told.startswith("rank 1: rank 0 of 2 (") and "is lost" in told

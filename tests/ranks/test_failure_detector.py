@@ -10,13 +10,13 @@ from inflight.ranks.failure_detector import NEVER, FailureDetector, Loss
 @pytest.fixture
 def failure_detector() -> FailureDetector:
     failure_detector = FailureDetector([1, 2], timeout_s=5.0)
-    failure_detector.heard(1, 100.0, 0)
-    failure_detector.heard(2, 100.0, 0)
+    failure_detector.record_message(1, 100.0, 0)
+    failure_detector.record_message(2, 100.0, 0)
     return failure_detector
 
 
 def test_silence_is_a_loss_after_the_timeout(failure_detector):
-    failure_detector.heard(1, 103.0)
+    failure_detector.record_message(1, 103.0)
     assert failure_detector.loss(105.0, 0) is None
     assert failure_detector.loss(105.1, 0) == Loss(2, "it has been silent for 5.1 s")
 
@@ -24,13 +24,13 @@ def test_silence_is_a_loss_after_the_timeout(failure_detector):
 def test_a_peer_that_has_not_begun_is_not_lost():
     failure_detector = FailureDetector([1], timeout_s=5.0)
     assert failure_detector.loss(1000.0, 0) is None
-    failure_detector.heard(1, 1000.0, 0)
+    failure_detector.record_message(1, 1000.0, 0)
     assert failure_detector.loss(1005.1, 0) is not None
 
 
 def test_a_peer_that_left_is_not_lost(failure_detector):
     failure_detector.left(1)
-    failure_detector.heard(2, 200.0)
+    failure_detector.record_message(2, 200.0)
     assert failure_detector.loss(201.0, 0) is None
 
 
@@ -43,7 +43,7 @@ def test_forgiving_a_rank_restarts_its_timeout(failure_detector):
 
 def beat(failure_detector: FailureDetector, now_s: float, *progress: int) -> None:
     for rank, done in enumerate(progress, 1):
-        failure_detector.heard(rank, now_s, done)
+        failure_detector.record_message(rank, now_s, done)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_this_process_may_be_the_failed_rank(failure_detector):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_out_of_step_is_lost_at_once(failure_detector, rank):
     failure_detector.failed(rank, NEVER, 100.0)
-    assert failure_detector.loss(100.0, 99) == Loss(rank, "it is not in step with the others any more")
+    assert failure_detector.loss(100.0, 99) == Loss(rank, "it is no longer in lockstep with the others")
 
 
 def test_progress_of_a_rank_that_left_is_not_waited_for(failure_detector):
     failure_detector.failed(2, 17, 100.0)
     failure_detector.left(1)
-    failure_detector.heard(2, 105.1, 18)
+    failure_detector.record_message(2, 105.1, 18)
     assert failure_detector.loss(105.1, 18) is None

@@ -84,16 +84,16 @@ class Wire:
     def receive(self, num_rows: int) -> torch.Tensor | None:
         return self.hidden.popleft()
 
-    def tell(self, outcome: bytes) -> None:
+    def send_outcome(self, outcome: bytes) -> None:
         self.outcomes.append(outcome)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         self.settled += 1
 
     def barrier(self) -> None:
         """Return at once: the stage has one rank."""
 
-    def hear(self) -> bytes:
+    def receive_outcome(self) -> bytes:
         return self.outcomes.popleft()
 
 

@@ -124,7 +124,7 @@ def test_a_rank_of_another_start_is_refused():
     on_all(3, work)
     assert outcomes[0] == "these ranks did not connect to rank 0 (ant) within 2 s: 1 (ant, pid 1)"
     assert "rank 1 (ant) does not reach rank 0 (ant) at TCP port" in outcomes[1]
-    assert "127.0.0.1: somebody else answers" in outcomes[1]
+    assert "127.0.0.1: another program answers" in outcomes[1]
     outcomes[2][0].connection.close()
 
 

@@ -254,8 +254,8 @@ def test_a_batched_processor_that_raises_fails_exactly_its_requests() -> None:
     output = run(some_logits(4), rows, process, p=only(8))
     assert error_of(output, 0) == error_of(output, 2)
     assert error_of(output) == (
-        "the logits post-processor 'batched' raised KeyError: 'who'; it does not say for which of the 2 requests "
-        "of this call, so all of them end"
+        "the logits post-processor 'batched' raised KeyError: 'who'; the faulty one of this call's 2 requests "
+        "is unknown, so all of them end"
     )
     assert output.token_ids[1] == (8,) and output.token_ids[3] and sorted(output.failures) == [0, 2]
     assert error_of(run(some_logits(1), rows[:1], process)).endswith("raised KeyError: 'who'")

@@ -55,6 +55,6 @@ def test_a_history_with_negative_ids_is_an_error_and_changes_no_row(row_kernels:
     row = Row(make_request([5, -1, 8], repetition_penalty=1.2))
     logits = torch.randn(1, 100)
     before = logits.clone()
-    with pytest.raises(IndexError, match=r"token history of slots \[0\], of \[3\] tokens"):
+    with pytest.raises(IndexError, match=r"histories of slots \[0\], \[3\] tokens"):
         choose_tokens(logits, [row])
     assert torch.equal(logits, before)

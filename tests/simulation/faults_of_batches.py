@@ -47,7 +47,7 @@ def siblings_with_the_same_random_numbers(patch: Patch) -> None:
 
 
 def released_slots_not_told_again(patch: Patch) -> None:
-    patch.setattr(Slots, "tell_again", lambda *_: None)
+    patch.setattr(Slots, "release_again", lambda *_: None)
 
 
 def table_rows_drafted(patch: Patch) -> None:

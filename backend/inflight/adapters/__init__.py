@@ -1,1 +1,1 @@
-"""LoRA adapters outside of the loop: the meaning of their tensors, their sources, and their cache."""
+"""LoRA adapters outside of the iteration loop: the meaning of their tensors, their sources, and their cache."""

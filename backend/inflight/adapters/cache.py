@@ -1,8 +1,9 @@
 """Adapters in host memory: `inflight.core.ports.AdapterCache`, with a limit in bytes.
 
-Owns which adapters are stored, in use, and being read. Reading, checking and hashing run on a thread of the
-cache, so that the loop never waits for them; the loop thread calls `submit`, `update` and `forget`. Any
-thread lists, loads and unloads. Knows neither files nor models: it gets a function that loads an adapter.
+Owns the record of which adapters are stored, in use, and being read. Reading, checking and hashing run on a
+thread of the cache, so that the loop never waits for them; the loop thread calls `submit`, `update` and
+`forget`. Any thread may list, load and unload adapters. Independent of files and models: a function that loads
+an adapter is an argument.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from inflight.errors import (
 _log = logging.getLogger(__name__)
 
 _MOST_PROBLEMS = 4096
-"""Most adapters whose errors are kept."""
+"""Maximum number of adapters whose errors are kept."""
 
 _State = Literal["loading", "idle", "in use", "unloading"]
 
@@ -43,14 +44,14 @@ class AdapterInfo:
     """A stored adapter, or one that is being read.
 
     Attributes:
-        task_id: Its task id; None for one with a name or a path.
-        name: Its name; "": none.
-        path: Its path below `lora_dir`, as in requests; "": none.
-        state: loading: it is being read. idle: it may be evicted. in use: requests use it. unloading: it was
-            unloaded, and earlier requests still use it.
-        rank: Its largest low-rank dimension; 0 while it is being read.
-        num_bytes: Its size in host memory.
-        users: Number of requests that use it or wait for it.
+        task_id: The adapter's task id; None for an adapter with a name or a path.
+        name: The adapter's name; "": it has none.
+        path: The adapter's path below `lora_dir`, as in requests; "": it has none.
+        state: loading: the adapter is being read. idle: it may be evicted. in use: requests use it.
+            unloading: it was unloaded, and earlier requests still use it.
+        rank: The largest low-rank dimension; 0 while the adapter is being read.
+        num_bytes: The size in host memory, in bytes.
+        users: Number of requests that use the adapter or wait for it.
     """
 
     task_id: int | None
@@ -87,7 +88,7 @@ class _HeldAdapter:
 
 @dataclass(eq=False, slots=True)
 class _PendingAdapter:
-    """An adapter to read, with the requests that wait for it, some of which have brought its weights."""
+    """An adapter to read, and the requests that wait for it, some of which contain its weights."""
 
     waiting: dict[int, LoraRequest] = field(default_factory=dict[int, LoraRequest])
     is_ordered: bool = False  # requested by `HostAdapterCache.load`
@@ -95,19 +96,19 @@ class _PendingAdapter:
 
 
 class HostAdapterCache:
-    """Cache of adapters that evicts the least recently used, and reports which requests may start.
+    """Cache of adapters that evicts the least recently used ones, and reports which requests may start.
 
-    Its keys are the requests' names of adapters: a task id, a name or a path. If several waiting requests
-    have brought weights for one id, those of one are stored; if they are invalid, that request fails, and the
-    next one's are tried. Weights for an id that is stored are ignored. `update` reports an adapter when it is
-    first used.
+    The keys are the task ids, names or paths in requests. If several waiting requests contain weights for one
+    id, the weights of the first are stored; if they are invalid, this request fails, and the next request's
+    weights are tried. Weights for an id that is already stored are ignored. `update` reports an adapter when it
+    is first used.
 
     Args:
-        load: Reads and checks the adapter that a request names, or the weights that it has brought. Called on
+        load: Reads and checks the adapter that a request names, or the weights in the request. Called on
             the cache's thread, and by `prefetch`. An error that it raises ends the requests that wait for the
             adapter.
-        max_bytes: Largest size of all adapters together (lora_cache_host_memory_bytes); waiting weights may
-            take the same size again.
+        max_bytes: Maximum size of all adapters together in bytes (lora_cache_host_memory_bytes); waiting weights
+            may take as many bytes in addition.
         notify: Called when there is an update; on any thread.
 
     Attributes:
@@ -125,7 +126,7 @@ class HostAdapterCache:
         self._entries: dict[LoraRequest, _HeldAdapter] = {}
         self._idle: OrderedDict[LoraRequest, _HeldAdapter] = OrderedDict()  # least recently used first
         self._unloading: list[_HeldAdapter] = []
-        self._used: dict[int, _HeldAdapter] = {}  # by ids of requests that have not ended
+        self._used: dict[int, _HeldAdapter] = {}  # by the ids of unfinished requests
         self._loads: dict[LoraRequest, _PendingAdapter] = {}
         self._waiting: dict[int, LoraRequest] = {}  # by request id
         self._num_bytes = 0
@@ -134,7 +135,7 @@ class HostAdapterCache:
         self._stored: list[StoredAdapter] = []
         self._events: dict[int, AdapterEvent] = {}  # by request id
         self._dropped: list[int] = []
-        self._problems: dict[str, str] = {}  # by name: why the folder was refused when it was last read
+        self._problems: dict[str, str] = {}  # by name: the error of the last attempt to read the folder
         self._is_closed = False
         self._jobs: queue.SimpleQueue[LoraRequest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="adapter-cache", daemon=True)
@@ -181,7 +182,7 @@ class HostAdapterCache:
     # ---------------------------------------------------------------- any thread
 
     def list_adapters(self) -> tuple[AdapterInfo, ...]:
-        """Return the stored adapters and those being loaded."""
+        """Return the adapters that are stored or being loaded."""
         with self._lock:
             stored = [entry.info for entry in (*self._entries.values(), *self._unloading)]
             loading = [
@@ -191,7 +192,7 @@ class HostAdapterCache:
         return (*stored, *loading)
 
     def problems(self) -> dict[str, str]:
-        """Return why adapters were refused, by name, for folders that were read."""
+        """Return by name the errors of adapters whose folders were read and refused."""
         with self._lock:
             return dict(self._problems)
 
@@ -201,7 +202,7 @@ class HostAdapterCache:
         A stored adapter becomes the most recently used; its folder is read again only after `unload`.
 
         Returns:
-            A future of the stored adapter; its error is the one that requests would get.
+            A future of the stored adapter; it fails with the error that requests would get.
 
         Raises:
             Unavailable: After `close`.
@@ -222,9 +223,9 @@ class HostAdapterCache:
         return load.done
 
     def unload(self, adapter: str | int) -> None:
-        """Forget an adapter: later requests with this name or id have it read again, or fail.
+        """Unload an adapter: for later requests with this name it is read again; later requests with this id fail.
 
-        Requests that use it continue; its memory is freed when the last of them has ended.
+        Requests that use the adapter continue; its memory is freed when the last of them has ended.
 
         Args:
             adapter: A name, a path, or a task id.
@@ -251,7 +252,7 @@ class HostAdapterCache:
         self._notify()
 
     def prefetch(self, task_ids: Iterable[int]) -> None:
-        """Store adapters on the calling thread while there is room; log a warning for invalid ones."""
+        """Store adapters on the calling thread until the cache is full; log a warning for invalid ones."""
         for task_id in task_ids:
             key = LoraRequest(task_id=task_id)
             found = self._try_to_read(key)
@@ -261,8 +262,8 @@ class HostAdapterCache:
             with self._lock:
                 if self._num_bytes + len(found.weights.weights.buffer) > self._max_bytes:
                     _log.warning(
-                        "lora_prefetch_dir: there is no room for task %d and those behind it, which are read when "
-                        "requests want them",
+                        "lora_prefetch_dir: the cache is full; adapters from task %d on are read when "
+                        "requests use them",
                         task_id,
                     )
                     return
@@ -270,7 +271,7 @@ class HostAdapterCache:
                     self._store(key, found)
 
     def close(self) -> None:
-        """End the thread after the adapter that it is reading. Idempotent."""
+        """End the cache's thread after the adapter that it is reading. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._jobs.put(None)
@@ -288,7 +289,7 @@ class HostAdapterCache:
             try:
                 while self._attempt(key):
                     pass
-            except Exception as error:  # a bug: end the waiting requests, and go on reading
+            except Exception as error:  # a bug: end the waiting requests, and continue to read
                 _log.exception("the adapter cache failed with the LoRA adapter %s", key.label)
                 with self._lock:
                     self._give_up(
@@ -298,9 +299,9 @@ class HostAdapterCache:
                 self._notify()
 
     def _attempt(self, key: LoraRequest) -> bool:
-        """Try to store an adapter; return whether to try again.
+        """Try to store an adapter; return whether there is something else to try.
 
-        Weights from requests are tried first, one request after the other; the folder is tried last.
+        Weights in requests are tried first, one request after the other; the folder is tried last.
         """
         with self._lock:
             load = self._loads[key]
@@ -311,7 +312,7 @@ class HostAdapterCache:
             request_id, lora = next(with_weights, (None, key))
         found = self._try_to_read(lora)
         with self._lock:
-            is_done = self._settle(key, load, request_id, found)
+            is_done = self._finish_attempt(key, load, request_id, found)
         self._notify()
         return not is_done
 
@@ -335,14 +336,14 @@ class HostAdapterCache:
             self._jobs.put(key)
         return self._loads[key]
 
-    def _settle(
+    def _finish_attempt(
         self,
         key: LoraRequest,
         load: _PendingAdapter,
         request_id: int | None,
         found: CheckedAdapter | RequestError,
     ) -> bool:
-        """Settle the requests that a try decided; return whether the load has ended."""
+        """Report the result of an attempt to the requests concerned; return whether the load has ended."""
         if isinstance(found, CheckedAdapter):
             try:
                 self._make_room(key, len(found.weights.weights.buffer))
@@ -373,7 +374,7 @@ class HostAdapterCache:
         return False
 
     def _note_problem(self, name: str, error: RequestError) -> None:
-        """Store why a folder was refused, until it is read again; not if it is missing or memory is short."""
+        """Store the error of a refused folder, until it is read again; not if it is missing or memory is short."""
         was = self._problems.pop(name, "")
         if isinstance(error, NotFound | Unavailable):
             return
@@ -394,7 +395,8 @@ class HostAdapterCache:
             load.done.set_exception(error)
 
     def _make_room(self, key: LoraRequest, size: int) -> None:
-        """Evict least recently used adapters until there is room; raise if those in use leave too little."""
+        """Evict least recently used adapters until `size` bytes fit; raise if the adapters in use leave too
+        little."""
         full = f"PEFT Cache is full. Could not store taskId={key.label}: it takes {size} bytes"
         setting = f"lora_cache_host_memory_bytes, which is {self._max_bytes}"
         if size > self._max_bytes:
@@ -409,7 +411,7 @@ class HostAdapterCache:
             self._drop(entry)
 
     def _store(self, key: LoraRequest, checked: CheckedAdapter) -> _HeldAdapter:
-        """Store an adapter, for which there must be room, as idle."""
+        """Store an adapter, which must fit, as idle."""
         adapter = StoredAdapter(self._next_handle, checked.digest, key.task_id, checked.rank, checked.weights)
         self._next_handle += 1
         entry = _HeldAdapter(key, adapter)
@@ -432,7 +434,7 @@ class HostAdapterCache:
         self._events[request_id] = AdapterEvent(request_id, entry.adapter.handle)
 
     def _retire(self, entry: _HeldAdapter) -> None:
-        """Handle the end of an adapter's last user: make it idle, or drop it if it was unloaded."""
+        """Make an adapter idle after its last user has ended, or drop it if it was unloaded."""
         if entry.is_unloaded:
             self._unloading.remove(entry)
             self._drop(entry)
@@ -441,7 +443,7 @@ class HostAdapterCache:
             self._idle_bytes += entry.num_bytes
 
     def _drop(self, entry: _HeldAdapter) -> None:
-        """Free the memory of an adapter that is in no index any more."""
+        """Stop counting the memory of an adapter that was removed from all indexes, and report it as dropped."""
         self._num_bytes -= entry.num_bytes
         if entry.is_announced:
             self._dropped.append(entry.adapter.handle)

@@ -1,4 +1,4 @@
-"""Clients' adapter commands: `inflight.core.ports.Adapters` over cache and folders. Any thread."""
+"""Clients' adapter commands: implements `inflight.core.ports.Adapters` with cache and folders. Any thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class AdapterCommands:
 
     Args:
         cache: Cache of adapters.
-        folders: Folders of named adapters; a `load` with a path adds one.
+        folders: Folders of named adapters; `load` with a path adds one.
 
     Attributes:
-        cache: The given cache; the owner of the engine closes it.
+        cache: The argument of the same name; the owner of the engine closes it.
     """
 
     def __init__(self, cache: HostAdapterCache, folders: AdapterFolders) -> None:
@@ -61,10 +61,10 @@ class AdapterCommands:
         self.cache.unload(name if task_id is None else task_id)
 
     def _load_as(self, name: str, path: str) -> Future[AdapterInfo]:
-        """Load a folder under a new name, and keep the name unless the folder cannot be read."""
+        """Load a folder under a new name; if the folder cannot be read, remove the name."""
         folder, known = self._folders.find(LoraRequest(path=path)), self._folders.named().get(name)
         if known not in (None, folder):
-            raise InvalidArgument(f"adapter {name} already has another folder than {path!r}")
+            raise InvalidArgument(f"adapter {name} already has a folder other than {path!r}")
         self._folders.names[name] = folder
         loading = self.cache.load(name)
         if known is None:

@@ -22,19 +22,20 @@ def make_adapter_cache(
     notify: Callable[[], None],
     folders: AdapterFolders,
 ) -> HostAdapterCache:
-    """Return rank 0's cache, filled from its prefetch folder as far as there is room.
+    """Return rank 0's cache, filled from the prefetch folder as far as adapters fit.
 
     Args:
         model: Model against which adapters are checked.
         max_rank: lora_cache_max_adapter_size.
         max_bytes: lora_cache_host_memory_bytes; None: 1 GiB, or the size of one adapter of the largest rank
-            if larger.
-        dtype: Type of weights in requests, for the size of the largest adapter.
+            if that is larger.
+        dtype: Type of weights in requests, from which the size of the largest adapter is computed.
         notify: Wakes the loop; called on any thread.
-        folders: Folders named by the server's operator.
+        folders: Folders that the server's operator has configured.
 
-    Raises:
-        ConfigError: There is no room for one adapter of the largest rank, or a folder does not exist.
+        Raises:
+            ConfigError: One adapter of the largest rank does not fit into `max_bytes`, or a folder does not
+                exist.
     """
     largest = largest_adapter_bytes(model.decoder, max_rank, ITEM_SIZES[dtype])
     if max_bytes is None:

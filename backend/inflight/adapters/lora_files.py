@@ -1,6 +1,6 @@
 """Adapters in the format of TensorRT-LLM's converter: two files of arrays in a folder.
 
-For bfloat16, which numpy lacks, these files have two raw bytes (`V2`) for each number.
+For bfloat16, which numpy lacks, the arrays have two raw bytes (`V2`) for each number.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Module(IntEnum):
 
     @property
     def text(self) -> str:
-        """Return its name in TensorRT-LLM's form."""
+        """Return the module's name in TensorRT-LLM's form."""
         return self.name.lower()
 
 
@@ -48,10 +48,10 @@ PROJECTIONS = {
     "up": (Module.MLP_H_TO_4H, Module.MLP_GATE),
     "down": (Module.MLP_4H_TO_H,),
 }
-"""The modules of each projection of `inflight.models.Layer`, by its field, in the order of the outputs."""
+"""The modules in each projection of `inflight.models.Layer`, by name of the field, in the order of the outputs."""
 
 SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
-"""The modules of adapters on a device: a fused module is split into its parts, each with the same A."""
+"""The modules of adapters on a device, where a fused module is split into its parts, which share A."""
 
 FUSED_MODULES = {
     Module.ATTN_QKV: PROJECTIONS["qkv"],
@@ -72,10 +72,10 @@ class ModuleSize:
 def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Module, ModuleSize]:
     """Return the modules of a decoder, or of one of its layers, that adapters may change, with their sizes.
 
-    With experts, these are the modules of its attention. Layers without attention have only those of their MLP.
-    With latent attention there are none. The projections of recurrent layers and of latent attention have no ids.
-    Where attention has gates, the query projection has them too: a head's gates follow its query. If layers differ
-    in their sizes, those of a decoder are the largest.
+    In a layer with experts, only attention has such modules; in a layer without attention, only the MLP. With
+    latent attention there are none: projections of recurrent layers and of latent attention have no ids. If
+    attention has gates, they are part of the query projection: each head's query is followed by its gates. If
+    layers differ in their sizes, a decoder's sizes are the largest.
     """
     if decoder.latent is not None:
         return {}

@@ -1,7 +1,7 @@
-"""Check of an adapter's rows against the model, and their conversion to one order. Pure but for numpy.
+"""Checks an adapter's rows against the model, and converts them to canonical order. Pure except for numpy.
 
-Source: the checks of TensorRT-LLM's `loraValidateRequestTensors`, with its messages where it has any, each
-followed by the received and the expected value.
+Source: the checks of TensorRT-LLM's `loraValidateRequestTensors`, and its messages, each followed by the
+received and the expected value.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class CheckedAdapter:
     """An adapter that fits the model, in canonical form.
 
     Attributes:
-        rank: Its largest low-rank dimension.
-        digest: 16-byte hash of its content; the order of rows and their padding do not matter.
+        rank: The largest low-rank dimension.
+        digest: 16-byte hash of the content, independent of the order of rows and of their padding.
         weights: A copy of the weights: rows in the order of layers and modules, four columns of
             configuration, padded only to the longest row.
     """
@@ -39,7 +39,7 @@ class CheckedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class _LoraRow:
-    """A row of `lora_config`, and the size of its numbers."""
+    """A row of `lora_config`, and the sizes of its module."""
 
     index: int
     module: Module
@@ -85,7 +85,7 @@ def check_adapter(weights: LoraWeights, decoder: DecoderConfig, max_rank: int) -
 
 
 def largest_adapter_bytes(decoder: DecoderConfig, max_rank: int, item_size: int) -> int:
-    """Return the bytes of the largest adapter: all layers at full rank, with magnitudes and padding."""
+    """Return the size of the largest adapter in bytes: all layers at full rank, with magnitudes and padding."""
     sizes = [size for layer in range(decoder.num_layers) for size in split_sizes(decoder, layer)]
     width = max(max_rank * (size.inner + size.outer) + size.outer for size in sizes)
     return len(sizes) * width * item_size
@@ -174,10 +174,10 @@ def _check_numbers(
     where = f"row {row.index} of lora_weights ({row.module.text} of layer {row.layer})"
     mask = used.dtype.type(_EXPONENTS[dtype])
     if (used & mask == mask).any():
-        raise InvalidArgument(f"{where} has infinite numbers, or ones that are none, expected finite ones")
+        raise InvalidArgument(f"{where} has numbers that are infinite or NaN, expected finite numbers")
     sign = np.array(1 << (8 * padding.itemsize - 1), padding.dtype)
     if (padding & ~sign).any():
         raise InvalidArgument(
-            f"{where} has {row.used} numbers by its adapter_size {row.rank}, and more behind them that are not "
-            "zero, expected zeros: is its module or adapter_size another?"
+            f"{where} has {row.used} numbers by its adapter_size {row.rank}, followed by numbers other than 0, "
+            "expected only zeros: its module or adapter_size may be wrong"
         )

@@ -1,8 +1,8 @@
 """Conversion of the arrays `lora_weights` and `lora_config`, from requests or files, to `LoraWeights`.
 
-Owns how the two arrays must fit each other; `lora_rows.py` checks their rows against the model. Texts of
-errors begin as TensorRT-LLM's do, for clients that match them. Needs only numpy, so that front ends may use
-it. Any thread.
+This module checks the two arrays against each other, `lora_rows.py` their rows against the model. Error messages
+begin as TensorRT-LLM's do, for clients that match them. Needs only numpy, so that front ends may use it. Any
+thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.errors import InvalidArgument
 _BOTH = "Request for LoRA inference must have both lora_weights and lora_keys"
 _BATCH = "Expected batch dimension to be 1 for each lora request"
 _COLUMNS = (3, 4)
-_WITHOUT_MEANING = ("V", 2)  # numpy has no bfloat16: TensorRT-LLM's files have two raw bytes for each number
+_WITHOUT_MEANING = ("V", 2)  # bfloat16 in TensorRT-LLM's files, two raw bytes, as numpy has no bfloat16
 
 
 def read_lora_tensors(
@@ -61,7 +61,7 @@ def lora_weights(weights: NDArray[Any], config: NDArray[Any], dtype: str | None 
         dtype: Type of the numbers in `weights`, if their own type does not determine it.
 
     Raises:
-        InvalidArgument: The arrays do not fit each other; the error names the tensors and their shapes.
+        InvalidArgument: The arrays do not match; the message has the tensors and their shapes.
     """
     if config.dtype.kind not in "iu":
         raise InvalidArgument(

@@ -31,10 +31,9 @@ _HARMLESS = """
 """
 HONOURED = frozenset(_HONOURED.split())
 HARMLESS = frozenset(_HARMLESS.split())
-"""Fields about an adapter's origin and training, and details of features that another field refuses.
-
-`fan_in_fan_out` is about how the model's own weights are stored, which the model knows; the configurations of
-initializations only matter to values of `init_lora_weights`.
+"""Fields about an adapter's origin and training, and details of features that are refused by another field.
+`fan_in_fan_out` describes how the model's own weights are stored, which the model's family determines; the
+configurations of initializations only matter for values of `init_lora_weights`.
 """
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -42,7 +41,7 @@ _CHANGES_MODEL = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """The fields that determine a row. PEFT's documentation of `LoraConfig` has their meaning."""
+    """The fields that determine rows. For their meaning see PEFT's documentation of `LoraConfig`."""
 
     r: int
     lora_alpha: float
@@ -91,11 +90,12 @@ class PeftConfig:
         )
 
     def rank(self, module: str) -> int:
-        """Return the rank of a module, by its name in the base model: `model.layers.0.self_attn.q_proj`."""
+        """Return the rank of a module, given its name in the base model, such as
+        `model.layers.0.self_attn.q_proj`."""
         return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.r)
 
     def scale(self, module: str) -> float:
-        """Return the factor of B A."""
+        """Return the scale of a module's delta, the factor of B A."""
         rank = self.rank(module)
         alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.lora_alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -142,7 +142,7 @@ def _refuse(values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed access to fields; errors have the field, the received and the expected value."""
+    """Typed access to fields; error messages have the field, the received and the expected value."""
 
     values: Mapping[str, Any]
 
@@ -199,13 +199,14 @@ def _is_bool(value: Any) -> bool:
 
 
 def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
-    """Return the first pattern that matches the end of a module's name from a dot on, or ""."""
+    """Return the first pattern that matches the whole name of a module, or its end after a dot; "" if none
+    does."""
     return next((each for each in patterns if re.match(rf"(.*\.)?({each})$", module)), "")
 
 
 def _is_named(names: str | tuple[str, ...], module: str) -> bool:
-    """Return whether a regular expression matches the whole name, or whether a listed name equals the name or
-    its end after a dot."""
+    """Return whether `names` selects a module: as a regular expression it must match the whole name; of a list,
+    an entry must equal the name or its end after a dot."""
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
     return any(module == each or module.endswith(f".{each}") for each in names)

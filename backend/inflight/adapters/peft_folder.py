@@ -1,8 +1,8 @@
 """PEFT folders (adapter_config.json, adapter_model.safetensors or .bin) as rows of `lora_weights`.
 
 `models/families/` has the names of linear layers. B is multiplied by the adapter's scale, so that no later
-code needs alphas. Magnitudes of DoRA are divided by the norms of the rows of W + B A, for which the model's
-weights are read: only of layers that the adapter changes, one at a time.
+code needs alphas. DoRA's magnitudes are divided by the norms of the rows of W + B A, for which the model's weights
+are read, one layer at a time and only layers that the adapter changes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 2048
 class _AdaptedLayer:
     """A linear layer, by its name in the base model, like `model.layers.0.self_attn.q_proj`.
 
-    `base` is the part before the layers, which differs in models of text and multimodal ones.
+    `base` is the part of the name before the layers, which differs between text models and multimodal models.
     """
 
     name: str
@@ -66,16 +66,17 @@ def read_peft_folder(
 
     Args:
         folder: Contains adapter_config.json, and adapter_model.safetensors or adapter_model.bin.
-        model: The adapter's model. None: names of any family, shapes are not checked, and DoRA is refused.
-        dtype: Type of the result: float32, float16 or bfloat16; None: the stored one, or one that holds all
-            of them.
+        model: The adapter's model. None: names of any family are accepted, shapes are not checked, and DoRA
+            is refused.
+        dtype: Type of the result: float32, float16 or bfloat16; None: the stored type, or if there are
+            several, one that can represent all values.
 
     Returns:
         A row for each linear layer, by layer and module.
 
     Raises:
         InvalidArgument: A file is missing or damaged, a tensor does not fit, or rows cannot express a field
-            of adapter_config.json; the error names it.
+            of adapter_config.json; the message names the file, tensor or field.
     """
     config = PeftConfig.load(folder)
     rows = _rows(_read_tensors(folder), [model.names] if model else [each.names for each in FAMILIES])
@@ -117,7 +118,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def modules_by_name(names: WeightNames) -> dict[str, Module]:
-    """Return a family's linear layers by their names in a decoder layer, as modules.
+    """Return the modules of a family's linear layers, by their names in a decoder layer.
 
     Leaves out matrices in which queries, keys and values alternate by head, because adapters' rows have all
     queries first, then all keys, then all values.
@@ -291,7 +292,7 @@ def _as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def _widest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return a type that can hold the values of all tensors."""
+    """Return a type that can represent the values of all tensors."""
     first, *others = {each.dtype for each in tensors}
     for each in others:
         first = torch.promote_types(first, each)
@@ -318,7 +319,7 @@ class _Norms:
         return norms
 
     def _stored_name(self, place: _AdaptedLayer) -> str:
-        """Return the stored name, which may have another prefix than in the adapter, or none."""
+        """Return the name in the checkpoint, whose prefix may differ from the adapter's or be missing."""
         below = f"{place.name.removeprefix(place.base)}.weight"
         for base in bases_in_multimodal(self.names):
             if f"{base}{below}" in self.checkpoint.tensors:

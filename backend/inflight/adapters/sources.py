@@ -1,7 +1,7 @@
 """The sources of adapters: requests, `--lora NAME=FOLDER`, `lora_dir` and `lora_prefetch_dir`.
 
 A folder is PEFT's, or has the two files of TensorRT-LLM's converter. Folders are read only on demand, so that
-thousands of adapters cost nothing. Called on the adapter cache's thread.
+thousands of configured adapters take no time or memory. Called on the adapter cache's thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolders:
-    """The adapter folders named by a server's operator.
+    """The adapter folders that a server's operator has configured.
 
     Attributes:
-        names: Folders by name in requests, from `--lora NAME=FOLDER`; clients' commands add others.
-        lora_dir: Its folder NAME is the adapter NAME of requests; `lora_path` is a folder below it.
-        prefetch_dir: Its folder N is the adapter of task id N.
+        names: Folders by the adapter's name in requests, from `--lora NAME=FOLDER`; clients' commands add others.
+        lora_dir: A folder whose subfolder NAME is the adapter NAME of requests; `lora_path` is a folder below it.
+        prefetch_dir: A folder whose subfolder N is the adapter of task id N.
     """
 
     names: dict[str, Path] = field(default_factory=dict[str, Path])
@@ -37,7 +37,7 @@ class AdapterFolders:
     prefetch_dir: Path | None = None
 
     def check(self) -> None:
-        """Raise ConfigError if a folder does not exist. Their contents are checked on demand."""
+        """Raise ConfigError if a folder does not exist; the folders' contents are checked on demand."""
         for setting, folder in (
             *((f"--lora {name}", folder) for name, folder in self.names.items()),
             ("lora_dir", self.lora_dir),
@@ -61,7 +61,7 @@ class AdapterFolders:
         return folder
 
     def named(self) -> dict[str, Path]:
-        """Return all folders with names, by name."""
+        """Return the folders of all named adapters, by name."""
         in_dir = sorted(self.lora_dir.iterdir()) if self.lora_dir is not None else ()
         return {folder.name: folder for folder in in_dir if _is_folder(folder)} | dict(self.names)
 
@@ -70,7 +70,7 @@ class AdapterFolders:
         ids: list[int] = []
         for folder in sorted(self.prefetch_dir.iterdir()) if self.prefetch_dir is not None else ():
             if folder.is_dir():
-                # A number with leading zeros would not be found by its id.
+                # A folder whose number has leading zeros would not be found by its id.
                 if folder.name.isascii() and folder.name.isdigit() and str(int(folder.name)) == folder.name:
                     ids.append(int(folder.name))
                 else:
@@ -111,7 +111,7 @@ class AdapterFolders:
 
 
 def _below(folder: Path, name: str) -> Path | None:
-    """Return a folder's entry with a name from a client; None if no file can have the name."""
+    """Return the path of `name`, which a client has sent, in `folder`; None if no file can have the name."""
     try:
         return None if "\0" in name else folder / native(name)
     except UnicodeError:
@@ -126,7 +126,7 @@ def _is_folder(path: Path) -> bool:
 
 
 class AdapterLoader:
-    """Reader of adapters, which checks them against the model.
+    """Reads adapters and checks them against the model.
 
     Args:
         model: The adapters' model; its weights are read for DoRA.
@@ -140,7 +140,8 @@ class AdapterLoader:
         self._folders = folders
 
     def __call__(self, lora: LoraRequest) -> CheckedAdapter:
-        """Return the adapter that a request brings or names; raise a RequestError for an invalid one."""
+        """Return the adapter whose weights a request contains, or that it names; raise a RequestError if
+        invalid."""
         if lora.weights is not None:
             return self._checked(lora.weights)
         folder = self._folders.find(lora)

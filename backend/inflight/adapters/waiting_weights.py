@@ -1,4 +1,4 @@
-"""The size of weights in requests that are not stored yet; requests beyond a limit are refused.
+"""The size of adapter weights in requests that are not stored yet; requests beyond a limit are refused.
 
 A request's weights count from its arrival until the adapter cache has stored or rejected them, or the request
 has ended. Any thread.
@@ -15,7 +15,7 @@ class WaitingWeights:
     """Sizes of waiting weights by request.
 
     Args:
-        max_bytes: Largest size together; the weights of a single request may always wait.
+        max_bytes: Maximum total size in bytes; a single request's weights may wait even if they are larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,7 +30,7 @@ class WaitingWeights:
         return self._num_bytes
 
     def add(self, request_id: int, num_bytes: int) -> None:
-        """Count the weights of an arrived request; raise Unavailable if others leave no room for them."""
+        """Count the weights of an arrived request; raise Unavailable if the total would exceed the limit."""
         with self._lock:
             if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
                 raise Unavailable(
@@ -42,6 +42,6 @@ class WaitingWeights:
             self._num_bytes += num_bytes
 
     def remove(self, request_id: int) -> None:
-        """Stop counting a request's weights; do nothing if it has brought none."""
+        """Stop counting a request's weights, if it has any."""
         with self._lock:
             self._num_bytes -= self._sizes.pop(request_id, 0)

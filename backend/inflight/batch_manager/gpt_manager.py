@@ -1,8 +1,8 @@
 """GptManager: the iteration loop that turns requests into responses.
 
-It owns one worker thread, from construction to shutdown, which calls the engine, the scheduler and the callbacks.
-It knows neither Triton nor a device. Callbacks must not block: while the loop waits for one, no request gets
-tokens. Specification: The Batch Manager in TensorRT-LLM.
+A GptManager owns one worker thread, from construction to shutdown, which calls the engine, the scheduler and the
+callbacks. Independent of Triton and the device. Callbacks must not block: while the loop waits for a callback, no
+request gets tokens. Specification: The Batch Manager in TensorRT-LLM.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _log = logging.getLogger(__name__)
 class GptManager:
     """In-flight batching over one engine.
 
-    If the engine takes several batches at a time, the oldest is decoded once the maximum number is in flight, or
-    when nothing else can run before. With several ranks each has a GptManager; a follower's never calls the
-    callbacks for requests and stop signals, and its responses are dropped.
+    If several batches may be in flight, the oldest is decoded once the maximum number is reached, or when no other
+    batch can be made before. With several ranks, each has a GptManager; on a follower the callbacks for
+    requests and stop signals are never called, and responses are dropped.
 
     Args:
         engine: The engine; this object closes it.
@@ -62,19 +62,20 @@ class GptManager:
             logged and affects no other response.
         poll_stop_signal: Called at the end of every iteration. Stops of requests that are not active then are
             ignored, even if their ids are used again later.
-        return_batch_manager_stats: Called at the end of every iteration that had active requests, with a
-            JSON string.
-        stats_period_ns: Minimum time between two reports of statistics; 0: every iteration is reported.
+        return_batch_manager_stats: Called at the end of every iteration that had active requests, with its
+            statistics as a JSON string.
+        stats_period_ns: Minimum time between two reports of statistics in nanoseconds; 0: every iteration
+            is reported.
         on_death: Called once if the loop itself fails or a rank is lost, after every active request was answered.
-            It must answer the requests that were not fetched yet.
+            The callback must answer the requests that were not fetched yet.
         instruments: Observers of the loop; this object closes them.
-        clock_ns: Monotonic clock; injected by tests.
-        ranks: The ranks that run the model in step, including this one; None with a single rank.
+        clock_ns: Monotonic clock in nanoseconds; injected by tests.
+        ranks: The ranks that run the model in lockstep, including this one; None with a single rank.
         wait_until_sent: For an engine that computes on all processors: responses are sent between two iterations
             (`SendWindow`). None: they are sent while the engine computes.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
-        start: Whether to start the worker thread; if not, call `step`.
+        start: Whether to start the worker thread; if not, the caller has to call `step`.
     """
 
     def __init__(
@@ -107,14 +108,16 @@ class GptManager:
             self._inputs = LeadersInputs(scheduler, ranks)
         self._has_other_ranks = ranks is not None
         self._window = SendWindow(self._hand_over, wait_until_sent, clock_ns) if wait_until_sent else None
-        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()  # result of `forward`, or its error
+        self._in_flight: deque[tuple[ScheduledBatch, Any]] = (
+            deque()
+        )  # each batch with the result or error of `forward`
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
         self._on_death = on_death
         self._instruments = instruments
         self._inspections = Inspections(scheduler, instruments)
-        self._has_news = True  # since metrics were last published
+        self._has_news = True  # whether metrics may have changed since they were published
         self._work = threading.Event()
         self._shutting_down = False
         self._thread = threading.Thread(target=self._loop, name="gpt-manager", daemon=True)
@@ -126,15 +129,17 @@ class GptManager:
         self._work.set()
 
     def state(self, timeout_s: float) -> str:
-        """Return the scheduler's state (`core/report/state.py`), recent statistics and a stuck iteration as JSON.
+        """Return the scheduler's state (`core/report/state.py`) and recent statistics as JSON.
 
         Waits at most `timeout_s` seconds for the end of the current iteration. If it does not end in time, the
-        answer says so, and describes the stuck iteration and the state that it left. Any thread but the loop's.
+        answer reports this, and describes the stuck iteration and the scheduler's state in it. Any thread but the
+        loop's.
         """
         return self._inspections.ask(timeout_s, self.notify)
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait at most `timeout_s` seconds until the loop has ended, normally or not; return whether it has."""
+        """Wait at most `timeout_s` seconds until the loop has ended, normally or not; return whether it has
+        ended."""
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -143,13 +148,13 @@ class GptManager:
         """Finish the active requests, end the worker thread, close the engine. Idempotent.
 
         Specification: the worker thread terminates when there are no more active requests. A follower's thread
-        ends when its leader's has, or a rank is lost.
+        ends when its leader's thread has ended, or a rank is lost.
 
         Args:
-            timeout_s: How long to wait; None: without limit.
+            timeout_s: How long to wait in seconds; None: without limit.
 
         Returns:
-            Whether the thread has ended. A thread that waits for the device, or for a rank 0 that goes on,
+            Whether the thread has ended. A thread that waits for the device, or for a rank 0 that continues,
             cannot be ended and keeps the engine.
         """
         self._shutting_down = True
@@ -186,7 +191,8 @@ class GptManager:
             self._die(Unavailable("the generation loop died; see the server's log"))
 
     def _seconds_to_deadline(self) -> float | None:
-        """Return how long an idle loop may sleep: a held request may time out."""
+        """Return the seconds until the next held request may time out, so long an idle loop may sleep; None: no
+        limit."""
         deadline_ns = self._scheduler.next_deadline_ns
         if deadline_ns is None or not self._scheduler.num_active:
             return None
@@ -208,10 +214,11 @@ class GptManager:
     def step(self) -> bool:
         """Run one iteration: get, schedule, run, decode, update, send, stop, report.
 
-        Returns whether there was anything to do; only if there was not may the loop sleep. Requests that had to
-        wait for room are fetched by the iteration after the one that made room. If all requests wait for guides or
-        adapters, there is nothing to do until `notify` tells that one is ready, or a request times out. A follower
-        sleeps in its leader's call instead, and returns False once the leader has ended.
+        Returns whether there was anything to do; the loop may sleep only if there was not. Requests that could not
+        be accepted because the queue was full are fetched by the iteration after places became free. If all
+        requests wait for guides or adapters, there is nothing to do until `notify` is called because one is
+        ready, or a request times out. A follower instead sleeps in the call that waits for its leader's inputs,
+        and returns False once the leader has ended.
         """
         was_active = self._scheduler.num_active > 0
         inputs = self._inputs.next()
@@ -239,13 +246,15 @@ class GptManager:
         return not can_rest or bool(inputs.new_requests) or has_more
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:
-        """Return the next batch. If making it fails, return None and add the resulting responses."""
+        """Return the next batch. If `schedule` raises, return None and add the resulting responses."""
         try:
             return self._scheduler.schedule()
-        except Exception as error:  # a defect hit by one request must not end the others
-            if self._has_other_ranks:  # they may have made a batch, and cannot run it without this one
+        except Exception as error:  # a defect that one request triggers must not end the others
+            if (
+                self._has_other_ranks
+            ):  # other ranks may have made a batch, and cannot run it without this rank
                 raise
-            _log.exception("the scheduler failed: whose fault it was is being found out")
+            _log.exception("the scheduler failed: the faulty request is being searched for")
             failure = StepFailed(
                 without_places(f"this request could not be scheduled: {type(error).__name__}: {error}")
             )
@@ -283,18 +292,17 @@ class GptManager:
             try:
                 self._send_response(response)
             except Exception:  # a faulty receiver must not end other requests
-                _log.exception(
-                    "the send callback failed to take a response of request %d", response.request_id
-                )
+                _log.exception("the send callback failed for a response of request %d", response.request_id)
 
     def _report(self, inputs: IterationInput, batch: ScheduledBatch | None, had_work: bool) -> None:
-        """Report an iteration with active requests, and the metrics once more after the last request."""
+        """Report an iteration with active requests; report the metrics once more after the last request has
+        ended."""
         self._instruments.collect(self._scheduler)
         self._has_news |= bool(inputs.new_requests)
         if not had_work:
             if self._has_news:
                 self._has_news = False
-                self._instruments.tell(self._scheduler.stats(None), self._scheduler.metrics())
+                self._instruments.publish(self._scheduler.stats(None), self._scheduler.metrics())
             return
         self._has_news = True
         is_told = self._return_stats is not None or self._instruments.return_metrics is not None
@@ -306,7 +314,7 @@ class GptManager:
         self._instruments.keep(stats, self._scheduler, batch)
         if is_due:
             self._next_stats_ns = now_ns + self._stats_period_ns
-            self._instruments.tell(stats, self._scheduler.metrics())
+            self._instruments.publish(stats, self._scheduler.metrics())
             if self._return_stats is not None:
                 self._return_stats(stats.to_json(time.time()))
 
@@ -316,9 +324,11 @@ def _drop(response: Response) -> None:
 
 
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
-    """Log and return the error for a batch's requests; called while `error` is being handled."""
+    """Log `error`, and return the error for a batch's requests; called while `error` is being handled."""
     log_arguments = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
-    if isinstance(error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)):  # of what a client sent
+    if isinstance(
+        error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)
+    ):  # errors about a client's input
         _log.warning(*log_arguments, exc_info=True)
         return error
     _log.exception(*log_arguments)

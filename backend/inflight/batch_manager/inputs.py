@@ -1,7 +1,7 @@
 """The inputs of iterations: from the callbacks, or on a follower from the leader.
 
-All input of an iteration that is not a function of earlier state comes from here, the time included, so that the
-schedulers of all ranks decide alike. Called on the loop thread.
+All input of an iteration that does not follow from earlier state, including the time, passes through this
+module, so that the schedulers of all ranks make equal decisions. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _NO_ADAPTERS = Unsupported(
 
 
 class OwnInputs:
-    """The inputs of a loop whose callbacks face clients; they are shared with the other ranks, if any.
+    """The inputs of a loop with callbacks to clients; with several ranks they are shared with the others.
 
     `next` and `end` raise Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows the active requests.
+        scheduler: The scheduler, which knows the active requests.
         get_inference_requests, poll_stop_signal, clock_ns: See GptManager.
         ranks: The ranks, if there are several.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
 
     Attributes:
-        are_over: Whether `next` has returned None; never, for these inputs.
-        fetched: Requests that this rank must answer and that have not reached its scheduler yet.
+        are_over: Whether `next` has returned None; always False for these inputs.
+        fetched: Requests that this rank must answer and that its scheduler has not accepted yet.
         now_ns: The clock of `IterationInput.now_ns`.
     """
 
@@ -76,7 +76,7 @@ class OwnInputs:
         self._stops: tuple[StopSignal, ...] = ()
 
     def next(self) -> IterationInput:
-        """The inputs of the next iteration.
+        """Return the inputs of the next iteration.
 
         Other ranks get the inputs of iterations with active or new requests, or with changes of adapters.
         """
@@ -112,7 +112,7 @@ class OwnInputs:
         return self._guides.events()
 
     def _to_be_accepted(self, requests: tuple[Request, ...]) -> list[Request]:
-        """Leave out requests whose id is in use, by an active request or by an earlier one in the list."""
+        """Return the requests whose ids neither an active request nor an earlier one of `requests` has."""
         first: dict[int, Request] = {}
         for request in requests:
             if not self._scheduler.is_active(request.request_id):
@@ -122,7 +122,7 @@ class OwnInputs:
     def _adapter_update(self, requests: tuple[Request, ...]) -> AdapterUpdate:
         """Return the adapter changes for the next iteration.
 
-        It may be non-empty without requests, as an adapter may be unloaded.
+        There may be changes without requests, as an adapter may be unloaded.
         """
         adapted = [
             (request.request_id, request.lora)
@@ -152,18 +152,18 @@ class OwnInputs:
         return bool(self._stops)
 
     def end(self) -> None:
-        """Tell the other ranks that the loop has ended normally."""
+        """Notify the other ranks that the loop has ended normally."""
         if self._ranks is not None:
             self._ranks.end(are_asleep=not self._scheduler.num_active)
 
 
 class LeadersInputs:
-    """The inputs of a follower's loop, shared by its leader, the time included.
+    """The inputs of a follower's loop, which its leader shares, including the time.
 
     `next` raises Unavailable once a rank is known to be lost.
 
     Args:
-        scheduler: Knows the active requests, and therefore whether the leader has to wake this rank.
+        scheduler: The scheduler; if it has no active requests, the leader has to wake this rank.
         ranks: The ranks, including the leader.
 
     Attributes:
@@ -191,7 +191,7 @@ class LeadersInputs:
         return inputs
 
     def now_ns(self) -> int:
-        """The leader's time at the last iteration, as clocks of different machines do not agree."""
+        """Return the leader's time at the last iteration, as clocks of different machines differ."""
         return self._now_ns
 
     def look_ahead(self) -> bool:
@@ -199,7 +199,7 @@ class LeadersInputs:
         return True
 
     def end(self) -> None:
-        """Do nothing, as no rank follows this one."""
+        """Do nothing, as a follower notifies no rank."""
 
 
 Inputs = OwnInputs | LeadersInputs

@@ -1,7 +1,7 @@
 """Observers of the loop: recorder, watchdog, recent statistics, metrics, answers to `state`.
 
-Everything but the answers is optional, and none of it decides anything. The loop reports events on its own thread;
-the watchdog has its own thread, and any thread may read statistics and ask for the state.
+All observers except the answers are optional, and none influences the schedule. The loop reports events on its own
+thread; the watchdog has another thread, and any thread may read statistics and ask for the state.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Instruments:
 
     Attributes:
         recorder: Writes a trace for `replay`.
-        watchdog: Notices an iteration that does not end.
+        watchdog: Detects an iteration that does not end.
         rings: Keeps the statistics of the last iterations.
         kv_events: Keeps KV cache events.
-        return_metrics: Takes statistics and metrics whenever statistics are reported.
+        return_metrics: Called with statistics and metrics whenever statistics are reported.
         measure_memory: Returns the process's current memory. Any thread.
     """
 
@@ -70,7 +70,7 @@ class Instruments:
             self.recorder.end(outcome, now_ns)
 
     def end(self) -> None:
-        """Record that the iteration is over and its responses are handed over."""
+        """Record that the iteration has ended and its responses have been passed on."""
         if self.watchdog is not None:
             self.watchdog.end()
 
@@ -89,15 +89,16 @@ class Instruments:
         if self.kv_events is not None and (events := scheduler.take_kv_events()):
             self.kv_events.add(events)
 
-    def tell(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
+    def publish(self, stats: IterationCounts, metrics: MetricsSnapshot) -> None:
         """Call `return_metrics`, if set, with an iteration's statistics and metrics."""
         if self.return_metrics is not None:
             self.return_metrics(stats, metrics)
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        """Return the reports kept since the last call; waits `timeout_s` seconds for KV cache events. Any thread.
+        """Return the reports kept since the last call; waits up to `timeout_s` seconds for KV cache events. Any
+        thread.
 
-        None waits until there are some.
+        With `timeout_s` None, waits until there are events.
         """
         if kind is ReportKind.KV_EVENTS:
             return Reports(kv_events=tuple(self.kv_events.take(timeout_s)) if self.kv_events else ())
@@ -133,7 +134,7 @@ def _describe(scheduler: Scheduler) -> str:
 
 
 _RECENT = 10
-"""Number of iterations whose statistics are part of an answer."""
+"""Number of iterations whose statistics are part of an answer to a `state` request."""
 
 _Answer = tuple[SchedulerState, IterationCounts]
 
@@ -141,8 +142,8 @@ _Answer = tuple[SchedulerState, IterationCounts]
 class Inspections:
     """Questions about the scheduler's state, asked on any thread and answered by the loop between two iterations.
 
-    If the loop does not answer in time, the asking thread reports what it can see without it: the stuck iteration,
-    the stacks of all threads, and the scheduler's state as the iteration left it.
+    If the loop does not answer in time, the asking thread makes an answer without it: the stuck iteration, the
+    stacks of all threads, and the scheduler's state in this iteration.
     """
 
     def __init__(self, scheduler: Scheduler, instruments: Instruments) -> None:
@@ -174,11 +175,11 @@ class Inspections:
             if question.set_running_or_notify_cancel():
                 try:
                     question.set_result((self._scheduler.state(), self._scheduler.stats(None)))
-                except Exception as error:  # the asking thread gets the error; the loop goes on
+                except Exception as error:  # the asking thread gets the error; the loop continues
                     question.set_exception(error)
 
     def close(self) -> None:
-        """Refuse all questions, as the loop has ended. Idempotent."""
+        """Answer all questions, and later ones, with Unavailable, as the loop has ended. Idempotent."""
         self._is_closed = True
         while self._questions:
             question = self._questions.popleft()
@@ -203,7 +204,7 @@ class Inspections:
             return None
 
     def _recent(self, memory: MemoryUsage) -> dict[str, object]:
-        """Return the statistics of recent iterations, and of their requests if those are kept."""
+        """Return the statistics of recent iterations, and of their requests if these are kept."""
         rings = self._instruments.rings
         if rings is None:
             return {"recent_iterations": [], "recent_requests": []}

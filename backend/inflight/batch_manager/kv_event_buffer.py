@@ -36,7 +36,7 @@ class KvEventBuffer:
         """Wait for events and take all of them, oldest first.
 
         Args:
-            timeout_s: How long to wait in seconds; None: until there are some.
+            timeout_s: How long to wait in seconds; None: until there are events.
 
         Returns:
             The events; empty if the time is up or the loop has ended.
@@ -48,7 +48,7 @@ class KvEventBuffer:
             return events
 
     def close(self) -> None:
-        """Wake all waiting threads for good. Remaining events can still be taken."""
+        """Wake all waiting threads; later calls of `take` do not wait. Remaining events can still be taken."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

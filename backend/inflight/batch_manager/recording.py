@@ -1,17 +1,18 @@
 """Traces: everything needed to rerun a schedule, as JSON lines in a file.
 
     header   once, first: format, version, SchedulingConfig, EngineLimits
-    begin    of every iteration, before it runs: its IterationInput and its batch
-    end      of every batch, in the same order: the ModelOutput or the error, and its time
+    begin    for every iteration, before it runs: its IterationInput and its batch
+    end      for every batch, in order: its ModelOutput or error, and the time of this result
 
 This module owns the format, for writing and reading, and the file while it is written. A record is in the file
 when the call that makes it returns, so the last batch of a process that hangs or is killed is in the trace. A
-request is written once, where it arrives, and an adapter where it is stored; a batch's starts and loads refer to
-them by id. NaN and infinities, which JSON lacks, are written as text. Of the contents of adapters and prompt
-tables only the size is written, as the schedule does not depend on them.
+request is written once, in the iteration in which it arrives, and an adapter in the iteration in which it is
+stored; a batch's starts and loads refer to them by id. NaN and infinities, which JSON lacks, are written as
+text. Of adapters' weights and prompt tables only the size is written, as the schedule does not depend on their
+content.
 
-A trace contains prompts, so only its owner may read it. The loop thread writes it; an error in doing so ends the
-recording and nothing else.
+A trace contains prompts, so only its owner may read it. The loop thread writes it; if writing fails, the recording
+ends, and serving continues.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ _log = logging.getLogger(__name__)
 
 
 class BadTrace(InflightError):
-    """A file that is not a trace, or one of another version."""
+    """The error for a file that is not a trace, or that is a trace of another version."""
 
 
 class Start(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A `SlotStart` without its request, which is in the trace where it arrived."""
+    """A `SlotStart` without its request, which is in the record of the iteration in which it arrived."""
 
     slot: int
     request_id: int
@@ -64,7 +65,7 @@ class Start(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """An `AdapterLoad` without its adapter, which is in the trace under this handle."""
+    """An `AdapterLoad` without its adapter, which an earlier record has under this handle."""
 
     handle: int
     pages: tuple[int, ...]
@@ -75,7 +76,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
 
     Attributes:
         config, limits: The scheduler's configuration.
-        has_logits: Whether outputs have their logits; otherwise their size in bytes instead.
+        has_logits: Whether outputs contain logits; otherwise they contain the logits' size in bytes.
     """
 
     config: SchedulingConfig
@@ -107,9 +108,9 @@ class End(msgspec.Struct, frozen=True, tag_field="record", tag="end", omit_defau
     Attributes:
         iteration: Number of the batch's iteration.
         now_ns: When the result was known, by the clock of `IterationInput.now_ns`.
-        output: The device's answer; None if the batch failed.
-        error_kind, error: The error if the batch failed, its message marked; the kind decides what happens to its
-            requests.
+        output: The device's output; None if the batch failed.
+        error_kind, error: If the batch failed, the error's kind, which decides what happens to the batch's
+            requests, and its message, in which names are marked.
     """
 
     iteration: int
@@ -165,7 +166,7 @@ def _make_start(start: SlotStart) -> Start:
 def encode(record: Record) -> bytes:
     """Return a record's line, including the newline."""
     line = _ENCODER.encode(record)
-    # msgspec writes null both for None and for NaN and infinities; the latter must be written as text.
+    # msgspec writes null for None, but also for NaN and infinities, which must be written as text.
     if b"null" in line:
         line = _ENCODER.encode(_spell(msgspec.to_builtins(record, enc_hook=_to_plain)))
     return line + b"\n"
@@ -198,14 +199,14 @@ def decode(line: bytes) -> Record:
 class JsonRecorder:
     """Writes a trace. An existing file is renamed to `path`.previous. Loop thread.
 
-    Iterations before, during and after which nothing was active need not be recorded. All others must be, even
-    without a batch, as requests may have timed out in them.
+    Iterations before, during and after which no request was active need not be recorded. All other iterations
+    must be, even without a batch, as requests may have timed out in them.
 
     Args:
         path: The file to write, with mode 0600.
         config, limits: The recorded scheduler's configuration.
         keep_logits: Whether to write the logits of outputs too. The schedule does not depend on them; without
-            them, responses of a replay have zeros instead.
+            them, a replay's responses have zeros as logits.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -252,8 +253,8 @@ class JsonRecorder:
             return
         try:
             _write_all(self._file, encode(make_record()))
-        except Exception:  # a full disk, for example, must not end requests
-            _log.exception("recording to %s ends here: it cannot be written", self._path)
+        except Exception:  # a full disk, for example, must not fail requests
+            _log.exception("the recording ends, because %s cannot be written", self._path)
             self.close()
 
 
@@ -261,7 +262,7 @@ def _create(path: str) -> int:
     """Create a file that only this user may read; an existing file is renamed."""
     if os.path.lexists(path):
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise FileExistsError(0, "it exists and is no regular file")
+            raise FileExistsError(0, "it exists and is not a regular file")
         os.replace(path, path + ".previous")
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -281,8 +282,7 @@ class Trace:
     Attributes:
         header: The first record.
         line_number: Line of the record read last, from 1.
-        is_cut_short: Set after the last record: whether an unfinished line follows it, as left by a killed
-            process.
+        is_cut_short: Whether the last line is unfinished, as left by a killed process; set after the last record.
 
     Raises:
         BadTrace: The file is not a trace of this version.
@@ -338,7 +338,7 @@ def leave_out_logits(output: ModelOutput) -> ModelOutput:
 
 
 def zero_logits(output: ModelOutput) -> ModelOutput:
-    """Replace the sizes written by `leave_out_logits` by zeros of that size."""
+    """Replace the sizes written by `leave_out_logits` by as many zero bytes."""
     try:
         return _map_logits(output, lambda logits: bytes(int(logits)))
     except ValueError as error:

@@ -1,8 +1,8 @@
 """`scripts/replay`: reruns a trace's schedule without the model, and compares every decision.
 
 A new scheduler gets the recorded inputs of every iteration and the recorded results of the device. The core is
-deterministic, so a different decision means that the program or the trace has changed. The trace is read line by
-line.
+deterministic, so a different decision means that the program or the trace has been changed. The trace is read line
+by line.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Replay:
 
     Attributes:
         scheduler: The scheduler, in its state after the last record.
-        iteration: Number of the last iteration begun; -1: none.
-        num_iterations: Number of iterations begun.
+        iteration: Number of the last iteration that has begun; -1: none has.
+        num_iterations: Number of iterations that have begun.
         num_requests: Number of requests that arrived.
-        num_answered: Number of final responses made.
-        responses: The responses made by the last record.
+        num_answered: Number of final responses.
+        responses: The responses that resulted from the last record.
 
     Raises:
-        ConfigError: The header is no valid configuration of a scheduler.
+        ConfigError: The header is not a valid configuration of a scheduler.
     """
 
     def __init__(self, header: Header) -> None:
@@ -66,7 +66,7 @@ class Replay:
         return f"iteration {batch.iteration} was running: {describe_batch(batch, owners.get)}"
 
     def advance(self, record: Begin | End) -> list[str]:
-        """Replay one record; return the differences of this scheduler's decision from the recorded one.
+        """Replay one record; return the differences between this scheduler's decision and the recorded one.
 
         Raises:
             BadTrace: The record is a result without a batch.
@@ -75,7 +75,9 @@ class Replay:
         if isinstance(record, Begin):
             return self._begin(record)
         if not self._in_flight or self._in_flight[0].iteration != record.iteration:
-            raise BadTrace(f"an answer to iteration {record.iteration}, which is not the oldest one without")
+            raise BadTrace(
+                f"a result of iteration {record.iteration}, which is not the oldest without a result"
+            )
         batch = self._in_flight.popleft()
         if record.output is None:
             self.responses = self.scheduler.fail(batch, error_from_kind(record.error_kind, record.error))
@@ -118,7 +120,7 @@ def describe_batch(batch: ScheduledBatch, request_of_slot: Callable[[int], int |
 
 
 def differences(path: str, recorded: Any, replayed: Any) -> Iterator[str]:
-    """Yield one line per field that differs, with its path; NaN equals NaN."""
+    """Yield one line per field that differs, with its path; two NaN count as equal."""
     if type(recorded) is not type(replayed):
         yield f"{path}: recorded {_short(recorded)}, replayed {_short(replayed)}"
     elif is_dataclass(recorded) or isinstance(recorded, msgspec.Struct):

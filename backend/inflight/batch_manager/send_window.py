@@ -1,10 +1,10 @@
-"""Decides when responses are handed over, and how long the loop then waits for them to be sent.
+"""Decides when responses are passed to the threads that send them, and how long the loop then waits.
 
 A forward pass that computes on all processors of the host competes with the threads that send: sending a response
-takes a processor from one of the model's threads, and the others wait for that thread at their next barrier. So
-responses are kept for a few iterations, handed over together, and sent while the loop waits. This module owns the
-kept responses and decides for how long to keep them. It does not know how they are sent. Only the loop thread
-calls it.
+takes a processor from one of the model's threads, and the others wait for this thread at their next barrier. So
+responses are kept for a few iterations, passed on together, and sent while the loop waits. This module owns the
+kept responses and decides how long to keep them. It is independent of how they are sent. Used on the loop
+thread.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from inflight.core.ports import WaitUntilSent
 from inflight.core.request.response import Response
 
 _SHARE = 0.3
-"""The fraction of the time since the last window that a window may take."""
+"""The maximum length of a window, as a fraction of the time since the last one."""
 _LONGEST_NS = 200_000_000
-"""The longest time that a response is kept, and the longest time between windows that counts."""
+"""Maximum time that a response is kept; a longer time since the last window counts as this much."""
 _FIRST_COST_NS = 300_000
-"""The assumed cost of sending one sequence's responses, until it has been measured."""
+"""The time that sending one sequence's responses is assumed to take, until it has been measured."""
 _GROWTH = 1.5
-"""The factor on that cost after responses could not be sent in time."""
+"""The factor by which the assumed cost grows if responses could not be sent in time."""
 
 
 class SendWindow:
-    """Keeps responses until sending them takes a small fraction of the time since the last hand-over.
+    """Keeps responses until sending them takes a small fraction of the time since the last window.
 
-    That means every iteration for a few streams or a large model, and every second or third one for many streams
-    of a small model. A request's last response is handed over at once, with its other kept responses. The sending
-    side merges the responses of a sequence.
+    With a few streams or a large model, responses are sent after every iteration; with many streams of a small
+    model, after every second or third. A request's last response is passed on at once, with its other kept
+    responses. The sending side merges the responses of a sequence.
 
     Args:
         hand_over: Passes responses, in order, to the threads that send them; never blocks.
-        wait_until_sent: Waits until all of them have been sent, for at most the given number of seconds.
-        clock_ns: Monotonic time.
+        wait_until_sent: Waits until all responses have been sent, for at most the given number of seconds.
+        clock_ns: Monotonic clock in nanoseconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SendWindow:
             self._wait_until_sent(1e-9 * min(len(ended) * self._cost_ns, _SHARE * since_ns))
 
     def flush(self) -> None:
-        """Hand over the kept responses without waiting."""
+        """Pass on the kept responses without waiting until they are sent."""
         responses_by_request, self._kept = self._kept, {}
         self._sequences.clear()
         for responses in responses_by_request.values():
@@ -84,5 +84,5 @@ class SendWindow:
         self._closed_at_ns = self._clock_ns()
         if are_sent:
             self._cost_ns = (self._closed_at_ns - now_ns) / count
-        else:  # sending takes longer, for an unknown time
+        else:  # sending was not finished in time, so the cost is unknown but larger
             self._cost_ns = min(self._cost_ns * _GROWTH, _SHARE * _LONGEST_NS / count)

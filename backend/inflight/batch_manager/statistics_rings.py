@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 class StatisticsRings:
     """The statistics of recent iterations, and of every request in them, as kept for the Executor API.
 
-    The loop thread adds; any thread may read, and makes JSON in its own time.
+    The loop thread adds; any thread may read, and converts to JSON itself.
 
     Args:
         max_iterations: Number of iterations to keep; 0 keeps none.
@@ -48,7 +48,7 @@ class StatisticsRings:
 
     @property
     def wants_requests(self) -> bool:
-        """Whether statistics of every request are kept, whose cost grows with the number of requests."""
+        """Whether statistics of every request are kept; they take time in proportion to the number of requests."""
         return self._requests.size > 0
 
     def add(self, stats: IterationCounts, request_stats: tuple[RequestCounts, ...] = ()) -> None:
@@ -60,28 +60,29 @@ class StatisticsRings:
                 self._requests.add(RequestCountsOfIteration(stats.iteration, request_stats))
 
     def latest(self) -> list[KeptIteration]:
-        """Return statistics since the last call, oldest first: the Executor's `getLatestIterationStats`."""
+        """Return the statistics since the last call, oldest first, as the Executor's `getLatestIterationStats`."""
         with self._lock:
             return self._iterations.new_values()
 
     def latest_requests(self) -> list[RequestCountsOfIteration]:
-        """Return request statistics since the last call, oldest first: the Executor's `getLatestRequestStats`."""
+        """Return the request statistics since the last call, oldest first, as the Executor's
+        `getLatestRequestStats`."""
         with self._lock:
             return self._requests.new_values()
 
     def peek(self, count: int) -> list[KeptIteration]:
-        """Return the last `count` statistics, oldest first, without taking them from `latest`."""
+        """Return the last `count` statistics, oldest first; `latest` will still return them."""
         with self._lock:
             return self._iterations.last(count)
 
     def peek_requests(self, count: int) -> list[RequestCountsOfIteration]:
-        """Return the last `count` request statistics, oldest first, without taking them from `latest_requests`."""
+        """Return the last `count` request statistics, oldest first; `latest_requests` will still return them."""
         with self._lock:
             return self._requests.last(count)
 
 
 class _Ring(Generic[_T]):
-    """The last `size` values, and how many of them are new. Not thread-safe."""
+    """The last `size` values, and how many of them were added since `new_values`. Not thread-safe."""
 
     def __init__(self, size: int) -> None:
         self.size = size

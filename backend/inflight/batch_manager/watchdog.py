@@ -1,4 +1,4 @@
-"""The watchdog of the loop: it notices an iteration that does not end, on a thread of its own."""
+"""The watchdog of the loop: it detects an iteration that does not end, on another thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Run:
-    """One iteration; `next_report_s` is the duration at which the log is written next."""
+    """One iteration; `next_report_s` is the duration in seconds at which the log is written next."""
 
     iteration: int
     describe: Callable[[], str]
@@ -29,17 +29,19 @@ class Watchdog:
     """Detects an iteration that does not end, and logs the stacks of all threads.
 
     Owns one daemon thread, which sleeps until an iteration begins and, while iterations run, wakes at most twice
-    per timeout. An iteration costs the loop thread a clock read and a few attributes; it takes no lock except to
-    wake a sleeping thread. The watchdog knows neither requests nor a device: the caller that begins an iteration
-    can describe it. It needs the interpreter: a native call that hangs without releasing the GIL silences it.
+    per timeout. Per iteration the loop thread reads the clock and sets a few attributes; it takes no lock
+    except to wake a sleeping thread. The watchdog is independent of requests and devices: the caller of `begin`
+    passes a function that describes the iteration. The watchdog cannot run while a native call hangs without
+    releasing the GIL.
 
     Args:
         timeout_s: Duration in seconds after which an iteration is stuck; > 0. The log is written at most half a
             timeout late, and again each time that the duration has doubled.
-        hang_timeout_s: Duration in seconds after which an iteration is not expected to end; None: never.
-        on_hang: Called once, with a line about such an iteration, on the watchdog's thread, at most half a timeout
-            late.
-        log: Takes each message, of several lines.
+        hang_timeout_s: Duration in seconds after which an iteration is not expected to end any more; None:
+            no limit.
+        on_hang: Called once, with a line about an iteration longer than `hang_timeout_s`, on the watchdog's
+            thread, at most half a timeout late.
+        log: Called with each message, which has several lines.
         clock: Monotonic clock, in seconds.
         wait: Waits for an event for some seconds (None: without limit), and returns whether it is set.
         start: Whether to start the thread; if not, call `check`.
@@ -75,11 +77,12 @@ class Watchdog:
         """Record the beginning of an iteration. Loop thread.
 
         Args:
-            iteration: Its number.
-            describe: Describes the iteration; called by other threads, and only while it is stuck.
+            iteration: The iteration's number.
+            describe: Returns a description of the iteration; called on other threads, and only while it is stuck.
         """
         self._run = _Run(iteration, describe, self._clock(), self._timeout_s)
-        # In this order, as the thread clears the event before it checks for a run a last time.
+        # The run is set before the event is checked, as the thread clears the event and then checks for a run
+        # again.
         if not self._is_needed.is_set():
             self._is_needed.set()
 
@@ -87,12 +90,11 @@ class Watchdog:
         """Record the end of the iteration, successful or not. Loop thread."""
         run, self._run = self._run, None
         if run is not None and run.is_reported:
-            self._log(
-                f"iteration {run.iteration} has ended after all, after {self._clock() - run.begun_s:.1f} s"
-            )
+            self._log(f"iteration {run.iteration} has ended after {self._clock() - run.begun_s:.1f} s")
 
     def stuck(self) -> str | None:
-        """Return a line about the stuck iteration and since when it runs; None if none is stuck. Any thread."""
+        """Return a line about the stuck iteration, with its duration; None if no iteration is stuck. Any
+        thread."""
         run = self._run
         if run is None or (seconds := self._clock() - run.begun_s) < self._timeout_s:
             return None
@@ -115,10 +117,11 @@ class Watchdog:
                 self._wait(self._is_needed, None)
 
     def check(self) -> bool:
-        """Write the log if due; return whether to check again soon. If not, the next check is after `begin`."""
+        """Log a stuck iteration if due; return whether to check again soon. If not, the next check is after
+        `begin`."""
         if (run := self._run) is None:
             self._is_needed.clear()
-            # An iteration that began before this line is seen here; a later one sets the event.
+            # An iteration that began before this line is found here; a later one sets the event.
             return self._run is not None or self._is_closed.is_set()
         seconds = self._clock() - run.begun_s
         if seconds >= run.next_report_s:

@@ -1,8 +1,8 @@
 """How requests end: deadlines, the last response of each sequence, and the release of slots and blocks.
 
-A sequence that has ended keeps slots and blocks until nothing of it is in flight. They are free before its last
-response is made. A request is forgotten with its last sequence. The scheduler and `outcomes.py` call this, on the
-loop thread.
+A sequence that has ended keeps its slots and blocks until none of its rows is in flight; they are released before
+its last response is made. A request is forgotten with its last sequence. Used by the scheduler and
+`outcomes.py`, on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Endings:
 
     Attributes:
         groups: Requests without a final response, by request id; ended requests are removed here.
-        admission: Has the waiting queue.
+        admission: Owns the waiting queue.
         running: The sequences that have slots.
         observed: Counts ended sequences and requests.
     """
@@ -39,7 +39,8 @@ class Endings:
     observed: Observations
 
     def finish(self, llm_request: LlmRequest, reason: FinishReason, now_ns: int) -> list[Response]:
-        """End an unfinished sequence. If its siblings wait for it to compute the prompt, another takes over."""
+        """End an unfinished sequence. If its siblings wait for it to compute the prompt, one of them computes
+        it."""
         self.admission.waiting.remove(llm_request)
         llm_request.finish(reason)
         if llm_request.leads and not llm_request.group.is_held:
@@ -68,7 +69,7 @@ class Endings:
         return responses
 
     def drain(self, llm_request: LlmRequest, now_ns: int) -> list[Response]:
-        """Release an ended sequence's slots and blocks once nothing of it is in flight, and make its last
+        """If none of an ended sequence's rows is in flight, release its slots and blocks and return its last
         response."""
         if llm_request.num_scheduled_tokens > 0:
             return []
@@ -92,13 +93,13 @@ class Endings:
         if group.error is None:
             try:
                 return [make_response(llm_request, self.running.block_counts, is_final)]
-            except Exception as error:  # other requests must go on, and this one still needs a response
+            except Exception as error:  # other requests must continue, and this one still needs a response
                 group.error = as_request_error(error)
         return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
 
 
 def as_request_error(error: Exception) -> InflightError:
-    """The error for a request that raised `error` while it was processed."""
+    """Return the error for the client of a request whose processing raised `error`."""
     if isinstance(error, RequestError):
         return error
     return StepFailed(without_places(f"the request could not be processed: {type(error).__name__}: {error}"))
@@ -107,8 +108,9 @@ def as_request_error(error: Exception) -> InflightError:
 class PendingEndings:
     """Requests and sequences to end because of a client's stop, a deadline or a failed event, in order of arrival.
 
-    One iteration ends a bounded number of them, so that the other requests wait for a bounded time however many
-    clients leave at once. Until its turn, a sequence may go on generating, but a waiting one does not start.
+    One iteration ends a bounded number of sequences, so that the other requests wait for a bounded time however
+    many clients leave at once. Until its turn, a running sequence may continue to generate, but a waiting one
+    does not start.
     """
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class PendingEndings:
     def add(
         self, group: RequestGroup, why: FinishReason | InflightError, sequence_index: int | None = None
     ) -> None:
-        """Mark a request, or one of its sequences, as to be ended."""
+        """Add a request, or one of its sequences, to be ended later."""
         if sequence_index is None:
             group.is_to_end = True
         self._queue.append((group, sequence_index, why))
@@ -137,7 +139,7 @@ class PendingEndings:
             if num_ended and num_ended + len(unfinished) > most:
                 break
             self._queue.popleft()
-            num_ended += max(1, len(unfinished))  # an entry that has ended already costs time too
+            num_ended += max(1, len(unfinished))  # an entry whose sequences have ended already takes time too
             if isinstance(why, FinishReason):
                 responses += endings.finish_each(unfinished, why, now_ns)
             else:
@@ -153,7 +155,7 @@ class Deadlines:
         self._drop_at = 64
 
     def add(self, group: RequestGroup) -> None:
-        """Remember a request's deadline, if it has one."""
+        """Add a request's deadline, if it has one."""
         if not group.deadline_ns:
             return
         heappush(self._heap, (group.deadline_ns, group.sequences[0].key, group))

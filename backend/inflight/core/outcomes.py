@@ -1,7 +1,7 @@
 """Applies a finished batch: appends tokens, publishes blocks, makes responses, ends sequences.
 
-The functions at the end of this file change a single sequence; ending a sequence is in `endings.py`. The
-scheduler's `update` calls this, on the loop thread.
+The functions at the end of this file change a single sequence; `endings.py` ends sequences. Called by the
+scheduler's `update`, on the loop thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inflight.errors import InflightError, InvalidArgument, joined
 
 @dataclass(slots=True)
 class Outcomes:
-    """Applies the device's answer to a batch, row by row.
+    """Applies the device's output for a batch, row by row.
 
     Attributes:
         kv_cache: Publishes blocks that have become full.
@@ -42,8 +42,8 @@ class Outcomes:
         recovery: Counts the rows that came back after a failed iteration.
         endings: Ends sequences.
         observed: Counts tokens.
-        now_ns: When the answer arrived that is being applied.
-        iteration: The number of the iteration that gave it.
+        now_ns: When the output that is being applied arrived, in monotonic nanoseconds.
+        iteration: Number of the iteration that computed this output.
     """
 
     kv_cache: KvCacheManager
@@ -56,14 +56,15 @@ class Outcomes:
     iteration: int = 0
 
     def apply(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int) -> list[Response]:
-        """Apply the device's answer to a batch and return the resulting responses.
+        """Apply the device's output for a batch and return the resulting responses.
 
-        A row that raises here, or that the device reports as failed, ends only its own request, with an error.
+        A row whose processing raises, or that the device reports as failed, ends only its own request, with an
+        error.
 
         Args:
             batch: The batch that ran.
-            output: The device's answer.
-            now_ns: When the answer arrived.
+            output: The device's output for the batch.
+            now_ns: When the output arrived, in monotonic nanoseconds.
         """
         self.now_ns = now_ns
         self.iteration = batch.iteration
@@ -93,7 +94,8 @@ class Outcomes:
                 continue
             try:
                 confirm_chunk(llm_request, chunk, len(tokens))
-                # An ended sequence has no context outputs: this chunk may come after one that failed.
+                # Not for an ended sequence: an earlier chunk may have failed, so that context outputs are
+                # incomplete.
                 if chunk.wants_context and llm_request.state is not RequestState.FINISHED:
                     keep_context(llm_request, chunk, output.context[chunk.slot])
                 if chunk.is_last and not chunk.is_generation and llm_request.leads:
@@ -133,12 +135,14 @@ class Outcomes:
 
     def _apply_beams(self, batch: ScheduledBatch, output: ModelOutput, responses: list[Response]) -> None:
         for group, candidates in zip(batch.beam_groups, output.beams, strict=True):
-            # A search that ended before its context came back no longer has slots.
+            # A search that ended before its context's batch was back no longer has slots.
             search = self.running.slots.owners.get(group.slots[0])
             if search is None:
                 continue
             if search.is_void:
-                if len(group.slots) > 1:  # else the row was its context, which is counted already
+                if (
+                    len(group.slots) > 1
+                ):  # otherwise the row was the search's context, which is counted already
                     self.recovery.rows_came_back(search, 1)
                 continue
             failure = next((output.failures[slot] for slot in group.slots if slot in output.failures), None)
@@ -197,7 +201,7 @@ class Outcomes:
         failure: InflightError | None,
         responses: list[Response],
     ) -> None:
-        if num_rows > 1:  # else the row was its context, which is confirmed
+        if num_rows > 1:  # otherwise the row was the search's context, which is confirmed already
             llm_request.num_scheduled_tokens -= 1
             llm_request.num_computed_tokens += 1
         if llm_request.state is RequestState.FINISHED:
@@ -211,7 +215,7 @@ class Outcomes:
             return
         if llm_request.beams is not None:
             self.kv_cache.reorder_beams(llm_request.key, llm_request.beams.parents)
-        # A search restarted after a failed iteration has already streamed its first tokens.
+        # A search that was restarted after a failed iteration has already streamed its first tokens.
         if llm_request.request.streaming and llm_request.num_generated > llm_request.num_streamed_tokens:
             responses.append(make_response(llm_request, self.running.block_counts))
 
@@ -232,9 +236,9 @@ class Outcomes:
 
 
 def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: int) -> None:
-    """Count a chunk's tokens as computed; of its draft tokens only the accepted ones.
+    """Count a chunk's tokens as computed, without rejected drafts.
 
-    The new tokens are the accepted drafts and one more.
+    `num_new_tokens` is the number of accepted drafts plus 1.
     """
     num_tokens, num_drafts = len(chunk.token_ids), chunk.num_draft_tokens
     llm_request.num_scheduled_tokens -= num_tokens
@@ -249,7 +253,8 @@ def confirm_chunk(llm_request: LlmRequest, chunk: ContextChunk, num_new_tokens: 
 def append_tokens(
     llm_request: LlmRequest, new_tokens: tuple[int, ...], details: TokenDetails | None, now_ns: int
 ) -> FinishReason:
-    """Append new tokens up to the one that ends the sequence, if one does; an end id is not appended."""
+    """Append new tokens, up to the token that ends the sequence if there is one; return the finish reason. An
+    end id is not appended."""
     end_ids, stop_words = llm_request.request.end_ids, llm_request.stop_words
     tokens, before = llm_request.tokens, len(llm_request.tokens)
     reason = FinishReason.NOT_FINISHED
@@ -276,23 +281,23 @@ def append_tokens(
 
 
 def advance_beams(llm_request: LlmRequest, candidates: BeamCandidates, now_ns: int) -> FinishReason:
-    """Advance a beam search by one step; return its best beam's finish reason if the search has ended.
+    """Advance a beam search by one step; return the best beam's finish reason if the search has ended.
 
     Raises InvalidArgument if bans left no token for any beam.
     """
     search = llm_request.beams
-    assert search is not None, f"request {llm_request.request_id} is no beam search"
+    assert search is not None, f"request {llm_request.request_id} is not a beam search"
     search.advance(candidates)
     if search.has_found_nothing:
         raise no_token_left(llm_request)
-    # All beams have the same number of tokens, and of `tokens` only that number is used for a beam search.
+    # All beams have the same number of tokens. For a beam search only the length of `tokens` is used.
     llm_request.tokens.append(candidates.token_ids[0])
     _note_time(llm_request, now_ns)
     return search.hypotheses()[0].finish_reason if search.done else FinishReason.NOT_FINISHED
 
 
 def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
-    """The error for a sequence whose request bans every possible next token."""
+    """Return the error for a sequence whose request bans every possible next token."""
     return InvalidArgument(
         *(joined(llm_request.request.banning_tensors, " and ") or ["the request"]),
         " must leave a token that may come next, got every token banned after "
@@ -301,7 +306,7 @@ def no_token_left(llm_request: LlmRequest) -> InvalidArgument:
 
 
 def keep_context(llm_request: LlmRequest, chunk: ContextChunk, details: ContextDetails) -> None:
-    """Store the context outputs of a chunk's rows, except those an earlier run has already given."""
+    """Store the context outputs of a chunk's rows, except rows whose outputs were stored before a restart."""
     group = llm_request.group
     end = min(chunk.start + len(chunk.token_ids), group.request.prompt_length)
     num_known = group.num_context_rows - chunk.start

@@ -19,32 +19,34 @@ from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 
 GetInferenceRequestsCallback = Callable[[int], Sequence[Request]]
-"""Takes how many more requests fit (negative: any number) and returns at most that many. Never blocks."""
+"""A function that returns at most the given number of new requests (negative: any number). Never blocks."""
 
 SendResponseCallback = Callable[[Response], None]
-"""Takes one response, with its id, outputs, final flag and error. Never blocks."""
+"""A function of one response, with its id, outputs, final flag and error. Never blocks."""
 
 WaitUntilSent = Callable[[float], bool]
-"""Waits until every response handed over in this process has been sent, for at most the given number of seconds.
-Returns whether all of them have been sent."""
+"""A function that waits until every response passed to a front end in this process has been sent, for at most the
+given number of seconds; it returns whether all of them have been sent."""
 
 PollStopSignalCallback = Callable[[], Sequence[StopSignal]]
-"""Returns the stop signals since the last call. Called at the end of every iteration. Never blocks."""
+"""A function that returns the stop signals since the last call. Called at the end of every iteration. Never
+blocks."""
 
 ReturnBatchManagerStatsCallback = Callable[[str], None]
-"""Takes the statistics of an iteration as a JSON string. Not called for iterations without active requests."""
+"""A function of an iteration's statistics as a JSON string. Not called for iterations without active requests."""
 
 ReturnMetricsCallback = Callable[[IterationCounts, MetricsSnapshot], None]
-"""Takes the same statistics as values, and the metrics since the start. Called as often as the statistics, and
-once more when the last active request has ended. Never blocks."""
+"""A function of an iteration's statistics as values, and the metrics since the start. Called for each iteration
+with active requests, and once more when the last active request has ended. Never blocks."""
 
 
 class Engine(Protocol):
-    """A model on its device: runs forward passes and samples tokens. Only the loop thread calls it.
+    """A model on its device: runs forward passes and samples tokens. Used on the loop thread.
 
-    Batches are decoded in the order of their forward passes. `limits.num_due` says how many batches must be
-    decoded before the next forward pass: with a single micro-batch, a second batch may be forwarded before the
-    first is decoded only if the first samples on the device. A batch whose `forward` raised is not decoded.
+    Batches are decoded in the order of their forward passes. `limits.num_due` returns how many batches must be
+    decoded before the next forward pass: with a single micro-batch, `forward` may be called for a second batch
+    before `decode` for the first only if the first samples on the device. A batch whose `forward` raised is not
+    decoded.
     """
 
     @property
@@ -62,9 +64,10 @@ class Engine(Protocol):
         ...
 
     def decode(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
-        """Choose the next token of every sampled row and remember it as the slot's last token.
+        """Sample the next token of every sampled row, and store it as the slot's last token.
 
-        If the batch samples on the device, `forward` has already started that, and this waits for the tokens.
+        If the batch samples on the device, `forward` has already started sampling, and `decode` waits for the
+        tokens.
         """
         ...
 
@@ -74,7 +77,7 @@ class Engine(Protocol):
 
 
 class Runner(Protocol):
-    """One rank's part of a model on a device: an `Engine` without the choice of tokens. Loop thread."""
+    """One rank's part of a model on a device: an `Engine` that does not sample tokens. Loop thread."""
 
     @property
     def limits(self) -> EngineLimits:
@@ -89,19 +92,21 @@ class Runner(Protocol):
             hidden: The hidden states from the previous pipeline stage; None at the first stage.
 
         Returns:
-            At the last stage the input of sampling (see `Engine.forward`); before it the hidden states for the
-            next stage.
+            At the last stage, the input of sampling (see `Engine.forward`); at earlier stages, the hidden states
+            for the next stage.
         """
         ...
 
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Record the tokens another rank sampled. Batches with no row in these slots may have started since."""
+        """Record the tokens that another rank has sampled for `batch`. Later batches without rows in these
+        slots may already have started."""
         ...
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
         """Mark the slots of a batch that failed on some rank as void until a sequence starts in them again.
 
-        `since` are the batches started after it; they may have restarted some of those slots.
+        `since` are the batches that were started after the failed one; slots in which they have started a sequence
+        stay valid.
         """
         ...
 
@@ -111,7 +116,7 @@ class Runner(Protocol):
 
 
 class GuideCompiler(Protocol):
-    """Compiles guides in the background and reports which ones are usable. Only the loop thread calls this.
+    """Compiles guides in the background and reports which guides are usable. Used on the loop thread.
 
     An implementation wakes an idle loop when it has events.
     """
@@ -121,17 +126,17 @@ class GuideCompiler(Protocol):
         ...
 
     def events(self) -> tuple[GuideEvent, ...]:
-        """Return the events since the last call. A guide that is already compiled gives its event at once."""
+        """Return the events since the last call. The event of a guide that is already compiled comes at once."""
         ...
 
     def forget(self, request_id: int) -> None:
         """Drop an ended request: no event about it follows, and its guide is compiled only if another request
-        waits."""
+        waits for the guide."""
         ...
 
 
 class AdapterCache(Protocol):
-    """Rank 0's adapters in host memory: finds or stores the adapters of requests. Only the loop thread calls this.
+    """Rank 0's adapters in host memory: finds or stores the adapters of requests. Used on the loop thread.
 
     An adapter in use by an active request is not evicted. An implementation wakes an idle loop when it has an
     update.
@@ -142,7 +147,7 @@ class AdapterCache(Protocol):
         ...
 
     def update(self) -> AdapterUpdate:
-        """Return the changes since the last call. An adapter that is already stored gives its event at once."""
+        """Return the changes since the last call. The event of an adapter that is already stored comes at once."""
         ...
 
     def forget(self, request_id: int) -> None:
@@ -151,21 +156,23 @@ class AdapterCache(Protocol):
 
 
 class Adapters(Protocol):
-    """The adapter commands that front ends may give, beside using adapters in requests. Any thread."""
+    """The adapter commands of front ends, besides requests that use adapters. Any thread."""
 
     def expect_weights(self, request_id: int, num_bytes: int) -> None:
-        """Reserve room for the weights a request brings, until the adapter cache takes them. Never blocks.
+        """Count `num_bytes` of adapter weights in a request as waiting, until the adapter cache has stored
+        them. Never blocks.
 
-        Raises Unavailable if too many weights are waiting already; then the request must not be queued.
+        Raises Unavailable if too many bytes are waiting already; then the request must not be queued.
         """
         ...
 
     def give_up_weights(self, request_id: int) -> None:
-        """Drop the weights of a request that ended before the adapter cache took them. Never blocks."""
+        """Stop counting the weights of a request that ended before the adapter cache stored them. Never blocks."""
         ...
 
     def list_adapters(self) -> Sequence[AdapterState]:
-        """Every adapter that requests can use: named ones, loaded or not, and those that clients have sent."""
+        """Return every adapter that requests can use: named adapters, loaded or not, and adapters sent by
+        clients."""
         ...
 
     def load(self, name: str, path: str, timeout_s: float) -> None:
@@ -173,8 +180,9 @@ class Adapters(Protocol):
 
         Args:
             name: A known name, or, together with `path`, a new one.
-            path: The adapter's folder, below the server's `lora_dir`; "" means the folder it already has.
-            timeout_s: How long to wait before raising Unavailable. The folder is read to the end all the same.
+            path: The adapter's folder, below the server's `lora_dir`; "" means the folder that the name
+                already has.
+            timeout_s: How long to wait before raising Unavailable, in seconds; reading continues after that.
         """
         ...
 
@@ -191,12 +199,12 @@ class Adapters(Protocol):
 
 
 class Ranks(Protocol):
-    """The ranks that run one model in step. Each has a GptManager of its own; all see the same IterationInputs.
+    """The ranks that run one model in lockstep. Each has its own GptManager; all get the same IterationInputs.
 
-    The leader, rank 0, has the callbacks that face clients. While requests are active, each iteration begins with
-    a broadcast from the leader. While none are active (every scheduler knows that), the followers sleep in a call
-    that uses no CPU, and the leader wakes them before its next broadcast. Only the loop thread calls this. Every
-    method raises Unavailable once a rank is known to be lost.
+    Only the leader, rank 0, has callbacks to clients. While requests are active, each iteration begins with a
+    broadcast from the leader. While no request is active, which every rank's scheduler knows, the followers
+    sleep in a call that uses no CPU, and the leader wakes them before its next broadcast. Used on the loop
+    thread. Every method raises Unavailable once a rank is known to be lost.
     """
 
     @property
@@ -221,9 +229,9 @@ class Ranks(Protocol):
 
 
 class EngineClient(Protocol):
-    """How a front end reaches the batcher: in this process or through the engine endpoint, the same calls.
+    """A front end's connection to the batcher, in this process or through the engine endpoint.
 
-    `submit` never blocks. Responses arrive through `on_response` on a thread of the client, which may itself call
+    `submit` never blocks. Responses arrive through `on_response` on a thread of the client; `on_response` may call
     `submit` and `stop`. Every `submit` that returned gets exactly one final response.
     """
 
@@ -242,13 +250,13 @@ class EngineClient(Protocol):
     def stop(self, request_id: int, reason: StopReason, sequence_index: int | None = None) -> None:
         """End the request with this id, or one of its sequences, early; unknown ids are ignored.
 
-        The holder of a request's handle calls `RequestHandle.stop` instead.
+        With a request's handle, call `RequestHandle.stop` instead.
         """
         ...
 
     def add_outbox(self, wait_until_sent: WaitUntilSent) -> None:
-        """Register a function that waits for a front end's unsent responses; an engine in the same process
-        calls it."""
+        """Register a function that waits until a front end has sent its responses; an engine in this process calls
+        it."""
         ...
 
     def state(self, timeout_s: float) -> str:
@@ -259,10 +267,10 @@ class EngineClient(Protocol):
         ...
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        """Carry out a command and return all adapters as they are afterwards.
+        """Carry out a command and return the state of all adapters after it.
 
         Blocks for up to about `timeout_s` seconds. Raises Unavailable without an engine or when the time is up,
-        Unsupported if the engine takes no adapter commands, and the command's own error if it fails.
+        Unsupported if the engine supports no adapter commands, and the command's own error if it fails.
         """
         ...
 

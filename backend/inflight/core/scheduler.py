@@ -1,13 +1,13 @@
 """The scheduler: owns every request's state and the waiting queue, and makes the batches.
 
-An iteration calls `accept` with new input, then `schedule` for a batch, and after the device's answer `update`, or
+An iteration calls `accept` with new input, then `schedule` for a batch, and with the device's output `update`, or
 `fail` if the batch failed. `schedule` may be called again before an earlier batch's `update`: tokens in flight are
 counted in num_scheduled_tokens. Rows that depend on the outcome of a batch in flight wait for it: rows that need
 the host, and with several micro-batches every row in generation. When a request ends, its blocks and slots stay
 until its last batch in flight is back.
 
 Every method that can end requests returns responses, and a request's blocks are free before its final response is
-returned. Decisions depend on the calls alone. Only the loop thread calls this.
+returned. Decisions depend on the calls alone. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Scheduler:
 
     @property
     def num_active(self) -> int:
-        """Requests without a final response."""
+        """Number of requests without a final response."""
         return len(self._groups)
 
     def is_active(self, request_id: int) -> bool:
-        """Whether a request of this id has been accepted and has no final response yet."""
+        """Whether a request with this id has been accepted and has no final response yet."""
         return request_id in self._groups
 
     @property
@@ -90,7 +90,7 @@ class Scheduler:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next request may time out, by the clock of `IterationInput.now_ns`; None: never."""
+        """The time when the next request may time out, by the clock of `IterationInput.now_ns`; None: never."""
         return self._deadlines.next_ns
 
     @property
@@ -100,7 +100,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more requests can be accepted; negative means any number."""
+        """Number of further requests that can be accepted; negative means any number."""
         bound = self._config.max_num_requests
         return -1 if bound < 0 else max(0, bound - len(self._groups))
 
@@ -109,8 +109,8 @@ class Scheduler:
     def accept(self, inputs: IterationInput) -> list[Response]:
         """Queue new requests, end stopped and expired ones, and answer invalid ones at once.
 
-        A request with a guide or an adapter is queued once an event says that these are ready. One iteration ends
-        a bounded number of sequences (`PendingEndings`).
+        A request with a guide or an adapter is queued after the event that its guide or adapter is ready. One
+        iteration ends a bounded number of sequences (`PendingEndings`).
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()
@@ -133,7 +133,8 @@ class Scheduler:
         return responses + self._to_end.end_some(self._endings, most, self._now_ns)
 
     def _validate_and_queue(self, request: Request) -> None:
-        """Queue a request's first sequence; the others wait until it has computed the prompt for all."""
+        """Queue a request's first sequence; its other sequences wait until the first one has computed the
+        prompt."""
         if request.request_id in self._groups:
             raise AlreadyExists(f"requestId {request.request_id} is already in progress, request is ignored.")
         request.validate(self.limits)
@@ -149,7 +150,7 @@ class Scheduler:
         self._deadlines.add(group)
 
     def _apply_guide_event(self, event: GuideEvent) -> None:
-        """Queue a request whose guide is ready, or end it with the guide's error. It may have ended already."""
+        """Queue a request whose guide is ready, or end it with the guide's error; ended requests are ignored."""
         group = self._admission.held.get(event.request_id)
         if group is None:
             return
@@ -161,7 +162,8 @@ class Scheduler:
         self._admission.release_if_ready(group)
 
     def _apply_adapter_update(self, update: AdapterUpdate) -> None:
-        """Record stored adapters, queue the requests whose adapters are ready, end those whose adapters failed."""
+        """Record stored adapters, queue requests whose adapters are ready, and end requests whose adapters
+        failed."""
         self._adapters.update((adapter.handle, adapter) for adapter in update.stored)
         for event in update.events:
             group = self._admission.held.get(event.request_id)
@@ -226,7 +228,7 @@ class Scheduler:
                 return batch
             if not isolation.is_active:
                 break
-            isolation.clear()  # the retried requests need blocks that others hold
+            isolation.clear()  # the retried requests need blocks that other requests hold
         return None
 
     def _make_batch(self) -> ScheduledBatch | None:
@@ -262,9 +264,9 @@ class Scheduler:
         return built
 
     def _samples_on_device(self, selected: MicroBatch) -> bool:
-        """Whether the next batch can be made before this one is back.
+        """Whether the next batch can be made before the current one is back.
 
-        That is so if a sampled row needs no host, or if no row is sampled, as in the middle of a context.
+        It can if some sampled row does not need the host, or if no row is sampled, as in the middle of a context.
         """
         if not self._overlaps_iterations:
             return False
@@ -284,14 +286,15 @@ class Scheduler:
     # ---------------------------------------------------------------- after a batch
 
     def update(self, batch: ScheduledBatch, output: ModelOutput, now_ns: int = 0) -> list[Response]:
-        """Apply the device's answer to a batch: append tokens, publish filled blocks, end sequences, respond.
+        """Apply the device's output for a batch: append tokens, publish filled blocks, end sequences, make
+        responses.
 
-        A row that raises ends only its own request, with an error.
+        A row whose processing raises ends only its own request, with an error.
 
         Args:
             batch: The batch that ran.
-            output: The device's answer.
-            now_ns: When the answer arrived, by the clock of `IterationInput.now_ns`; 0: the time of the last
+            output: The device's output for the batch.
+            now_ns: When the output arrived, by the clock of `IterationInput.now_ns`; 0: the time of the last
                 iteration.
         """
         self._now_ns = now_ns or self._now_ns
@@ -308,10 +311,11 @@ class Scheduler:
     # ---------------------------------------------------------------- failures
 
     def fail(self, batch: ScheduledBatch, error: InflightError) -> list[Response]:
-        """After an iteration failed, end the faulty request with `error`; the others go on with the same tokens.
+        """After a failed iteration, end the faulty request with `error`; the others continue, with unchanged
+        tokens.
 
-        Finding the faulty request takes several iterations (`recovery.py`) unless the batch had only one. If
-        `error` is `Unavailable`, all requests of the batch end.
+        Finding the faulty request takes several iterations (`recovery.py`) unless the batch had only one request.
+        If `error` is `Unavailable`, all requests of the batch end.
         """
         self._num_in_flight -= 1
         if self._is_disowned():
@@ -329,14 +333,15 @@ class Scheduler:
         return responses
 
     def recover(self, error: InflightError, num_in_flight: int) -> list[Response]:
-        """After `schedule` raised, end the faulty request with `error`; the others go on with the same tokens.
+        """After `schedule` raised, end the faulty request with `error`; the others continue, with unchanged
+        tokens.
 
         Every running sequence starts again (`rebuild`), and the faulty request is found as after a failed
-        iteration. No batch is made until the batches in flight have come back; their output is ignored.
+        iteration. No batch is made until the batches in flight are back; their output is ignored.
 
         Args:
             error: The error for the faulty request.
-            num_in_flight: Number of batches that have not come back.
+            num_in_flight: Number of batches that are not back.
         """
         touched = tuple(dict.fromkeys((*self._ran_before, *self._admission.considered)))
         suspects = self._recovery.find_suspects(touched, self._groups)
@@ -351,7 +356,8 @@ class Scheduler:
         return responses
 
     def _is_disowned(self) -> bool:
-        """Whether the batch that came back was made before `schedule` raised, so that its output is ignored."""
+        """Count a returned batch; return whether it was made before `schedule` raised, so that its output is
+        ignored."""
         if not self._num_disowned:
             return False
         self._num_disowned -= 1

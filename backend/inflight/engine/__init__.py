@@ -1,5 +1,5 @@
 """The device side: a model's forward pass over a paged KV cache, on a CPU, an NVIDIA GPU or TensorRT.
 
-It owns device memory, and knows neither requests nor queues: ScheduledBatch values tell it what to run, on the
-loop thread.
+The package owns device memory. It is independent of requests and queues: each ScheduledBatch lists the work of one
+iteration. Used on the loop thread.
 """

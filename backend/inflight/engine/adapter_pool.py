@@ -1,8 +1,9 @@
 """LoRA adapters in torch's operators: their device memory, and their contribution to linear layers.
 
-The memory is divided into pages. A page has room for a few ranks of every linear layer; an adapter of higher rank
-has several pages. A batch multiplies with the pages of all its rows' adapters at once: two products per matrix for
-any number of adapters. Between the two, the results of a row with pages of other adapters are set to zero.
+The memory is divided into pages. A page stores a few ranks of every linear layer; an adapter of higher rank
+occupies several pages. A batch multiplies with the pages of all its rows' adapters at once, in two products per
+linear layer for any number of adapters. After the first product, A x, each row's results for pages of other
+adapters are set to zero.
 
     y = m * (W x + B (A x)) + bias        m is 1 except for DoRA
 
@@ -28,7 +29,7 @@ from inflight.models import DecoderConfig, LayerWeights, Linear
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import upload
 
-_NO_OWNER = -2  # of a page without an adapter; -1 is a row without an adapter
+_NO_OWNER = -2  # owner of a page without an adapter; -1 stands for a row without an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class LinearPages:
         widths: Number of outputs of each module.
         a: [pages, modules, page_rank, in].
         b: [pages, page_rank, out], with all modules side by side.
-        magnitudes: [pages + 1, out], by an adapter's first page; the last row is all 1.
+        magnitudes: [pages + 1, out], DoRA's m in the row of an adapter's first page; the last row is all 1.
     """
 
     modules: tuple[Module, ...]
@@ -85,7 +86,7 @@ class LinearPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """The adapter pages of a layer's linear layers; None for those that adapters cannot change."""
+    """The adapter pages of a layer's linear layers; None for a linear layer that adapters cannot change."""
 
     qkv: LinearPages | None = None
     output: LinearPages | None = None
@@ -102,10 +103,10 @@ class ActiveAdapters:
     """The adapters of a batch's rows.
 
     Attributes:
-        layers: Pages by layer of the part.
+        layers: Pages of each of this rank's layers.
         pages: [n] int64 on the device: all pages of these adapters.
-        is_others: [rows, n, 1, 1] bool: whether a page does not belong to the row's own adapter.
-        magnitude_rows: [rows] int64: each row's row of `LinearPages.magnitudes`; None: all magnitudes are 1.
+        is_others: [rows, n, 1, 1] bool: True where a page belongs to another adapter than the row's.
+        magnitude_rows: [rows] int64: index into `LinearPages.magnitudes` for each row; None: all magnitudes are 1.
     """
 
     layers: Sequence[LayerPages]
@@ -122,13 +123,13 @@ class ActiveAdapters:
         owners: Tensor,
         magnitude_rows: Tensor | None = None,
     ) -> ActiveAdapters:
-        """Make it from the first page of each row's adapter [rows], all pages and their owners [n], on the
-        device."""
+        """Create the adapters of a batch from tensors on the device: `adapters` [rows], the first page of each
+        row's adapter, and `pages` and `owners` [n]."""
         is_others = (adapters[:, None] != owners)[:, :, None, None]
         return cls(layers, pages, is_others, magnitude_rows)
 
     def adapt(self, index: int, layer: LayerWeights) -> LayerWeights:
-        """Return layer `index` of the part with linear layers that use these adapters."""
+        """Return layer `index` of this rank's layers, with linear layers that apply these adapters."""
         pages = self.layers[index]
         return replace(
             layer,
@@ -191,13 +192,13 @@ class FoundPages:
 class AdapterPool:
     """Memory for adapters of one rank's part of a model.
 
-    On a CPU, memory that is never written takes no room.
+    On a CPU, pages that are never written take no physical memory.
 
     Args:
         config: Configuration of the whole model.
         part: This rank's part of it.
         num_pages: Number of pages, at least one.
-        page_rank: Number of ranks that a page has room for.
+        page_rank: Number of LoRA ranks that a page stores.
         dtype: Data type of the layers.
         device: The device of the layers.
         max_active_rank: Maximum sum of ranks of the adapters in one computation; None: no limit.
@@ -206,7 +207,7 @@ class AdapterPool:
         num_pages: The argument of the same name.
         page_rank: The argument of the same name.
         max_active_rank: The argument of the same name.
-        layers: The pages, by layer of the part.
+        layers: The pages of each of this rank's layers.
     """
 
     def __init__(
@@ -251,14 +252,17 @@ class AdapterPool:
         self._loaded[load.pages[0]] = _Loaded(load.pages, has_magnitudes)
 
     def find(self, adapters: NDArray[np.int64]) -> FoundPages:
-        """Return the pages of rows' adapters, each of which is given by its first page; -1 for none.
+        """Return the pages of the adapters of rows; `adapters` [rows] has the first page of each row's adapter,
+        or -1 for a row without one.
 
         Raises:
             ValueError: A row's adapter is not loaded.
         """
         firsts = sorted({*adapters.tolist()} - {-1})
         if missing := [first for first in firsts if first not in self._loaded]:
-            raise ValueError(f"a row's adapter is said to begin in page {missing[0]}, where none does")
+            raise ValueError(
+                f"a row's adapter should begin in page {missing[0]}, but no adapter begins there"
+            )
         loaded = [self._loaded[first] for first in firsts]
         pages = [page for each in loaded for page in each.pages]
         owners = [each.pages[0] for each in loaded for _ in each.pages]
@@ -268,7 +272,8 @@ class AdapterPool:
         return FoundPages(np.array(pages, np.int64), np.array(owners, np.int64), magnitude_rows)
 
     def activate(self, adapters: NDArray[np.int64]) -> ActiveAdapters:
-        """Return the adapters of a batch's rows [rows], at least one of which has one.
+        """Return the active adapters of a batch, at least one of whose rows has an adapter; `adapters` as in
+        `find`.
 
         Raises ValueError like `find`.
         """
@@ -296,7 +301,7 @@ class _LayerShapes:
 
     Attributes:
         page_size: Number of elements of a page.
-        num_outputs: Number of outputs of all linear layers, which is also an adapter's number of magnitudes.
+        num_outputs: Number of outputs of all linear layers; an adapter has as many DoRA magnitudes.
     """
 
     def __init__(self, held: DecoderConfig, page_rank: int) -> None:
@@ -336,7 +341,7 @@ class _LayerShapes:
 
 
 def page_bytes(held: DecoderConfig, page_rank: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a page, including a row of magnitudes, for a rank's part of a model."""
+    """Return the size of an adapter page on this rank in bytes, DoRA magnitudes included."""
     shapes = _LayerShapes(held, page_rank)
     return (shapes.page_size + shapes.num_outputs) * dtype.itemsize
 

@@ -1,7 +1,7 @@
 """Additional outputs: hidden states and top logits, for requests that ask for them.
 
 The outputs that an engine offers are fixed when its model is loaded. A forward pass keeps the hidden states
-between its layers only while a running request wants them. Knows no device. Used on the loop thread.
+between its layers only while a running request wants them. Independent of the device. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.sampling.argmax import top_indices
 from inflight.sampling.transfer import as_array
 
 TokenRows = Mapping[int, Sequence[Tensor]]
-"""By slot, for each of its request's outputs: [sampled rows, width] float32."""
+"""For each slot, one tensor per additional output of its request: [sampled rows, width] float32."""
 
 
 def offer(
@@ -65,8 +65,8 @@ class HiddenStates:
     """The hidden states between layers that a forward pass keeps.
 
     Attributes:
-        wanted: Wanted hidden states, as numbers of layers computed before; 0 for the embeddings.
-        found: The hidden states by the same numbers, [rows, hidden_size] in the model's dtype; filled by a forward
+        wanted: Numbers of layers after which hidden states are wanted; 0 for the embeddings.
+        found: Hidden states by number of layers, [rows, hidden_size] in the model's dtype; filled by a forward
             pass.
     """
 
@@ -106,7 +106,7 @@ class AdditionalOutputs:
         self._wanted: dict[int, tuple[WantedOutput, ...]] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Record the sequences started by the batch that want them, and forget released slots."""
+        """Record the started sequences that want additional outputs, and forget released slots."""
         for slot in batch.released_slots:
             self._wanted.pop(slot, None)
         for start in batch.starts:
@@ -116,7 +116,7 @@ class AdditionalOutputs:
                 self._wanted.pop(start.slot, None)
 
     def are_wanted(self, batch: ScheduledBatch) -> bool:
-        """Whether a sequence of the batch wants any."""
+        """Whether a sequence of the batch wants additional outputs."""
         return bool(self._wanted) and not self._wanted.keys().isdisjoint(_slots(batch))
 
     def between_layers(self, batch: ScheduledBatch) -> HiddenStates:
@@ -130,11 +130,11 @@ class AdditionalOutputs:
     def of_tokens(
         self, batch: ScheduledBatch, layers: LayerOutputs, sampled_rows: Tensor, logits: Tensor
     ) -> TokenRows:
-        """Return the outputs of sampled rows, including drafts that may be refused.
+        """Return the additional outputs of sampled rows, including draft rows that verification may reject.
 
         Args:
             batch: The batch, already passed to `apply`.
-            layers: The hidden states of its rows.
+            layers: The hidden states of the batch's rows.
             sampled_rows: Indices of the sampled rows, in the order of `ScheduledBatch.sampled_slots`.
             logits: Logits of these rows, [n, vocab_size] float32.
         """
@@ -171,7 +171,8 @@ class AdditionalOutputs:
 
 
 def with_token_rows(output: ModelOutput, batch: ScheduledBatch, found: TokenRows) -> ModelOutput:
-    """Add `AdditionalOutputs.of_tokens` of the chosen tokens to a batch's answer; waits for the device."""
+    """Return `output` with the additional outputs of the accepted tokens; waits for the device.
+    `found` is the result of `AdditionalOutputs.of_tokens`."""
     details = dict(output.details)
     for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
         if token_ids and slot in found:
@@ -187,7 +188,7 @@ def _slots(batch: ScheduledBatch) -> Iterator[int]:
 
 
 def _sampled(batch: ScheduledBatch) -> Iterator[tuple[int, int, int]]:
-    """Yield (slot, first row, row behind the last) of each of `ScheduledBatch.sampled_slots`."""
+    """Yield slot, first row and the row after the last for each of `ScheduledBatch.sampled_slots`."""
     begin = 0
     for chunk in batch.context:
         if chunk.is_last:

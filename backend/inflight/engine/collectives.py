@@ -1,13 +1,13 @@
 """Communication of the forward pass between ranks: collectives of a stage, and links between stages.
 
 CPU tensors go over MPI, GPU tensors over torch.distributed: NCCL, and gloo in tests. `TorchCollectives` owns
-torch's process groups. To make them, rank 0 creates a TCPStore and broadcasts its port over MPI, and each
-other rank connects to it at the address of rank 0 that its heartbeat uses. Loop thread.
+torch's process groups. To make the groups, rank 0 creates a TCPStore and broadcasts its port over MPI, and each
+other rank connects to the store at the address of rank 0 that its heartbeat uses. Loop thread.
 
 The tests run the same calls over gloo, on CPUs. They check sums, gathered results, senders and receivers, and
 failed batches. Only machines with several GPUs can show that NCCL's communicators connect over the network,
-that collectives and sends of different communicators may overlap on one GPU, that no call waits for the
-device where it should only be queued, and how fast they are.
+that collectives and sends of different communicators may overlap on one GPU, that calls are queued without
+waiting for the device, and how fast they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _Store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 
 class Collectives(Protocol):
-    """Called by every rank's loop thread, in the same order with tensors of the same shapes and dtypes."""
+    """Collectives over the ranks of a stage; every rank's loop thread makes the same calls in the same order, with
+    tensors of the same shapes and dtypes."""
 
     @property
     def size(self) -> int:
@@ -48,7 +49,7 @@ class Collectives(Protocol):
 
     @property
     def communicator(self) -> Any:
-        """The communicator for users other than torch: between GPUs a capsule with NCCL's ncclComm_t, on a CPU
+        """The communicator for libraries other than torch: on a GPU, a capsule with NCCL's ncclComm_t; on a CPU,
         `self`."""
         ...
 
@@ -68,11 +69,11 @@ class Alone:
     communicator = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum over this one rank, `tensor` itself."""
+        """Return `tensor`, which is the sum over a single rank."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of this one rank, `tensor` itself."""
+        """Return `tensor`, as there are no other ranks' tensors."""
         return tensor
 
 
@@ -82,7 +83,7 @@ ALONE = Alone()
 class MpiCollectives:
     """`Collectives` for tensors on the CPU.
 
-    MPI has no bfloat16 and float16; these are added up in float32.
+    MPI has no bfloat16 and float16; tensors of these dtypes are added up in float32.
     """
 
     def __init__(self, stage: MpiStage) -> None:
@@ -129,9 +130,7 @@ class TorchCollectives:
         ranks = [range(size * stage, size * (stage + 1)) for stage in range(mapping.pp_size)]
         groups = [dist.new_group(of_stage) for of_stage in ranks]  # pyright: ignore[reportUnknownMemberType]  torch lacks types
         group = groups[mapping.pp_rank]
-        assert isinstance(group, dist.ProcessGroup), (
-            "new_group returns a ProcessGroup to the ranks of the group"
-        )
+        assert isinstance(group, dist.ProcessGroup), "this rank belongs to the group"
         self._group = group
         self._device = device
 
@@ -157,7 +156,8 @@ class TorchCollectives:
         return torch.cat(all_ranks, dim=-1)
 
     def leave(self) -> None:
-        """Leave normally, on every rank at the same time. Not after a loss: it may wait for the lost rank."""
+        """Leave the process groups, on every rank at the same time. Not to be called after a rank is lost, as
+        it may wait for that rank."""
         dist.destroy_process_group()
 
 
@@ -173,7 +173,7 @@ def _meet_at_store(world: MpiWorld, leader_addresses: Sequence[str]) -> _Store:
 
 
 def _store(address: str, port: int, listening: int | None) -> _Store:
-    """Connect to rank 0's TCPStore, or create it, given the descriptor of a listening socket."""
+    """Connect to rank 0's TCPStore; on rank 0, which passes the descriptor of a `listening` socket, create it."""
     return _Store(
         address,
         port,
@@ -185,7 +185,8 @@ def _store(address: str, port: int, listening: int | None) -> _Store:
 
 
 def join_logits(logits: Tensor, vocab_size: int, collectives: Collectives) -> Tensor:
-    """Return [rows, vocab_size] from every rank's [rows, its part]; the last ranks may have fewer ids, or none."""
+    """Return logits [rows, vocab_size], given each rank's [rows, part of the vocabulary]; the parts of the last
+    ranks may be smaller, or empty."""
     if collectives.size == 1:
         return logits
     widest = -(-vocab_size // collectives.size)
@@ -198,7 +199,7 @@ def make_stage_link(mapping: Mapping, link: MpiStageLink, example: Tensor) -> St
 
     Args:
         mapping: This rank's position.
-        link: A link over MPI, used for nothing else.
+        link: A link over MPI, which nothing else uses.
         example: A tensor with the width, dtype and device of the hidden states.
     """
     if example.device.type == "cpu":
@@ -214,7 +215,7 @@ class CpuStageLink:
         self._example = example
 
     def send(self, hidden: Tensor | None) -> None:
-        """Send to the next stage; None: the batch has failed."""
+        """Send hidden states [rows, hidden_size] to the next stage; None: the batch has failed."""
         self._link.send(None if hidden is None else _bytes_of(hidden.contiguous()))
 
     def receive(self, num_rows: int) -> Tensor | None:
@@ -226,8 +227,8 @@ class CpuStageLink:
 class TorchStageLink:
     """A `StageLink` for hidden states on a GPU, over torch.distributed.
 
-    A message between the CPUs says whether there are hidden states, so that the receiver need not wait for the
-    device to know.
+    A message between the CPUs contains whether hidden states follow, so that the receiver need not wait for the
+    device to find out.
     """
 
     def __init__(self, mapping: Mapping, link: MpiStageLink, example: Tensor) -> None:
@@ -239,7 +240,9 @@ class TorchStageLink:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def send(self, hidden: Tensor | None) -> None:
-        """Send to the next stage; None: the batch has failed. Waits only for the send pp_size calls before."""
+        """Send hidden states [rows, hidden_size] to the next stage; None: the batch has failed.
+        Waits until the message sent pp_size calls ago has left, and for nothing else.
+        """
         if hidden is None:
             self._link.send(None)
             return
@@ -248,7 +251,7 @@ class TorchStageLink:
         self._link.send(np.ones(1, np.uint8))
         message = hidden.contiguous()
         work = dist.isend(message, self._next)
-        assert work is not None, "isend returns work to the ranks of the group"
+        assert work is not None, "this rank belongs to the group"
         self._sending.append((work, message))
 
     def receive(self, num_rows: int) -> Tensor | None:
@@ -264,12 +267,12 @@ class TorchStageLink:
 
 
 def _capsule(address: int) -> Any:
-    """Return a Python capsule with an address."""
+    """Return a Python capsule that contains `address`."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return make(address, None, None)
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of a contiguous CPU tensor."""
+    """Return a view of a contiguous CPU tensor's memory as bytes."""
     return as_array(tensor.reshape(-1).view(torch.uint8))

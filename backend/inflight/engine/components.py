@@ -1,4 +1,4 @@
-"""Components of layers that only torch's operators compute, for the other engines' lists of what they lack."""
+"""Components of layers that only torch's operators compute; other engines refuse a model that needs one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from inflight.models.decoder_config import ProportionalScaling
 
 
 def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
-    """Return whether the model needs each of these components."""
+    """Return the components that only torch's operators compute: {description: whether the model needs it}."""
     experts, layers = decoder.experts, range(decoder.num_layers)
     return {
         "heads or MLPs that differ from layer to layer": bool(decoder.layer_sizes),

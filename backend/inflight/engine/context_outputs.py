@@ -19,10 +19,12 @@ from inflight.engine.additional_outputs import AdditionalOutputs, LayerOutputs
 from inflight.sampling.transfer import as_array, to_list
 
 MakeLogits = Callable[[Tensor, Tensor], Tensor]
-"""Computes logits [n, vocab_size] float32 of the rows [n] int64 of hidden states [rows, hidden_size]."""
+"""A function of hidden states [rows, hidden_size] and indices of rows [n] int64, which returns these rows'
+logits [n, vocab_size] float32."""
 
 _SLICE_BYTES = 1 << 25
-"""Size of a slice's logits: small compared with the device's remaining memory, large enough for its kernels."""
+"""Size of a slice's logits in bytes: small compared with free device memory, large enough for efficient
+kernels."""
 
 
 class ContextOutputs:
@@ -30,7 +32,8 @@ class ContextOutputs:
 
     Args:
         vocab_size: Width of a row of logits.
-        is_kept: Whether outputs are stored; other ranks of the last stage only take part in computing logits.
+        is_kept: Whether this rank stores the outputs; the other ranks of the last stage only help to
+            compute logits.
         additional: Computes additional outputs of rows.
     """
 

@@ -1,7 +1,7 @@
 """Debug tensors: the inputs and logits of each iteration's forward pass, for inspection.
 
-They are written to files, or kept for the last iterations. Each rank writes its own. Knows no device. The loop
-thread writes; any thread may read.
+They are written to files, or the last iterations' are kept in memory. Each rank records its own tensors.
+Independent of the device. The loop thread writes; any thread may read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class IterationTensors:
 
     Attributes:
         iter: Number of the iteration.
-        debug_tensors: By name: `input_ids` and `positions` [rows] int32, and `sequence_length` [sequences] int32,
-            the number of tokens of each sequence computed after this iteration, in the order of packed rows; at
-            the last stage also `logits` [sampled rows, vocab_size] float32, in the same order, the model's
-            unchanged logits.
+        debug_tensors: Tensors by name, in the order of packed rows: `input_ids` and `positions` [rows] int32, and
+            `sequence_length` [sequences] int32, the number of each sequence's tokens that are computed after this
+            iteration. At the last stage also `logits` [sampled rows, vocab_size] float32, the model's logits
+            before any sampling control.
     """
 
     iter: int
@@ -49,10 +49,10 @@ class DebugTensors:
 
     Args:
         names: Names of the tensors.
-        max_iterations: Number of iterations to keep; 0: they are written to files.
-        folder: The folder for the files. It must belong to this user and not be writable for others, who could
-            plant links there, or not exist yet.
-        rank: Folders below it for this rank's files, `iteration_<number>/<tensor>.npy`.
+        max_iterations: Number of iterations to keep in memory; 0: all iterations are written to files.
+        folder: The folder for the files. It need not exist; an existing one must belong to this user and not be
+            writable for others, who could plant links there.
+        rank: Names of the nested folders below `folder` for this rank's files, `iteration_<number>/<tensor>.npy`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DebugTensors:
 
     @classmethod
     def from_config(cls, config: EngineConfig, pp_rank: int, tp_rank: int) -> DebugTensors | None:
-        """Return the debug tensors that the parameters ask for, or None.
+        """Return the debug tensors that the parameters ask for; None if they ask for none.
 
         Each rank has its own folder, numbered from 1.
         """
@@ -91,8 +91,8 @@ class DebugTensors:
         """Record an iteration; waits for the device.
 
         Args:
-            iteration: Its number.
-            packed: Its packed rows.
+            iteration: The iteration's number.
+            packed: The iteration's packed rows.
             logits: Logits in the order of `packed.sampled_rows`; None before the last stage.
         """
         if not self._names:
@@ -112,7 +112,7 @@ class DebugTensors:
             self._kept.append(IterationTensors(iteration, found))
 
     def latest(self) -> list[IterationTensors]:
-        """Return the iterations recorded since the last call, oldest first; always empty if they go to files."""
+        """Return the iterations recorded since the last call, oldest first; empty if they are written to files."""
         with self._lock:
             kept = list(self._kept)
             self._kept.clear()
@@ -124,7 +124,7 @@ class DebugTensors:
                 for name, values in found.items():
                     with _created(f"{name}.npy", folder) as file:
                         np.save(file, values)
-        except OSError as error:  # a full disk must not end requests
+        except OSError as error:  # a full disk must not fail requests
             _log.error("debug tensors are not written any more: debug_tensors_dir %s: %s", root, error)
             self._names = frozenset()
 
@@ -136,7 +136,9 @@ _FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def _opened(root: Path, below: tuple[str, ...]) -> Generator[int]:
-    """Open a folder below `root`, created if missing; yields its descriptor. Raises OSError if it is not safe."""
+    """Open a folder below `root`, created if missing, and yield its descriptor.
+
+    Raises OSError if others could plant links in the folder."""
     root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.ExitStack() as stack:
         folder = None
@@ -150,7 +152,7 @@ def _opened(root: Path, below: tuple[str, ...]) -> Generator[int]:
                 raise PermissionError(
                     "it belongs to another user or is writable by others: choose another folder"
                 )
-        assert folder is not None, "there is a root at least"
+        assert folder is not None, "at least the root is opened"
         yield folder
 
 

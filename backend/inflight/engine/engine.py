@@ -1,7 +1,7 @@
 """One engine for every device: a ModelRunner computes logits, and the Sampler samples tokens from them.
 
 If several ranks share a model, one of them has a runner and the Sampler, the others only a runner, and
-`ranks/rank_engine.py` keeps them in step. Used on the loop thread.
+`ranks/rank_engine.py` synchronizes them. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pending:
     Attributes:
         result: If the batch samples on the device, its tokens and the remaining work for rows that need the host;
             otherwise the logits to sample from, as `ModelRunner.run` returns them.
-        positions: [rows] on the host: the position in its sequence of the token that each row samples.
+        positions: [rows] on the host: for each row, the position in its sequence of the token that it samples.
         outputs: The other outputs of the forward pass.
     """
 
@@ -42,9 +42,9 @@ class Pending:
 class ModelEngine:
     """`inflight.core.ports.Engine` with a runner of a whole model and a Sampler.
 
-    With a runner of the last pipeline stage it is one of that stage's ranks, for `RankEngine`: the one that
-    samples, or one whose Sampler only calls the logits post-processors, so that their state is the same on all
-    ranks that have these logits.
+    `RankEngine` uses it on the ranks of the last pipeline stage, with a runner of that stage. One of them samples.
+    On the others the Sampler only calls the logits post-processors, so that their state is the same on all ranks
+    of the stage.
 
     Args:
         runner: The runner; closed with this object.
@@ -92,8 +92,8 @@ class ModelEngine:
     def forward(self, batch: ScheduledBatch, hidden: Tensor | None = None) -> Pending:
         """Run the forward pass, and start sampling if the batch samples on the device.
 
-        If this or `decode` raises, for whatever reason, the sequences of the batch have to start again; others are
-        not affected. For `hidden` see `ModelRunner.run`.
+        If `forward` or `decode` raises, for whatever reason, the sequences of the batch have to start again; other
+        sequences are not affected. For `hidden` see `ModelRunner.run`.
 
         Raises:
             ValueError: See `ModelRunner.run`; or a row continues in a void slot.
@@ -115,12 +115,12 @@ class ModelEngine:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """Sample the next token of every sampled row, which is the slot's next input; beams are only ranked.
+        """Sample the next token of every sampled row, which becomes its slot's next input; beams are only ranked.
 
-        Called before the next `forward`, or for a batch that samples on the device before the one after it.
+        Called before the next `forward`; for a batch that samples on the device, before the second next.
 
         Raises:
-            FloatingPointError: The model's logits are not finite; names the slots.
+            FloatingPointError: The model's logits are not finite; the message names the slots.
             StepFailed: See `forward`.
         """
         with self.runner.void_slots.watch(batch), computing(batch.num_rows):
@@ -128,15 +128,17 @@ class ModelEngine:
 
     @torch.inference_mode()
     def choose(self, batch: ScheduledBatch, pending: Pending) -> ModelOutput:
-        """Do `decode`'s work on one of several ranks, right after `forward`. If it raises, `forget` marks the
-        slots void.
+        """Do `decode`'s work on one of several ranks, right after `forward`. If it raises, the slots stay valid
+        until `forget` marks them void.
 
         The other ranks do not know yet that the batch has failed, and a later batch in flight may continue in its
-        slots: either all ranks compute that one, or none does.
+        slots: either all ranks compute the later batch, or none does.
         """
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
-            if pending.result.host_slots:  # other slots have been fed, and their next rows may be in flight
+            if (
+                pending.result.host_slots
+            ):  # other slots have their next input, and their next rows may be in flight
                 self.runner.take_tokens(batch, output, pending.result.host_slots)
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)
@@ -148,7 +150,8 @@ class ModelEngine:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Record tokens that another rank has sampled, as the slots' next inputs and for post-processors."""
+        """Record the tokens that another rank has sampled: slots' next inputs, and the post-processors'
+        history."""
         self.runner.remember(batch, output)
         self.sampler.remember(batch, output)
 

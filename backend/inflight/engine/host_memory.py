@@ -1,6 +1,6 @@
 """Large host allocations in huge pages, if the kernel supports them, for fewer page faults and TLB misses.
 
-Memory takes no room until it is used. An `Arena` or a `Recycled` belongs to one thread.
+Memory that is not written yet takes no physical memory. An `Arena` or a `Recycled` belongs to one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Arena:
     """Allocates tensors side by side in a few regions, for tensors too small for huge pages of their own.
 
     Args:
-        map_region: Returns memory of at least a number of bytes, as uint8; None: anonymous memory, 64 MiB or more.
+        map_region: Returns a uint8 tensor of at least the given number of bytes; None: anonymous memory is mapped,
+            64 MiB or more at a time.
     """
 
     def __init__(self, map_region: Callable[[int], Tensor] | None = None) -> None:
@@ -46,7 +47,7 @@ class Arena:
 
 
 class Recycled:
-    """Allocates tensors in memory of earlier ones: newly mapped memory costs a page fault per page."""
+    """Allocates tensors in the memory of freed ones, as newly mapped memory costs a page fault per page."""
 
     def __init__(self) -> None:
         self._memories: list[mmap.mmap] = []
@@ -79,7 +80,9 @@ def _map(size: int) -> Tensor:
 
 
 def _map_memory(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    memory = mmap.mmap(
+        -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # private, as shared memory has small pages
     with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -41,7 +41,7 @@ class RunnerDecoder(Protocol):
 
     @property
     def needs_cleared_blocks(self) -> bool:
-        """Whether the previous content of a KV block may affect a sequence that takes it over."""
+        """Whether the previous content of a KV block may affect the next sequence that uses the block."""
         ...
 
     def forward(
@@ -51,15 +51,15 @@ class RunnerDecoder(Protocol):
         hidden: Tensor | None = None,
         between: HiddenStates | None = None,
     ) -> Tensor:
-        """Compute the last layer's output, and fill the cache."""
+        """Return the output of this rank's last layer [rows, hidden_size], and fill the cache."""
         ...
 
     def forward_to_logits(self, packed: PackedBatch, cache: Any, hidden: Tensor | None = None) -> Tensor:
-        """Return `logits` of the sampled rows."""
+        """Compute the layers as `forward` does, and return the logits of the sampled rows [n, vocab_size]."""
         ...
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits of `rows` of `forward`'s output."""
+        """Return the logits [n, vocab_size] of `forward`'s output `hidden` at the indices `rows` [n]."""
         ...
 
     def normalize(self, hidden: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         ...
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Return the tile limits of a recorded batch with `num_rows` rows and about `num_chunks` chunks; None if
-        too large.
+        """Return the tile limits of a recorded batch with `num_rows` rows and about `num_chunks` chunks; None
+        if the batch is too large to be recorded.
 
         Called only if `takes_fixed_rows`.
         """
@@ -97,7 +97,7 @@ class RecordedDecoder(RunnerDecoder, Protocol):
         between: HiddenStates | None = None,
         active: ActiveAdapters | None = None,
     ) -> Tensor:
-        """Compute the last layer's output with these adapters."""
+        """Return the last layer's output as `RunnerDecoder.forward` does, with the `active` adapters."""
         ...
 
 
@@ -122,7 +122,7 @@ class BlockCache(Protocol):
         ...
 
     def clear(self, block_ids: Tensor) -> None:
-        """Fill blocks with zeros, so that no sequence reads what another one has left there."""
+        """Fill blocks with zeros, so that no sequence reads another one's keys and values."""
         ...
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
@@ -136,9 +136,9 @@ class BlockCache(Protocol):
         ...
 
     def forget(self, batch: ScheduledBatch) -> None:
-        """Handle a failed batch: the content written by its forward pass is unknown."""
+        """Handle a failed batch, whose forward pass may have written anything into its blocks and states."""
         ...
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """Whether `num_rows` rows of the null slot can be written in one batch with rows of these slots."""
+        """Whether `num_rows` padding rows, of the null slot, fit into one batch with rows of these slots."""
         ...

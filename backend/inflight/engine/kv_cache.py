@@ -1,14 +1,15 @@
 """The paged KV cache: keys and values of every layer in blocks of a fixed number of tokens.
 
-Layout [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]; 2 is keys, values. With latent attention it is 1,
-as values are part of the keys. If keys and values are rounded to 8 bits (`kv_rounding.py`), this tensor has bytes,
-and another one has their scales, [layers, 2, blocks, tokens_per_block, kv_heads]. If layers differ in heads, there
-are such tensors for each group of equal layers, so that a block takes no more than its layers need. Layers that
-read another layer's keys and values are not counted. Compiled layers have their own order inside a block
-(cpu/source/attention.h) and use neither `write` nor `gather`. The cache does not know which sequence has which
-block. The null block, one more than the scheduler knows, is zero and pads block tables of
-shorter sequences. With CUDA graphs, whose attention never reads past a sequence's end, padding rows write to it
-instead.
+Layout: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], where 2 stands for keys and values; with latent
+attention the size is 1, as values are part of the keys. If keys and values are quantized to 8 bits
+(`kv_rounding.py`), this tensor has bytes, and another one has their scales, [layers, 2, blocks, tokens_per_block,
+kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that a block takes no
+more memory than its layers need. Layers that read another layer's keys and values are not counted. Compiled layers
+have their own order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`.
+
+The cache does not know which sequence has which block. The null block, which is additional to the scheduler's
+blocks, is zero and pads block tables of shorter sequences. With CUDA graphs, whose attention never reads past a
+sequence's end, padding rows write to the null block.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from inflight.engine.recurrent.states import RecurrentStates
 from inflight.models import DecoderConfig
 
 Numbers = NDArray[np.int64] | list[int]
-"""Slots or positions of rows, on the host."""
+"""Slots or positions of rows, [rows] on the host."""
 
 
 def block_bytes(
     decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvRounding | None = None
 ) -> int:
-    """Return the bytes of one block over all layers, including scales."""
+    """Return the size of one block over all layers in bytes, scales included."""
     of_layers = (decoder.at(layer) for layer in decoder.cached_layers)
-    # heads of keys, and of values if these are separate
+    # heads of keys, and of values if values are stored separately
     return tokens_per_block * sum(
         each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, rounding) for each in of_layers
     )
 
 
 def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
-    """Describe how keys and values are stored and the memory that is saved."""
+    """Describe the format of keys and values and the memory that it saves."""
     whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
     return (
         f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
@@ -50,7 +51,7 @@ def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
 
 
 def cache_places(packed: PackedBatch, tokens_per_block: int) -> Tensor:
-    """Return [rows]: the place of each token's keys and values, block * tokens_per_block + offset."""
+    """Return the place of each row's keys and values, [rows]: block * tokens_per_block + offset in the block."""
     blocks = packed.block_tables[packed.slots, packed.positions // tokens_per_block]
     return blocks * tokens_per_block + packed.positions % tokens_per_block
 
@@ -64,13 +65,13 @@ class KvCache:
         tokens_per_block: Tokens per block.
         dtype: Data type of the keys and values that are written and read.
         device: The device of the memory.
-        rounding: How keys and values are rounded; None: not at all.
+        rounding: 8-bit format of keys and values; None: not quantized.
         states: Recurrent states of the slots; None for a model without recurrent layers.
 
     Attributes:
         null_block: Id of the block that no sequence uses.
         dtype: Data type of keys and values in computations.
-        rounding: How keys and values are rounded; None: they are stored in that dtype.
+        rounding: 8-bit format of keys and values; None: they are stored in `dtype`.
         states: The argument of the same name.
     """
 
@@ -113,21 +114,22 @@ class KvCache:
 
     @property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's stored keys and values, [num_blocks + 1, tokens_per_block * kv_size], in unspecified
-        order; with latent attention values are the keys."""
+        """Each layer's stored keys and values, [num_blocks + 1, tokens_per_block * kv_size]; the order inside a
+        block is unspecified. With latent attention values are the keys."""
         return [(layer[0], layer[-1]) for layer in self._layers]
 
     @property
     def all_tokens(self) -> Tensor:
-        """Keys and values of all tokens, indexed by the positions that `write` returns: [layers, 2, tokens,
-        kv_heads, head_dim]; the second size is 1 with latent attention. Only if all layers have equal heads."""
+        """Keys and values of all tokens, [layers, 2, tokens, kv_heads, head_dim], where `tokens` is indexed like
+        the `places` of `write`; with latent attention the second size is 1. Only if all layers have equal
+        heads."""
         (blocks,) = self._blocks
         return torch.unflatten(blocks.flatten(2), 2, (-1, *self._head_shapes[0]))
 
     @property
     def layer_scales(self) -> list[tuple[Tensor, Tensor]]:
         """Each layer's scales of keys and of values, [num_blocks + 1, tokens_per_block * kv_heads] float32, in
-        unspecified order; [num_blocks + 1, 0] without rounding."""
+        unspecified order; [num_blocks + 1, 0] if the cache is not quantized."""
         return [(layer[0], layer[-1]) for layer in self._layer_scales]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -140,7 +142,7 @@ class KvCache:
         """Return the scales of a layer's keys and values, by token as in `tokens`: [tokens, kv_heads] float32,
         contiguous.
 
-        None without rounding.
+        None if the cache is not quantized.
         """
         if self.rounding is None:
             return None
@@ -155,11 +157,11 @@ class KvCache:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each source block to its target block, in all layers. No source may be a target."""
         for memory in self._memories():
-            for blocks in memory:  # layer by layer, as the blocks of all would take much memory
+            for blocks in memory:  # layer by layer, as a copy of all layers' blocks would take much memory
                 blocks.index_copy_(1, targets, blocks.index_select(1, sources))
 
     def clear(self, block_ids: Tensor) -> None:
-        """Zero blocks that a sequence takes over.
+        """Zero blocks that a sequence is about to use.
 
         Masked keys have weight 0, but 0 times an infinity left by an earlier sequence's overflow is not 0.
         """
@@ -199,8 +201,8 @@ class KvCache:
     def gather(self, layer: int, block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the keys and values of blocks into one piece, each [blocks * tokens_per_block, kv_heads, head_dim].
 
-        The result is in `dtype`, even if the cache is rounded, and valid until the next call: it is in scratch
-        memory, which saves an allocation and page faults in every layer.
+        The result is in `dtype`, even if the cache is quantized. It is in scratch memory, which saves an
+        allocation and page faults in every layer, and is valid until the next call.
         """
         blocks, count = self._layers[layer], block_ids.shape[0]
         size = count * blocks.shape[2]
@@ -218,7 +220,7 @@ class KvCache:
         return found[0], found[-1]
 
     def _memories(self) -> tuple[Tensor, ...]:
-        """Return all tensors of the cache: [layers, 2 or 1, blocks + 1, any] each."""
+        """Return all tensors of the cache, each [layers, 2 or 1, blocks + 1, any]."""
         return (*self._blocks, *(() if self.rounding is None else self._scales))
 
 

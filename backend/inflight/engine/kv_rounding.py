@@ -1,13 +1,13 @@
-"""Rounding of keys and values to 8 bits, with a scale for each token and head.
+"""Quantization of keys and values to 8 bits, with a scale for each token and head.
 
-The values of a head become levels of one byte and a float32 scale, by which they are multiplied when they are
-read. The scale depends on these values only, so the stored data of a token do not depend on other tokens or on the
-batch. int8 has 255 equidistant levels; fp8 (e4m3) has a 4-bit exponent and a 3-bit mantissa. Either maps the
-head's largest value to the largest level.
+The values of a head become levels of one byte and a float32 scale, by which levels are multiplied when they are
+read. The scale depends on the head's values alone, so the stored data of a token do not depend on other tokens
+or on the batch. int8 has 255 equidistant levels; fp8 (e4m3) has a 4-bit exponent and a 3-bit mantissa. Either
+maps the head's largest value to the largest level.
 
-A head with an infinity or NaN has a scale that makes all of it NaN when it is read; levels are always finite.
-Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language (cuda/kernels/kv_levels.py) round in
-the same way.
+A head with an infinity or NaN has a scale that makes all its values NaN when they are read; levels are always
+finite. Compiled layers (cpu/source/kv_levels.h) and the kernels in Triton's language
+(cuda/kernels/kv_levels.py) compute the same levels.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FLOAT8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, slots=True)
 class KvRounding:
-    """A rounding to 8 bits.
+    """An 8-bit format of keys and values.
 
     Attributes:
-        name: Its name in the parameter kv_cache_dtype.
+        name: Name of the format in the parameter kv_cache_dtype.
         stored: Data type of the bytes: int8, or uint8 for the bits of a float8_e4m3fn.
         largest: The level of a head's largest value.
     """
@@ -39,7 +39,8 @@ class KvRounding:
     largest: float
 
     def round(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return levels of `numbers` [..., head_dim], in dtype `stored`, and their scales [...] float32."""
+        """Quantize `numbers` [..., head_dim]; return levels of the same shape, in dtype `stored`, and their scales
+        [...] float32."""
         wide = numbers.float()
         scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(LEAST_SCALE)
         levels = (wide / scales[..., None]).nan_to_num_(0.0)
@@ -58,12 +59,12 @@ FP8_LEVELS = KvRounding(FP8, torch.uint8, torch.finfo(_FLOAT8).max)
 
 
 def find_rounding(kv_cache_dtype: str) -> KvRounding | None:
-    """Return the rounding for the parameter; None: keys and values are stored unrounded."""
+    """Return the format that the parameter names; None: keys and values are not quantized."""
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvRounding | None) -> int:
-    """Return the bytes of a key or a value of one head of one token."""
+    """Return the size of one head's key, or value, of one token in bytes, its scale included."""
     if rounding is None:
         return head_dim * dtype.itemsize
     return head_dim * rounding.stored.itemsize + SCALE_BYTES

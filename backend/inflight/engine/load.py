@@ -26,8 +26,8 @@ from inflight.engine.load_decoder import (
     find_model,
     kept_kinds,
     load_decoder,
+    log_not_mapped,
     runs_compiled,
-    say_not_mapped,
 )
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
@@ -57,7 +57,7 @@ MakeGrammars = Callable[[int], Grammars | None]
 
 
 def no_grammars(vocab_size: int) -> None:
-    """Return None, for an engine that follows no guides."""
+    """Return None, for an engine without guides."""
 
 
 def load_engine(
@@ -84,7 +84,7 @@ def load_stage(
     config: EngineConfig,
     mapping: Mapping,
     collectives: Collectives = ALONE,
-    agree: Callable[[int], int] = int,
+    min_over_ranks: Callable[[int], int] = int,
     processors: LogitsPostProcessors = NO_POST_PROCESSORS,
     make_grammars: MakeGrammars = no_grammars,
 ) -> ModelRunner | ModelEngine:
@@ -93,17 +93,18 @@ def load_stage(
     Args:
         config: The model and its parameters.
         mapping: This rank's position among the model's ranks.
-        collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with this rank's free memory, then its number of adapter pages, its number of KV blocks, and
-            on a GPU with whether it records iterations and how many kinds; returns the minimum over all ranks. A
-            ConfigError that it raises fails this load too.
+        collectives: Collectives over the ranks of this rank's pipeline stage.
+        min_over_ranks: Returns the minimum of a number over all ranks. Called on every rank with its free
+            memory in bytes, its number of adapter pages, its number of KV blocks, and on a GPU with whether it
+            records iterations and how many kinds, in this order. A ConfigError that it raises fails this load
+            too.
         processors: The logits post-processors that requests may name; names must be the same on all ranks.
         make_grammars: See `load_engine`; called on the rank that samples.
 
     Raises:
         ConfigError: See `load_engine`.
     """
-    runner = load_runner(LoadOptions(config, mapping, collectives, agree, processors.names))
+    runner = load_runner(LoadOptions(config, mapping, collectives, min_over_ranks, processors.names))
     if mapping.is_sampler:
         grammars = make_grammars(runner.limits.vocab_size)
         return make_engine(runner, config.normalize_log_probs, processors, grammars)
@@ -120,7 +121,7 @@ def make_engine(
     grammars: Grammars | None = None,
     chooses_tokens: bool = True,
 ) -> ModelEngine:
-    """Return an engine of a runner, with a Sampler for all of its slots, which get the other arguments."""
+    """Return an engine with a runner, and with a Sampler for all of the runner's slots."""
     sampler = Sampler(
         runner.limits.max_num_sequences,
         runner.limits.max_sequence_length,
@@ -144,7 +145,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     if options.config.implementation == "tensorrt":
         from inflight.engine.tensorrt.load import load_runner as load_plans
 
-        say_not_mapped(options.config, "TensorRT has the weights on the GPU")
+        log_not_mapped(options.config, "TensorRT has the weights on the GPU")
         return load_plans(options)
     device = prepare_device(options.config)
     loader = _Loader(options, _find_model(options, device), device)
@@ -158,11 +159,11 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
     config = options.config
-    assert config.gpt_model_path is not None, "build names the demo model where nothing is given"
+    assert config.gpt_model_path is not None, "build has inserted the demo model if no path was configured"
     with allocating("the weights", partial(_stored_bytes, config), device, LESS_WEIGHTS):
         model = find_model(config, device, options.mapping.world_size)
     if not isinstance(model, TransformersModel):
-        check_weights(model)  # before anything slow
+        check_weights(model)  # before slow steps
     return model
 
 
@@ -182,7 +183,7 @@ class _Loader(RankLoader):
         """Raise ConfigError if the weights, or the smallest KV cache beside them, do not fit into free memory."""
         config, model, device = self.config, self._model, self.device
         free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-        self.options.agree(free_bytes)  # all ranks have looked before any of them takes memory
+        self.options.min_over_ranks(free_bytes)  # all ranks have looked before any of them takes memory
         if isinstance(model, TransformersModel):  # already loaded
             return
         num_bytes = _weight_bytes(config, model, self.part)
@@ -193,14 +194,14 @@ class _Loader(RankLoader):
         check_room(config, num_bytes, self.max_sequence_length, size, free_bytes, on_gpu, are_mapped)
         if are_mapped and num_bytes > free_bytes:
             _log.warning(
-                "%.2f GB of weights are mapped, and %.2f GB of memory are free: parts are read from the file "
-                "again in every iteration",
+                "%.2f GB of weights are mapped, but only %.2f GB of memory are free: parts of the weights are "
+                "read from the file again in every iteration",
                 num_bytes / 1e9,
                 free_bytes / 1e9,
             )
 
     def load_weights(self) -> AnyDecoder:
-        """Read the rank's weights into the decoder that suits the machine."""
+        """Read the rank's weights into the decoder for this machine."""
         config, decoder, longest = self.config, self._model.decoder, self.max_sequence_length
         windows = layer_windows(
             decoder.sliding_windows,
@@ -217,8 +218,8 @@ class _Loader(RankLoader):
 
     def reserve_adapters(self, decoder: AnyDecoder) -> int:
         """Allocate pages for LoRA adapters; return their number."""
-        config, agree = self.config, self.options.agree
-        num_pages = count_adapter_pages(config, self.held, decoder.dtype, self.device, agree)
+        config, min_over_ranks = self.config, self.options.min_over_ranks
+        num_pages = count_adapter_pages(config, self.held, decoder.dtype, self.device, min_over_ranks)
         # Compiled layers allocate memory when an adapter is loaded.
         if num_pages and isinstance(decoder, Decoder):
             page_rank = config.lora_cache_optimal_adapter_size
@@ -242,7 +243,14 @@ class _Loader(RankLoader):
             reserved = kinds.num_bytes
         mapped = decoder.num_mapped_bytes if isinstance(decoder, NativeDecoder) else 0
         num_blocks = count_blocks(
-            config, held, self.max_sequence_length, dtype, device, reserved, self.options.agree, mapped
+            config,
+            held,
+            self.max_sequence_length,
+            dtype,
+            device,
+            reserved,
+            self.options.min_over_ranks,
+            mapped,
         )
         rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
@@ -251,8 +259,7 @@ class _Loader(RankLoader):
 
 
 def _stored_bytes(config: EngineConfig) -> int:
-    """Return the size of the checkpoint's weights on disk, which is about their size in memory with
-    transformers."""
+    """Return the size of the checkpoint's weights on disk in bytes; transformers takes about as much memory."""
     return sum(file.stat().st_size for file in Path(str(config.gpt_model_path)).glob("*.safetensors"))
 
 

@@ -53,10 +53,11 @@ def find_model(
 ) -> ModelDescription | TransformersModel:
     """Return the checkpoint's description, or the loaded model if transformers' own code is to run it.
 
-    The latter if the parameter `engine` says so, or if it is unset and the family is not implemented here.
+    Transformers' code runs it if the parameter `engine` is transformers, or if the parameter is unset and the
+    family is not implemented here.
 
     Raises:
-        ConfigError: The checkpoint cannot be used by the configured engine, or by either.
+        ConfigError: The configured engine, or if none is configured neither engine, can use the checkpoint.
     """
     path = str(config.gpt_model_path)
     is_installed = importlib.util.find_spec("transformers") is not None
@@ -89,8 +90,7 @@ def load_decoder(
     max_sequence_length: int,
     collectives: Collectives,
 ) -> AnyDecoder:
-    """Read the weights of `part` into a suitable decoder; raises ConfigError if the configuration cannot be
-    met."""
+    """Read the weights of `part` into the decoder for this configuration; raises ConfigError if there is none."""
     if isinstance(model, TransformersModel):
         return _take_transformers(config, model, device, windows)
     has_levels = bool(kept_by_compiled_layers(config, model, device))
@@ -99,8 +99,8 @@ def load_decoder(
     try:
         library = _find_library(config, model.decoder, computed, device, part.shard, is_int8 or has_levels)
     except CannotBuild as reason:
-        _settle_for_torch(config, device, reason)
-        say_not_mapped(config, "the layers run on torch's operators")
+        _log_or_refuse_fallback(config, device, reason)
+        log_not_mapped(config, "the layers run on torch's operators")
         return _load_torch_decoder(config, model, device, part, windows, max_sequence_length, collectives)
     num_threads = torch.get_num_threads()
     packer = Packer(
@@ -160,12 +160,12 @@ def _load_packed(
     """
     computed = packer.dtype
     if not has_levels:
-        _say_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
+        _log_unpacked(config, model, computed, "compiled layers do not multiply them as they are")
 
     def pack(arena: Arena) -> tuple[DecoderWeights[PackedLayer, PackedLinear], KeptLevels | None]:
         packer.arena, levels = arena, KeptLevels() if has_levels else None
         weights = load_weights_into(packer, model, computed, device, part, levels)
-        packer.arena = Arena()  # the other may be in a file, which is complete now
+        packer.arena = Arena()  # the previous arena may be in a file, which is complete now
         return weights, levels
 
     is_int8 = config.dtype == INT8
@@ -185,7 +185,7 @@ def _load_packed(
 def _map_or_pack(
     config: EngineConfig, model: ModelDescription, layout: tuple[object, ...], pack: Callable[[Arena], T]
 ) -> Mapped[T]:
-    """Return the packed weights, in a file's memory if the configuration says so and there is a cache folder."""
+    """Return the packed weights, mapped from a file if `weights` is mmap and there is a cache folder."""
     if config.weights == MMAP:
         file = PackedFile.of(model.folder, *layout)
         if file is not None:
@@ -197,13 +197,13 @@ def _map_or_pack(
 def _load_for_torch(
     config: EngineConfig, model: ModelDescription, dtype: torch.dtype, device: torch.device, part: Part
 ) -> PlainWeights:
-    """Read the weights of `part` for torch's operators, quantized where the configuration or the checkpoint says
-    so."""
+    """Read the weights of `part` for torch's operators; quantized if the configuration asks for it, or as in the
+    checkpoint."""
     if config.dtype in QUANTIZED:
-        _say_unpacked(config, model, dtype, otherwise="")
+        _log_unpacked(config, model, dtype, otherwise="")
         return load_weights_into(Quantizing(config.dtype, dtype, device), model, dtype, device, part)
     if not keeps_levels(config, model, device):
-        _say_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
+        _log_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
         return load_weights(model, dtype, device, part)
     levels = KeptLevels()
     weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
@@ -220,13 +220,13 @@ def _take_transformers(
 ) -> TransformersDecoder:
     from inflight.engine.layers.transformers_model import check_decoder
 
-    say_not_mapped(config, "transformers' own code runs the layers")
+    log_not_mapped(config, "transformers' own code runs the layers")
     attention = find_attention(config, model.decoder, windows, model.dtype, device)
     check_decoder(model, attention, config)
     return TransformersDecoder(model, windows, attention)
 
 
-def say_not_mapped(config: EngineConfig, reason: str) -> None:
+def log_not_mapped(config: EngineConfig, reason: str) -> None:
     """Log that the parameter `weights` has no effect, if it asks for mapped weights."""
     if config.weights == MMAP:
         _log.warning("weights is mmap, which has no effect here: %s", reason)
@@ -245,7 +245,7 @@ def kept_by_compiled_layers(
     """Return the kinds of quantized matrices in the checkpoint that compiled layers multiply unchanged, in
     bfloat16.
 
-    Empty if a dtype is configured, or if the checkpoint's own is float32: then matrices are unpacked to that.
+    Empty if a dtype is configured, or if the checkpoint's own dtype is float32: then matrices are unpacked.
     """
     if device.type != "cpu" or not _has_own_dtype(config, model):
         return frozenset()
@@ -255,8 +255,9 @@ def kept_by_compiled_layers(
 def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.device) -> bool:
     """Whether torch's operators keep quantized matrices: on a GPU, or if `kernels` is torch.
 
-    On a CPU unpacking a matrix takes longer than multiplying with it, so that only memory is saved. For 4-bit
-    floats that matters most: a model's experts use them, and would take four times as much in 16 bits.
+    On a CPU unpacking a matrix takes longer than multiplying with it, so keeping levels saves memory only. It
+    matters most for 4-bit floats: a model's experts use them, and would take four times as much memory in 16
+    bits.
     """
     if not _has_own_dtype(config, model):
         return False
@@ -265,7 +266,7 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
 
 
 def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[MatrixKind]:
-    """Return the kinds of quantized matrices that stay as in the checkpoint, if compiled code can run here."""
+    """Return the kinds of matrices that stay quantized as in the checkpoint, if compiled code can run here."""
     if keeps_levels(config, model, device):
         return frozenset(quantized_kinds(model))
     return kept_by_compiled_layers(config, model, device)
@@ -278,9 +279,9 @@ def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
     return is_quantized and stored_dtype(model) is not torch.float32
 
 
-def _say_unpacked(config: EngineConfig, model: ModelDescription, dtype: torch.dtype, otherwise: str) -> None:
-    """Log that quantized matrices are unpacked, if there are any; `otherwise` is the reason if it was not
-    configured."""
+def _log_unpacked(config: EngineConfig, model: ModelDescription, dtype: torch.dtype, otherwise: str) -> None:
+    """Log that quantized matrices are unpacked, if there are any; `otherwise` is the reason unless a parameter or
+    the checkpoint's dtype is."""
     kinds = quantized_kinds(model)
     if not kinds:
         return
@@ -320,7 +321,7 @@ def check_native(
 ) -> None:
     """Raise CannotBuild if compiled code does not support this model or is not configured, on any machine.
 
-    `shard`: the rank's part of its layers.
+    `shard`: the rank's part of each layer.
     """
     if config.kernels == "torch":
         raise CannotBuild("kernels is torch")
@@ -392,8 +393,8 @@ def _check_sizes(decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dty
             raise CannotBuild(f"in bfloat16, compiled layers need an even {name}; it is {size}")
 
 
-def _settle_for_torch(config: EngineConfig, device: torch.device, reason: CannotBuild) -> None:
-    """Log that torch's operators are used and the cost; raises ConfigError if compiled code was configured.
+def _log_or_refuse_fallback(config: EngineConfig, device: torch.device, reason: CannotBuild) -> None:
+    """Log that torch's operators are used, and at what cost; raise ConfigError if compiled code was configured.
 
     The log gets the reason as text: a stored log record would keep the exception alive, and the engine with it.
     """

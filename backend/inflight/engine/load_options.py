@@ -1,4 +1,4 @@
-"""The options of loading a model, common to all of its steps: the configuration and the rank."""
+"""The options that all steps of loading a model share: the configuration and the rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class LoadOptions:
     Attributes:
         config: The model and its parameters.
         mapping: This rank's position among the model's ranks.
-        collectives: Connects the ranks of this one's pipeline stage.
-        agree: Called with a number of this rank's; returns the minimum over all ranks. See `load_stage`.
+        collectives: Collectives over the ranks of this rank's pipeline stage.
+        min_over_ranks: Returns the minimum of a number over all ranks, each of which passes its own. See
+            `load_stage`.
         post_processor_names: The logits post-processors that requests may name.
     """
 
     config: EngineConfig
     mapping: Mapping = field(default_factory=Mapping)
     collectives: Collectives = ALONE
-    agree: Callable[[int], int] = int
+    min_over_ranks: Callable[[int], int] = int
     post_processor_names: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """Splits an adapter's rows into low-rank matrices of a rank's linear layers: unfuses modules and cuts slices.
 
-Used on every device. Shapes and ids were checked when the adapter was stored (`inflight.adapters`). Loop thread.
+Used for every kind of device. Shapes and ids were checked when the adapter was stored (`inflight.adapters`). Loop
+thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class LowRank:
     Attributes:
         a: [rank, in], in the adapter's dtype.
         b: [out, rank], with the adapter's scale multiplied in.
-        magnitude: m, [out]; None: 1.
+        magnitude: m, [out]; None: m is 1.
     """
 
     a: Tensor
@@ -44,13 +45,13 @@ class LowRank:
 def low_rank_layers(
     adapter: LoraWeights, decoder: DecoderConfig, part: Part
 ) -> dict[int, dict[Module, LowRank]]:
-    """Return an adapter's changes to `SPLIT_MODULES`, by layer from the part's first on, cut to the part's shard.
+    """Return an adapter's changes to `SPLIT_MODULES` on this rank, by index of the layer among the rank's layers.
 
     Args:
         adapter: An adapter that was checked against the model.
         decoder: Configuration of the whole model.
-        part: The rank's part. Row-parallel modules get a slice of A's columns, others a slice of B's rows and of
-            the magnitudes.
+        part: The rank's part. Row-parallel modules get a slice of A's columns, other modules a slice of B's
+            rows and of the magnitudes.
     """
     first, last = part.layers
     layers: dict[int, dict[Module, LowRank]] = {}
@@ -76,7 +77,8 @@ def _read_row(row: Tensor, size: ModuleSize, rank: int, has_magnitude: bool) -> 
 def _taken_apart(
     module: Module, whole: LowRank, sizes: dict[Module, ModuleSize]
 ) -> list[tuple[Module, LowRank]]:
-    """Split a fused module into its parts, which have the same A and their rows of B; return others unchanged."""
+    """Split a fused module into its parts, each with the whole A and some rows of B; other modules are
+    unchanged."""
     found: list[tuple[Module, LowRank]] = []
     begin = 0
     for part in FUSED_MODULES.get(module, (module,)):
@@ -90,7 +92,7 @@ def _taken_apart(
 def _cut(
     module: Module, whole: LowRank, decoder: DecoderConfig, rope: RopeConfig | None, shard: Shard
 ) -> LowRank:
-    """Return what a shard has of a module's matrices, in a layer with these positions."""
+    """Return a shard's part of a module's matrices, in a layer with these rotary positions."""
     if module is Module.ATTN_Q and decoder.attention_gate:
         magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
         return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
@@ -104,7 +106,7 @@ def _cut(
 
 
 def _in_halves(whole: LowRank, rope: RopeConfig, head_dim: int) -> LowRank:
-    """Return an adapter's change with its outputs, those of whole heads, in the order of the rotation."""
+    """Return an adapter's change with the outputs of each head in the order that the rotation uses."""
     of_head = [row for rows in rope.rows_in_halves(head_dim) for row in range(*rows)]
     heads = range(0, len(whole.b), head_dim)
     order = torch.tensor([head + row for head in heads for row in of_head])
@@ -115,7 +117,7 @@ def _in_halves(whole: LowRank, rope: RopeConfig, head_dim: int) -> LowRank:
 def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Tensor:
     """Return this shard's outputs of a query projection with gates: all gates, then all queries.
 
-    In `rows` a head's gates follow its query.
+    In `rows` each head's query is followed by its gates.
     """
     by_head = torch.unflatten(rows, 0, (decoder.num_heads, 2, decoder.head_dim))
     own = by_head[slice(*shard.split(decoder.num_heads))]

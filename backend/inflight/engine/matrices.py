@@ -13,9 +13,9 @@ _HOST = torch.device("cpu")
 
 
 def to_tensor(matrix: Matrix, device: torch.device = _HOST) -> Tensor:
-    """Return the elements on `device`, in their dtype, not to be changed; copies asynchronously.
+    """Return the matrix as a tensor on `device`, in its dtype, not to be changed; copies asynchronously.
 
-    On a CPU the memory is shared if torch accepts it; it accepts no read-only memory.
+    On a CPU the tensor shares the matrix's memory, unless that is read-only, which torch does not accept.
     """
     data = np.frombuffer(memoryview(matrix.buffer.data).cast("B"), np.uint8)
     return (

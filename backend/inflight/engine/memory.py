@@ -2,9 +2,9 @@
 
 Each is the minimum of the configured size, the size that fits, and the size that could ever be used.
 `choose_kv_cache_size` and `choose_num_adapter_pages` are pure functions. `free_memory` returns how much more
-memory this process may use, on a CPU from /proc and /sys: a container sees its host's /proc/meminfo, so its own
-limit must be read too, and so must the nodes that memory is bound to (numactl --membind). If memory runs out
-nevertheless, `allocating` and `computing` turn that into clear errors.
+memory this process may use, on a CPU from /proc and /sys: a container sees its host's /proc/meminfo, so the
+container's limit must be read too, and the nodes that memory is bound to (numactl --membind). If memory runs out
+nevertheless, `allocating` and `computing` raise clear errors.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 LESS_WEIGHTS = (
     "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
 )
-"""Ways to use less memory for weights, for errors."""
+"""Ways to use less memory for weights, for error messages."""
 REUSE_ROOM = 2
-"""On a CPU, the maximum size as a multiple of the tokens that all slots can hold, so that ended sequences can be
-reused."""
+"""Maximum size of the cache on a CPU, as a multiple of the tokens of all slots; more than 1, so that blocks of
+ended sequences can be reused."""
 _MAPPED_SHARE = 0.75  # the largest share of free memory that is left to the pages of mapped weights
-_LORA_FRACTION = 0.05  # of free memory, by default
+_LORA_FRACTION = 0.05  # share of free memory for adapters, by default
 _NO_LIMIT = 2**60  # control groups of version 1 have a huge number for no limit
 _NAMES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
-"""By version of control groups: the files of limit and usage, and the line of memory.stat with cached files."""
+"""For each version of control groups: the files with limit and usage, and memory.stat's line for cached files."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSize:
-    """The chosen size, and the parameter or fact that decided it, for the log."""
+    """The chosen number of blocks, and the parameter or fact that decided it, for the log."""
 
     num_blocks: int
     decided_by: str
@@ -54,7 +54,7 @@ class KvCacheSize:
 def choose_kv_cache_size(
     config: EngineConfig, max_sequence_length: int, block_bytes: int, free_bytes: int, on_gpu: bool
 ) -> KvCacheSize:
-    """Return the number of blocks. Raises ConfigError if it would be less than one per slot.
+    """Return the number of blocks of the KV cache. Raises ConfigError if there is less than one block per slot.
 
     Args:
         config: The configuration.
@@ -71,13 +71,13 @@ def choose_kv_cache_size(
     )
     name = "kv_cache_free_gpu_mem_fraction" if on_gpu else "kv_cache_free_cpu_mem_fraction"
     fraction: float = getattr(config, name)
-    in_memory = int(free_bytes * fraction) // max(1, block_bytes) - 1  # minus the null block
+    in_memory = int(free_bytes * fraction) // max(1, block_bytes) - 1  # without the null block
     bounds = [KvCacheSize(max(0, in_memory), name)]
     if max_tokens is not None:
         bounds.append(KvCacheSize(max_tokens // size, "max_tokens_in_paged_kv_cache"))
     if not on_gpu:
         useful = slots * -(-max_sequence_length // size) * REUSE_ROOM
-        bounds.append(KvCacheSize(useful, f"{REUSE_ROOM} times what max_num_sequences can hold"))
+        bounds.append(KvCacheSize(useful, f"{REUSE_ROOM} times the tokens of max_num_sequences"))
     chosen = min(bounds, key=lambda bound: bound.num_blocks)
     if chosen.num_blocks < slots:
         raise ConfigError(
@@ -100,9 +100,9 @@ def check_room(
     on_gpu: bool,
     are_mapped: bool = False,
 ) -> KvCacheSize:
-    """Return the KV cache that will fit beside weights that are not read yet.
+    """Return the size of the KV cache that will fit beside weights that are not read yet.
 
-    The share of memory that is not for the KV cache is for intermediate results.
+    Memory that is neither for weights nor for the KV cache is for intermediate results.
 
     Args:
         config: The configuration.
@@ -131,10 +131,10 @@ def check_room(
 
 
 def beside_mapped(free_bytes: int, mapped_bytes: int) -> int:
-    """Return how much of the free memory is for other things than the pages of mapped weights.
+    """Return how many bytes of the free memory are not for the pages of mapped weights.
 
-    The kernel counts these pages as free. If they take more than three quarters, the rest of them is read from
-    the file again when it is needed.
+    The kernel counts these pages as free. At most three quarters of the free memory are left to them; weights
+    beyond that are read from the file again when they are needed.
     """
     return free_bytes - min(mapped_bytes, int(free_bytes * _MAPPED_SHARE))
 
@@ -154,9 +154,9 @@ def choose_num_adapter_pages(config: EngineConfig, page_bytes: int, free_bytes: 
 
 
 def check_adapter_pages(config: EngineConfig, num_pages: int, page_bytes: int) -> int:
-    """Return the number of pages, or 0 if adapters are not configured and there is no room for the largest.
+    """Return the number of pages, or 0 if adapters are not configured and the largest adapter does not fit.
 
-    Raises ConfigError if adapters are configured and there is no room.
+    Raises ConfigError if adapters are configured and the largest adapter does not fit.
     """
     fraction, needed = config.lora_cache_gpu_memory_fraction, largest_adapter_pages(config)
     if num_pages >= needed:
@@ -177,7 +177,7 @@ def largest_adapter_pages(config: EngineConfig) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes on `device`."""
+    """Return the memory that this process may still use on `device`, in bytes."""
     if device.type == "cuda":
         import torch
 
@@ -188,11 +188,11 @@ def free_memory(device: torch.device) -> int:
 
 @contextmanager
 def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, mend: str) -> Generator[None]:
-    """Guard a lasting allocation while a model loads: turns an out-of-memory error into a ConfigError.
+    """Guard an allocation while a model is loaded: an out-of-memory error becomes a ConfigError.
 
     Args:
-        what: Name of the allocated thing, for the error.
-        num_bytes: Returns an estimate of its size in bytes; called if there is too little memory.
+        what: Name of the allocated memory, for the error.
+        num_bytes: Returns an estimate of the allocation's size in bytes; called if there is too little memory.
         device: The device of the memory.
         mend: How to use less memory, for the error.
 
@@ -206,20 +206,20 @@ def allocating(what: str, num_bytes: Callable[[], int], device: torch.device, me
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"there is too little memory for {what}: about {num_bytes() / 2**20:.1f} MiB are wanted, and "
-            f"{free / 2**20:.1f} MiB were free on {device} before; {mend} ({_let_go(error)})"
+            f"there is too little memory for {what}: about {num_bytes() / 2**20:.1f} MiB are needed, and "
+            f"{free / 2**20:.1f} MiB were free on {device} before; {mend} ({_release_frames(error)})"
         ) from None
 
 
 @contextmanager
 def computing(num_rows: int) -> Generator[None]:
-    """Guard an iteration of `num_rows` rows: turns an out-of-memory error into a failed step.
+    """Guard an iteration of `num_rows` rows: an out-of-memory error becomes a StepFailed.
 
-    The failed iteration's memory is freed, so that a smaller one can use it.
+    The failed iteration's memory is freed, so that a smaller iteration can use it.
 
     Raises:
         StepFailed: There was too little memory. The scheduler then retries halves of the batch, so that only a
-            request that needs too much by itself ends with this error.
+            request that needs too much memory by itself ends with this error.
     """
     try:
         yield
@@ -228,24 +228,24 @@ def computing(num_rows: int) -> Generator[None]:
             raise
         raise StepFailed(
             f"there was too little memory for an iteration of {num_rows} rows: a shorter prompt or fewer outputs "
-            "of this request take less, and the server leaves more with a lower max_num_tokens or "
-            f"kv_cache_free_gpu_mem_fraction ({_let_go(error)})"
+            "of this request take less, and the server leaves more memory free with a lower max_num_tokens or "
+            f"kv_cache_free_gpu_mem_fraction ({_release_frames(error)})"
         ) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means too little memory, on any device."""
+    """Whether an error, on any device, means that memory ran out."""
     import torch
 
     if isinstance(error, OSError):  # mapped memory
         return error.errno == errno.ENOMEM
-    # On a CPU torch has no exception type of its own.
+    # On a CPU torch raises a plain RuntimeError.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
 
 
-def _let_go(error: Exception) -> str:
+def _release_frames(error: Exception) -> str:
     """Return an error's message on one line, and release what its traceback's frames have allocated."""
     import torch
 
@@ -256,8 +256,8 @@ def _let_go(error: Exception) -> str:
 
 
 def available_cpu_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of main memory available on this machine, or if that is less in this process's control
-    groups, or on the memory nodes that it is bound to."""
+    """Return the bytes of main memory that this process may still use: the least of the machine's available
+    memory, of the limits of its control groups, and of the memory nodes that it is bound to."""
     return min([_machine(root), *_control_groups(root), *_nodes(root)])
 
 
@@ -270,7 +270,8 @@ def _machine(root: Path) -> int:
 
 
 def _control_groups(root: Path) -> list[int]:
-    """Return the bytes left in this process's memory control groups, of either version, and in their parents."""
+    """Return the bytes left in each of this process's memory control groups, of both versions, and in their
+    parents."""
     left: list[int] = []
     for group in control_groups("memory", root):
         limit_name, usage_name, cache_name = _NAMES[group.version]
@@ -281,10 +282,10 @@ def _control_groups(root: Path) -> list[int]:
 
 
 def _nodes(root: Path) -> list[int]:
-    """Return the bytes available on the memory nodes that this process may use, if it may not use all of them."""
+    """Return the bytes available on the memory nodes that this process may use; empty if it may use all nodes."""
     nodes = {int(folder.name[4:]): folder for folder in (root / "sys/devices/system/node").glob("node[0-9]*")}
     if len(nodes) < 2:
-        return []  # and numa_maps, which takes the kernel milliseconds, is not read
+        return []  # without reading numa_maps, which takes the kernel milliseconds
     used = nodes.keys() & _allowed_nodes(root)
     if not used or len(used) == len(nodes):
         return []
@@ -308,7 +309,7 @@ def _allowed_nodes(root: Path) -> set[int]:
 
 
 def _parse_list(text: str) -> set[int]:
-    """Return the numbers of a list of the kernel's, such as 0-2,5."""
+    """Return the numbers of a list in the kernel's format, such as 0-2,5."""
     ranges = [part.split("-") for part in text.split(",")]
     return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
 
@@ -322,8 +323,8 @@ def _number(file: Path) -> int | None:
 
 
 def _reclaimable(file: Path, name: str) -> int:
-    """Return the bytes of cached files, such as the checkpoint just read: usage counts them, but the kernel can
-    drop them."""
+    """Return the bytes of cached files, such as the checkpoint just read: a control group's usage includes
+    them, but the kernel can drop them."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

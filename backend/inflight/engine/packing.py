@@ -1,10 +1,10 @@
-"""Packs a ScheduledBatch into the rows of one forward pass, without padding. Knows no model.
+"""Packs a ScheduledBatch into the rows of one forward pass, without padding. Independent of the model.
 
     rows   0 ............ C   C ................... T
            chunk | chunk | …   generation, longest sequence first
 
 Rows of a chunk are consecutive tokens of one sequence; each generation row is the last token of its sequence. All
-data known on the host are sent to the device in one copy.
+data that the host knows are sent to the device in one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.engine.slots import SlotTable
 from inflight.sampling.transfer import upload
 
 TILE_ROWS = 64
-"""Rows of a chunk that attention with fixed shapes computes together."""
+"""Number of rows of a chunk that attention with fixed shapes computes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,12 @@ class PackedChunk:
 class FixedRows:
     """The chunks' rows and the generation rows of a batch, in tensors of fixed shape.
 
-    A recorded forward pass reads it from the same memory at every replay. Rows in neither are padding.
+    A recorded forward pass reads these tensors from the same memory at every replay. Rows that are neither in a
+    chunk nor generation rows are padding.
 
     Attributes:
-        tiles: [tiles, 4] int64 on the device, each of at most `tile_rows` rows of a chunk: first row, row after
-            the last, slot, the first row's position; all zero if unused.
+        tiles: [tiles, 4] int64 on the device, one row for at most `tile_rows` rows of a chunk: first row,
+            row after the last, slot, the first row's position; all zero if unused.
         generation_rows: [sequences] int64 on the device: generation rows; -1 if unused.
         tile_rows: Maximum number of rows of a tile.
     """
@@ -72,21 +73,23 @@ class PackedBatch:
     """The rows of a forward pass. Tensors are int64 on the device.
 
     Attributes:
-        token_ids: [rows]; ids of `virtual` rows are outside of the vocabulary.
+        token_ids: [rows]; for rows in `virtual`, ids outside of the vocabulary.
         positions: [rows], each token's position in its sequence.
-        slots: [rows].
+        slots: [rows], each row's slot.
         sampled_rows: Indices of the sampled rows, in the order of `ScheduledBatch.sampled_slots`; for a chunk with
             drafts, all rows from its last known token on.
-        bounds: [sequences + 1], each sequence's first row, in the order of rows, and the number of rows.
+        bounds: [sequences + 1], first row of each sequence, in the order of rows, followed by the number of rows.
         chunks: Context chunks.
         generation_begin: First generation row.
-        generation_lengths: Number of tokens of each generation row's sequence, itself included, longest first, on
-            the host.
+        generation_lengths: [generation rows] on the host: number of tokens of each row's sequence up to this row,
+            descending.
         block_tables: The slots' block tables, as in `SlotTable`.
-        adapters: [rows] on the host: the first page of each row's adapter, -1 for none; None if no row has one.
+        adapters: [rows] on the host: first page of each row's adapter, -1 without one; None if no row has
+            an adapter.
         virtual: Rows of prompt tables; None if there are none.
-        fixed: The kinds of the rows, if these must not be taken from the lengths above. Then `chunks` is empty,
-            `generation_begin` is 0, and every row counts as a generation row of its own.
+        fixed: For recordings, the chunks and generation rows in tensors of fixed shape; None: see the
+            fields above. If set, `chunks` is empty, `generation_begin` is 0, and every row counts as a
+            sequence.
     """
 
     token_ids: Tensor
@@ -111,7 +114,8 @@ class RowLayout:
         chunks: Context chunks; their rows come first.
         slots: The slot of each row.
         positions: The position of each row.
-        known_ids: Token ids of the first rows: of all, or only of the chunks' if just the device knows the others.
+        known_ids: Token ids of the first rows: of all rows, or of the chunks' rows if only the device knows
+            the others.
         sampled: See `PackedBatch.sampled_rows`.
     """
 
@@ -128,12 +132,13 @@ class RowLayout:
 
 
 def lay_out(batch: ScheduledBatch, table: SlotTable) -> RowLayout:
-    """Lay out the rows of a batch that `table` has applied; generation rows are ordered longest first.
+    """Lay out the rows of a batch that `table` has applied; generation rows of longer sequences come first.
 
     Raises:
         ValueError: A row's block table does not reach its position.
     """
-    # Lists, converted to one array at the end: for few rows, every array operation costs more than all of this.
+    # Lists, converted to one array at the end: for few rows, one array operation takes longer than all list
+    # operations.
     chunks, slots, positions, context_ids, sampled = _context_rows(batch)
     generation_begin = len(slots)
     generation_positions = _positions(batch.generation_slots, table)
@@ -184,15 +189,16 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
 
 
 def generation_rows(batch: ScheduledBatch, table: SlotTable) -> NDArray[np.int64]:
-    """Return [2, generation slots]: slot, and position of its last token. Raises ValueError like `pack`."""
+    """Return [2, generation slots] int64: the slots, and the position of each slot's last token. Raises
+    ValueError like `pack`."""
     positions = _positions(batch.generation_slots, table)
     _check_blocks(batch.generation_slots, positions, table)
     return np.array([batch.generation_slots, positions], dtype=np.int64)
 
 
 def tile_limits(num_rows: int, num_chunks: int) -> TileLimits:
-    """Return the number of tiles of TILE_ROWS that is enough for `num_rows` rows of `num_chunks` chunks of any
-    length."""
+    """Return limits with enough tiles of TILE_ROWS rows for any `num_chunks` chunks of `num_rows` rows in
+    total."""
     return TileLimits(num_rows // TILE_ROWS + num_chunks, TILE_ROWS)
 
 
@@ -207,7 +213,7 @@ def cut_into_tiles(chunks: Iterable[PackedChunk], tile_rows: int | None = None) 
 
 
 def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> NDArray[np.int64] | None:
-    """Return `PackedBatch.adapters` for rows of these slots."""
+    """Return `PackedBatch.adapters` for one row of each of these slots."""
     adapters = table.adapters[np.asarray(slots, dtype=np.int64)]
     return adapters if (adapters >= 0).any() else None
 
@@ -215,7 +221,7 @@ def adapters_of(slots: Sequence[int] | NDArray[np.int64], table: SlotTable) -> N
 def _context_rows(
     batch: ScheduledBatch,
 ) -> tuple[tuple[PackedChunk, ...], list[int], list[int], list[int], list[int]]:
-    """Return the chunks; slot, position and token id of each of their rows; and the sampled rows."""
+    """Return the chunks; slots, positions and token ids of their rows; and the sampled rows."""
     chunks: list[PackedChunk] = []
     slots: list[int] = []
     positions: list[int] = []
@@ -238,7 +244,7 @@ def _positions(slots: Sequence[int], table: SlotTable) -> list[int]:
 
 
 def _check_blocks(slots: Sequence[int], positions: Sequence[int], table: SlotTable) -> None:
-    """Raise ValueError for a row without a block, which would write to the null block that all sequences read."""
+    """Raise ValueError for a row without a block, which would overwrite the null block that all sequences read."""
     num_blocks, size = table.num_blocks.tolist(), table.tokens_per_block
     for slot, position in zip(slots, positions, strict=True):
         if position >= num_blocks[slot] * size:

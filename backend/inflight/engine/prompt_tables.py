@@ -1,7 +1,7 @@
 """The prompt tables of running sequences, on the device from a sequence's start until it leaves its slot.
 
-Token ids from the vocabulary's size on are virtual: they stand for rows of their request's table, which take the
-place of embeddings. Only context chunks have such ids, as they are never generated. Used on the loop thread.
+Token ids from the vocabulary's size on are virtual: they stand for rows of the request's table, which replace
+embeddings. Only context chunks have virtual ids, as the model never generates them. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class VirtualRows:
 
 
 class PromptTables:
-    """The tables by slot; sequences with equal tables share one.
+    """The tables by slot; sequences with equal tables share one copy.
 
     Args:
         vocab_size: The first virtual id.
@@ -56,7 +56,7 @@ class PromptTables:
         return len({digest for digest, _ in self._tables.values()})
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Drop the tables of released slots, and load those of sequences that start."""
+        """Drop the tables of released slots, and load the tables of sequences that start."""
         if self._tables:
             for slot in batch.released_slots:
                 self._tables.pop(slot, None)
@@ -68,7 +68,7 @@ class PromptTables:
                 self._tables.pop(start.slot, None)
 
     def virtual_rows(self, batch: ScheduledBatch) -> VirtualRows | None:
-        """Return the virtual tokens of the batch, whose rows are in the order of `pack`; None without any."""
+        """Return the batch's virtual tokens, with row indices in the order of `pack`; None if there are none."""
         found = list(self._find(batch)) if self._tables else []
         if not found:
             return None
@@ -76,7 +76,7 @@ class PromptTables:
         return VirtualRows(rows, torch.cat([embeddings for _, embeddings in found]))
 
     def _find(self, batch: ScheduledBatch) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield for each chunk with virtual tokens their rows and embeddings."""
+        """Yield for each chunk with virtual tokens the indices of their rows, and their embeddings."""
         begin = 0
         for chunk in batch.context:
             if chunk.slot in self._tables:

@@ -1,4 +1,4 @@
-"""Rounds the rows of a matrix to 8 bits, int8 or float8 levels, each with its own scale."""
+"""Quantizes the rows of a matrix to 8 bits, as int8 or float8 levels with a scale per row."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn levels [rows, inner] and a float32 scale per row; a row's largest magnitude becomes
     448."""
     wide = values.float()
-    # Multiplies by a reciprocal, as torch on a GPU does to divide by a constant: kernels must give equal scales.
+    # Multiplied by the reciprocal, as torch on a GPU divides by constants, so that all devices give equal scales.
     scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(LEAST_SCALE)
     return (wide / scales[:, None]).to(FLOAT8), scales

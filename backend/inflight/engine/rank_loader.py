@@ -62,7 +62,7 @@ class RankLoader:
         capture = find_capture(
             self.config, has_fixed_shapes, self.options.mapping, self.device, has_debug_tensors
         )
-        return agree_on_capture(capture, self.device, self.options.agree)
+        return agree_on_capture(capture, self.device, self.options.min_over_ranks)
 
     def make_runner(
         self,
@@ -99,5 +99,5 @@ class RankLoader:
             self._debug_tensors,
         )
         if self.device.type == "cuda":
-            runner.agree_on_recordings(self.options.agree)
+            runner.agree_on_recordings(self.options.min_over_ranks)
         return runner

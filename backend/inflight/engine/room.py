@@ -39,9 +39,9 @@ _logger = logging.getLogger(__name__)
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of the parameter `device`; None: a GPU if there is one.
+    """Return the device that the parameter `device` names; None: a GPU if there is one, otherwise the CPU.
 
-    Raises ConfigError if it is missing.
+    Raises ConfigError if the machine does not have the device.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +57,8 @@ def find_device(name: str | None) -> torch.device:
 
 
 def default_threads() -> int:
-    """Return the number of threads of a forward pass on the CPU: torch's, or less if this process may use less."""
+    """Return the number of threads of a forward pass on the CPU: torch's default, limited to the processors
+    that this process may use."""
     return min(torch.get_num_threads(), Processors.here().num_threads)
 
 
@@ -69,7 +70,7 @@ def set_threads(engine_threads: int | None) -> None:
     processors = Processors.here()
     if num_threads > max(1, processors.capacity):
         _logger.warning(
-            "engine_threads is %d, and this process may use %s: more threads than processors slow each other down",
+            "engine_threads is %d, but this process may use %s: more threads than processors slow each other down",
             num_threads,
             processors,
         )
@@ -80,7 +81,7 @@ def set_threads(engine_threads: int | None) -> None:
 def offer_outputs(
     config: EngineConfig, decoder: DecoderConfig, mapping: Mapping
 ) -> tuple[OfferedOutput, ...]:
-    """Return the additional outputs that requests may ask for; equal on all ranks, or a ConfigError on all."""
+    """Return the additional outputs that requests may ask for. All ranks get the same result or ConfigError."""
     last_stage = Mapping(mapping.tp_size, mapping.pp_size, mapping.sampler)
     first_layer = last_stage.layers(decoder.num_layers)[0]
     return offer(
@@ -93,9 +94,9 @@ def offer_outputs(
 
 
 def longest_sequence(config: EngineConfig, decoder: DecoderConfig) -> int:
-    """Return the configured length, or the maximum that the positions allow.
+    """Return the maximum sequence length in tokens: the configured one, or what the model's positions allow.
 
-    Raises ConfigError for more than that.
+    Raises ConfigError if the configured length exceeds the model's.
     """
     wanted, longest = config.max_sequence_length, decoder.max_positions
     if wanted is None or wanted <= longest:
@@ -117,7 +118,7 @@ def count_adapter_pages(
     held: DecoderConfig,
     dtype: torch.dtype,
     device: torch.device,
-    agree: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
 ) -> int:
     """Return the number of adapter pages that fit beside the weights; raises ConfigError if a configured size is
     too small."""
@@ -129,16 +130,18 @@ def count_adapter_pages(
                 f"lora_cache_gpu_memory_fraction is {config.lora_cache_gpu_memory_fraction}, expected 0 or "
                 "nothing: models with latent attention take no adapters"
             )
-        _logger.info("LoRA adapters are not taken: the model has latent attention")
+        _logger.info("LoRA adapters are not accepted: the model has latent attention")
         return 0
     page_rank = config.lora_cache_optimal_adapter_size
     size = page_bytes(held, page_rank, dtype)
     free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
-    num_pages = check_adapter_pages(config, agree(choose_num_adapter_pages(config, size, free_bytes)), size)
+    num_pages = check_adapter_pages(
+        config, min_over_ranks(choose_num_adapter_pages(config, size, free_bytes)), size
+    )
     largest = config.lora_cache_max_adapter_size
     if num_pages:
         _logger.info(
-            "LoRA adapters: %d pages of %d ranks, %.1f MiB, room for %d adapters of rank %d, the largest",
+            "LoRA adapters: %d pages of %d ranks, %.1f MiB, enough for %d adapters of rank %d, the maximum",
             num_pages,
             page_rank,
             num_pages * size / 2**20,
@@ -146,7 +149,7 @@ def count_adapter_pages(
             largest,
         )
     else:
-        _logger.warning("LoRA adapters are not taken: there is no memory for one of rank %d", largest)
+        _logger.warning("LoRA adapters are not accepted: there is no memory for one of rank %d", largest)
     return num_pages
 
 
@@ -157,10 +160,10 @@ def count_blocks(
     dtype: torch.dtype,
     device: torch.device,
     reserved: int,
-    agree: Callable[[int], int],
+    min_over_ranks: Callable[[int], int],
     mapped: int = 0,
 ) -> int:
-    """Return the number of blocks of the cache.
+    """Return the number of blocks of the KV cache.
 
     `reserved` bytes are left for later allocations on the device, and `mapped` bytes for mapped weights.
     """
@@ -170,7 +173,7 @@ def count_blocks(
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
     free_bytes = beside_mapped(free_bytes, mapped)
     chosen = choose_kv_cache_size(config, max_sequence_length, size, free_bytes, on_gpu)
-    num_blocks = agree(chosen.num_blocks)
+    num_blocks = min_over_ranks(chosen.num_blocks)
     _logger.info(
         "KV cache: %d blocks of %d tokens, %.0f MiB%s; %s decides",
         num_blocks,
@@ -192,7 +195,7 @@ def make_limits(
     mapping: Mapping,
     num_state_snapshots: int = 0,
 ) -> EngineLimits:
-    """Return the limits that an engine on torch's tensors declares, without the outputs it offers by name."""
+    """Return the limits that an engine on torch's tensors declares, except its additional outputs."""
     return EngineLimits(
         vocab_size=decoder.vocab_size,
         max_sequence_length=max_sequence_length,

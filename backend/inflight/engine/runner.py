@@ -1,10 +1,10 @@
 """Runs a model's forward passes over packed batches, with layers of torch, compiled code, transformers or
 TensorRT.
 
-It owns the weights, the KV cache and the slots; `inflight.sampling` owns the choice of tokens. Loop thread. On a
-GPU a forward pass waits for the device only for context outputs (or for a top-p with a top-k that keeps the whole
-vocabulary). Iterations are recorded once and replayed (`cuda/iteration_graphs.py`), and the next batch is
-forwarded while the current one is computed.
+The runner owns the weights, the KV cache and the slots; `inflight.sampling` chooses tokens. Loop thread. On a
+GPU a forward pass waits for the device only for context outputs (or for a top-p with a top-k that keeps the
+whole vocabulary). Iterations are recorded once and replayed (`cuda/iteration_graphs.py`), and the next batch is
+queued while the device computes the current one.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class RowOutputs:
 
     Attributes:
         rows: [rows, vocab_size] float32 logits to sample from; before the last stage, hidden states.
-        context: By slot, context outputs of chunks that want them.
-        additional: By slot, additional outputs of rows that want them.
+        context: Context outputs by slot, for sequences that want them.
+        additional: Additional outputs by slot, for sequences that want them.
     """
 
     rows: Tensor
@@ -58,13 +58,13 @@ class ModelRunner:
 
     Args:
         decoder: Computes the layers.
-        cache: Their KV cache.
+        cache: The KV cache of the layers.
         limits: The limits for requests and batches.
         max_num_tokens: Maximum number of rows of a forward pass.
         mapping: This rank's position.
         capture: Records iterations; None: they are not recorded. If set, `decoder` must be a whole model with
             fixed shapes.
-        debug_tensors: Records debug tensors, in which case no iteration is replayed.
+        debug_tensors: Records debug tensors; if set, no iteration is replayed. None: they are not recorded.
 
     Attributes:
         limits: The argument of the same name.
@@ -120,16 +120,16 @@ class ModelRunner:
             hidden: After the first pipeline stage, the previous stage's output.
 
         Returns:
-            At the last stage logits to sample from, in the order of `ScheduledBatch.sampled_slots`: 1 +
-            num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage hidden states
-            for the next one, [batch.num_tokens, hidden_size] in the model's dtype, without outputs by slot.
+            At the last stage, logits to sample from, in the order of `ScheduledBatch.sampled_slots`: 1 +
+            num_draft_tokens rows for a chunk and one for a generation slot. Before the last stage, hidden states
+            for the next stage, [batch.num_tokens, hidden_size] in the model's dtype, without outputs by slot.
 
         Raises:
             ValueError: The batch breaks the contract: more than max_num_tokens rows, or a row without a block.
         """
         try:
             return self._run(batch, hidden)
-        except BaseException:  # the content of the cache is unknown now
+        except BaseException:  # the content of the cache is unknown afterwards
             self.cache.forget(batch)
             raise
 
@@ -147,32 +147,33 @@ class ModelRunner:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Feed the sampled tokens to their slots next."""
+        """Make the sampled tokens their slots' next inputs."""
         self.take_tokens(batch, output)
 
     def take_tokens(
         self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
     ) -> None:
-        """Feed the sampled tokens to their slots next, and apply accepted drafts, in all slots or in `only`."""
+        """Make the sampled tokens their slots' next inputs, and apply accepted drafts, in all slots or in
+        `only`."""
         self.slots.remember(batch, output, only)
         if self.cache.states is not None:
             self.cache.states.accept(batch, output, only)
 
     def forget(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch] = ()) -> None:
-        """Make the batch's slots void, as if it had failed here."""
+        """Make the batch's slots void, as if the batch had failed on this rank."""
         self.void_slots.add(batch, since)
 
-    def agree_on_recordings(self, agree: Callable[[int], int]) -> None:
-        """Drop recordings that some rank does not have: the ranks of a stage sum up their results row by row.
+    def agree_on_recordings(self, min_over_ranks: Callable[[int], int]) -> None:
+        """Drop recordings that another rank does not have: the ranks of a stage sum up their results row by
+        row, and a replayed batch has padding rows and another order of generation rows.
 
-        A replayed batch has padding rows, and generation rows in its own order. `agree` returns the minimum over
-        all ranks.
+        `min_over_ranks` returns the minimum of a number over all ranks.
         """
         lacking = ""
-        if not agree(len(self.recorded.generation_sizes)):
+        if not min_over_ranks(len(self.recorded.generation_sizes)):
             lacking = "iterations run" if self._graphs is not None else ""
             self._graphs, self.recorded = None, RecordedKinds(())
-        elif not agree(len(self.recorded.mixed_sizes)) and self._graphs is not None:
+        elif not min_over_ranks(len(self.recorded.mixed_sizes)) and self._graphs is not None:
             lacking = "iterations with chunks run" if self.recorded.mixed_sizes else ""
             self._graphs.drop_mixed()
             self.recorded = self._graphs.kinds
@@ -284,7 +285,7 @@ def _record(
     )
     if graphs.adapter_ranks:
         _logger.info(
-            "iterations whose LoRA adapters have more than %d ranks together, or magnitudes (DoRA), run without "
+            "iterations whose LoRA adapters have more than %d ranks in total, or magnitudes (DoRA), run without "
             "CUDA graphs",
             graphs.adapter_ranks,
         )

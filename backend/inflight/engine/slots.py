@@ -2,12 +2,12 @@
 
 Block tables and last tokens are on the device, where the forward pass reads them. Numbers of tokens follow from
 the batches and their outputs alone, so they are on the host, where positions and group sizes are computed without
-waiting for the device. Knows no model. Used on the loop thread.
+waiting for the device. Independent of the model. Used on the loop thread.
 
-A batch may have been made before the failure of an earlier one was known, and continue sequences of that one. If
-the earlier one failed before its forward pass, the block tables may still be those of the slots' previous owners,
-and such a batch would write to blocks that belong to other sequences now. `VoidSlots` refuses it before it has any
-effect.
+A batch may have been made before the failure of an earlier batch was known, and continue sequences of the failed
+batch. If that batch failed before its forward pass, slots may still have the block tables of their previous
+owners, and the new batch would write to blocks that belong to other sequences now. `VoidSlots` refuses the new
+batch before it has any effect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlotTable:
         last_tokens: [slots + 1] int64 on the device: the inputs of generation rows.
         tokens_per_block: Tokens per KV block.
         null_slot: An additional slot without blocks, for padding rows.
-        num_tokens: [slots] int64 on the host: number of certain tokens whose keys and values are in the cache.
+        num_tokens: [slots] int64 on the host: number of tokens in the cache, without drafts that are not accepted.
         num_blocks: [slots] int64 on the host: number of blocks in the slot's table.
         adapters: [slots + 1] int64 on the host: the first page of the slot's adapter; -1: none.
     """
@@ -54,7 +54,7 @@ class SlotTable:
         self._null_block = null_block
 
     def apply(self, batch: ScheduledBatch) -> list[int]:
-        """Apply a batch's slots and blocks; return the blocks without usable content.
+        """Apply a batch's changes of slots and block tables; return the new blocks, whose content is not used.
 
         Released slots need no work, as a slot is reset when it is taken again.
         """
@@ -72,14 +72,14 @@ class SlotTable:
         return self._append(batch)
 
     def advance(self, batch: ScheduledBatch) -> None:
-        """Count the batch's rows as in the cache, except its drafts."""
+        """Add the batch's rows, except drafts, to the slots' numbers of tokens in the cache."""
         for chunk in batch.context:
             self.num_tokens[chunk.slot] = chunk.start + len(chunk.token_ids) - chunk.num_draft_tokens
         self.num_tokens[list(batch.generation_slots)] += 1
 
     def positions(self, batch: ScheduledBatch) -> NDArray[np.int64]:
-        """Return the position in its sequence of the token that each row of the logits samples, [rows], after
-        `advance`."""
+        """Return for each row of logits the position in its sequence of the token that it samples, [rows]; called
+        after `advance`."""
         drafts = [chunk.num_draft_tokens for chunk in batch.context if chunk.is_last]
         first = self.num_tokens[batch.sampled_slots()]
         if not any(drafts):
@@ -91,9 +91,10 @@ class SlotTable:
     def remember(
         self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None
     ) -> None:
-        """Apply the sampled tokens: accepted drafts are certain, and the last new token is the next input.
+        """Apply the sampled tokens: accepted drafts count as tokens, and the last new token is the next input.
 
-        Beam searches have no token yet: the moves of their next batch carry it. `only`: restrict to these slots.
+        Beam searches have no new token yet: it comes with the moves of their next batch. `only`: restrict to these
+        slots.
         """
         slots: list[int] = []
         last: list[int] = []
@@ -110,19 +111,20 @@ class SlotTable:
             self.last_tokens.index_copy_(0, rows, tokens)
 
     def last_on_host(self, slots: list[int]) -> list[int]:
-        """Return the inputs of generation rows of these slots; empty if only the device knows them."""
+        """Return the next inputs of the generation rows of `slots`; empty if only the device knows the inputs."""
         return as_array(self.last_tokens)[slots].tolist() if self.last_tokens.is_cpu else []
 
     def feed(self, batch: ScheduledBatch, tokens: Tensor) -> None:
-        """Set the next inputs, `tokens` [sampled slots] int64 on the device, of a batch that samples on the
-        device.
+        """Set the slots' next inputs, `tokens` [sampled slots] int64 on the device, after a batch that samples
+        on the device.
 
         `remember` follows for slots that need the host, before they have another row.
         """
         self.last_tokens.index_copy_(0, self._upload(batch.sampled_slots()), tokens)
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Let beams continue their parents. All parents are read first, as beams may swap."""
+        """Copy the state of parent beams to the beams that continue them. All parents are read first, as beams
+        may swap."""
         if not batch.moves:
             return
         moves = [(move.slot, move.parent_slot, move.token_id) for move in batch.moves]
@@ -146,11 +148,11 @@ class SlotTable:
             slots += [slot] * len(appended)
             columns += range(first, first + len(appended))
             block_ids += appended
-            if slot in writing:  # otherwise all of its blocks so far are shared with another sequence
+            if slot in writing:  # otherwise all its blocks so far are shared with another sequence
                 fresh += appended[max(0, self._blocks_in_use(slot) - first) :]
         if slots:
             if max(columns) >= self.block_tables.shape[1]:
-                raise ValueError(f"a block table is to hold more than {self.block_tables.shape[1]} blocks")
+                raise ValueError(f"a block table would have more than {self.block_tables.shape[1]} blocks")
             self._put(slots, columns, block_ids)
         return fresh
 
@@ -162,7 +164,7 @@ class SlotTable:
             self.block_tables[row, column] = block
 
     def _blocks_in_use(self, slot: int) -> int:
-        """Return how many of the slot's blocks hold tokens before this batch runs."""
+        """Return how many of the slot's blocks contain tokens before this batch runs."""
         return -(-int(self.num_tokens[slot]) // self.tokens_per_block)
 
     def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
@@ -175,22 +177,20 @@ class VoidSlots:
 
     def __init__(self) -> None:
         self._slots: set[int] = set()
-        self._last: ScheduledBatch | None = None  # the batch that began last
+        self._last: ScheduledBatch | None = None  # the batch whose forward pass began last
 
     @contextmanager
     def watch(self, batch: ScheduledBatch) -> Generator[None]:
-        """Make all slots named by the batch void if the body raises.
-
-        Except slots that a following batch, if it has begun, has restarted.
-        """
+        """Make all slots of the batch void if the body raises, except slots that a following batch has
+        restarted."""
         try:
             yield
-        except BaseException:  # the state of these slots is unknown now
+        except BaseException:  # the state of these slots is unknown afterwards
             self.add(batch, [self._last] if self._last is not None and self._last is not batch else [])
             raise
 
     def add(self, batch: ScheduledBatch, since: Iterable[ScheduledBatch]) -> None:
-        """Make the slots of a failed batch void, except those that the batches `since` have restarted.
+        """Make the slots of a failed batch void, except slots that the later batches `since` have restarted.
 
         A sequence may get a slot but no row, and end before its batch is back: by then the slot may have another
         owner.
@@ -211,13 +211,13 @@ class VoidSlots:
             void -= {move.slot for move in batch.moves}
         if carried_on := void & (_named(batch) | parents):
             raise ValueError(
-                f"the batch carries on in slot {min(carried_on)}, whose last batch failed; expected a start first"
+                f"the batch continues in slot {min(carried_on)}, whose last batch failed; expected a start first"
             )
         self._slots = void
 
 
 def _named(batch: ScheduledBatch) -> set[int]:
-    """Return the slots whose state a batch changes; a moved beam has a row, and so is among them."""
+    """Return the slots whose state a batch changes; moved beams are included, as they have rows."""
     return {
         *(start.slot for start in batch.starts),
         *(slot for slot, _ in batch.new_blocks),

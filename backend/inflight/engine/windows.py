@@ -1,7 +1,7 @@
 """Attention windows of layers: the checkpoint's sliding windows and chunks, and configured windows.
 
-A window changes what is read, not what is stored: KV blocks outside of the window still belong to their sequence,
-so no memory is saved.
+A window limits which keys are read, not which are stored: KV blocks outside of the window still belong to their
+sequence, so no memory is saved.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """A window: a token at position p sees positions above p - `recent`, itself included, and those below `sinks`.
+    """A window: a token at position p sees positions p - `recent` + 1 to p, and positions below `sinks`.
 
-    With `is_chunk`, sequences are divided into chunks of `recent` tokens, and it sees only those of its own chunk.
+    With `is_chunk`, sequences are divided into chunks of `recent` tokens, and a token sees no other chunk.
 
     Attributes:
         recent: Number of recent tokens, at least 1.
@@ -47,18 +47,20 @@ def layer_windows(
     """Return each layer's window; None: a token sees all tokens before it, as with a window of the longest
     sequence.
 
-    A layer has the smaller of its two windows. Sinks are part of the window: in a window of n tokens with s sinks,
-    a token sees the first s of its sequence and the last n - s. Tokens keep their positions, and context and
-    generation have the same window. TensorRT-LLM's StreamingLLM instead counts positions inside the window and
-    lets a context see all of itself; then tokens would depend on where a request's context ended, and so on
-    whether it was ever paused.
+    A layer gets the smaller of the checkpoint's and the configured window. Sinks are part of the window: in a
+    window of n tokens with s sinks, a token sees the first s tokens of its sequence and the last n - s. Tokens
+    keep their positions, and context and generation have the same window. TensorRT-LLM's StreamingLLM instead
+    counts positions inside the window, and a token of the context sees the whole context before it; then
+    generated tokens would depend on where a request's context ended, and so on whether the request was ever
+    paused.
 
     Args:
-        checkpoint_windows: By layer, the checkpoint's own window; None for none.
-        configured: `max_attention_window_size`; layer i uses entry i % n. Empty: none.
+        checkpoint_windows: The checkpoint's window of each layer; None for a layer without one.
+        configured: `max_attention_window_size`; layer i uses entry i % n. Empty: no window is configured.
         num_sinks: `sink_token_length`.
         max_sequence_length: Longest sequence in tokens.
-        checkpoint_chunks: By layer, the length of the checkpoint's chunks; None, or empty, for none.
+        checkpoint_chunks: The length of each layer's chunks, of chunked attention; None for a layer without
+            chunks, empty for a model without them.
 
     Raises:
         ConfigError: A window consists of sinks only, or is configured for a layer with chunks.

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint folders → one declarative DecoderConfig and its weights.
 
-Owns the reading and checking of config.json, generation_config.json and *.safetensors. Knows neither batches nor
-attention: `inflight.engine` runs what is loaded here. Used by the loading thread only.
+Reads and checks config.json, generation_config.json and *.safetensors. Independent of batches and attention:
+`inflight.engine` runs the loaded model. Used by the loading thread only.
 """
 
 from inflight.models.decoder_config import DecoderConfig

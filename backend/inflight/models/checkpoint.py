@@ -1,7 +1,7 @@
 """The *.safetensors files of a checkpoint folder: names, shapes and data of the tensors.
 
-A folder of a GGUF file has none; `gguf_tensors.py` adds its tensors. Knows no model. Files are memory-mapped
-while the checkpoint is open, so only requested tensors are read.
+A folder of a GGUF file has no *.safetensors files; `gguf_tensors.py` adds its tensors. Independent of the model.
+Files are memory-mapped while the checkpoint is open, so only requested tensors are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorInfo:
     Attributes:
         file: Name of the file inside the folder.
         shape: Dimensions.
-        dtype: float32, bfloat16 or float16, or the file format's own name of any other dtype.
+        dtype: float32, bfloat16 or float16; for any other dtype, its name in the file format.
         level_bytes: For a quantized matrix, the size of its levels and scales in the file, in bytes.
     """
 
@@ -51,9 +51,9 @@ class LevelsOfFile:
     """Access to a quantized matrix's levels in a file.
 
     Attributes:
-        kind: The format, according to the shapes of its tensors.
+        kind: The matrix's format, derived from the shapes of its tensors.
         read: Returns the levels, mapped or copied.
-        release: Releases the levels that were read when they are no longer needed.
+        release: Releases the levels that `read` returned.
     """
 
     kind: MatrixKind
@@ -67,7 +67,7 @@ class Checkpoint:
     Attributes:
         tensors: File, shape and dtype of each tensor.
         levels: Access to the levels of the quantized tensors.
-        left_out: Number of tensors that `leave_out` removed, by prefix.
+        left_out: Number of tensors that `leave_out` has removed, for each prefix.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class Checkpoint:
         self.levels: dict[str, LevelsOfFile] = {}
         self.left_out: Counter[str] = Counter()
         try:
-            # In transformers' order: if a tensor is in two files, the last file counts.
+            # In transformers' order: if a tensor is in two files, the last file is used.
             for name, expected in sorted(_file_names(folder).items()):
                 self._open(name, expected)
             self.tensors = dict(self._describe())
@@ -107,7 +107,8 @@ class Checkpoint:
     def add(
         self, name: str, info: TensorInfo, make: Callable[[], Tensor], levels: LevelsOfFile | None = None
     ) -> None:
-        """Add a tensor that `make` computes from others at each read; `levels` if it is quantized."""
+        """Add a tensor that `make` computes from other tensors at each read; `levels`: its levels, if
+        quantized."""
         self.tensors[name], self._added[name] = info, make
         if levels is not None:
             self.levels[name] = levels
@@ -118,14 +119,15 @@ class Checkpoint:
         self._stored_as[new_name] = self._stored_as.pop(name, name)
 
     def leave_out(self, prefixes: tuple[str, ...]) -> None:
-        """Remove the tensors whose names have one of these prefixes from `tensors`, and count them."""
+        """Remove the tensors whose names start with one of `prefixes` from `tensors`, and count them in
+        `left_out`."""
         for name in list(self.tensors):
             if prefix := next((each for each in prefixes if name.startswith(each)), None):
                 del self.tensors[name]
                 self.left_out[prefix] += 1
 
     def release_pages(self, tensor: Tensor) -> None:
-        """Release the mapped pages of a tensor that `read` returned, which count as this process's memory."""
+        """Release the mapped pages of a tensor that `read` returned, as they count as this process's memory."""
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         end = (tensor.data_ptr() + reach * tensor.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -146,7 +148,7 @@ class Checkpoint:
             raise ConfigError(f"{path} cannot be mapped into memory: {error}") from error
         absent = expected.difference(self._files[name].keys())
         if absent:
-            raise ConfigError(f"{path} has no tensor {min(absent)!r}, but {_INDEX} says that it is there")
+            raise ConfigError(f"{path} has no tensor {min(absent)!r}, but {_INDEX} lists it")
 
     def _describe(self) -> list[tuple[str, TensorInfo]]:
         infos: list[tuple[str, TensorInfo]] = []
@@ -166,7 +168,8 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def _file_names(folder: Path) -> dict[str, set[str]]:
     """Return the files to open, each with the tensors that an index expects in it.
 
-    As in transformers, a single file takes precedence over an index beside it, whose shards may be missing.
+    As in transformers, a single file takes precedence over an index in the same folder, whose shards may be
+    missing.
     """
     if (folder / _SINGLE).exists():
         return {_SINGLE: set()}

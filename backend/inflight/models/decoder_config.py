@@ -1,4 +1,4 @@
-"""One description of a decoder-only transformer for all families: numbers and names, no tensors.
+"""The description of a decoder-only transformer, the same for all families: numbers and names, no tensors.
 
 Every family's config.json is translated into a `DecoderConfig` once, at load; later code does not depend on the
 model's family.
@@ -24,7 +24,7 @@ class LinearScaling:
 
     Attributes:
         factor: Greater than 1 to extend the usable positions.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
     """
 
     factor: float
@@ -33,10 +33,10 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class DynamicScaling:
-    """Dynamic NTK: no scaling up to the positions the model was trained with.
+    """Dynamic NTK: no scaling up to the number of positions with which the model was trained.
 
-    In longer sequences the base grows by `factor` with every further token, for all tokens at once. Cached
-    keys would have to be recomputed, so sequences here are never longer.
+    In longer sequences every further token increases the base by `factor`, for all tokens of the sequence. Cached
+    keys would have to be recomputed, so this engine does not allow longer sequences.
     """
 
     factor: float
@@ -44,13 +44,13 @@ class DynamicScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth ramp between.
+    """Llama 3.1: low rotary frequencies are divided by `factor`, high ones are kept, with a ramp in between.
 
     Attributes:
         factor: Divides the frequencies of long wavelengths.
         low_freq_factor: Wavelengths above original_max_positions / low_freq_factor are long.
         high_freq_factor: Wavelengths below original_max_positions / high_freq_factor are short.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
     """
 
     factor: float
@@ -65,13 +65,14 @@ class YarnScaling:
 
     Attributes:
         factor: Divides the scaled frequencies.
-        original_max_positions: Positions the model was first trained with.
-        beta_fast: Dimensions that turn more often than this over the original positions stay unscaled.
-        beta_slow: Dimensions that turn less often than this are fully scaled.
+        original_max_positions: Number of positions with which the model was first trained.
+        beta_fast: Dimensions with more rotations than this over the original positions are not scaled.
+        beta_slow: Dimensions with fewer rotations than this over the original positions are fully scaled.
         attention_factor: Multiplies cos and sin.
         truncate: Whether the ramp begins and ends at whole dimensions.
         all_dim_factor: The factor computed from `mscale_all_dim` and `factor`; 1 if not given. Latent attention
-            multiplies all of queries and keys by it, not only rotated dimensions; other attentions ignore it.
+            multiplies all dimensions of queries and keys by it, rotated or not; other kinds of attention ignore
+            it.
     """
 
     factor: float
@@ -87,14 +88,14 @@ class YarnScaling:
 class LongRopeScaling:
     """LongRoPE: each pair of dimensions has its own factor, and there are two sets of factors.
 
-    Cached keys are valid for one set only, so an engine uses one set for all sequences: the short one if no
-    sequence can be longer than the model was first trained with, else the long one. transformers changes the
-    set as a sequence grows, which changes results that were already computed.
+    Cached keys are valid for one set only, so an engine uses one set for all sequences: the short factors if no
+    sequence can be longer than the model was first trained with, otherwise the long factors. transformers changes
+    the set when a sequence becomes longer, which invalidates results that were already computed.
 
     Attributes:
         short_factors: Divide the frequencies, one per rotated pair, in short sequences.
         long_factors: Divide the frequencies, one per rotated pair, in long sequences.
-        original_max_positions: Positions the model was first trained with.
+        original_max_positions: Number of positions with which the model was first trained.
         attention_factor: Multiplies cos and sin.
     """
 
@@ -106,12 +107,13 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ProportionalScaling:
-    """Proportional RoPE: the first pairs of a head turn as in a head that is rotated whole, the others do not.
+    """Proportional RoPE: the first pairs of a head are rotated as in a fully rotated head, the other pairs are
+    not.
 
-    Pairs are those of the whole head, dimensions i and i + head_dim / 2.
+    Pairs are dimensions i and i + head_dim / 2.
 
     Attributes:
-        part: Fraction of the pairs that turn.
+        part: Fraction of the pairs that are rotated.
         factor: Divides the frequencies.
     """
 
@@ -131,10 +133,10 @@ class RopeConfig:
     Attributes:
         theta: Base of the angles.
         scaling: Scaling for longer contexts; None: no scaling.
-        partial_factor: Rotated fraction of each head: its first dimensions; the others have no positions.
+        partial_factor: Fraction of each head's dimensions, from the first on, that are rotated.
         interleaved: Whether the checkpoint's model rotates dimensions 2i and 2i + 1 together, instead of i and
-            i + rotary_dim / 2. Rows of query and key projections are put into the latter order when they are read,
-            which leaves all scores as they are.
+            i + rotary_dim / 2. Rows of query and key projections are reordered for the second form when they are
+            read, which does not change attention scores.
     """
 
     theta: float
@@ -147,7 +149,8 @@ class RopeConfig:
         return int(head_dim * self.partial_factor)
 
     def rows_in_halves(self, head_dim: int) -> tuple[tuple[int, int, int], ...]:
-        """Return ranges, with steps, of a head's stored rows that put them into the order of the rotation."""
+        """Return ranges (begin, end, step) of a head's stored rows, which together have the order of the
+        rotation."""
         rotated = self.rotary_dim(head_dim) if self.interleaved else 0
         ranges = (0, rotated, 2), (1, rotated, 2), (rotated, head_dim, 1)
         return tuple(each for each in ranges if each[0] < each[1])
@@ -159,7 +162,7 @@ class ClampedSwiglu:
 
     Attributes:
         alpha: Steepness of the sigmoid.
-        limit: Before this formula, gate is clamped to at most `limit`, and up to -limit .. limit.
+        limit: Before the formula, gate is clamped to at most `limit`, and up to -limit .. limit.
     """
 
     alpha: float
@@ -172,31 +175,31 @@ class ExpertsConfig:
 
     Attributes:
         count: Number of experts in a layer.
-        num_per_token: Number of experts per token: those with the highest probabilities.
+        num_per_token: Number of experts per token, which are the experts with the highest probabilities.
         intermediate_size: Inner width of an expert.
         is_normalized: Whether the probabilities of the chosen experts, which weight their results, are divided by
             their sum.
-        layers: For each layer of the model, whether it has experts; otherwise it has the MLP.
-        shared_intermediate_size: Inner width of an additional MLP that every token goes through; 0: there is none.
-        has_shared_gate: Whether the result of that MLP is multiplied by sigmoid(a linear layer with one output).
+        layers: For each layer of the model, whether it has experts instead of the MLP.
+        shared_intermediate_size: Inner width of the shared MLP, which computes every token; 0: there is none.
+        has_shared_gate: Whether the shared MLP's result is multiplied by sigmoid(a linear layer with one output).
         scoring: Function from router logits to probabilities: softmax over all experts, or sigmoid of each logit.
         has_choice_bias: Whether each expert has a bias that is added to its probability when experts are chosen,
             but not when results are weighted.
         num_groups: Number of equally large groups of consecutive experts.
         num_groups_per_token: Number of groups from which the experts of a token are chosen.
-        scores_per_group: Number of the highest probabilities in each group whose sum ranks the groups.
-        result_scale: Factor of the probabilities that weight results.
+        scores_per_group: Groups are ranked by the sum of this many of their highest probabilities.
+        result_scale: Factor of the weights of results.
         has_float32_router: Whether the router is computed in float32, whatever the dtype of the model.
         has_router_bias: Whether the router has biases.
         has_bias: Whether both projections of every expert have biases.
-        has_norms: Whether router and experts each read the residual stream through a norm of their own, and the
-            results of the experts and of the shared MLP have norms before they are added.
-        has_expert_scales: Whether each expert has a learned factor of its weight.
+        has_norms: Whether router and experts each have a norm on their input, the residual stream, and the
+            results of experts and shared MLP have norms before they are added.
+        has_expert_scales: Whether each expert has a learned factor by which its weight is multiplied.
         weighs_inputs: Whether the weights of the chosen experts multiply their inputs instead of their results.
-        latent_size: Width of the vectors that experts read and write, which are projections of hidden states, and
-            are projected to hidden states; 0: they are hidden states.
-        held: First expert of this rank and the index after the last; None: all. Every rank has the whole router;
-            other ranks compute the experts that are not held.
+        latent_size: Width of the experts' inputs and outputs if hidden states are projected to them and back; 0:
+            experts read and write hidden states.
+        held: First expert of this rank and the index after its last one; None: the rank has all experts.
+            Every rank has the whole router; other ranks compute the other experts.
     """
 
     count: int
@@ -226,24 +229,24 @@ class ExpertsConfig:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are projections of one vector.
 
-    For each token, the cache holds this vector, the compressed latent, and one key that all heads share. A head's
-    queries and keys have two parts: one without positions, whose keys are projected from the latent, and a rotated
-    one, whose key is the shared key.
+    For each token, the cache has this vector, the compressed latent, and one key that all heads share. A head's
+    queries and keys have two parts: a part without positions, whose keys are projected from the latent, and a
+    rotated part, whose key is the shared key.
 
     Instead of projecting the latents to keys and values, one can multiply queries by the key projection, and the
-    weighted sum of latents by the value projection. Attention then has a single key head that is as wide as the
-    cached data, and whose values are its keys. A DecoderConfig with latent attention describes this form:
-    num_kv_heads is 1, head_dim is `kv_rank + rope_head_dim`, and attention_scale is given.
+    weighted sum of latents by the value projection. Attention then has a single key head, which is as wide as the
+    cached data and whose values are its keys. A DecoderConfig with latent attention describes this form:
+    num_kv_heads is 1, head_dim is `kv_rank + rope_head_dim`, and attention_scale is set.
 
     Attributes:
-        query_rank: Width of the vector that queries are projected from; None: they are projected from hidden
+        query_rank: Width of the vector from which queries are projected; None: queries are projected from hidden
             states.
         kv_rank: Width of the compressed latent.
-        nope_head_dim: Width of the part of a head without positions.
+        nope_head_dim: Width of a head's part without positions.
         rope_head_dim: Width of the rotated part of a head, and of the shared key.
         value_head_dim: Width of a head's values.
         interleaved: Whether dimensions 2i and 2i + 1 are rotated together, instead of i and i + rope_head_dim / 2.
-        norm_eps: Epsilon of the norms on the compressed latent and on the vector that queries are projected from.
+        norm_eps: Epsilon of the norms on the compressed latent and on the vector of width `query_rank`.
     """
 
     query_rank: int | None
@@ -273,7 +276,7 @@ class AttentionTemperature:
 
     Attributes:
         growth: Factor of the logarithm.
-        interval: Number of positions with the same factor.
+        interval: Number of consecutive positions with equal factors.
     """
 
     growth: float
@@ -282,14 +285,15 @@ class AttentionTemperature:
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Fixed factors of activations in every layer (maximal update parametrization); 1 changes nothing.
+    """Fixed factors of activations in every layer (maximal update parametrization); a factor of 1 has no effect.
 
     Attributes:
         attention_input: Factor of attention's input.
         attention_output: Factor of the result of attention.
         recurrent_input: Factor of a recurrent layer's input.
-        recurrent_sections: Factors of the sections of its input projection's output; empty: 1.
-        recurrent_output: Factor of its result.
+        recurrent_sections: Factors of the sections of a recurrent layer's input projection's output; empty:
+            all are 1.
+        recurrent_output: Factor of a recurrent layer's result.
         mlp_gate: Factor of the MLP's gates, before the activation.
         mlp_output: Factor of the MLP's result.
     """
@@ -305,7 +309,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """The sizes of one layer in a model whose layers differ; the meaning is that of `DecoderConfig`'s fields."""
+    """The sizes of one layer in a model whose layers differ; see the fields of `DecoderConfig`."""
 
     num_kv_heads: int
     head_dim: int
@@ -314,16 +318,16 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputsConfig:
-    """Per-layer embeddings: every layer has an input of its own for each token, beside the residual stream.
+    """Per-layer embeddings: besides the residual stream, every layer gets another embedding of each token.
 
-    It is the sum of the token's row of another embedding, and of a projection of its ordinary embedding. After the
-    MLP, it multiplies the activation of a projection of the residual stream, and the product's projection is added
-    to the stream.
+    A per-layer embedding is the sum of the token's row in a separate table and of a projection of the token's
+    ordinary embedding. After the MLP, the residual stream is projected and activated, multiplied by the per-layer
+    embedding, projected back, and added to the residual stream.
 
     Attributes:
-        size: Width of one layer's input.
-        vocab_size: Number of rows of that embedding.
-        virtual_id: The token whose row virtual tokens have, which have none of their own.
+        size: Width of one layer's embedding.
+        vocab_size: Number of rows of the separate table.
+        virtual_id: The token whose row of the separate table is used for virtual tokens.
     """
 
     size: int
@@ -333,20 +337,21 @@ class LayerInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The architecture of a decoder: everything besides weights that its forward pass depends on.
+    """The architecture of a decoder: everything except weights on which its forward pass depends.
 
     Attributes:
-        vocab_size: Number of token ids, that is, of rows of the embedding.
+        vocab_size: Number of token ids, which is the number of rows of the embedding.
         hidden_size: Width of the residual stream.
         num_layers: Number of decoder layers.
         num_heads: Number of query heads.
         num_kv_heads: Number of key and value heads; divides num_heads.
         head_dim: Width of one head; num_heads * head_dim need not be hidden_size.
         intermediate_size: Inner width of the MLP.
-        max_positions: Longest sequence in tokens: rows of learned positions, or the maximum for rotary ones.
+        max_positions: Longest sequence in tokens: the number of learned positions, or the maximum for
+            rotary positions.
         norm: RMSNorm (weight) or LayerNorm (weight and bias).
         norm_bias: Whether the checkpoint has the biases of LayerNorms; they are 0 otherwise.
-        norm_eps: Added to the variance.
+        norm_eps: Epsilon of norms, which is added to the variance.
         activation: Activation in the MLP; gelu_tanh is the tanh approximation, relu2 the square of relu, and xielu
             has learned parameters of each layer.
         gated_mlp: Whether the MLP is down(act(gate(x)) * up(x)) instead of down(act(up(x))).
@@ -355,19 +360,22 @@ class DecoderConfig:
         qkv_bias: Whether the query, key and value projections have biases.
         output_bias: Whether attention's output projection has a bias.
         mlp_bias: Whether the MLP has biases.
-        qk_norm: RMSNorm over queries and keys before the rotation: over each head, or over all heads together; or
-            over each head, in layers that rotate, with 1 as all weights. None: there is none.
-        norms_rotated: Whether that norm, over each head, comes after the rotation.
-        sliding_windows: For each layer, the number of keys that a token attends to, itself included; None: all up
-            to itself.
-        attention_chunks: For each layer, the length of chunks of a sequence: a token attends to those of its chunk
-            up to itself; None: there are no chunks. Empty: no layer has chunks.
+        qk_norm: RMSNorm over queries and keys before the rotation: "heads", over each head; "projection",
+            over all heads together; "unweighted", over each head in layers with rotation, without weights.
+            None: there is none.
+        norms_rotated: Whether `qk_norm`, over each head, is applied after the rotation.
+        sliding_windows: For each layer, the number of keys to which a token attends, its own included;
+            None: all keys up to its own.
+        attention_chunks: For each layer, the length of the chunks into which sequences are divided: a token
+            attends to the keys of its chunk up to its own; None: no chunks in this layer. Empty: no layer has
+            chunks.
         attention_temperature: Temperature of attention; None: queries are the same at every position.
-        tied_embeddings: Whether the output projection is the embedding, unless the checkpoint has another.
-        learned_positions: Whether an embedding of each position is added to the input.
-        position_offset: Number of rows of that embedding before the row of position 0.
-        norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs before
-            these are added to the residual stream, or both.
+        tied_embeddings: Whether the embedding is also the output projection, unless the checkpoint has
+            another one.
+        learned_positions: Whether a learned embedding of each position is added to the input.
+        position_offset: Number of rows of the position embedding before the row of position 0.
+        norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs
+            before the addition to the residual stream, or both.
         norm_offset: Added to the stored weights of norms.
         parallel_residual: Whether attention and MLP read the same input, each through its own norm, and both
             results are added.
@@ -375,33 +383,36 @@ class DecoderConfig:
         learned_sinks: Whether each query head has a learned score that is one more term of the softmax's sum
             but has no value: the weights of the values then sum to less than 1.
         attention_soft_cap: Scores become cap * tanh(score / cap); None: they are unchanged.
-        logits_soft_cap: The same for logits.
+        logits_soft_cap: Logits become cap * tanh(logit / cap); None: they are unchanged.
         embedding_scale: Factor of token embeddings.
         residual_scale: Factor of the results of attention and MLP that are added to the residual stream.
         logits_scale: Factor of the logits.
         attention_gate: Whether the result of attention is multiplied by the sigmoid of gates, one for each column,
             from a linear layer of the attention's input.
-        head_gates: Whether the result of each head is multiplied by the sigmoid of one gate, likewise.
-        recurrent: Recurrent layer that replaces attention in some layers, or is beside it; None: there is none.
-        recurrent_layers: Whether each layer has it; empty if no layer has.
-        recurrent_activation: Activation after its convolution; None: that of the MLP.
-        attention_layers: Whether each layer has attention; empty: those without recurrent layer. Where a layer has
-            both, they read the same input, and both results are added.
+        head_gates: Whether the result of each head is multiplied by the sigmoid of one gate, from a linear
+            layer of the attention's input.
+        recurrent: The recurrent part that some layers have instead of attention, or besides it; None: there
+            is none.
+        recurrent_layers: For each layer, whether it has a recurrent part; empty: no layer has one.
+        recurrent_activation: Activation after the recurrent part's convolution; None: the MLP's activation.
+        attention_layers: For each layer, whether it has attention; empty: the layers without a recurrent
+            part have it. In a layer with both, both read the same input, and both results are added.
         mlp_layers: Whether each layer has an MLP or experts; empty: every layer.
         multipliers: Fixed factors of activations; None: all are 1.
         experts: Experts that replace the MLP in some layers; None: no layer has experts.
-        num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; not read.
+        num_draft_layers: Number of additional layers that a checkpoint may have for drafting tokens; they
+            are not read.
         latent: Latent attention, which changes the meaning of num_kv_heads and head_dim; None: ordinary attention.
-        layer_sizes: The sizes of each layer, if layers differ: the fields above are then the largest; empty: every
-            layer has those.
+        layer_sizes: The sizes of each layer, if layers differ; then `num_kv_heads`, `head_dim` and
+            `intermediate_size` are the largest. Empty: these fields apply to every layer.
         keys_are_values: For each layer, whether the key projection's output is also the values, before norms and
             rotation; empty: every layer has a value projection.
         value_norm: Whether each value head has an RMSNorm, which has no weights.
-        kv_layers: For each layer, the layer whose keys and values it reads: itself, or an earlier one of the same
-            sizes, and it has neither key nor value projection; empty: every layer has its own.
+        kv_layers: For each layer, the layer whose keys and values it reads: itself, or an earlier layer of
+            equal sizes; then it has neither key nor value projection. Empty: every layer reads its own.
         layer_scales: Whether the residual stream after each layer is multiplied by a learned number.
         layer_inputs: Per-layer embeddings; None: there are none.
-        eos_token_ids: End ids from generation_config.json, else from config.json.
+        eos_token_ids: End ids from generation_config.json, otherwise from config.json.
         dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
 
@@ -473,11 +484,11 @@ class DecoderConfig:
         return self.experts is not None and self.experts.layers[layer]
 
     def is_recurrent(self, layer: int) -> bool:
-        """Return whether a layer is recurrent instead of having attention."""
+        """Return whether a layer has a recurrent part and no attention."""
         return self.has_state(layer) and not self.has_attention(layer)
 
     def has_state(self, layer: int) -> bool:
-        """Return whether a layer has a recurrent state, in place of attention or beside it."""
+        """Return whether a layer has a recurrent state, instead of attention or besides it."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
 
     def has_attention(self, layer: int) -> bool:
@@ -497,7 +508,7 @@ class DecoderConfig:
         return not self.kv_layers or self.kv_layers[layer] == layer
 
     def at(self, layer: int) -> DecoderConfig:
-        """Return this configuration with the sizes of one layer as those of all."""
+        """Return this configuration with the sizes of `layer` for all layers."""
         if not self.layer_sizes:
             return self
         sizes = self.layer_sizes[layer]
@@ -510,7 +521,7 @@ class DecoderConfig:
         )
 
     def only(self, layer: int) -> DecoderConfig:
-        """Return the configuration of a model of one layer with attention, which has the sizes of `layer`."""
+        """Return the configuration of a model with one layer, which has attention and the sizes of `layer`."""
         return replace(
             self.at(layer),
             num_layers=1,
@@ -543,12 +554,14 @@ class DecoderConfig:
 
     @property
     def cached_size(self) -> int:
-        """Number of cached values per token and layer: keys and values, counted once if both are the same."""
+        """Number of cached values per token and layer: of keys and values, or of keys alone if values are part
+        of them."""
         return 2 * self.kv_size if self.latent is None else self.kv_size
 
     @property
     def rotary_head_dim(self) -> int:
-        """Width to which partial_factor applies: a head, or with latent attention its rotated part."""
+        """Width to which `RopeConfig.partial_factor` applies: a head, or with latent attention its rotated
+        part."""
         return self.head_dim if self.latent is None else self.latent.rope_head_dim
 
     @property

@@ -25,7 +25,7 @@ class Linear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of its input and output."""
+        """Dtype of the layer's input and output."""
         return self.weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNorms:
-    """Norms of a layer whose experts are beside its MLP, each [hidden_size].
+    """Norms of a layer with both experts and an MLP, each [hidden_size].
 
     Attributes:
-        router: On the router's input.
-        before: On the experts' input.
-        after: On the experts' result.
-        shared_after: On the shared MLP's result.
+        router: Norm on the router's input.
+        before: Norm on the experts' input.
+        after: Norm on the experts' result.
+        shared_after: Norm on the shared MLP's result.
     """
 
     router: Norm
@@ -66,23 +66,23 @@ LinearT = TypeVar("LinearT")
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights(Generic[LinearT]):
-    """A layer's experts, whose MLPs are gated if the model's are: all, or those that a rank holds.
-
-    `ExpertsConfig.held` says which those are.
+    """A layer's experts, whose MLPs are gated if the model's are: all experts, or this rank's
+    (`ExpertsConfig.held`).
 
     Attributes:
         router: Router of all experts, [count, hidden_size].
-        up: Gate above up of each expert that is held: weights [held, 2 * intermediate_size, hidden_size], and
-            biases [held, 2 * intermediate_size] if there are any; without gates up alone. With `latent` the width
-            of its vectors takes the place of hidden_size.
-        down: Likewise [held, hidden_size, intermediate_size] and [held, hidden_size]. If ranks have slices of the
-            same experts, whose results are summed, only the first of them has the biases.
+        up: Gate above up of each of the rank's n experts: weights [n, 2 * intermediate_size, hidden_size],
+            and biases [n, 2 * intermediate_size] if there are any; without gates, up alone. With `latent`, the
+            latent width replaces hidden_size.
+        down: Weights [n, hidden_size, intermediate_size], and biases [n, hidden_size] if there are any. If
+            ranks have slices of the same experts, whose results are summed, only the first of these ranks has
+            the biases.
         shared_gate: [1, hidden_size]; None if there is none.
         choice_bias: [count] float32, added to probabilities when experts are chosen; None if there is none.
         norms: Norms of router, experts and shared MLP; None if there are none.
-        scales: [count], factors of the weights of experts; None if there are none.
-        latent: Projections of hidden states to the vectors that experts read, and of the sum of those that they
-            write to hidden states; None if these are hidden states.
+        scales: [count], factors by which the experts' weights are multiplied; None if there are none.
+        latent: Projection of hidden states to the experts' inputs, and of the sum of the experts' outputs
+            to hidden states; None if experts read and write hidden states.
     """
 
     router: Linear
@@ -97,10 +97,10 @@ class ExpertWeights(Generic[LinearT]):
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Weights of latent attention besides `LayerWeights.qkv`; heads are this rank's.
+    """Weights of latent attention other than `LayerWeights.qkv`; heads are this rank's.
 
     Attributes:
-        query_norm: Norm over the vector that queries are projected from, [query_rank]; None if queries are
+        query_norm: Norm over the vector from which queries are projected, [query_rank]; None if queries are
             projected from hidden states.
         query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
             queries are projected from hidden states.
@@ -116,12 +116,12 @@ class LatentWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputWeights:
-    """Weights by which a layer takes its own inputs of tokens (`LayerInputsConfig`).
+    """Weights with which a layer adds per-layer embeddings to the residual stream (`LayerInputsConfig`).
 
     Attributes:
         gate: Projection of the residual stream, [size, hidden_size].
-        output: Projection of the product with the input, [hidden_size, size].
-        norm: Norm on that, [hidden_size].
+        output: Projection of the product with the per-layer embedding, [hidden_size, size].
+        norm: Norm on the output projection's result, [hidden_size].
     """
 
     gate: Linear
@@ -131,12 +131,12 @@ class LayerInputWeights:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputWeights:
-    """Weights that make the own inputs of all layers from tokens (`LayerInputsConfig`).
+    """Weights with which per-layer embeddings of all layers are made from tokens (`LayerInputsConfig`).
 
     Attributes:
-        embedding: [vocab_size, num_layers * size].
+        embedding: The separate table, [vocab_size, num_layers * size].
         projection: Projection of ordinary embeddings, [num_layers * size, hidden_size].
-        norm: Norm on each layer's part of that, [size].
+        norm: Norm on each layer's part of the projection's result, [size].
     """
 
     embedding: Tensor
@@ -152,31 +152,32 @@ class Layer(Generic[LinearT]):
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
         qkv_or_none: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size];
-            without value heads if keys are values, and without key heads too if the layer reads another layer's;
-            with `attention_gate` after the gates of all query heads, [query_size, hidden_size]. With latent
-            attention: queries, or the vector that they are projected from, the compressed latent and the shared
-            key. In a recurrent layer: its input projection, the rows of `RecurrentConfig.sections`. None in a
-            layer with neither attention nor a recurrent layer.
+            without value heads if keys are values; without key and value heads if the layer reads another layer's.
+            With `attention_gate`, the gates of all query heads come first, [query_size, hidden_size]. With latent
+            attention: queries, or the vector from which they are projected, the compressed latent and the shared
+            key. In a recurrent layer: the input projection, the rows of `RecurrentConfig.sections`. None in a
+            layer with neither attention nor a recurrent part.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm, or without keys.
         output_or_none: [hidden_size, num_heads * output_head_dim], or the output projection of a recurrent layer.
-            None in a layer with neither.
+            None in a layer with neither attention nor a recurrent part.
         mlp_norm: Norm before the MLP; None if there is none.
         mlp_post_norm: Norm on the MLP's output; None if there is none.
         experts: The layer's experts; None in a layer without experts.
-        up: Gate above up if the MLP is gated, [2 * intermediate_size, hidden_size], else up alone. In a layer with
-            experts, that of the shared MLP; None if there is none.
+        up: Gate above up if the MLP is gated, [2 * intermediate_size, hidden_size], otherwise up alone. In
+            a layer with experts, the shared MLP's; None if there is no MLP.
         down: [hidden_size, intermediate_size]; None if there is no MLP.
         latent: Weights of latent attention; None for other attention.
         sinks: The learned score of each query head, [num_heads]; None if there are none.
         head_gates: Projection of attention's input to the gates of heads, [num_heads, hidden_size]; None if there
             are none.
-        recurrent: Weights of a recurrent layer besides its projections; None in a layer without a state.
-        beside: Input and output projections of a recurrent layer beside attention; None in other layers.
-        inputs: Weights for the layer's own inputs of tokens; None if there are none.
+        recurrent: Weights of the recurrent part other than projections; None in a layer without one.
+        beside: Input and output projections of the recurrent part, in a layer with attention too; None in
+            other layers.
+        inputs: Weights for per-layer embeddings; None if there are none.
         activation: [4], the parameters of xIELU (`xielu` in `engine/layers/layer_operations.py`); None if the
-            activation has none.
-        scale: [1], by which the residual stream is multiplied after the layer; None if it is not.
+            activation has no parameters.
+        scale: [1], a factor of the residual stream after the layer; None if there is none.
     """
 
     attention_norm: Norm | None
@@ -201,14 +202,14 @@ class Layer(Generic[LinearT]):
 
     @property
     def qkv(self) -> LinearT:
-        """`qkv_or_none` of a layer with attention or a recurrent layer."""
-        assert self.qkv_or_none is not None, "the layer has neither attention nor a recurrent layer"
+        """`qkv_or_none`, of a layer with attention or a recurrent part."""
+        assert self.qkv_or_none is not None, "the layer has neither attention nor a recurrent part"
         return self.qkv_or_none
 
     @property
     def output(self) -> LinearT:
-        """`output_or_none` of a layer with attention or a recurrent layer."""
-        assert self.output_or_none is not None, "the layer has neither attention nor a recurrent layer"
+        """`output_or_none`, of a layer with attention or a recurrent part."""
+        assert self.output_or_none is not None, "the layer has neither attention nor a recurrent part"
         return self.output_or_none
 
     @property
@@ -223,7 +224,7 @@ class Layer(Generic[LinearT]):
 
 
 LayerWeights = Layer[Linear]
-"""A layer before a sink converts it."""
+"""A layer as it is read, before a `Sink` converts it."""
 
 LayerT = TypeVar("LayerT")
 
@@ -239,7 +240,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         layers: At least one layer, in order.
         final_norm: Norm before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
-        token_inputs: Source of the layers' own inputs of tokens; None if layers have none.
+        token_inputs: Weights that make per-layer embeddings; None if there are none.
     """
 
     embedding: Tensor | None

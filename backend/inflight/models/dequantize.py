@@ -16,10 +16,10 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack_bits(words: Tensor, bits: int, places: tuple[int, ...] | None = None) -> Tensor:
-    """Unpack unsigned numbers of `bits` bits from int32 words [..., n], or without `places` from bytes.
+    """Unpack unsigned numbers of `bits` bits from int32 words [..., n], or, only without `places`, from bytes
+    [..., n].
 
-    Returns uint8 [..., n * 32 / bits], or of bytes [..., n * 8 / bits].
-
+    Returns uint8 [..., n * 32 / bits] from words, [..., n * 8 / bits] from bytes.
     `places`: position of each number in its word, counted from the lowest bits; None: in order.
     """
     stored = words.contiguous().view(torch.uint8)  # lowest bits first, as in the files
@@ -62,7 +62,7 @@ def gptq_levels(
         scales: [groups, outputs].
         groups: [inputs], each input's group; None: groups of equal size, of consecutive inputs.
         bits: 4 or 8.
-        zero_offset: Added to stored zero points: 1 in the first version of the format, else 0.
+        zero_offset: Added to stored zero points: 1 in the first version of the format, otherwise 0.
     """
     levels = unpack_bits(words.T.contiguous(), bits)
     points = unpack_bits(zeros, bits).to(torch.int16).T + zero_offset
@@ -74,7 +74,7 @@ def packed_levels(
 ) -> Levels:
     """Decode compressed-tensors' format pack-quantized.
 
-    Signed levels are stored plus half of their range.
+    Signed levels are stored with half of their range added.
 
     Args:
         words: [outputs, inputs * bits / 32, rounded up] int32.
@@ -98,18 +98,18 @@ def float4_levels(packed: Tensor, exponents: Tensor) -> Levels:
     """Decode MXFP4: 4-bit floats with a power of 2 for each group of inputs.
 
     Args:
-        packed: [outputs, inputs / 2] uint8, the first input of two in the lower half.
-        exponents: [outputs, groups] uint8, exponents of 2 plus 127.
+        packed: [outputs, inputs / 2] uint8; the lower half of a byte is the first of its two inputs.
+        exponents: [outputs, groups] uint8; the scale of a group is 2 ** (exponent - 127).
     """
     scales = exponents.view(torch.float8_e8m0fnu).float()
     return Levels(unpack_bits(packed, 4), scales, None, None, 4, is_float4=True)
 
 
 def nvfp4_levels(packed: Tensor, scales: Tensor) -> Levels:
-    """Decode NVFP4, 4-bit floats with any scale for each group of inputs, as int8 levels of twice their value.
+    """Decode NVFP4, 4-bit floats with a scale for each group of inputs, to int8 levels that are twice the floats.
 
     Args:
-        packed: [outputs, inputs / 2] uint8, the first input of two in the lower half.
+        packed: [outputs, inputs / 2] uint8; the lower half of a byte is the first of its two inputs.
         scales: [outputs, groups] float32.
     """
     doubled = torch.tensor([int(2 * value) for value in FLOAT4], dtype=torch.int8)

@@ -1,4 +1,4 @@
-"""Finds the source of each tensor of a part of a model, from the description of the model alone."""
+"""Finds the source in the checkpoint of each tensor of a part of a model, from the model's description alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Finder:
         return TensorSource((StoredRows(f"{name}.weight", rows, (own,)),), hidden, (0, hidden))
 
     def _token_inputs(self, config: LayerInputsConfig) -> TokenInputSources:
-        """Return the whole source of the layers' own inputs, which every rank has."""
+        """Return the source of the weights that make per-layer embeddings; every rank has all of these weights."""
         decoder, base, names = self._decoder, self._names.base, self._names.layer_inputs
         assert names is not None, "a family with per-layer embeddings names their modules"
         width = decoder.num_layers * config.size
@@ -158,7 +158,7 @@ class _Finder:
     ) -> tuple[LinearSource, LatentSources | None]:
         """Return the input projection of attention, or of a recurrent layer, and the weights of latent attention.
 
-        The sizes of layer `index` are the decoder's.
+        `decoder` has the sizes of layer `index`.
         """
         names, shard = self._names, self._part.shard
         modules = names.attention.qkv
@@ -178,7 +178,7 @@ class _Finder:
         return (qkv if rope is None or not rope.interleaved else self._in_halves(qkv, rope)), None
 
     def _attention_output(self, decoder: DecoderConfig, prefix: str) -> LinearSource:
-        """Return the output projection of a layer whose sizes are the decoder's."""
+        """Return the output projection of a layer; `decoder` has the layer's sizes."""
         own = self._part.shard.head_rows(decoder, decoder.output_head_dim)
         columns = decoder.num_heads * decoder.output_head_dim
         return self._row_parallel(prefix + self._names.attention.output, columns, own, decoder.output_bias)
@@ -186,7 +186,7 @@ class _Finder:
     def _in_halves(self, qkv: LinearSource, rope: RopeConfig) -> LinearSource:
         """Return queries, keys and values with rows of queries and keys in the order of the rotation."""
         has_weights = self._decoder.qk_norm not in (None, "unweighted")
-        assert not has_weights, "the norms' weights would have to be put into that order too"
+        assert not has_weights, "the weights of norms are not reordered"
         size, of_head = self._decoder.head_dim, rope.rows_in_halves(self._decoder.head_dim)
 
         def reordered(source: TensorSource) -> TensorSource:
@@ -204,7 +204,7 @@ class _Finder:
         return replace(qkv, weight=reordered(qkv.weight), bias=qkv.bias and reordered(qkv.bias))
 
     def _gated_qkv(self, prefix: str, modules: tuple[str, ...]) -> LinearSource:
-        """Return gates, queries, keys and values; in the checkpoint a head's gate follows its query."""
+        """Return gates, queries, keys and values; in the checkpoint, each head's query is followed by its gate."""
         decoder, shard = self._decoder, self._part.shard
         size, (first, last) = decoder.head_dim, shard.split(decoder.num_heads)
         queries, gates = (
@@ -246,7 +246,7 @@ class _Finder:
     def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
         """Return this shard's rows, section by section, of sections that are stored by key head."""
         recurrent = self._decoder.recurrent
-        assert isinstance(recurrent, GatedDelta), "others have no key heads"
+        assert isinstance(recurrent, GatedDelta), "other recurrent layers have no key heads"
         widths = [section.size // recurrent.num_key_heads for section in sections]
         heads = range(*self._part.shard.split(recurrent.num_key_heads))
         return tuple(
@@ -262,7 +262,7 @@ class _Finder:
         return self._row_parallel(prefix + names.output, config.output_width, own, config.has_bias)
 
     def _recurrent(self, prefix: str) -> RecurrentSources:
-        """Return the weights of a recurrent layer besides its projections, in float32 except for the norm."""
+        """Return the weights of a recurrent layer other than its projections, in float32 except for the norm."""
         names, config = self._names.recurrent, self._decoder.recurrent
         assert names is not None and config is not None, "the layer is recurrent"
         sections = config.conv_sections
@@ -336,9 +336,10 @@ class _Finder:
     def _mlp(
         self, prefix: str, names: MlpNames | None, inner: int, is_summed: bool = False
     ) -> tuple[LinearSource, LinearSource] | tuple[None, None]:
-        """Return both projections of an MLP with this inner width; (None, None) for width 0: no such MLP.
+        """Return both projections of an MLP of inner width `inner`; (None, None) if the width is 0, without an
+        MLP.
 
-        With `is_summed`, ranks sum up results that include the last bias, so only the first rank has it.
+        With `is_summed`, ranks sum up results that include the last bias, so only the first rank has this bias.
         """
         if not inner or names is None:
             return None, None
@@ -351,7 +352,7 @@ class _Finder:
         )
 
     def _xielu(self, prefix: str) -> XieluSources:
-        """Return the parameters of a layer's activation, which every rank has."""
+        """Return the parameters of a layer's xIELU, which every rank has."""
         learned, constants = (
             tuple(_whole(prefix + self._names.activation + name, 1) for name in names)
             for names in (("alpha_p", "alpha_n"), ("beta", "eps"))
@@ -394,7 +395,7 @@ class _Finder:
 
         # The ranks' results are summed, so only one rank may add the bias.
         has_down_bias = config.has_bias and own[0] == 0
-        # Kept in float32: the probabilities that it changes may differ by less than bfloat16 can represent.
+        # Kept in float32: probabilities to which it is added may differ by less than bfloat16 can represent.
         whole = config.count if names.has_choice_bias_row else None
         num_rows = 1 if names.has_choice_bias_row else config.count
         choice_bias = TensorSource(
@@ -415,9 +416,10 @@ class _Finder:
         )
 
     def _expert_latent(self, prefix: str, names: ExpertNames, size: int) -> tuple[LinearSource, LinearSource]:
-        """Return the projections to the vectors that experts read and from those that they write, whole.
+        """Return the projections of hidden states to the experts' inputs, and of their outputs to hidden
+        states, whole.
 
-        Ranks sum up results that include the second's bias, so only the first rank has it.
+        Ranks sum up results that include the second projection's bias, so only the first rank has this bias.
         """
         hidden, bias = self._decoder.hidden_size, self._decoder.mlp_bias
         down, up = (prefix + name for name in names.latent)
@@ -428,7 +430,7 @@ class _Finder:
 
     def _expert_norms(self, prefix: str, names: ExpertNames) -> ExpertNormSources:
         hidden, norms = self._decoder.hidden_size, names.norms
-        assert norms is not None, "a family with such norms names them"
+        assert norms is not None, "a family with norms of experts names them"
         return ExpertNormSources(
             router=NormSource(_vector(prefix + norms.router, hidden), None, self._decoder.norm_offset),
             before=self._norm(prefix + norms.before, hidden),
@@ -439,8 +441,8 @@ class _Finder:
     def _head_norm(
         self, decoder: DecoderConfig, module: str, all_heads: tuple[int, Range]
     ) -> NormSource | None:
-        """Return this shard's part of the norm over each head, or over all heads together, of a layer whose sizes
-        are the decoder's."""
+        """Return this shard's part of a layer's norm over each head, or over all heads together; `decoder` has the
+        layer's sizes."""
         if decoder.qk_norm in (None, "unweighted"):
             return None
         size, own = (decoder.head_dim, None) if decoder.qk_norm == "heads" else all_heads
@@ -454,7 +456,8 @@ class _Finder:
         bias: bool,
         is_gated: bool = False,
     ) -> LinearSource:
-        """Return fused column-parallel projections; `rows`: of each, the number of rows and this shard's range."""
+        """Return fused column-parallel projections; `rows`: each one's number of rows and this shard's range of
+        them."""
         fused, *others = modules
         if self._names.attention.qkv_by_head and len(rows) == 3 and not others:
             parts = (self._rows_by_head(prefix + fused),)
@@ -502,7 +505,7 @@ def _named(modules: tuple[StoredRows, ...], kind: str) -> tuple[StoredRows, ...]
 
 
 def _scaled(part: Range, width: int) -> Range:
-    """Return the rows of a range of heads."""
+    """Return the range of rows of a range of heads, each of which has `width` rows."""
     return part[0] * width, part[1] * width
 
 
@@ -512,5 +515,5 @@ def _whole(name: str, rows: int) -> StoredRows:
 
 
 def _vector(name: str, size: int) -> TensorSource:
-    """Return a whole vector."""
+    """Return the source of a vector of which the rank has all elements."""
     return TensorSource((_whole(name, size),))

@@ -1,6 +1,6 @@
-"""Checks that a checkpoint's tensors are those of a model, and finds their names in it.
+"""Checks that a checkpoint has the tensors of a model, and finds their names in the checkpoint.
 
-Only the files' headers are read, and weights only to compare an embedding with the output projection.
+Only the files' headers are read; weights are read only to compare an embedding with the output projection.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from inflight.models.registry import ModelDescription
 from inflight.models.stacked_experts import unstack_experts
 from inflight.models.weight_sources import stored_shapes
 
-_UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the output projection is the latter"
+_UNTIED = "%s: tie_word_embeddings is true, but %s and %s differ: the second is used as output projection"
 _logger = logging.getLogger(__name__)
 
 
 def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """Return the model with the names of this checkpoint's tensors; raise ConfigError if they do not fit.
+    """Return the model with the names of this checkpoint's tensors; raise ConfigError if the tensors do not fit.
 
-    A checkpoint of a model without its output projection omits the prefix of all names. Tensors of a multimodal
-    model's text part have one of several prefixes, and those of its other parts are left out. If config.json says
-    that the embeddings are tied and only one of the two tensors is stored, it serves as both. Stacked experts
-    are split into one tensor per expert.
+    In a checkpoint of a model without its output projection, names have no prefix. Tensors of a multimodal model's
+    text part have one of several prefixes, and tensors of its other parts are left out. If embeddings are tied in
+    config.json and only one of the two tensors is stored, it is used for both. Stacked experts are split into one
+    tensor per expert.
     """
     if is_gguf(checkpoint.folder):
         add_gguf_tensors(checkpoint, model.decoder)
@@ -74,7 +74,7 @@ def log_left_out(model: ModelDescription, checkpoint: Checkpoint) -> None:
 
 
 def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
-    """Return a fitted model with its embeddings tied or not, as transformers does it.
+    """Return a fitted model, with its embeddings tied or not as in transformers.
 
     If both tensors are stored, they are tied if they are equal, and otherwise used as stored.
     """
@@ -87,7 +87,7 @@ def untied(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
 
 
 def log_untied(model: ModelDescription) -> None:
-    """Warn that `untied` uses the embeddings as stored, whatever config.json says."""
+    """Log a warning that `untied` uses the embeddings as stored, contrary to config.json."""
     base = model.names.base
     _logger.warning(_UNTIED, model.folder, base + model.names.embedding, model.names.lm_head)
 
@@ -155,14 +155,15 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
 
 
 def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:
-    """Return whether a tensor belongs to a draft layer, that is, one after the model's last layer."""
+    """Return whether a tensor belongs to a draft layer, which is a layer after the model's last one."""
     first = model.decoder.num_layers
     layers = range(first, first + model.decoder.num_draft_layers)
     return name.startswith(tuple(model.names.base + model.names.layers.format(index) for index in layers))
 
 
 def _unused_keys_and_values(model: ModelDescription) -> tuple[str, ...]:
-    """Return prefixes of tensors that files have of layers that read another layer's keys and values."""
+    """Return prefixes of unused tensors: key and value projections of layers that read another layer's keys and
+    values."""
     names, attention = model.names, model.names.attention
     modules = (*attention.qkv[1:], attention.key_norm)
     layers = (each for each in range(model.decoder.num_layers) if not model.decoder.has_own_kv(each))

@@ -1,7 +1,7 @@
 """Presents the tensors of a GGUF file under their names in Hugging Face checkpoints.
 
-Q4_0, Q5_0, Q6_K and Q8_0 are levels that `levels.py` holds exactly. Q4_1, Q4_K and Q5_K have minimums in place of
-integer zero points; they are read as numbers (float32), by the package `gguf`.
+Matrices in Q4_0, Q5_0, Q6_K and Q8_0 are read as `Levels`, which represent them exactly. Q4_1, Q4_K and Q5_K have
+minimums instead of integer zero points; the package `gguf` dequantizes them to float32.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
-    """Add the file's tensors to a checkpoint, which has none of its own.
+    """Add the GGUF file's tensors to a checkpoint, which has no tensors yet.
 
-    Rows of queries and keys get the order of Hugging Face checkpoints, and norms lose the offset that llama.cpp's
-    converter has added.
+    Rows of queries and keys are reordered as in Hugging Face checkpoints, and the offset that llama.cpp's
+    converter has added to norms is subtracted.
 
     Raises:
         ConfigError: The file is missing or damaged, or has tensors of unsupported types.
@@ -52,7 +52,7 @@ def add_gguf_tensors(checkpoint: Checkpoint, decoder: DecoderConfig) -> None:
 
 
 def log_unpacked(checkpoint: Checkpoint) -> None:
-    """Log how many quantized matrices are unpacked, if any, because levels cannot represent them exactly."""
+    """Log how many quantized matrices are unpacked, if any, because `Levels` cannot represent them exactly."""
     header = read_tensors((checkpoint.folder / GGUF_FILE).resolve())
     counts = Counter(
         tensor.type
@@ -74,7 +74,7 @@ class _MappedGguf:
     def __init__(self, header: GgufHeader) -> None:
         self.header = header
         with header.path.open("rb") as file:
-            # Private pages: torch warns of memory that cannot be written to, though nothing writes to it.
+            # Private pages, which are writable: torch warns of read-only memory, although nothing writes to it.
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -91,7 +91,7 @@ class _MappedGguf:
             return _LEVELS[tensor.type](stored).dequantized()
         import gguf
 
-        untyped: Any = gguf  # neither it nor torch declares the types of arrays
+        untyped: Any = gguf  # neither gguf nor torch declares the types of arrays
         blocks = cast(Any, stored).numpy()
         numbers: Any = untyped.dequantize(blocks, untyped.GGMLQuantizationType[tensor.type])
         return torch.from_numpy(numbers)  # pyright: ignore[reportUnknownMemberType]
@@ -138,7 +138,8 @@ def _release(checkpoint: Checkpoint, file: _MappedGguf, tensor: GgufTensor) -> N
 
 
 def _rows_in_halves(num_rows: int, num_heads: int) -> Tensor:
-    """Return the permutation of rows that turns neighbouring pairs into halves, head by head."""
+    """Return the permutation of rows that moves the first rows of neighbouring pairs to the first half of each
+    head."""
     return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
@@ -153,7 +154,7 @@ def _scales(stored: Tensor) -> Tensor:
 
 
 def _halves(stored: Tensor) -> Tensor:
-    """Return the 4-bit numbers of each group's bytes: all lower halves first, then the upper ones."""
+    """Return the 4-bit numbers of each group's bytes: all lower halves first, then all upper halves."""
     return torch.cat((stored & 15, stored >> 4), -1)
 
 
@@ -181,7 +182,7 @@ def _q8_0(stored: Tensor) -> Levels:
 
 def _q6_k(stored: Tensor) -> Levels:
     """Decode blocks of 256 numbers of 6 bits (zero point 32): lower 4 bits, upper 2 bits, 16 int8 scales of
-    groups of 16, and a float16 scale of those."""
+    groups of 16 numbers, and a float16 factor of these scales."""
     blocks = _blocks(stored, 210)
     lower = torch.unflatten(blocks[..., :128], -1, (2, 64))
     lower = torch.stack((lower & 15, lower >> 4), -2)

@@ -3,7 +3,7 @@
     weight[o, i] = (level[o, i] - zero[o, group of i]) * scale[o, group of i]
 
 4-bit values may also be floats (e2m1), stored as indices into `FLOAT4`.
-All of it is exact in float32, except that the last product is rounded once.
+The computation is exact in float32, except that the product is rounded once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The 4-bit floats (e2m1) by bit pattern: a sign, two exponent bits, one mantissa bit."""
-# The two floats of each byte, its lower half first: two bfloat16, which are looked up as one int32.
+# For each byte, the floats of its lower and its upper half: two bfloat16, which are looked up as one int32.
 _PAIRS = (
     torch.tensor([(FLOAT4[byte % 16], FLOAT4[byte // 16]) for byte in range(256)], dtype=torch.bfloat16)
     .view(torch.int32)
@@ -83,7 +83,8 @@ class Levels:
         return of_groups.view(num_outputs, num_inputs)
 
     def part(self, rows: tuple[int, ...], columns: tuple[int, int]) -> Levels:
-        """Return the levels of some of the outputs, the arguments of a slice, and of a range of inputs."""
+        """Return the levels of the outputs in a slice, `rows` being its arguments, and of the inputs in a
+        range."""
         here = slice(*rows)
         scales, zeros, groups = self.scales, self.zeros, self.groups
         if columns != (0, self.values.shape[1]):
@@ -98,7 +99,8 @@ class Levels:
         )
 
     def grouped(self) -> GroupedMatrix:
-        """Return the matrix with each group's inputs side by side, in groups of one size, split if necessary."""
+        """Return the matrix with each group's inputs side by side, in groups of equal size; groups are split if
+        necessary."""
         num_outputs, num_inputs = self.values.shape
         scales = self.scales.expand(num_outputs, -1)
         zeros = None if self.zeros is None else self._each(self.zeros).expand(num_outputs, -1)
@@ -132,13 +134,13 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class GroupedMatrix:
-    """A quantized matrix with groups of one size, which products can use directly.
+    """A quantized matrix with groups of equal size, which kernels can multiply directly.
 
     Attributes:
         values: [outputs, inputs], as `Levels.values`.
         scales: [outputs, groups] float32.
         zeros: [outputs, groups]; None: all are 0.
-        group_size: Number of inputs in a group, which are side by side.
+        group_size: Number of inputs in a group; they are side by side.
         order: [inputs] int64, the input of each column of `values`; None: columns are in the order of inputs.
         bits: As in `Levels`.
         is_float4: As in `Levels`.
@@ -169,7 +171,8 @@ class GroupedMatrix:
 
     @property
     def form(self) -> tuple[MatrixKind, int, bool, tuple[int, int]]:
-        """The properties that matrices of one stack must have in common."""
+        """The properties that all matrices of a stack must share: kind, group size, whether there is an order,
+        shape."""
         return self.kind, self.group_size, self.order is None, self.shape
 
     def dequantized(self) -> Tensor:
@@ -178,7 +181,7 @@ class GroupedMatrix:
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def in_groups_of(self, size: int) -> GroupedMatrix:
-        """Return the same matrix in groups of `size` inputs, which divides the current group size."""
+        """Return this matrix in groups of `size` inputs, a divisor of the current group size."""
         times = self.group_size // size
         if times == 1:
             return self
@@ -188,13 +191,13 @@ class GroupedMatrix:
 
 
 def _count_groups(of_inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the groups of sorted `of_inputs`, and the number of inputs in each."""
-    # torch declares no types for it.
+    """Return the groups in `of_inputs`, which is sorted, and the number of inputs in each group."""
+    # torch declares no types for this method.
     return of_inputs.unique_consecutive(return_counts=True)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def stack_rows(matrices: Sequence[GroupedMatrix]) -> GroupedMatrix | None:
-    """Stack matrices along the outputs; return None if they differ in more than the size of their groups."""
+    """Concatenate matrices along the outputs; return None if they differ in more than the size of their groups."""
     if len(matrices) == 1:
         return matrices[0]
     first = matrices[0]

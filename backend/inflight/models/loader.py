@@ -1,7 +1,7 @@
 """Checkpoint tensors → DecoderWeights: checked against the DecoderConfig first, then read and fused.
 
-`find_sources.py` determines what is read, `weight_reader.py` reads it. The files may be replaced after a load. A
-long load shows its progress (`inflight.progress`).
+`find_sources.py` determines which tensors are read, `weight_reader.py` reads them. The files may be replaced after
+a load. A long load shows its progress (`inflight.progress`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.progress import load_progress
 def tensor_shapes(model: ModelDescription) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's checkpoint tensors, in the order in which they are read.
 
-    Each expert counts as a tensor of its own, even if the checkpoint has all experts in one tensor.
+    Each expert counts as a separate tensor, even if the checkpoint has all experts in one tensor.
     """
     return stored_shapes(find_sources(model))
 
@@ -49,7 +49,7 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
 
 
 def quantized_kinds(model: ModelDescription) -> Counter[MatrixKind]:
-    """Count the checkpoint's quantized matrices of each format, by its files' headers."""
+    """Count the checkpoint's quantized matrices of each format; reads the files' headers only."""
     if model.quantization is None:
         return Counter()
     with Checkpoint(model.folder) as checkpoint:
@@ -64,15 +64,16 @@ def num_weight_bytes(
     kept: Set[MatrixKind] = frozenset(),
     part: Part | None = None,
 ) -> int:
-    """Return the size of a part of the model's weights in bytes; raise ConfigError if the checkpoint lacks any.
+    """Return the size of a part of the model's weights in bytes; raise ConfigError if the checkpoint lacks a
+    tensor.
 
     Args:
-        model: The model that the checkpoint should hold.
+        model: The model whose checkpoint is checked.
         dtype: Dtype of embeddings and vectors.
-        linear_dtype: Dtype of linear layers' matrices. If it differs from `dtype`, an embedding that is also the
-            output projection's matrix is stored twice.
-        kept: Formats of quantized matrices that are kept as they are in the checkpoint.
-        part: The part that one rank holds; None: the whole model.
+        linear_dtype: Dtype of linear layers' matrices. If it differs from `dtype`, a tied embedding is
+            stored twice.
+        kept: Formats of quantized matrices that stay quantized as in the checkpoint.
+        part: One rank's part; None: the whole model.
     """
     part = part or Part.whole(model.decoder)
     with Checkpoint(model.folder) as checkpoint:
@@ -96,9 +97,9 @@ def num_weight_bytes(
 
 
 def num_parameters(model: ModelDescription) -> tuple[int, int]:
-    """Return the number of the model's parameters, and how many of them any one token uses.
+    """Return the number of the model's parameters, and the number of parameters that one token uses.
 
-    The second number excludes the experts to which a mixture does not send a token.
+    The second number excludes the experts that are not chosen for a token.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(model).items()}
     total, experts = sum(sizes.values()), model.decoder.experts
@@ -118,7 +119,8 @@ def load_weights(
 ) -> PlainWeights:
     """Read the model's weights onto `device` as `dtype`; None: the checkpoint's dtype.
 
-    With `part` only that part is read, but the whole checkpoint is checked: all ranks report the same errors.
+    With `part`, only this part is read, but the whole checkpoint is checked, so that all ranks report equal
+    errors.
 
     Raises:
         ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
@@ -137,7 +139,7 @@ def load_weights_into(
     """Read the model's weights as `load_weights` does, and convert each projection and layer with `sink`.
 
     Only the results are kept, so at most one projection is in memory twice. With `kept`, quantized matrices are
-    passed as levels if the sink keeps them.
+    passed to the sink as levels if it accepts them.
     """
     with Checkpoint(model.folder) as checkpoint:
         fitting = fitted(model, checkpoint)
@@ -153,6 +155,6 @@ def load_weights_into(
 
 
 def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in config.json, else that of the tensor that is read first."""
+    """Return the dtype in config.json; without one, the dtype of the first tensor that is read."""
     first = next(iter(tensor_shapes(model)))
     return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)

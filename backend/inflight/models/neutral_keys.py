@@ -1,8 +1,10 @@
-"""Keys of a config.json that change nothing, and the check that every other key was read.
+"""Neutral keys of a config.json, which have no effect on the computation, and the check that every other key
+was read.
 
-Most keys of a checkpoint's config.json do not affect what is computed: they are about its origin, its training, or
-how text is generated with it. Those of all families are listed here, those of one family in `Family.neutral`. Any
-other key that the family does not read may change what is computed, so a checkpoint with it is not loaded.
+Most keys of a checkpoint's config.json do not affect the computation: they concern the model's origin, its
+training, or how text is generated with it. This module lists the neutral keys of all families; `Family.neutral`
+has the keys that are neutral in one family only. Any other key that the family does not read may have an effect,
+so a checkpoint with such a key is not loaded.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ class AnyValue(Enum):
 
 
 ANY: Final = AnyValue.ANY
-"""In `NeutralKeys`: whatever the key's value is, it changes nothing."""
+"""In `NeutralKeys`: the key has no effect, whatever its value is."""
 NeutralKeys = Mapping[str, tuple[Any, ...] | AnyValue]
-"""Keys with the values that change nothing where the key is not read."""
+"""Keys, with the values that have no effect if the family does not read the key."""
 
 _ORIGIN = """
     _name_or_path name_or_path _commit_hash transformers_version transformers.js_config auto_map
@@ -48,7 +50,7 @@ _EXECUTION = """
 """
 # Length of sequences in training or in a tokenizer; the family's own key gives the maximum length.
 _LENGTHS = "n_ctx initial_context_length max_sequence_length max_seq_len seq_length seq_len model_max_length"
-# Keys besides those with the name of a sampling control.
+# Keys of generation; keys with the name of a sampling control are neutral too.
 _GENERATION = """
     max_length max_new_tokens min_new_tokens max_time stop_strings do_sample num_beams num_beam_groups
     penalty_alpha dola_layers top_h typical_p epsilon_cutoff eta_cutoff diversity_penalty
@@ -58,7 +60,7 @@ _GENERATION = """
     cache_implementation cache_config prompt_lookup_num_tokens max_matching_ngram_size num_assistant_tokens
     num_assistant_tokens_schedule assistant_confidence_threshold
 """
-# In every family, besides each `…_token_id`.
+# The neutral keys of every family; each `…_token_id` is neutral too.
 _NEUTRAL: NeutralKeys = {
     **dict.fromkeys(" ".join((_ORIGIN, _LABELS, _TRAINING, _EXECUTION, _LENGTHS, _GENERATION)).split(), ANY),
     **dict.fromkeys(CONTROLS, ANY),
@@ -68,7 +70,7 @@ _NEUTRAL: NeutralKeys = {
     "logits_scaling": (None, 1),
     "embedding_multiplier": (None, 1),
     "residual_multiplier": (None, 1),
-    # Counts of parts such as experts. A family that does not read the key has no such parts; 0 agrees with that.
+    # Counts of parts such as experts. A family that does not read the key has no such parts, so only 0 is neutral.
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -82,10 +84,10 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def refuse_unread(config: ConfigFile, neutral: NeutralKeys | None = None) -> None:
-    """Raise ConfigError for the first key that was not read and that may change what is computed.
+    """Raise ConfigError for the first key that was not read and may have an effect.
 
-    `neutral` is for this file or section, and comes before the list of all families. For keys in neither, null,
-    false, "" and empty lists and objects change nothing.
+    `neutral` has the neutral keys of this file or section, and takes precedence over the list of all families. For
+    keys in neither, null, false, "" and empty lists and objects are neutral.
     """
     means_nothing = {**_NEUTRAL, **(neutral or {})}
     for key in config.unread():

@@ -2,8 +2,8 @@
 
 Supported are FP8 (DeepSeek's and transformers' `fp8`, `fbgemm_fp8`, ModelOpt), compressed-tensors, AWQ, GPTQ, and
 the types of a GGUF file in the folder made for it (`inflight.gguf`). The tensors themselves show which modules are
-quantized, in how many bits and in which groups (`quantized_tensors.py`); this module reads what they do not show,
-and what would change their meaning. MXFP4 occurs in stacked experts only (`stacked_experts.py`).
+quantized, in how many bits and in which groups (`quantized_tensors.py`); this module reads the other properties of
+the format. MXFP4 as `quant_method` occurs in stacked experts only (`stacked_experts.py`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ class Quantization:
         method: The value of `quant_method`: fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq, mxfp4, gguf.
         block: Number of rows and columns that share a scale; None: scales are not per block.
         zero_offset: For GPTQ: added to a stored zero point.
-        group_size: For AWQ and GPTQ: number of inputs in a group, if stated; the last group may be smaller.
-        has_order: For GPTQ: whether inputs of a group may be apart; then a tensor gives each input's group.
-        is_of_stacks: Whether only experts are quantized, stacked in one tensor per layer (`stacked_experts.py`).
+        group_size: For AWQ and GPTQ: number of inputs in a group; the last group may be smaller. None: not stated.
+        has_order: For GPTQ: whether a group's inputs need not be side by side; then a tensor has each
+            input's group.
+        is_of_stacks: Whether only stacked experts, in one tensor per layer, are quantized (`stacked_experts.py`).
     """
 
     method: str
@@ -65,7 +66,8 @@ class Quantization:
 
 
 def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantization | None:
-    """Read a checkpoint's quantization from config.json or ModelOpt's file beside it; return None if it has none.
+    """Read a checkpoint's quantization from config.json or ModelOpt's own file; return None if it is not
+    quantized.
 
     Args:
         config: The contents of config.json.
@@ -86,7 +88,7 @@ def read_quantization(config: ConfigFile, own: tuple[str, ...] = ()) -> Quantiza
         return None
     method = section.text_or_none("quant_method")
     if method in own:
-        # The tensors themselves show which of them are packed.
+        # The tensors themselves show which modules are quantized.
         section.texts("modules_to_not_convert")
         section.boolean("dequantize", False)
         refuse_unread(section)
@@ -223,12 +225,13 @@ def _expect(section: ConfigFile, key: str, allowed: tuple[object, ...]) -> None:
 
 
 def _refuse_unread(section: ConfigFile, *neutral: str) -> None:
-    """Raise ConfigError for an unread key, except those that change nothing or follow from the tensors."""
+    """Raise ConfigError for an unread key, except keys that have no effect or follow from the tensors."""
     refuse_unread(section, dict.fromkeys(neutral, ANY))
 
 
 def _group_size(section: ConfigFile, *keys: str) -> int | None:
-    """Return the first of these keys that is a size; None for -1, which means one group of all inputs."""
+    """Return the value of the first of these keys that is a size; None for -1, which means one group of all
+    inputs."""
     values = [section.value(key) for key in keys]
     return next((value for value in values if type(value) is int and value > 0), None)
 

@@ -1,8 +1,9 @@
 """Presents the tensors of a quantized matrix as if the checkpoint had the matrix itself.
 
-A module's parts are removed from the checkpoint's tensors, and `….weight` is computed from them at each read: the
-levels and scales, or the numbers that they represent, float32 [outputs, inputs].
-Scales of activations, and of keys and values, are ignored: activations are not quantized here.
+A module's stored tensors, its parts, are removed from the checkpoint's tensors, and `….weight` is computed from
+them at each read: levels and scales, or the numbers that they represent, float32 [outputs, inputs].
+
+Scales of activations, and of keys and values, are ignored: they are not quantized with the checkpoint's scales.
 """
 
 from __future__ import annotations
@@ -68,20 +69,21 @@ def unpack_quantized(checkpoint: Checkpoint, quantization: Quantization) -> None
     unpack(checkpoint, quantization)
     if before == set(checkpoint.tensors):
         raise ConfigError(
-            f"{checkpoint.folder}: config.json says that weights are quantized ({quantization.method}), and no "
-            "tensors of that format are there"
+            f"{checkpoint.folder}: by config.json, weights are quantized ({quantization.method}), but there are "
+            "no tensors of that format"
         )
 
 
 class _Parts:
-    """The stored tensors of one module, which were removed from the checkpoint's tensors."""
+    """The stored tensors of one module, which are removed from the checkpoint's tensors."""
 
     def __init__(self, checkpoint: Checkpoint, module: str) -> None:
         self._checkpoint, self._module = checkpoint, module
         self.infos: dict[str, TensorInfo] = {}
 
     def take(self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None) -> None:
-        """Take a required part; raise ConfigError if it is missing or has another dtype or shape.
+        """Remove a required part from the checkpoint's tensors; raise ConfigError if it is missing or has
+        another dtype or shape.
 
         None in `shape` allows any size.
         """
@@ -102,14 +104,14 @@ class _Parts:
         self.infos[kind] = info
 
     def stores(self, kind: str, dtypes: tuple[str, ...]) -> bool:
-        """Whether the checkpoint has a part in one of these dtypes."""
+        """Whether the checkpoint has a part of this kind in one of `dtypes`."""
         info = self._checkpoint.tensors.get(f"{self._module}.{kind}")
         return info is not None and info.dtype in dtypes
 
     def take_if_there(
         self, kind: str, dtypes: tuple[str, ...], shape: tuple[int | None, ...] | None = None
     ) -> bool:
-        """Take an optional part; return whether it is there."""
+        """Remove an optional part from the checkpoint's tensors; return whether it exists."""
         if f"{self._module}.{kind}" in self._checkpoint.tensors:
             self.take(kind, dtypes, shape)
         return kind in self.infos
@@ -117,10 +119,10 @@ class _Parts:
     def missing(self, kind: str) -> ConfigError:
         """Return the error for a required part that is missing."""
         name = f"{self._module}.{kind}"
-        return ConfigError(f"{self._checkpoint.folder}: {self._module} is quantized, and there is no {name}")
+        return ConfigError(f"{self._checkpoint.folder}: {self._module} is quantized, but there is no {name}")
 
     def refuse(self, kind: str, expected: str) -> ConfigError:
-        """Return the error for a part whose shape does not fit."""
+        """Return the error for a part whose shape is not the expected one."""
         info = self.infos[kind]
         where = f"{self._checkpoint.folder / info.file}: tensor {f'{self._module}.{kind}'!r}"
         return ConfigError(f"{where} has shape {list(info.shape)}, expected {expected}")
@@ -130,7 +132,7 @@ class _Parts:
         return self._checkpoint.read_stored(f"{self._module}.{kind}", self.infos[kind])
 
     def read_if_there(self, kind: str) -> Tensor | None:
-        """Return a part as it is stored; None if the checkpoint has none of this kind."""
+        """Return a part as it is stored; None if the checkpoint has no part of this kind."""
         return self.read(kind) if kind in self.infos else None
 
     def add(
@@ -142,7 +144,7 @@ class _Parts:
     ) -> None:
         """Add `….weight`, with this shape and kind, which `make` computes from the parts.
 
-        `num_bytes`: the size of its levels and scales, if it is not the parts'.
+        `num_bytes`: the size of its levels and scales; None: the parts' size.
         """
         file = next(iter(self.infos.values())).file
         num_bytes = num_bytes or sum(
@@ -237,7 +239,7 @@ def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _unpack_packed(parts: _Parts) -> None:
-    """Take the tensors of a module in compressed-tensors' format `pack-quantized`, and add its levels."""
+    """Replace the tensors of a module in compressed-tensors' format `pack-quantized` by its levels."""
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))
@@ -268,7 +270,7 @@ def _unpack_packed(parts: _Parts) -> None:
 
 
 def _unpack_mxfp4(parts: _Parts) -> None:
-    """Take the tensors of a module in compressed-tensors' format `mxfp4-pack-quantized`, and add its levels."""
+    """Replace the tensors of a module in compressed-tensors' format `mxfp4-pack-quantized` by its levels."""
     parts.take("weight_packed", _HALVES, (None, None))
     outputs, inputs = parts.infos["weight_packed"].shape[0], 2 * parts.infos["weight_packed"].shape[1]
     if inputs % _MXFP4_GROUP:
@@ -282,10 +284,10 @@ def _unpack_mxfp4(parts: _Parts) -> None:
 
 
 def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
-    """Take a module's tensors in NVFP4, and add its levels.
+    """Replace a module's tensors in NVFP4 by its levels.
 
-    `packed` and `factor` are names of tensors. ModelOpt's factor multiplies scales, compressed-tensors' divides
-    them.
+    `packed` and `factor` are names of tensors. ModelOpt's factor multiplies scales, compressed-tensors' factor
+    divides them.
     """
     parts.take(packed, _HALVES, (None, None))
     outputs, inputs = parts.infos[packed].shape[0], 2 * parts.infos[packed].shape[1]
@@ -304,14 +306,14 @@ def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
-    """Take a matrix of int8 or float8 and its scales, and add its levels."""
+    """Replace a matrix of int8 or float8 and its scales by its levels."""
     parts.take("weight", (FLOAT8, "I8"), (None, None))
     outputs, inputs = parts.infos["weight"].shape
     parts.take(kind, _SCALE_DTYPES)
     shape = parts.infos[kind].shape
     blocks = [] if block is None else [-(-outputs // block[0]), -(-inputs // block[1])]
     is_grouped = len(shape) == 2 and shape[0] == outputs and shape[1] > 0 and inputs % shape[1] == 0
-    # ModelOpt has [rows of blocks, 1, columns of blocks, 1].
+    # ModelOpt's scales are [rows of blocks, 1, columns of blocks, 1].
     is_block = block is not None and list(shape) in (blocks, [blocks[0], 1, blocks[1], 1])
     if not (is_block or is_grouped or shape in ((), (1,), (1, 1), (outputs,))):
         wanted = [[], [outputs, 1], *([blocks] if blocks else [])]

@@ -21,7 +21,7 @@ class Section:
 
     @property
     def size(self) -> int:
-        """Number of columns of all its heads or groups."""
+        """Number of columns of the whole section."""
         return self.count * self.width
 
 
@@ -30,14 +30,14 @@ class GatedDelta:
     """Gated DeltaNet (Qwen3-Next, Qwen3.5, OLMo Hybrid): linear attention with decay and the delta rule.
 
     Attributes:
-        num_key_heads: Number of query heads and of key heads; each is shared by `num_value_heads / num_key_heads`
-            value heads.
+        num_key_heads: Number of query heads and of key heads; `num_value_heads / num_key_heads` value heads share
+            each of them.
         num_value_heads: Number of heads of values, gates and states.
         key_dim: Width of a query or key.
         value_dim: Width of a value.
         conv_width: Number of tokens of the convolution, the present one included.
         norm_eps: Added to the variance in the norm over each head's output.
-        beta_scale: Factor of beta, the sigmoid of its columns.
+        beta_scale: Factor of beta, which is the sigmoid of beta's columns of the input projection.
         has_conv_bias: Whether the convolution has biases.
         has_bias: Whether the input and output projections have biases.
     """
@@ -102,8 +102,8 @@ class GatedDelta:
 class KimiDelta:
     """Kimi Delta Attention (Kimi Linear): gated DeltaNet in which each dimension of a key has its own decay.
 
-    Decays and gates of the output are projected twice: by columns of the input projection, as many as a head has,
-    and from these to all heads.
+    Decays and output gates have two projections: columns of the input projection, as many as the width of one
+    head, and a second projection from these to all heads.
 
     Attributes:
         num_heads: Number of heads.
@@ -123,7 +123,8 @@ class KimiDelta:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Columns of the input projection: queries, keys, values, those of decays, beta, and those of gates."""
+        """Columns of the input projection: queries, keys, values, decays (to be projected), beta, and gates (to
+        be projected)."""
         heads, shared = Section(self.num_heads, self.head_dim), Section(1, self.head_dim)
         return heads, heads, heads, shared, Section(self.num_heads, 1), shared
 
@@ -144,7 +145,7 @@ class KimiDelta:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state of linear attention: heads, and twice head_dim."""
+        """Shape of the state of linear attention: heads, head_dim, head_dim."""
         return (self.num_heads, self.head_dim, self.head_dim)
 
     @property
@@ -172,8 +173,8 @@ class Mamba2:
         has_conv_bias: Whether the convolution has biases.
         has_bias: Whether the input and output projections have biases.
         has_norm: Whether the gated output has a norm.
-        num_group_ranks: Number of tensor-parallel ranks that have some of the heads of each group; all of them
-            have the group's query and key.
+        num_group_ranks: Number of tensor-parallel ranks that share the heads of each group; each of these
+            ranks has the group's query and key.
     """
 
     num_heads: int
@@ -216,7 +217,7 @@ class Mamba2:
 
     @property
     def num_parts(self) -> int:
-        """Number of groups, or of heads if these are one group; the number of tensor-parallel ranks must divide
+        """Number of groups, or of heads if there is one group; the number of tensor-parallel ranks must divide
         it."""
         return self.num_heads if self.num_groups == 1 else self.num_groups
 
@@ -230,7 +231,7 @@ class Mamba2:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """A gated short convolution (LFM2), whose only state is the convolution's inputs of the last tokens.
+    """A gated short convolution (LFM2), whose only state is the convolution's inputs for the last tokens.
 
     Attributes:
         width: Number of columns of the input, and of the gates of input and output.
@@ -294,19 +295,19 @@ def total_size(sections: tuple[Section, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWeights:
-    """Weights of a recurrent layer besides its input projection and output projection.
+    """Weights of a recurrent layer other than its input and output projections.
 
     Attributes:
         conv: Weights of the convolution, [columns, conv_width] float32; the last one is for the present token.
         conv_bias: Biases of the convolution, [columns] float32; None: there are none.
-        decay: [heads] float32, at most 0; times the step size it is the logarithm of the decay. None in
+        decay: [heads] float32, at most 0; multiplied by the step size, the logarithm of the decay. None in
             `ShortConv`.
         step_bias: [heads] float32, in `KimiDelta` [heads * head_dim], added before the softplus that gives the
             step size; None in `ShortConv`.
         skip: [heads] float32, factor of the values that are added to the output; None: there is none.
         norm: Weights of the norm on the output, [columns of `norm_sections`]; None: there is none.
         step_up: Projection to steps of all heads, [heads * head_dim, head_dim]; None except in `KimiDelta`.
-        gate_up: Projection to gates of all heads, likewise.
+        gate_up: Projection to gates of all heads, [heads * head_dim, head_dim]; None except in `KimiDelta`.
     """
 
     conv: Tensor

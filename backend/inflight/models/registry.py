@@ -27,8 +27,9 @@ class ModelDescription:
         folder: Folder of the checkpoint.
         decoder: The architecture.
         names: Names of the tensors.
-        quantization: Quantization of the weights; None if they are not quantized, or if tensor names show it.
-        multimodal: Class of the multimodal model whose text part this is; None if it is no such part.
+        quantization: Quantization of the weights; None if they are not quantized, or only as the tensors'
+            names show.
+        multimodal: Class of the multimodal model of which this is the text part; None for a text model.
     """
 
     folder: Path
@@ -39,7 +40,8 @@ class ModelDescription:
 
 
 class UnknownFamily(ConfigError):
-    """A checkpoint of a family that this package does not implement, or with a feature that its map lacks.
+    """A checkpoint of a family that this package does not implement, or with a feature that the family's map
+    lacks.
 
     Attributes:
         family: The family's name in config.json.
@@ -53,12 +55,12 @@ class UnknownFamily(ConfigError):
 def read_model_description(folder: Path | str) -> ModelDescription:
     """Read config.json of a checkpoint folder, and generation_config.json if present.
 
-    Of a multimodal model, the text part is described.
+    For a multimodal model, the text part is described.
 
     Raises:
         UnknownFamily: The family is not in `FAMILIES`.
         ConfigError: The folder, a file or a key is missing, has the wrong type, or requires an unsupported
-            feature; the message names file, key, value and what was expected.
+            feature; the message has the file, the key, its value and the expected values.
     """
     config = read_config_file(folder).text_part()
     if config.multimodal is not None and config.multimodal.lacking:
@@ -81,9 +83,9 @@ def read_model_description(folder: Path | str) -> ModelDescription:
 
 
 def _family(config: ConfigFile) -> Family:
-    """Return the family given by `architectures`, with which `model_type` has to agree, or by `model_type` alone.
+    """Return the family given by `architectures`, which `model_type` must match, or by `model_type` alone.
 
-    An unknown `model_type` is an unknown family: in transformers some of them use another family's class.
+    An unknown `model_type` is an unknown family, as some types of transformers use another family's class.
     """
     architectures, model_type = config.texts("architectures"), config.text_or_none("model_type")
     if not architectures:
@@ -107,12 +109,12 @@ def _family(config: ConfigFile) -> Family:
 
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:
-    """Log that a checkpoint has its own code, which transformers would not run unasked either."""
+    """Log that a checkpoint has its own code, which is not run; transformers does not run it by default either."""
     own = config.whole.values.get("auto_map")
     classes = [name for name in own if name.startswith("AutoModel")] if is_object(own) else []
     if classes:
         _logger.warning(
-            "%s: auto_map names code of the checkpoint's own for %s, which is not run: what is computed is %s",
+            "%s: auto_map names the checkpoint's own code for %s, which is not run: the model is computed as %s",
             config.path,
             ", ".join(sorted(classes)),
             family.architecture,

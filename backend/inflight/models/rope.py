@@ -1,7 +1,7 @@
 """Rotary positions: reading their section of config.json, and computing their tables in float32.
 
 transformers 5 writes one object, `rope_parameters` with `rope_theta` and `rope_type` inside; older checkpoints
-have `rope_theta` at the top and `rope_scaling` with `rope_type` (or `type`) when there is any scaling.
+have `rope_theta` at the top level, and `rope_scaling` with `rope_type` (or `type`) if there is any scaling.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope, proportional"
 _NEUTRAL: NeutralKeys = {
-    "finetuned": (None, True, False),  # YaRN's authors wrote it beside the scaling of a model's training
-    # Multimodal models give pairs of dimensions to positions in time, height and width, which are equal in text.
+    "finetuned": (None, True, False),  # written by YaRN's authors, for scaling that was used in training
+    # Multimodal models assign pairs of dimensions to positions in time, height and width, which are equal in text.
     "mrope_section": ANY,
     "mrope_interleaved": ANY,
 }
-# Other implementations read it; transformers reads attention_factor alone.
+# attn_factor is read by other implementations; transformers reads only attention_factor.
 _YARN_NEUTRAL: NeutralKeys = {**_NEUTRAL, "attn_factor": ANY}
 
 
@@ -45,7 +45,7 @@ def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Te
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return each pair's angle in radians per token, [rotary_dim / 2] float32, and the factor on cos and sin.
+    """Return each pair's angle in radians per token, [rotary_dim / 2] float32, and the factor of cos and sin.
 
     `max_positions`: number of positions that an engine uses.
     """
@@ -79,11 +79,11 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     pairs = frequencies.shape[0]
 
-    def pair_that_turns(times: float) -> float:
-        """Return the (fractional) index of the pair that turns `times` times over the original positions."""
+    def pair_with_rotations(times: float) -> float:
+        """Return the (fractional) index of the pair with `times` full rotations over the original positions."""
         return pairs * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / math.log(theta)
 
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    first, last = pair_with_rotations(scaling.beta_fast), pair_with_rotations(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)
@@ -100,14 +100,15 @@ def read_rope(
     default_part: float | None = None,
     of_section_alone: bool = False,
 ) -> RopeConfig:
-    """Read the model's rotary positions; raise ConfigError for an unknown type of scaling, or unknown keys of it.
+    """Read the model's rotary positions; raise ConfigError for an unknown type of scaling or an unknown key.
 
     Args:
         config: The whole file.
         max_positions: `max_position_embeddings`, or its equivalent.
-        default_theta: The base if none is given.
+        default_theta: The base if the key is absent.
         of_section_alone: As for `read_rope_section`.
-        default_part: Rotated fraction of a head if none is given; None: the family rotates whole heads.
+        default_part: Rotated fraction of a head if the key is absent; None: the family always rotates all
+            dimensions.
     """
     theta = config.number_or_none("rope_theta") or default_theta
     return read_rope_section(config, _section(config), max_positions, theta, default_part, of_section_alone)
@@ -116,7 +117,7 @@ def read_rope(
 def read_layer_type_ropes(
     config: ConfigFile, max_positions: int, default_thetas: Mapping[str, float]
 ) -> dict[str, RopeConfig]:
-    """Read the rotary positions of each layer type, for which `rope_parameters` has a section each.
+    """Read the rotary positions of each layer type, from its section in `rope_parameters`.
 
     Without `rope_parameters`, `rope_theta` and `rope_scaling` apply to full_attention, and
     `rope_local_base_freq` is the base of sliding_attention.
@@ -153,8 +154,8 @@ def read_rope_section(
 ) -> RopeConfig:
     """Read rotary positions from one section; `config` is the file that contains it.
 
-    With `of_section_alone`, `partial_rotary_factor` is read from the section only, not from the file's top level,
-    where null stands for whole heads.
+    With `of_section_alone`, `partial_rotary_factor` is read from the section only. Otherwise it may also be at the
+    file's top level, where null means that all dimensions are rotated.
     """
     theta = section.number_or_none("rope_theta") or default_theta
     scaling = _read_scaling(config, section, max_positions)
@@ -181,7 +182,7 @@ def _section(config: ConfigFile) -> ConfigFile:
 
 
 def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -> RopeScaling | None:
-    # Older transformers versions save both names of the type; if both are present, the newer one counts.
+    # Older transformers versions save both names of the type; if both are present, the newer one is used.
     kinds = {name: section.text_or_none(name) for name in ("type", "rope_type")}
     key = "rope_type" if kinds["rope_type"] else "type"
     kind = kinds[key] or "default"

@@ -1,4 +1,5 @@
-"""The part of a model that one rank holds: some layers, whole attention heads and slices of the rest. Pure.
+"""The part of a model that one rank has: some layers, and of these whole attention heads and slices of the
+rest. Pure.
 
     column parallel   qkv, up, gate: each rank computes some of the outputs (Megatron's split)
     row parallel      output, down: each rank has some of the inputs; the ranks' results are summed
@@ -8,10 +9,11 @@
     replicated        norms, biases of row-parallel layers, learned positions, routers
     pipeline          each stage has consecutive layers; the first embeds the tokens, the last computes the logits
 
-A rank has whole key heads. If there are fewer key heads than ranks, several ranks hold the same one. With latent
-attention a rank has some of the heads and everything that the heads share: the projection to the compressed
-latent, and the cached values. A low-rank delta B A of a projection is split like the projection: for a
-column-parallel one by the rows of B, for a row-parallel one by the columns of A; the other factor is replicated.
+A rank has whole key heads. If there are fewer key heads than ranks, several ranks have the same key head. With
+latent attention a rank has some of the heads and everything that the heads share: the projection to the
+compressed latent, and the cached values. A low-rank delta B A of a projection is split like the projection: for
+a column-parallel projection by the rows of B, for a row-parallel one by the columns of A; the other factor is
+replicated.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.ranks.topology import Mapping, tensor_parallel_sizes
 
 Range = tuple[int, int]
-"""First index, and the index after the last."""
+"""A range: the first index, and the index after the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,14 @@ class Shard:
     moe_ep_size: int = 1
 
     def split(self, count: int) -> Range:
-        """Return this rank's slice of `count` items; if they do not divide, the last ranks get fewer or none."""
+        """Return this rank's slice of `count` items; if `count` is not divisible, the last ranks get fewer
+        items or none."""
         each = -(-count // self.size)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
     def share(self, count: int) -> Range:
-        """Return this rank's slice of `count` heads; if there are fewer heads than ranks, several ranks have the
-        same one."""
+        """Return this rank's slice of `count` heads; if there are fewer heads than ranks, several ranks get the
+        same head."""
         if count >= self.size:
             return self.split(count)
         head = self.rank * count // self.size
@@ -94,7 +97,7 @@ class Shard:
             )
 
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
-        """Return the widths that the number of ranks must divide; the ranks of a group slice an expert."""
+        """Return the MLP widths that the number of ranks must divide; for experts, the ranks of one group."""
         widths = [decoder.dense_width] if decoder.dense_width else []
         widths += [layer.intermediate_size for layer in decoder.layer_sizes if decoder.dense_width]
         experts = decoder.experts
@@ -128,15 +131,15 @@ class Shard:
         )
 
     def query_rows(self, decoder: DecoderConfig) -> Range:
-        """Return this rank's rows of all query heads; of a layer whose sizes are the decoder's, as below."""
+        """Return this rank's range of the rows of all query heads; `decoder` has the layer's sizes."""
         return self.head_rows(decoder, decoder.head_dim)
 
     def head_rows(self, decoder: DecoderConfig, width: int) -> Range:
-        """Return this rank's rows of a matrix with `width` rows per query head."""
+        """Return this rank's range of rows in a matrix with `width` rows per query head."""
         return _scaled(self.split(decoder.num_heads), width)
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
-        """Return this rank's rows of all key heads; the same of all value heads."""
+        """Return this rank's range of the rows of all key heads, which is also its range of all value heads."""
         return _scaled(self.share(decoder.num_kv_heads), decoder.head_dim)
 
 
@@ -145,7 +148,7 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of the model that one rank holds.
+    """The part of the model that one rank has.
 
     Attributes:
         shard: The rank's part of each layer.
@@ -161,7 +164,7 @@ class Part:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping, decoder: DecoderConfig) -> Part:
-        """Return a rank's part of a model; raise ConfigError if it cannot be divided like this."""
+        """Return a rank's part of a model; raise ConfigError if the model cannot be divided by this mapping."""
         shard = Shard(mapping.tp_size, mapping.tp_rank, mapping.moe_ep_size)
         shard.check(decoder)
         layers = mapping.layers(decoder.num_layers)
@@ -174,7 +177,7 @@ class Part:
         return cls(WHOLE, (0, decoder.num_layers))
 
     def held_config(self, decoder: DecoderConfig) -> DecoderConfig:
-        """Return the model as this rank computes it: its shard of its own layers, counted from 0."""
+        """Return the model as this rank computes it: its shard of its layers, which are counted from 0."""
         begin, end = self.layers
         part = self.shard.part_of(decoder)
         return replace(
@@ -199,7 +202,7 @@ def _check_stages(mapping: Mapping, decoder: DecoderConfig) -> None:
     if mapping.pp_size > 1 and decoder.layer_inputs is not None:
         raise ConfigError(
             f"{size}the model has per-layer embeddings (hidden_size_per_layer_input), which are made from the "
-            "tokens' embeddings, and only the first stage has these"
+            "tokens' embeddings, which only the first stage has"
         )
     for stage in range(mapping.pp_size):
         rank = replace(mapping, rank=stage * mapping.tp_size)

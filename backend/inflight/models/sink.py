@@ -1,7 +1,7 @@
-"""Sinks convert a model's matrices, as they are read, to what an engine stores.
+"""Sinks convert a model's matrices, as they are read, to the format that an engine stores.
 
-A matrix is passed in one of two formats: as numbers, or, if `KeptLevels` requests it and the sink supports
-it, as the levels to which the checkpoint has quantized it. A load passes each matrix on before it reads the next
+A matrix is passed to a sink as numbers, or, if `KeptLevels` requests it and the sink supports it, as the
+quantization levels of the checkpoint. A load converts each matrix before it reads the next one
 (`weight_reader.py`), so a model never takes the memory of both formats.
 """
 
@@ -22,15 +22,15 @@ from inflight.models.decoder_weights import Layer, LayerT, LayerWeights, Linear,
 from inflight.models.levels import GroupedMatrix, MatrixKind
 
 StoredMatrix = Tensor | GroupedMatrix
-"""[outputs, inputs]: numbers, or the quantization levels that represent them."""
+"""A matrix [outputs, inputs]: numbers, or the quantization levels that represent them."""
 
 
 class Sink(ABC, Generic[LayerT, LinearT]):
-    """Converts a model's projections and layers to what an engine stores."""
+    """Converts a model's projections and layers to the format that an engine stores."""
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """Whether an embedding that shares its matrix with the output projection is stored separately too."""
+        """Whether a tied embedding is stored in addition to the converted output projection."""
         return True
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         """Convert a layer's projection, before the next one is read.
 
         Args:
-            matrix: Levels only if `why_unpacked` returns "" for them.
+            matrix: The matrix; levels only if `why_unpacked` returns "" for it.
             bias: [outputs], or None.
             is_gated: Whether the matrix is gate above up of a gated MLP.
         """
@@ -51,11 +51,11 @@ class Sink(ABC, Generic[LayerT, LinearT]):
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> LinearT:
-        """Convert the matrices of a layer's experts, each of which is read when it is iterated to.
+        """Convert the matrices of a layer's experts; each is read when the iterator reaches it.
 
         Args:
-            matrices: [outputs, inputs] of each expert in turn: all numbers, or all levels of one form. With
-                levels, the iterator may raise an exception that ends the call.
+            matrices: [outputs, inputs] of each expert in turn: all are numbers, or all are levels of one form.
+                With levels, the iterator may raise an exception, which the method must not catch.
             shape: [experts, outputs, inputs].
             bias: [experts, outputs], or None.
             is_gated: Whether each matrix is gate above up.
@@ -66,7 +66,7 @@ class Sink(ABC, Generic[LayerT, LinearT]):
         return self.linear(matrix)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        """Return the reason why levels are not kept and are passed as numbers; "" if they are kept.
+        """Return the reason why this sink needs a quantized matrix as numbers; "" if it accepts levels.
 
         `is_stack`: whether the matrix belongs to an expert.
         """
@@ -78,10 +78,10 @@ class Sink(ABC, Generic[LayerT, LinearT]):
 
 
 class PlainSink(Sink[LayerWeights, Linear]):
-    """Keeps numbers unchanged."""
+    """A sink that keeps matrices as numbers, unchanged."""
 
     def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
-        assert isinstance(matrix, Tensor), "levels come only where they are kept"
+        assert isinstance(matrix, Tensor), "this sink accepts no levels"
         return Linear(matrix, bias)
 
     def stack(
@@ -91,7 +91,7 @@ class PlainSink(Sink[LayerWeights, Linear]):
         assert isinstance(first, Tensor), "likewise"
         stacked = first.new_empty(shape)
         for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
-            assert isinstance(matrix, Tensor), "all are numbers if the first is"
+            assert isinstance(matrix, Tensor), "this sink accepts no levels"
             target.copy_(matrix)
         return Linear(stacked, bias)
 
@@ -101,11 +101,11 @@ class PlainSink(Sink[LayerWeights, Linear]):
 
 @dataclass(frozen=True, slots=True)
 class KeptLevels:
-    """Requests that a load keep matrices quantized, and records which ones were kept.
+    """Requests that a load keep matrices quantized, and records which matrices were kept.
 
     Attributes:
-        counts: Number of projections, or stacks of them, kept in each format.
-        unpacked: By reason, the first matrix of each projection that was not kept.
+        counts: Number of projections, or stacks of experts' projections, kept in each format.
+        unpacked: By reason, the first matrix of each quantized projection that was not kept.
     """
 
     counts: Counter[MatrixKind] = field(default_factory=Counter[MatrixKind])
@@ -119,7 +119,7 @@ class KeptLevels:
         return " and ".join(f"{count} in {kind.value}" for kind, count in self.counts.items()) or "none"
 
     def warn(self, log: logging.Logger, target: str = "") -> None:
-        """Log which projections are unpacked, and to what (`target`)."""
+        """Log which projections are unpacked; `target` continues the message with the dtype."""
         for reason, names in self.unpacked.items():
             log.warning(
                 "%d quantized projections are unpacked%s (%s): %s", len(names), target, names[0], reason

@@ -1,7 +1,7 @@
 """Presents checkpoints that store all experts of a layer in one tensor as if each expert had its own tensors.
 
 The stacked tensor may be packed as MXFP4 (Open Compute Project, Microscaling Formats 1.0): two 4-bit floats
-per byte, and a power of two for every 32 of them. An expert's matrix is read as these levels and scales, or
+per byte, and a power of two as the scale of every 32 floats. An expert's matrix is read as levels and scales, or
 as the numbers that they represent.
 """
 
@@ -22,7 +22,7 @@ from inflight.models.levels import Levels, MatrixKind, float4_pairs
 from inflight.models.registry import ModelDescription
 
 _BLOCK = 32  # values that share a scale
-_SCALE_BIAS = 127  # of the exponent; a scale consists of an exponent only
+_SCALE_BIAS = 127  # bias of a scale's exponent, of which the scale consists
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class _Stack:
         rows: Number of outputs.
         columns: Number of inputs.
         modules: Modules of one expert, below its prefix, and the rows of each.
-        transposed: Whether matrices are stored [columns, rows]; None: if they are not [rows, columns]. Packed ones
-            never are.
+        transposed: Whether matrices are stored [columns, rows]; None: decided by their shape. Packed matrices are
+            always stored [rows, columns].
     """
 
     name: str
@@ -46,7 +46,7 @@ class _Stack:
 
 
 def unstack_experts(checkpoint: Checkpoint, model: ModelDescription) -> None:
-    """Replace a checkpoint's stacked tensors by one tensor per expert and module; do nothing if it has none.
+    """Replace a checkpoint's stacked tensors, if it has any, by one tensor per expert and module.
 
     Matrices are stored [experts, out, in] or [experts, in, out] under the stack's name, or packed as
     [experts, out, in / 32, 16] under `…_blocks` and [experts, out, in / 32] under `…_scales`; biases are
@@ -86,7 +86,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
     Args:
         blocks: [..., n, 16] uint8.
-        scales: [..., n] uint8, exponents of 2 plus 127.
+        scales: [..., n] uint8; a scale is 2 ** (value - 127).
     """
     values = float4_pairs(blocks)
     return torch.ldexp(values, scales.int()[..., None] - _SCALE_BIAS, out=values).flatten(-2)
@@ -102,9 +102,9 @@ def _rename_routers(checkpoint: Checkpoint, model: ModelDescription, stored: str
 def _stacks(
     model: ModelDescription, names: ExpertNames, stacks: ExpertStacks
 ) -> Iterator[tuple[str, _Stack]]:
-    """Yield every stack, and the prefix of its layer's experts, in which `{}` stands for an expert's index."""
+    """Yield the prefix of a layer's experts, in which `{}` stands for the index, with each stack of the layer."""
     decoder = model.decoder
-    assert decoder.experts is not None, "stacks are of experts"
+    assert decoder.experts is not None, "a model with stacks has experts"
     hidden = decoder.experts.latent_size or decoder.hidden_size
     inner, num_up = decoder.experts.intermediate_size, len(names.each.up)
     parts = [slice(inner), slice(inner, None)]
@@ -157,7 +157,7 @@ class _PlainMatrices:
 
 
 class _PackedMatrices:
-    """The matrices of all experts in one tensor of MXFP4 blocks along the columns, and one of scales."""
+    """The matrices of all experts in one tensor with MXFP4 blocks along the columns, and another with scales."""
 
     def __init__(self, checkpoint: Checkpoint, stack: _Stack, count: int) -> None:
         if stack.columns % _BLOCK:
@@ -195,7 +195,8 @@ class _PackedMatrices:
 
 
 def _take(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> _Taken:
-    """Remove a stored tensor from the checkpoint; raise ConfigError if its shape or dtype does not fit."""
+    """Remove a stored tensor from the checkpoint; raise ConfigError if it is missing or its shape or dtype is
+    wrong."""
     info = checkpoint.tensors.pop(name, None)
     if info is None:
         raise ConfigError(f"{checkpoint.folder}: the weights do not fit config.json: missing {name}")

@@ -47,7 +47,7 @@ from inflight.models.weight_sources import (
 
 
 class _NotKept(Exception):
-    """An expert of a layer whose quantization differs from that of the layer's first expert."""
+    """The exception for an expert whose quantization differs from the first expert's of its layer."""
 
 
 class WeightReader(Generic[LayerT, LinearT]):
@@ -55,10 +55,11 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     Args:
         checkpoint: The checkpoint, which has all tensors that sources name.
-        dtype: Dtype of tensors whose sources give none.
+        dtype: Dtype of tensors whose sources do not set one.
         device: Device of the loaded tensors.
         sink: Converts projections and layers.
-        kept: If given, quantized matrices are offered to the sink as levels; None: all are read as numbers.
+        kept: If set, quantized matrices are passed as levels if the sink accepts them; None: all are read
+            as numbers.
         advance: Called with the number of bytes of each tensor after it is read.
     """
 
@@ -83,7 +84,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             position_embedding = self._plain(sources.position_embedding)
         if sources.final_norm is not None:
             table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
-            assert table is not None, "the last stage has the one or the other"
+            assert table is not None, "the last stage has the output projection or the tied embedding"
             lm_head = self._sink.head(table)
             if sources.lm_head is None and not self._sink.keeps_tied_embedding:
                 embedding = None
@@ -200,11 +201,11 @@ class WeightReader(Generic[LayerT, LinearT]):
                 self._count(first)
                 return found
             except _NotKept:
-                self._note_unpacked(source.matrices[0], "experts that are not all quantized alike")
+                self._note_unpacked(source.matrices[0], "experts with different quantization")
         return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
 
     def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
-        """Yield each expert's levels, given those of the first; raise _NotKept if another form comes."""
+        """Yield each expert's levels, given the first expert's; raise _NotKept for an expert of another form."""
         for index, of_expert in enumerate(source.matrices):
             matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
             if matrix is None or matrix.form != first.form:
@@ -213,7 +214,7 @@ class WeightReader(Generic[LayerT, LinearT]):
             self._release(of_expert)
 
     def _kept_levels(self, source: TensorSource, is_stack: bool = False) -> GroupedMatrix | None:
-        """Return the levels of a matrix that the sink keeps quantized; None for any other matrix."""
+        """Return the levels of a matrix that the sink accepts as levels; None for any other matrix."""
         if self._kept is None:
             return None
         matrix = self._levels(source)
@@ -250,7 +251,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return None if source is None else self._tensor(source)
 
     def _tensor(self, source: TensorSource) -> Tensor:
-        """Read a tensor of a layer."""
+        """Read a tensor of a layer, into memory that the sink allocates."""
         return self._fill(source, self._sink.empty(source.shape, source.dtype or self._dtype, self._device))
 
     def _plain(self, source: TensorSource) -> Tensor:

@@ -1,7 +1,7 @@
 """The source of each tensor of a part of a model: rows and columns of a checkpoint's tensors.
 
 Sources have the structure of `DecoderWeights` and follow from the description of the model alone: no file is
-opened. `find_sources.py` makes them, and `weight_reader.py` uses them to read.
+opened. `find_sources.py` makes them, and `weight_reader.py` reads the tensors that they describe.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.models.sharding import Range
 
 Rows = tuple[int, int] | tuple[int, int, int]
-"""Arguments of `range`: the first row, the one after the last, and the step if it is not 1."""
+"""Arguments of `range`: the first row, the row after the last, and the step if it is not 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class TensorSource:
 
     Attributes:
         parts: The checkpoint's tensors, and the rows to read of each.
-        columns: Number of columns of these tensors; None for vectors.
+        columns: Number of columns of the checkpoint's tensors; None for vectors.
         kept: Range of the columns to read.
         transposed: Whether the checkpoint stores the transposed matrix.
         is_conv: Whether the checkpoint stores the shape [rows, 1, columns] of a depthwise convolution.
-        stored_as: Shape of a vector in the checkpoint, if it has other dimensions than one; None: it has one.
-        dtype: Dtype of the loaded tensor; None: the model's.
+        stored_as: Shape of a vector in the checkpoint, if it is stored with several dimensions; None: with one.
+        dtype: Dtype of the loaded tensor; None: the model's dtype.
     """
 
     parts: tuple[StoredRows, ...]
@@ -86,7 +86,7 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """Stored weight and bias of a linear layer; `is_gated`: whether it is gate above up of a gated MLP."""
+    """Stored weight and bias of a linear layer; `is_gated`: whether its rows are gate above up of a gated MLP."""
 
     weight: TensorSource
     bias: TensorSource | None
@@ -98,8 +98,8 @@ class StackSource:
     """Stored matrices of one projection of a layer's experts, one per expert.
 
     Attributes:
-        bias: The biases of all experts, one after the other; None if they have none.
-        matrices: [outputs, inputs] of each expert.
+        bias: The biases of all experts, one after the other; None if there are none.
+        matrices: One matrix [outputs, inputs] for each expert.
         is_gated: Whether each matrix is gate above up.
     """
 
@@ -115,7 +115,7 @@ class NormSource:
     Attributes:
         weight: The weight.
         bias: The bias of a LayerNorm, if it is stored.
-        offset: Added to the weight, which is float32 if this is not 0.
+        offset: Added to the weight, which is then float32; 0: nothing is added.
         has_zero_bias: Whether this is a LayerNorm without a stored bias.
     """
 
@@ -127,7 +127,7 @@ class NormSource:
 
 @dataclass(frozen=True, slots=True)
 class LatentSources:
-    """Stored weights of a layer's latent attention (DeepSeek's MLA), besides `LayerSources.qkv`."""
+    """Stored weights of a layer's latent attention (DeepSeek's MLA), other than `LayerSources.qkv`."""
 
     query_norm: NormSource | None
     query_up: LinearSource | None
@@ -151,7 +151,7 @@ class ExpertSources:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNormSources:
-    """Stored weights of the norms of a layer whose experts are beside its MLP."""
+    """Stored weights of the norms of a layer with both experts and an MLP."""
 
     router: NormSource
     before: NormSource
@@ -161,7 +161,7 @@ class ExpertNormSources:
 
 @dataclass(frozen=True, slots=True)
 class LayerInputSources:
-    """Stored weights for a layer's own inputs of tokens."""
+    """Stored weights with which a layer adds per-layer embeddings."""
 
     gate: LinearSource
     output: LinearSource
@@ -170,7 +170,7 @@ class LayerInputSources:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputSources:
-    """Stored weights of the source of all layers' own inputs of tokens."""
+    """Stored weights with which per-layer embeddings are made from tokens."""
 
     embedding: TensorSource
     projection: LinearSource
@@ -187,7 +187,7 @@ class XieluSources:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSources:
-    """Stored weights of a recurrent layer besides its projections; `decay` is stored as log(-decay)."""
+    """Stored weights of a recurrent layer other than its projections; `decay` is stored as log(-decay)."""
 
     conv: TensorSource
     conv_bias: TensorSource | None
@@ -228,10 +228,12 @@ class LayerSources:
 class DecoderSources:
     """Stored tensors of a model, or of a rank's part of it, in the order in which they are read.
 
-    The output projection is read before the layers, so that its matrix is not in memory twice beside all layers.
+    The output projection is read before the layers, so that its matrix is not in memory twice together with all
+    layers.
 
     Attributes:
-        lm_head: None before the last stage, and if the embedding, which is loaded, is also the output projection.
+        lm_head: The output projection; None before the last stage, and if the loaded embedding is also the output
+            projection.
     """
 
     embedding: TensorSource | None

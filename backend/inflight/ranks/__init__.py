@@ -1,1 +1,1 @@
-"""Several ranks in step: their topology, start, connections, heartbeat and end."""
+"""Several ranks in lockstep: their topology, start, connections, heartbeat and end."""

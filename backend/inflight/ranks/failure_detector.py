@@ -1,8 +1,8 @@
 """Detects lost peers from the times of their messages. Pure: the time is an argument.
 
-Silence counts from a peer's first message on, as before that it may still be starting. Only the caller can know
-whether the silence is the peer's or due to this process, which was suspended or had no time to listen: see
-`forgive`. The heartbeat's thread calls it.
+Silence is measured from a peer's first message on, as before that the peer may still be starting. Only the
+caller can know whether messages are missing because this process was suspended or had no time to read: see
+`forgive`. Used on the heartbeat's thread.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 NEVER = 2**63 - 1
-"""An iteration that never finishes: a rank that failed in it is no longer in step with the others."""
+"""The iteration number of a rank that is no longer in lockstep with the others, as it never finishes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A rank that no longer takes part, and the evidence ("it has been silent for 5.0 s")."""
+    """A lost rank, and the evidence for the loss, such as "it has been silent for 5.0 s"."""
 
     rank: int
     how: str
@@ -30,12 +30,12 @@ class _Failure:
 
 
 class FailureDetector:
-    """The signs of life of a process's peers, and the peers considered lost.
+    """The times of messages from a process's peers, from which lost peers are detected.
 
     Args:
         peers: Ranks of the peers.
-        timeout_s: Seconds of silence after which a peer is lost, and time for the others to get past an iteration
-            in which a rank failed.
+        timeout_s: Seconds of silence after which a peer is lost. Also the time in which the other ranks
+            must finish an iteration in which a rank failed.
 
     Attributes:
         patience_s: Seconds of silence after which a peer is lost, if that differs from `timeout_s`.
@@ -47,7 +47,7 @@ class FailureDetector:
         self._progress = dict.fromkeys(peers, 0)
         self._failures: list[_Failure] = []
 
-    def heard(self, rank: int, now_s: float, progress: int | None = None) -> None:
+    def record_message(self, rank: int, now_s: float, progress: int | None = None) -> None:
         """Record a message of `rank`.
 
         Args:
@@ -60,22 +60,22 @@ class FailureDetector:
             self._progress[rank] = progress
 
     def left(self, rank: int) -> None:
-        """Record the goodbye of `rank`: it is no longer watched."""
+        """Record the goodbye of `rank`, which is no longer watched."""
         self._heard_s.pop(rank, None)
         self._progress.pop(rank, None)
 
     def failed(self, rank: int, iteration: int, now_s: float) -> None:
-        """Record that a forward pass on `rank` raised in `iteration`; NEVER as the iteration means that the
-        rank is lost at once."""
+        """Record that a forward pass on `rank` raised in `iteration`; if `iteration` is NEVER, the rank is lost at
+        once."""
         self._failures.append(_Failure(rank, iteration, now_s))
 
     def forgive(self, now_s: float) -> None:
-        """Restart every timeout, because this process was not listening until now."""
+        """Restart every timeout, because this process did not read messages until now."""
         self._heard_s = dict.fromkeys(self._heard_s, now_s)
         self._failures = [_Failure(one.rank, one.iteration, now_s) for one in self._failures]
 
     def loss(self, now_s: float, own_progress: int) -> Loss | None:
-        """Return the first rank found lost, if any.
+        """Return the first rank that is found to be lost; None if there is none.
 
         Args:
             now_s: The current time, by the clock of the other calls.
@@ -91,7 +91,7 @@ class FailureDetector:
         slowest = min((own_progress, *self._progress.values()))
         for one in due:
             if one.iteration == NEVER:
-                return Loss(one.rank, "it is not in step with the others any more")
+                return Loss(one.rank, "it is no longer in lockstep with the others")
             if slowest <= one.iteration:
                 return Loss(one.rank, f"it failed alone in iteration {one.iteration}: the others wait for it")
         return None

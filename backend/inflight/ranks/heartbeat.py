@@ -1,12 +1,11 @@
-"""Sockets between rank 0 and every other rank: signs of life, and wake-ups without a call to MPI.
+"""Sockets between rank 0 and every other rank, for heartbeats, and wake-ups without a call to MPI.
 
 A `Heartbeat` owns the connections made by `rendezvous.meet`, and one thread, which reads all of them, sends a
 heartbeat on each five times per timeout, and detects lost ranks: by a connection that ends without a goodbye, by
-silence, or by a forward pass that failed on one rank alone, so that the others would wait for it in a collective
-for ever. The thread is never inside MPI, so its callback `on_loss` runs even while the loop thread hangs there.
-
-Messages are nine bytes: a kind and a number. A send never blocks: bytes that a peer's socket does not take are
-sent with the next heartbeat. Knows neither requests nor MPI.
+silence, or by a forward pass that failed on one rank alone, so that the others would wait for this rank in a
+collective for ever. The thread never calls MPI, so its callback `on_loss` runs even while the loop thread hangs in
+MPI. Messages are nine bytes: a kind and a number. A send never blocks: bytes that a peer's socket does not
+accept are sent with the next heartbeat. Independent of requests and MPI.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ class Heartbeat:
     Args:
         peers: The result of `meet`; this object closes their connections.
         num_ranks: Number of ranks, for messages.
-        timeout_s: Seconds of silence after which a rank is lost. Detected at most a fifth of it later.
+        timeout_s: Seconds of silence after which a rank is lost; the loss is detected at most timeout_s / 5 later.
         on_loss: Called once, on the heartbeat's thread, if a rank is lost. When it returns, the connections are
-            closed without a goodbye, which tells the other ranks of the loss.
+            closed without a goodbye, by which the other ranks detect the loss.
         loading_timeout_s: Used instead of `timeout_s` until `has_loaded` is called, as imports or the start of a
             driver may keep a rank's threads from running. None: `timeout_s` from the beginning.
         clock: Monotonic clock, in seconds.
 
     Attributes:
-        iteration: The first iteration that this rank has not finished. The loop sets it, and the other ranks are
-            told.
+        iteration: The first iteration that this rank has not finished. The loop sets it, and heartbeats
+            contain it.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Heartbeat:
         if loading_timeout_s is not None:
             self._failure_detector.patience_s = loading_timeout_s
         self._changed = threading.Condition()
-        self._wakes = 0  # this and the next three: under the condition's lock
+        self._wakes = 0  # this and the next three attributes are used under the condition's lock
         self._own_failures: list[int] = []
         self._left: set[int] = set()
         self._lost: Unavailable | None = None
@@ -93,7 +92,7 @@ class Heartbeat:
     def check(self) -> None:
         """Raise Unavailable if a rank is known to be lost."""
         if self._lost is not None:
-            # A new object each time, as tracebacks accumulate on an exception.
+            # A new object each time, as an exception that is raised again accumulates tracebacks.
             raise Unavailable(str(self._lost))
 
     def wake(self) -> None:
@@ -104,7 +103,7 @@ class Heartbeat:
             connection.send(_Kind.WAKE)
 
     def wait(self) -> None:
-        """Other ranks: return once for each `wake`, using no CPU until then. Raises like `wake`."""
+        """Other ranks: wait, without using CPU time, for the next `wake` of rank 0. Raises like `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._wakes or self._lost or self._left)
             if not self._wakes or self._lost:
@@ -118,13 +117,13 @@ class Heartbeat:
             raise Unavailable(f"rank {ranks} of {self._num_ranks} has left")
 
     def has_loaded(self) -> None:
-        """Note that all ranks have loaded the model: from now on `timeout_s` applies."""
+        """Record that all ranks have loaded the model: from now on `timeout_s` applies."""
         self._has_loaded = True
 
     def report_failure(self, iteration: int) -> None:
         """Report a failed forward pass to rank 0, which finds out whether it failed on this rank only.
 
-        The iteration NEVER means that it did, and that this rank is lost.
+        With the iteration NEVER, it failed on this rank only, which is lost.
         """
         if 0 in self._connections:
             self._connections[0].send(_Kind.FAILED, iteration)
@@ -168,7 +167,7 @@ class Heartbeat:
                 beat_s = now_s + self._period_s
             events = selector.select(max(0.0, beat_s - now_s))
             now_s = self._clock()
-            if now_s - turn_s > 2 * self._period_s:  # this process was suspended, or did not get to run
+            if now_s - turn_s > 2 * self._period_s:  # this process was suspended, or got no processor time
                 self._failure_detector.forgive(now_s)
             if self._has_loaded and self._failure_detector.patience_s != self._timeout_s:
                 self._failure_detector.patience_s = self._timeout_s
@@ -187,11 +186,11 @@ class Heartbeat:
     def _read(
         self, selector: selectors.BaseSelector, connection: _PeerConnection, now_s: float
     ) -> Loss | None:
-        """Handle received messages; if the connection has ended, return the Loss of the peer."""
+        """Handle received messages; if the connection has ended without a goodbye, return the peer's Loss."""
         messages, end = connection.receive()
         rank = connection.peer.rank
         for kind, number in messages:
-            self._failure_detector.heard(rank, now_s, number if kind == _Kind.BEAT else None)
+            self._failure_detector.record_message(rank, now_s, number if kind == _Kind.BEAT else None)
             if kind == _Kind.WAKE:
                 with self._changed:
                     self._wakes += 1
@@ -239,7 +238,7 @@ class Heartbeat:
 
 
 class _PeerConnection:
-    """One peer's socket. Any thread sends, the heartbeat's thread receives."""
+    """The connection to one peer. Any thread sends, the heartbeat's thread receives."""
 
     def __init__(self, peer: Peer) -> None:
         peer.connection.setblocking(False)
@@ -250,17 +249,18 @@ class _PeerConnection:
         self._lock = threading.Lock()
 
     def send(self, kind: _Kind, number: int = 0) -> None:
-        """Send as much as the socket takes; the rest goes with the next message.
+        """Send as much as the socket accepts; the rest is sent with the next message.
 
-        The reader notices a broken connection.
+        A broken connection is detected by `receive`.
         """
         with self._lock, contextlib.suppress(OSError):  # including the error that sending would block
-            if kind != _Kind.BEAT or not self._unsent:  # one is enough for a peer that reads none
+            if kind != _Kind.BEAT or not self._unsent:  # one beat is enough for a peer that is not reading
                 self._unsent += _MESSAGE.pack(kind, number)
             del self._unsent[: self.socket.send(self._unsent)]
 
     def receive(self) -> tuple[list[tuple[int, int]], str | None]:
-        """Return the messages received, as (kind, number), and how the connection ended, if it did."""
+        """Return the received messages, as (kind, number), and a description of the connection's end, if it
+        ended."""
         try:
             part = self.socket.recv(_READ_BYTES)
         except BlockingIOError:

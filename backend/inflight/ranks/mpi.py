@@ -1,8 +1,8 @@
 """MPI: the world of ranks that `mpirun` or `srun` started, and their messages.
 
-Nothing else imports mpi4py. Arrays are numpy's; an engine copies or wraps those of other devices. MPI's blocking
-calls spin, so they are not for waiting for work: a rank calls them when the others are in the same iteration. One
-thread at a time: the one that loads the model, then the loop thread.
+The only module that imports mpi4py. Arrays are numpy's; an engine copies or wraps tensors of devices. MPI's
+blocking calls spin, so they are not used to wait for work: a rank calls them when the others are in the same
+iteration. Used by one thread at a time: the thread that loads the model, then the loop thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from inflight.ranks.topology import Mapping
 mpi4py.rc.initialize = False  # `MpiWorld` initializes MPI when needed
 mpi4py.rc.finalize = False  # finalizing may hang once a rank is lost
 
-from mpi4py import MPI  # noqa: E402 - after what it reads when it is imported
+from mpi4py import MPI  # noqa: E402 - after the settings that it reads when it is imported
 
-# Part of a broadcast; enough for most iterations. Longer messages take a second broadcast.
+# Size of a broadcast's first part, which is enough for most iterations; longer messages take a second broadcast.
 _FIRST_PART_BYTES = 1024
 _LENGTH_BYTES = 8
 _HIDDEN, _OUTCOME = 1, 2  # tags
@@ -55,7 +55,7 @@ class MpiWorld:
         self.size = self._comm.Get_size()
 
     def mapping(self, tp_size: int, pp_size: int, moe_ep_size: int = 1) -> Mapping:
-        """Return this rank's part of the model; raises ConfigError if the number of ranks is wrong."""
+        """Return this rank's position; raises ConfigError if the number of ranks does not match the sizes."""
         if self.size != tp_size * pp_size:
             needed = tp_size * pp_size
             raise ConfigError(
@@ -115,7 +115,8 @@ class MpiStage:
         self._comm.Allgather(mine, all_ranks)
 
     def barrier(self) -> None:
-        """Wait, spinning, until every rank of the stage has called this as often; independent of other calls."""
+        """Wait, spinning, until every rank of the stage has made this call; independent of the other
+        collectives."""
         self._barrier_comm.Barrier()
 
 
@@ -141,7 +142,7 @@ class MpiStageLink:
         self._sending.append((self._comm.Isend([buffer, MPI.BYTE], dest=self._next, tag=_HIDDEN), buffer))
 
     def receive(self, message: NDArray[np.uint8]) -> bool:
-        """Fill `message` with bytes of the previous stage; return False if it sent None."""
+        """Fill `message` with the bytes sent by the previous stage; return False if it has sent None."""
         status = MPI.Status()
         self._comm.Recv([message, MPI.BYTE], source=self._previous, tag=_HIDDEN, status=status)
         return status.Get_count(MPI.BYTE) > 0
@@ -156,8 +157,8 @@ class MpiOutcomes:
         self._receivers = [rank for rank in range(self._comm.Get_size()) if rank != sender]
         self._sending: deque[list[MPI.Request]] = deque()
 
-    def tell(self, outcome: bytes) -> None:
-        """Send a message to all other ranks. Only the sender calls it; does not wait until it is received."""
+    def send_outcome(self, outcome: bytes) -> None:
+        """Send a message to all other ranks, without waiting until it is received. Called by the sender only."""
         whole = memoryview(outcome)
         parts = [whole[begin : begin + _PART_BYTES] for begin in range(0, len(outcome) + 1, _PART_BYTES)]
         self._sending.append(  # a request keeps its buffer alive
@@ -168,16 +169,16 @@ class MpiOutcomes:
             ]
         )
 
-    def settle(self) -> None:
-        """Wait until the oldest message that has not been settled is sent to all ranks.
+    def wait_sent(self) -> None:
+        """Wait until the oldest message for which this was not called yet is sent to all ranks.
 
-        The sender calls it once for each `tell`, because MPI may send the rest of a message only while this
+        The sender calls it once for each sent message, because MPI may send the rest of a message only while this
         process is in a call of MPI.
         """
         MPI.Request.Waitall(self._sending.popleft())
 
-    def hear(self) -> bytes:
-        """Receive the sender's next message. All other ranks call it, once for each `tell`."""
+    def receive_outcome(self) -> bytes:
+        """Receive the sender's next message. Called by all other ranks, once for each message."""
         outcome = bytearray()
         while True:
             status = MPI.Status()
@@ -194,6 +195,7 @@ def _buffer(part: memoryview) -> Any:
 
 
 def _forget_a_folder_of_another_host() -> None:
-    """Drop a shared-memory folder that mpirun has passed on from another host, as ranks would fall back to TCP."""
+    """Unset the variable of the shared-memory folder if mpirun has copied it from another host, where the
+    folder is; otherwise ranks would fall back to TCP."""
     if not os.path.isdir(os.environ.get(SHARED_MEMORY, "/")):
         del os.environ[SHARED_MEMORY]

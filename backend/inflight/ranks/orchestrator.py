@@ -1,14 +1,14 @@
 """An engine whose ranks this process starts with mpirun, supervises, and restarts when one is lost.
 
 Owns the ranks' processes and one thread, which watches them. After a loss the thread makes the model unready, ends
-the remaining ranks, restarts them and has the model loaded again. The process that Triton loads then takes over
-the engine, and this one is done. If models cannot be unloaded by request, the engine comes back in place, and the
-model stays ready all the while. Requests go over the endpoint, as those of any front end; the endpoint answers
-them when the engine ends. Of the ranks' output this module reads only rank 0's report. Knows neither requests nor
-Triton, only Protocols for what it needs of Triton's model.
+the remaining ranks, restarts all ranks and has Triton load the model again. The process that Triton starts then
+takes over the engine, and this process ends. If models cannot be unloaded by request, the engine is restarted
+under this process, and the model stays ready meanwhile. Requests go over the engine endpoint, as any front
+end's; the endpoint answers them when the engine ends. Of the ranks' output this module reads only rank 0's
+report. Independent of requests and of Triton, whose functions are passed as Protocols.
 
-An engine is started before the model is loaded, and not by the model's next process, because a failing
-`load_model` crashed tritonserver 2.51 in about half of all attempts.
+After a loss the engine is started before the model is loaded again, and not by the model's next process, because a
+failing `load_model` crashed tritonserver 2.51 in about half of all attempts.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from inflight.ranks.launch import SHARED_MEMORY, WORKER_MODULE, find_mpirun, mpi
 _log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-# An engine that has lived this long is restarted without delay, like the first time.
+# An engine that has run this long is restarted without delay, as after the first loss.
 _PROVEN_S = 60.0
 _ENDING_S = 10.0
-# How long to wait for the ranks' processes after SIGTERM, and after SIGKILL.
+# Seconds to wait for the ranks' processes after SIGTERM, and after SIGKILL.
 _GRACE_S, _KILLED_S = 2.0, 5.0
 _SHARED_MEMORY = "/dev/shm"
 _SESSION = "PRTE_MCA_prte_tmpdir_base"
@@ -54,11 +54,11 @@ _OWN = ("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_")
 
 @dataclass(frozen=True, slots=True)
 class ModelControl:
-    """Control of a model by itself through Triton; both functions raise Triton's errors.
+    """Functions by which a model's process controls the model in Triton; both raise Triton's errors.
 
     Attributes:
-        unload: Makes the model unready and returns at once; its process lives on while it has requests or streams.
-        load: Starts the model's next process; returns when that is ready.
+        unload: Makes the model unready and returns at once; its process stays while it has requests or streams.
+        load: Starts the model's next process; returns when that process is ready.
     """
 
     unload: Callable[[], None]
@@ -83,7 +83,7 @@ class Publisher(Protocol):
     def put(
         self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Publish the latest values; `wall_clock_s` is their time."""
+        """Publish the latest values; `wall_clock_s` is their time in seconds since the epoch."""
         ...
 
     def start_over(self) -> None:
@@ -93,11 +93,11 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The environment of an orchestrator, besides its job.
+    """The objects with which an orchestrator works, other than its job.
 
     Attributes:
         server: The tritonserver.
-        control: None if models cannot be unloaded by request.
+        control: Unloads and loads the model; None if models cannot be unloaded by request.
         guard: Watches all ranks that are started.
         publisher: Gets rank 0's observations.
         unload_timeout_s: How long requests may continue when the model is unloaded, in seconds.
@@ -127,7 +127,7 @@ class Orchestrator:
         self._timeout_s = job.parameters.rank_timeout_ms / 1000
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._awaits_successor = False  # this and the next: under the lock
+        self._awaits_successor = False  # this and the next attribute are used under the lock
         self._starting: RanksProcess | None = None
         self._pause_s = 0.0
         self.client = SocketEngineClient(job.endpoint_path)
@@ -139,10 +139,11 @@ class Orchestrator:
     def close(self) -> bool:
         """End the engine normally, unless another process has taken it over. Idempotent.
 
-        While the engine is being restarted for the model's next process, this waits until that has taken it over.
+        While the engine is being restarted for the model's next process, this waits until that process has
+        taken it over.
 
         Returns:
-            Whether nothing hangs in this process; always True.
+            Whether no thread of the engine hangs in this process; always True.
         """
         with self._lock:
             if not self._awaits_successor:
@@ -158,15 +159,15 @@ class Orchestrator:
     # ---------------------------------------------------------------- start
 
     def _take_over(self) -> tuple[RanksProcess, EngineWatch] | None:
-        """Return the engine that the model's previous process has started for this one; end any other."""
+        """Return the engine that the model's previous process has started for this one; end any other engine."""
         path, server = self._job.endpoint_path, str(self._around.server)
         if awaits_successor(path, server, self._job.digest(), self._timeout_s):
-            with contextlib.suppress(Unavailable):  # it has just been lost
+            with contextlib.suppress(Unavailable):  # the engine has just been lost
                 watch = EngineWatch(path, self._timeout_s)
                 ranks = RanksProcess(watch.processes)
                 # The delay before a restart grows with every loss; the engine passes it on to the next process.
                 self._pause_s = watch.processes.pause_s
-                self._tell_guard(ranks)
+                self._start_guarding(ranks)
                 return ranks, watch
         # Triton keeps an unloaded model alive while a client holds a stream that used it.
         retire_predecessor(path, self._around.unload_timeout_s, server)
@@ -175,21 +176,21 @@ class Orchestrator:
     def _start(self, awaits_successor: bool) -> tuple[RanksProcess, EngineWatch]:
         ranks = RanksProcess.start(self._num_ranks, self._job.parameters.mpirun_arguments, self._pause_s)
         try:
-            self._tell_guard(ranks)
+            self._start_guarding(ranks)
             with self._lock:
                 self._starting = ranks
             if self._closing.is_set():
                 ranks.stop()
             ranks.serve(self._job, self._around.server, awaits_successor)
             return ranks, EngineWatch(self._job.endpoint_path, self._timeout_s)
-        except BaseException:  # the ranks must not run on, whatever the error
+        except BaseException:  # the ranks must not keep running, whatever the error
             ranks.end()
             raise
         finally:
             with self._lock:
                 self._starting = None
 
-    def _tell_guard(self, ranks: RanksProcess) -> None:
+    def _start_guarding(self, ranks: RanksProcess) -> None:
         self._around.guard.watch(ProcessId.parse(ranks.processes.launcher), ranks.processes.folder)
 
     # ---------------------------------------------------------------- the thread
@@ -219,7 +220,7 @@ class Orchestrator:
         if self._around.control is not None:
             try:
                 self._around.control.unload()
-            except Exception:  # the engine has to come back, whatever Triton raises
+            except Exception:  # the engine has to be restarted, whatever Triton raises
                 _log.exception("the model could not be unloaded; its engine is restarted without a reload")
                 self._awaits_successor = False
 
@@ -232,21 +233,21 @@ class Orchestrator:
             if self._closing.wait(self._pause_s):
                 return False
             if is_served(self._job.endpoint_path):
-                _log.warning("the model has been loaded by somebody else meanwhile")
+                _log.warning("another client has loaded the model meanwhile")
                 return False
             try:
                 self._ranks, self._watch = self._start(self._awaits_successor)
             except InflightError as error:
-                _log.error("the engine does not start: %s", error)
+                _log.error("the engine cannot be started: %s", error)
                 continue
             self._started_s = time.monotonic()
             self._around.publisher.start_over()
-            _log.warning("the engine is there again")
+            _log.warning("the engine has been restarted")
             return True
 
     def _hand_over(self) -> None:
         """Have the model's next process take over the engine; if that cannot be started, end the engine."""
-        assert self._around.control is not None, "nobody is awaited elsewhere"
+        assert self._around.control is not None, "a successor is awaited only if the model can be loaded"
         try:
             self._around.control.load()
         except Exception:  # an engine that no process takes over has to end
@@ -260,14 +261,14 @@ class Orchestrator:
 
 
 class RanksProcess:
-    """Ranks that run, or that have ended and not been cleaned up.
+    """The processes of ranks, which run or have ended; `end` removes their leftovers.
 
     Attributes:
         processes: The processes, for supervisors that may have to end them.
     """
 
     def __init__(self, processes: EngineProcesses, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Take charge of running ranks, started by this process (`child`) or by another."""
+        """Represent running ranks, started by this process, as `child`, or by another process."""
         self.processes = processes
         self._child = child
         self._launcher = ProcessId.parse(processes.launcher)
@@ -276,7 +277,7 @@ class RanksProcess:
     def start(cls, num_ranks: int, mpirun_arguments: str | None, pause_s: float = 0.0) -> RanksProcess:
         """Start ranks, which then wait for `serve`. Raises ConfigError if there is no mpirun.
 
-        `pause_s`: how long the start was delayed, for `processes`.
+        `pause_s`: the delay of this start in seconds, which is stored in `processes`.
         """
         command = _command(num_ranks, mpirun_arguments or "")
         shared_memory = os.environ.get(SHARED_MEMORY, _SHARED_MEMORY)
@@ -294,7 +295,7 @@ class RanksProcess:
             shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from error
         launcher = ProcessId.of(child.pid)
-        assert launcher is not None, "a child that has not been waited for is there"
+        assert launcher is not None, "the child exists until it is waited for"
         return cls(EngineProcesses(str(launcher), folder, pause_s), child)
 
     def serve(self, job: Job, server: ProcessId, awaits_successor: bool) -> None:
@@ -304,7 +305,7 @@ class RanksProcess:
         """
         child = self._child
         assert child is not None and child.stdin is not None and child.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the report, or its absence, tells why
+        with contextlib.suppress(BrokenPipeError):  # the report, or its absence, shows the reason
             child.stdin.write(encode_line(Orders(job, str(server), awaits_successor, self.processes)))
             child.stdin.close()
         with child.stdout:
@@ -313,7 +314,7 @@ class RanksProcess:
         if report is None:
             self.end()
             raise ConfigError(
-                "the ranks ended before the engine could be used; the lines before in the server's log say why"
+                "the ranks ended before the engine could be used; for the reason see the server's log before this"
             )
         if report.error:
             self.end()
@@ -328,7 +329,7 @@ class RanksProcess:
         if not self._wait(grace_s):
             self.stop()
         if not self._wait(_GRACE_S):
-            _log.warning("the ranks are ended with SIGKILL")
+            _log.warning("the ranks have not ended in time and are killed")
             self._launcher.signal(signal.SIGKILL)  # ranks end with their parent
             self._wait(_KILLED_S)
         shutil.rmtree(self.processes.folder, ignore_errors=True)

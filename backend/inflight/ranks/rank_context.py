@@ -1,9 +1,9 @@
-"""One rank among the others: joins them, gets the job, and loads the model in step with them.
+"""One rank among the others: joins them, gets the job, and loads the model in lockstep with them.
 
-Runs on the thread that loads the model; the loop uses `RankContext.ranks` later. The creator of the context
-decides what follows the loss of a rank (`on_loss`, on the heartbeat's thread). A rank that never arrives is waited
-for inside MPI, where nothing can be raised: a process that still waits after two minutes ends with a stack trace,
-and the others with it.
+Runs on the thread that loads the model; later the loop uses `RankContext.ranks`. The creator of the context passes
+`on_loss`, which is called on the heartbeat's thread if a rank is lost. The ranks wait inside MPI until all have
+joined, where no error can be raised: a process that still waits after two minutes ends with a stack trace, and the
+others with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STDERR = 2
 
 
 def join() -> MpiWorld:
-    """Join MPI. It is the first call on every rank; `lead`, `refuse` or `attend` must follow.
+    """Join MPI, as the first call on every rank; `lead`, `refuse` or `attend` must follow.
 
     Raises ConfigError if this process has joined and left before.
     """
@@ -45,20 +45,20 @@ def join() -> MpiWorld:
 
 
 def lead(world: MpiWorld, job: Job, on_loss: Callable[[Unavailable], None]) -> RankContext:
-    """On rank 0: send the job to the others. Raises ConfigError on all ranks alike, after leaving the world."""
+    """On rank 0: send the job to the others. Raises the same ConfigError on all ranks, after leaving the world."""
     world.broadcast(msgspec.json.encode(Briefing(job)))
     return _take_place(world, job, on_loss)
 
 
 def refuse(world: MpiWorld, why: str) -> None:
-    """On rank 0, if there is no job: make the others end."""
+    """On rank 0, if there is no job: send the reason to the other ranks, which then end."""
     world.broadcast(msgspec.json.encode(Briefing(refusal=why)))
     world.leave()
     faulthandler.cancel_dump_traceback_later()
 
 
 def attend(world: MpiWorld, on_loss: Callable[[Unavailable], None]) -> tuple[Job, RankContext]:
-    """On the other ranks: get the job. Raises ConfigError on all ranks alike, after leaving the world."""
+    """On the other ranks: get the job. Raises the same ConfigError on all ranks, after leaving the world."""
     briefing = msgspec.json.decode(world.broadcast(), type=Briefing)
     if briefing.job is None:
         world.leave()
@@ -82,11 +82,11 @@ class RankContext:
 
     Attributes:
         world: The world of all ranks.
-        mapping: This rank's part of the model.
+        mapping: This rank's position in the model's parallelism.
         hosts: The hosts, by rank.
         leader_addresses: Addresses of rank 0, one for each connection of this rank.
-        agreement: For further loading steps.
-        ranks: The ranks, for the loop.
+        agreement: Runs further steps of loading on all ranks.
+        ranks: The interface to the ranks that the loop uses.
     """
 
     def __init__(
@@ -111,11 +111,12 @@ class RankContext:
         self._has_left = False
 
     def has_loaded(self) -> None:
-        """Note that all ranks have loaded the model: from now on `rank_timeout_ms` of silence means a loss."""
+        """Record that all ranks have loaded the model: from now on a rank is lost after `rank_timeout_ms` of
+        silence."""
         self._heartbeat.has_loaded()
 
     def report_failure(self, iteration: int) -> None:
-        """Report that this rank's forward pass raised."""
+        """Report to rank 0 that this rank's forward pass raised in `iteration`."""
         self._heartbeat.report_failure(iteration)
 
     def report_dead_loop(self) -> None:
@@ -141,21 +142,21 @@ class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
 class Agreement:
     """Steps of loading: either every rank completes a step, or every rank raises the same ConfigError.
 
-    A rank that failed alone would leave the others waiting in MPI for ever. So each step ends in one exchange, in
-    which a rank whose step failed early takes part too. Every rank makes the same calls in the same order, as far
-    as it gets.
+    If one rank failed alone, the others would wait in MPI for ever. So each step ends with one exchange, in
+    which a rank takes part even if its step failed early. Every rank makes the same calls in the same order,
+    until it fails.
     """
 
     def __init__(self, world: MpiWorld) -> None:
         self._world = world
-        self._known: ConfigError | None = None  # known to every rank
+        self._known: ConfigError | None = None  # the error, once every rank knows it
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
         """Run a step on all ranks: if it fails on any of them, ConfigError is raised on all."""
         try:
             yield
-        except Exception as error:  # the others have to be told of any error
+        except Exception as error:  # the others have to know of any error
             if error is self._known:
                 raise
             text = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

@@ -1,19 +1,19 @@
 """RankEngine: `inflight.core.ports.Engine` for one of several ranks, each of which runs the same batches.
 
     stage      0                1  (last)
-    forward    compute, send →  receive, compute, choose tokens, tell everybody
-    decode     hear             what was told
+    forward    compute, send →  receive, compute, sample, send the outcome to all ranks
+    decode     receive it       return it
 
 Tokens are sampled by one rank, the first of the last stage, right after its forward pass, so that earlier stages
 work on the next batches meanwhile. Its result for a batch, the outcome, is the result on every rank, even if it is
 an error. `forward` never raises for a batch: `decode` returns or raises the outcome, on all ranks at the same
 point in the order of batches, so that all ranks have the same state at every forward pass.
 
-A pass that fails on every rank of a stage before any of them waits for another fails the batch: the next stages
-are told, and the last one makes the error the outcome. A pass that fails on this rank alone leaves others waiting,
-or ahead. That cannot be repaired here: `on_failure` reports it so that the ranks are ended. Until then this rank
-waits too, because the next collective that it joined would be a different one for the others. Knows no device.
-Loop thread.
+If a forward pass fails on every rank of a stage before any of them waits for another, the batch fails: the next
+stages are notified, and the last stage makes the error the outcome. If it fails on this rank alone, others wait
+for this rank or are ahead. This cannot be repaired: `on_failure` reports it so that the ranks are ended. Until
+then this rank waits too, because its next collective would be matched with a different collective of the other
+ranks. Independent of the device. Loop thread.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class StageEngine(Runner, Protocol):
-    """The model part of the rank that samples; it has the sampler."""
+    """The model part on the rank that samples, which includes the Sampler."""
 
     def choose(self, batch: ScheduledBatch, logits: Any, /) -> ModelOutput:
-        """Sample the tokens and remember them, as `Engine.decode` does; called right after `forward`.
+        """Sample the tokens and store them as the slots' last tokens, as `Engine.decode` does; called after
+        `forward`.
 
         If it raises, all ranks `forget` the batch later, at the same point in the order of batches.
         """
@@ -65,7 +66,7 @@ class StageLink(Protocol):
     def send(self, hidden: Any | None) -> None:
         """Send hidden states to the next stage; None: the batch has failed.
 
-        Does not wait until they are received.
+        Does not wait until the hidden states are received.
         """
         ...
 
@@ -75,7 +76,7 @@ class StageLink(Protocol):
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The outcome of an iteration: the output, or an error's kind and marked message."""
+    """The outcome of an iteration: the output, or an error's kind and its message, in which names are marked."""
 
     iteration: int
     output: ModelOutput | None = None
@@ -101,8 +102,8 @@ class _Flight:
     """A batch between `forward` and `decode`.
 
     Attributes:
-        error: The batch's error on this rank, if any.
-        outcome: The outcome, if already known: on the rank that samples.
+        error: The batch's error on this rank; None: there is none.
+        outcome: The outcome, on the rank that samples; None on the others, which receive it later.
     """
 
     batch: ScheduledBatch
@@ -111,7 +112,7 @@ class _Flight:
 
 
 class RankEngine:
-    """One rank's part of a model, in step with the others.
+    """One rank's part of a model, in lockstep with the others.
 
     Args:
         engine: The model part; on the rank that samples a `StageEngine`. Closed with this object.
@@ -119,13 +120,14 @@ class RankEngine:
         link: Connects the neighboring stages; not used with a single stage.
         outcomes: Messages from the rank that samples to the others.
         stage: The ranks of this stage, used to find out whether a forward pass failed on all of them or on this
-            one alone.
-        on_failure: Called with the iteration in which this rank's forward pass raised; the others finish it unless
-            they wait for this rank. Called with NEVER when this rank is no longer in step. Must not raise.
+            rank alone.
+        on_failure: Called with the iteration in which this rank's forward pass raised; the others finish
+            the iteration unless they wait for this rank. Called with NEVER when this rank is no longer in
+            lockstep. Must not raise.
 
     Attributes:
-        limits: The same on all ranks. Iterations do not overlap, as a rank gets the sampled tokens only when all
-            ranks have received them.
+        limits: The limits, equal on all ranks. Iterations do not overlap, as a rank gets the sampled tokens
+            only when all ranks have received them.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class RankEngine:
         """Run this rank's part of the forward pass; the sampling rank also samples. Returns `decode`'s argument.
 
         Raises:
-            Unavailable: This rank is not in step with the others, now or since earlier.
+            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
         """
         flight = _Flight(batch)
         with self._in_step(batch):
@@ -161,7 +163,7 @@ class RankEngine:
             if not self._mapping.is_last_stage:
                 self._link.send(result)
             elif self._mapping.is_sampler:
-                self._tell(flight, result)
+                self._send_outcome(flight, result)
         return flight
 
     def decode(self, batch: ScheduledBatch, logits: _Flight) -> ModelOutput:
@@ -169,15 +171,15 @@ class RankEngine:
 
         Raises:
             RequestError: The batch failed; the same error on all ranks.
-            Unavailable: This rank is not in step with the others, now or since earlier.
+            Unavailable: This rank is out of lockstep with the other ranks, since now or earlier.
         """
         with self._in_step(batch):
             flight = self._in_flight.popleft()
             assert logits is flight, "batches are decoded in the order of their forward passes"
             outcome = self._await(flight)
             if outcome.output is not None:
-                assert flight.error is None, "a stage fails as a whole"
-                if not self._mapping.is_sampler:  # its engine sampled the tokens, and remembers them
+                assert flight.error is None, "a batch fails on all ranks of a stage"
+                if not self._mapping.is_sampler:  # the sampling rank's engine has stored the tokens already
                     self._engine.remember(batch, outcome.output)
                 return outcome.output
             self._engine.forget(batch, [later.batch for later in self._in_flight])
@@ -200,16 +202,16 @@ class RankEngine:
                 return None
         try:
             return self._engine.forward(batch, hidden)
-        except Exception as error:  # the other ranks have to be told of any error
+        except Exception as error:  # the other ranks have to know of any error
             _log.exception("rank %d failed in iteration %d", self._mapping.rank, batch.iteration)
             self._on_failure(batch.iteration)
             self._stage.barrier()
             flight.error = error
             return None
 
-    def _tell(self, flight: _Flight, logits: Any | None) -> None:
+    def _send_outcome(self, flight: _Flight, logits: Any | None) -> None:
         """Determine the batch's outcome, and send it to the other ranks."""
-        assert self._sampling_engine is not None, "the rank that chooses tokens has a sampler"
+        assert self._sampling_engine is not None, "the rank that samples has a Sampler"
         iteration = flight.batch.iteration
         try:
             if flight.error is not None:
@@ -221,13 +223,13 @@ class RankEngine:
         ) as error:  # whatever a device raises, or the error of the forward pass, is the outcome
             flight.outcome = Outcome.from_error(iteration, error)
             message = _ENCODER.encode(flight.outcome)
-        self._outcomes.tell(message)
+        self._outcomes.send_outcome(message)
 
     def _await(self, flight: _Flight) -> Outcome:
         if flight.outcome is not None:
-            self._outcomes.settle()
+            self._outcomes.wait_sent()
             return flight.outcome
-        outcome = _DECODER.decode(self._outcomes.hear())
+        outcome = _DECODER.decode(self._outcomes.receive_outcome())
         if outcome.iteration != flight.batch.iteration:
             raise ValueError(
                 f"the outcome is of iteration {outcome.iteration}, expected {flight.batch.iteration}"
@@ -236,7 +238,7 @@ class RankEngine:
 
     @contextmanager
     def _in_step(self, batch: ScheduledBatch) -> Generator[None, None, None]:
-        """Retire this rank if a step fails on it alone, as the ranks are then out of step."""
+        """Retire this rank if the body fails on it alone, as the ranks are then no longer in lockstep."""
         if self._cause_of_death:
             raise Unavailable(self._cause_of_death)
         try:
@@ -244,6 +246,6 @@ class RankEngine:
         except Exception as error:  # this rank is now ahead of the others, or behind
             rank = self._mapping.rank
             self._cause_of_death = f"rank {rank} failed alone in iteration {batch.iteration}: {error!r}"
-            _log.exception("rank %d is not in step with the others any more", rank)
+            _log.exception("rank %d is no longer in lockstep with the others", rank)
             self._on_failure(NEVER)
             raise Unavailable(self._cause_of_death) from error

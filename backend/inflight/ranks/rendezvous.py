@@ -1,15 +1,16 @@
-"""The hosts of all ranks, and TCP connections between rank 0 and every other, made once, when an engine starts.
+"""The hosts of all ranks, and TCP connections between rank 0 and every other rank, made when an engine starts.
 
-Rank 0 listens only while they are made. It broadcasts its addresses and a secret, and each side of a connection
-proves to the other that it knows the secret, without sending it:
+Rank 0 listens only while the connections are made. It broadcasts its addresses and a secret, and each side of a
+connection proves to the other that it knows the secret, without sending it:
 
     rank 0 → rank r   a challenge
     rank r → rank 0   a challenge, r, and the code (HMAC-SHA256) of both challenges and r
     rank 0 → rank r   the code of both challenges
     rank r → rank 0   one byte: r has accepted the connection
 
-So a stranger's connection is closed or left waiting, and a rank that finds a stranger at an address tries the next
-one. Later messages are neither encrypted nor signed. Addresses are IPv4. Runs on the thread that loads the model.
+So a connection from another program is closed or left waiting, and a rank that finds another program at an address
+tries the next address. Later messages are neither encrypted nor signed. Addresses are IPv4. Runs on the thread
+that loads the model.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_S = 60.0
-_TRY_S = (1.0, 3.0, 9.0)  # per address; rank 0 is listening by then, so the first attempt usually succeeds
+_TRY_S = (
+    1.0,
+    3.0,
+    9.0,
+)  # timeouts per address; rank 0 listens already, so the first is usually enough
 _SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _CODE_BYTES = 32
@@ -48,8 +53,8 @@ class Peer:
     """The other side of a connection.
 
     Attributes:
-        rank: Its rank.
-        host: Its host.
+        rank: The peer's rank.
+        host: The peer's host.
         connection: A connected, blocking socket with TCP_NODELAY.
         leader_address: Rank 0's address on this connection, numeric; equal on both sides unless it is translated
             on the way.
@@ -62,7 +67,8 @@ class Peer:
 
 
 class _Invitation(msgspec.Struct, frozen=True):
-    """The addresses that rank 0 listens on, and the secret needed to join; broadcast by rank 0."""
+    """The addresses and the port at which rank 0 listens, and the secret that proves a rank; broadcast by rank
+    0."""
 
     addresses: tuple[str, ...]
     port: int
@@ -70,11 +76,11 @@ class _Invitation(msgspec.Struct, frozen=True):
 
 
 class _Stranger(Exception):
-    """The other side does not know the secret."""
+    """The other side of a connection does not know the secret."""
 
 
 def gather_hosts(world: MpiWorld) -> list[Host]:
-    """The hosts of all ranks, by rank. Every rank calls it at the same time."""
+    """Return the hosts of all ranks, by rank. Every rank calls it at the same time."""
     gathered = world.all_gather(msgspec.msgpack.encode(this_host()))
     return [msgspec.msgpack.decode(host, type=Host) for host in gathered]
 
@@ -88,7 +94,7 @@ def meet(world: MpiWorld, hosts: Sequence[Host], timeout_s: float = _RENDEZVOUS_
         timeout_s: How long rank 0 waits for the others, in seconds.
 
     Returns:
-        On rank 0 all others, by rank; on the others only rank 0.
+        On rank 0, all other ranks, in order; on the other ranks, only rank 0.
 
     Raises:
         ConfigError: A rank could not be reached.
@@ -126,7 +132,7 @@ def _accept_ranks(world: MpiWorld, hosts: Sequence[Host], timeout_s: float) -> l
 
 
 def own_addresses() -> list[str]:
-    """The IPv4 addresses of this network namespace's interfaces, without the loopback's."""
+    """Return the IPv4 addresses of this network namespace's interfaces, except the loopback interface."""
     found = [address for interface in psutil.net_if_addrs().values() for address in interface]
     return [
         one.address for one in found if one.family == socket.AF_INET and not one.address.startswith("127.")
@@ -134,12 +140,12 @@ def own_addresses() -> list[str]:
 
 
 class _Candidate:
-    """A connection to rank 0 that may turn out to be another rank's."""
+    """A connection to rank 0, of another rank or of another program."""
 
     def __init__(self, connection: socket.socket, secret: bytes) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.rank = 0  # until it has proved another
+        self.rank = 0  # until the other side has proved its rank
         self._secret = secret
         self._challenge = secrets.token_bytes(_CHALLENGE_BYTES)
         self._received = bytearray()
@@ -148,7 +154,7 @@ class _Candidate:
     def read(self, wanted: set[int]) -> bool:
         """Read what has arrived; return whether this is a `wanted` rank that has accepted the connection.
 
-        Raises OSError or _Stranger if it will never be one.
+        Raises OSError or _Stranger if this connection cannot become a rank's any more.
         """
         missing = _REPLY_BYTES + len(_ACCEPTED) - len(self._received)
         part = self.connection.recv(missing)
@@ -159,7 +165,7 @@ class _Candidate:
             self._reply(wanted)
         if len(self._received) < _REPLY_BYTES + len(_ACCEPTED):
             return False
-        if self.rank not in wanted:  # it connected twice
+        if self.rank not in wanted:  # the rank has connected twice
             raise _Stranger
         return True
 
@@ -178,7 +184,8 @@ class _Candidate:
 def _authenticated(
     listening: socket.socket, secret: bytes, wanted: set[int], timeout_s: float
 ) -> Iterator[_Candidate]:
-    """Yield ranks as they connect, until the caller has emptied `wanted` or the time is up."""
+    """Yield connections of ranks that have proved themselves, until the caller has emptied `wanted` or the time
+    is up."""
     deadline = time.monotonic() + timeout_s
     listening.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -199,7 +206,7 @@ def _authenticated(
 
 
 def _reject(selector: selectors.BaseSelector, candidate: _Candidate | None) -> None:
-    if candidate is not None:  # else it ended before it was accepted
+    if candidate is not None:  # otherwise the connection ended before it was accepted
         selector.unregister(candidate.connection)
         candidate.connection.close()
 
@@ -216,7 +223,7 @@ def _connect_to_leader(rank: int, hosts: Sequence[Host], invitation: _Invitation
             try:
                 return _peer(0, hosts, *_try_address(rank, address, invitation, try_s))
             except _Stranger:
-                reasons[address] = "somebody else answers"
+                reasons[address] = "another program answers"
             except OSError as error:
                 reasons[address] = error.strerror or str(error)
     tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())

@@ -1,7 +1,7 @@
 """The topology of ranks: each rank's part of the model, its machine, and its share of that machine.
 
-`Mapping` is TensorRT-LLM's, of tensor and pipeline parallelism; `Host` is where a rank runs; `Placement` divides a
-machine's cores, memory and GPUs among its ranks. Stateless; any thread.
+`Mapping`, as in TensorRT-LLM, is a rank's position in tensor and pipeline parallelism; `Host` is a rank's
+machine and process; `Placement` is its share of the machine's cores, memory and GPUs. Stateless; any thread.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Mapping:
         tp_size: Number of ranks that share every layer.
         pp_size: Number of pipeline stages, each with some of the layers.
         rank: 0 .. world_size - 1.
-        moe_ep_size: Number of groups of the `tp_size` ranks. Each group has some of a layer's experts, and the
-            ranks of a group have slices of these.
+        moe_ep_size: Number of groups into which the `tp_size` ranks are divided. Each group has some of a layer's
+            experts, and each rank of the group a slice of each of these experts.
     """
 
     tp_size: int = 1
@@ -51,7 +51,7 @@ class Mapping:
 
     @property
     def world_size(self) -> int:
-        """The number of all ranks."""
+        """Number of ranks in total."""
         return self.tp_size * self.pp_size
 
     @property
@@ -85,7 +85,8 @@ class Mapping:
         return self.rank == self.sampler
 
     def layers(self, num_layers: int) -> tuple[int, int]:
-        """Return this stage's layers as (first, end). The first stages have one more if they do not divide.
+        """Return this stage's layers as (first, end). If `num_layers` is not divisible, the first stages have
+        one more.
 
         Raises ConfigError if a stage would have no layer.
         """
@@ -99,9 +100,10 @@ class Mapping:
 
 
 def tensor_parallel_sizes(num_heads: int, num_kv_heads: int, intermediate_size: int) -> list[int]:
-    """Return the numbers of ranks that can share every layer: each has whole heads, and an equal slice of the MLP.
+    """Return the possible numbers of ranks that share every layer, each with whole heads and an equal slice of
+    the MLP.
 
-    If there are fewer key heads than ranks, several ranks hold the same key head.
+    If there are fewer key heads than ranks, several ranks have the same key head.
     """
     return [
         size
@@ -119,10 +121,10 @@ class Host:
     Attributes:
         name: The machine's host name.
         boot_id: The id of the running kernel, unique to the machine.
-        network: The inode of its network namespace; processes with the same one share all interfaces.
+        network: The inode of the process's network namespace; processes in one namespace share all interfaces.
         pid: The rank's process id.
-        cores: The physical cores on which it may run.
-        quota: Processor time per second that its control groups grant; None: no limit.
+        cores: The physical cores on which the process may run.
+        quota: Processor time in seconds per second that the process's control groups grant; None: no limit.
     """
 
     name: str
@@ -133,11 +135,11 @@ class Host:
     quota: float | None = None
 
     def shares_machine_with(self, other: Host) -> bool:
-        """Whether both have the same cores, memory and GPUs. False for containers with different host names."""
+        """Whether both processes share cores, memory and GPUs. False for containers with different host names."""
         return (self.name, self.boot_id) == (other.name, other.boot_id)
 
     def shares_network_with(self, other: Host) -> bool:
-        """Whether one reaches the other at 127.0.0.1."""
+        """Whether the two processes reach each other at 127.0.0.1."""
         return (self.boot_id, self.network) == (other.boot_id, other.network)
 
 
@@ -159,8 +161,8 @@ class Placement:
     """The share of its machine that one rank may use.
 
     Attributes:
-        local_rank: Its index among the ranks of its machine, from 0, in the order of the ranks.
-        ranks_on_host: Number of ranks on its machine. They share its free memory equally.
+        local_rank: The rank's index among the ranks of its machine, from 0, in the order of the ranks.
+        ranks_on_host: Number of ranks on the machine, which share its free memory equally.
         num_threads: Number of threads for the forward pass on the CPU.
     """
 
@@ -175,9 +177,9 @@ class Placement:
         Args:
             rank: 0 .. len(hosts) - 1.
             hosts: The hosts, by rank.
-            engine_threads: Number of threads per rank; None: this rank's share of the cores that it may run on,
-                and of its control groups' quota. A core that several ranks may run on is divided among them;
-                launchers differ in whether they bind ranks to cores.
+            engine_threads: Number of threads per rank; None: this rank's share of the cores on which it may run,
+                and of its control groups' quota. A core on which several ranks may run is divided among them, as
+                some launchers bind ranks to cores and others do not.
         """
         mine = hosts[rank]
         near = [other for other, host in enumerate(hosts) if host.shares_machine_with(mine)]
@@ -186,15 +188,16 @@ class Placement:
             share = sum(1 / count for count in users)
             if mine.quota is not None:
                 share = min(share, mine.quota / len(near))
-            engine_threads = max(1, int(share + 1e-6))  # the sum of thirds has to reach one
+            engine_threads = max(1, int(share + 1e-6))  # three thirds of a core must count as one
         return cls(near.index(rank), len(near), engine_threads)
 
     def device(self, num_gpus: int, gpu_device_ids: Sequence[int] = ()) -> str:
-        """Return this rank's torch device: its entry of `gpu_device_ids`, or else the GPU of its local rank.
+        """Return this rank's torch device: its entry in `gpu_device_ids`, or without these the GPU of its local
+        rank.
 
         Args:
             num_gpus: The value of `torch.cuda.device_count`; 0: "cpu".
-            gpu_device_ids: One GPU per rank of the machine, the same on all machines.
+            gpu_device_ids: The index of a GPU for each rank of a machine, equal on all machines.
 
         Raises:
             ConfigError: Some rank would get no GPU of its own.

@@ -1,7 +1,7 @@
-"""Sampling: logits to tokens. Owns the random numbers; knows neither blocks nor the forward pass.
+"""Sampling: logits to tokens. Owns the random numbers; independent of KV blocks and the forward pass.
 
-`pipeline.py` states the order of the steps. `reference.py` is a slow and obvious version, against which the fast
-code is tested. Called by the engine, on the loop thread.
+`pipeline.py` documents the order of the steps. `reference.py` is a slow and simple version, with which the fast
+code is compared in tests. Called by the engine, on the loop thread.
 """
 
 from inflight.sampling.logits_post_processors import LogitsPostProcessors

@@ -13,8 +13,8 @@ _LOWER_HALF = 2**32 - 1
 
 
 def first_highest(values: Tensor) -> Tensor:
-    """Return the index [rows] of each row's highest value in `values` [rows, width]; NaN counts as highest."""
-    if values.device.type == "cpu":  # numpy's is several times as fast as torch's
+    """Return the index [rows] of each row's highest value in `values` [rows, width]; NaN counts as the highest."""
+    if values.device.type == "cpu":  # numpy's argmax is several times as fast as torch's
         return as_tensor(as_array(values).argmax(axis=-1))
     return values.argmax(dim=-1)
 
@@ -22,9 +22,9 @@ def first_highest(values: Tensor) -> Tensor:
 def top_indices(values: Tensor, count: int) -> Tensor:
     """Return the indices [rows, count] of the highest values, in descending order; ties by ascending index.
 
-    The row is cut into blocks. Take the `count` blocks with the highest maxima (ties: the first). Each of their
-    maxima is at least as high as every value of every other block, so the `count` highest values are in these
-    blocks.
+    The row is divided into blocks, of which the `count` blocks with the highest maxima are searched (ties: the
+    first blocks). Each of these maxima is at least as high as every value of every other block, so the `count`
+    highest values are in the searched blocks.
 
     Args:
         values: [rows, width] float32.
@@ -44,9 +44,9 @@ def top_indices(values: Tensor, count: int) -> Tensor:
 
 
 def reduce_blocks(values: Tensor, size: int, reduction: Callable[..., Tensor]) -> Tensor:
-    """Apply `reduction` to blocks of `size` consecutive values: [rows, ceil(width / size)].
+    """Apply `reduction` to blocks of `size` consecutive values; return [rows, ceil(width / size)].
 
-    The last may be shorter.
+    The last block may be shorter.
     """
     whole = values.shape[-1] // size
     reduced = reduction(values[:, : whole * size].unflatten(-1, (whole, size)), dim=-1)
@@ -56,7 +56,8 @@ def reduce_blocks(values: Tensor, size: int, reduction: Callable[..., Tensor]) -
 
 
 def _block_size(width: int, count: int) -> int:
-    """Return a power of 2 near the balance of maxima and candidates; blocks below 32 are slow to reduce."""
+    """Return a power of 2 for which there are about as many blocks as candidates; at least 32, as smaller
+    blocks are slow to reduce."""
     balanced = 1 << (int((width / count) ** 0.5)).bit_length()
     size = max(32, balanced)
     return size if 2 * size * count <= width else 0

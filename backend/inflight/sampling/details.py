@@ -1,7 +1,7 @@
-"""Log probabilities and logits of chosen tokens, for rows that ask for them, and the candidates of beam searches.
+"""Log probabilities and logits of sampled tokens, for rows that ask for them, and the candidates of beam searches.
 
-They are computed from the model's unchanged logits, except in `with_drawn_log_probs`, which uses the distributions
-that tokens were sampled from.
+Details are computed from the model's unchanged logits, except in `with_drawn_log_probs`, which uses the
+distributions from which tokens were sampled.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputOpt
 
     Args:
         logits: [rows, vocab_size] float32.
-        token_ids: [rows] int64 on the same device: the chosen tokens.
-        outputs: [rows] the requested details.
+        token_ids: [rows] int64 on the logits' device: the sampled tokens.
+        outputs: [rows] the output options of each row's request.
     """
     log_probs: list[tuple[float, ...]] = [()] * len(outputs)
     top: list[tuple[TopLogProbs, ...]] = [()] * len(outputs)
@@ -52,12 +52,13 @@ def token_details(logits: Tensor, token_ids: Tensor, outputs: Sequence[OutputOpt
 def with_drawn_log_probs(
     details: Sequence[TokenDetails], rows: Rows, chosen: NDArray[np.int64]
 ) -> list[TokenDetails]:
-    """Add log probabilities in the distributions that tokens were sampled from to details with log probabilities.
+    """Add log probabilities in the distributions from which tokens were sampled, to details with log
+    probabilities.
 
     Args:
         details: One per row.
         rows: The processed rows.
-        chosen: [rows] the chosen tokens.
+        chosen: [rows] the sampled tokens.
     """
     wanted = _true_indices(bool(each.log_probs) for each in details)
     result = list(details)
@@ -85,11 +86,11 @@ def find_log_probs(
 
     Args:
         logits: [rows, vocab_size] float32.
-        token_ids: [rows, n] int64 on the same device.
+        token_ids: [rows, n] int64 on the logits' device.
         counts: [rows] numbers of most likely tokens to return; ties by ascending id.
 
     Returns:
-        Log probabilities [rows, n], and for each row its most likely tokens, () where their count is 0.
+        Log probabilities [rows, n], and each row's most likely tokens; () for a row whose count is 0.
     """
     num_tokens, most = token_ids.shape[-1], max(counts)
     if most:
@@ -103,7 +104,7 @@ def find_log_probs(
 
 
 def copy_logits(logits: Tensor, wanted: Sequence[bool]) -> list[tuple[bytes, ...]]:
-    """Return the bytes of each row's logits; () where they are not wanted."""
+    """Return the bytes of each row's logits; () for a row whose logits are not wanted."""
     copies: list[tuple[bytes, ...]] = [()] * len(wanted)
     indices = _true_indices(wanted)
     if len(indices):
@@ -126,12 +127,12 @@ def beam_candidates(
         request: The search's request.
         logits: [rows, vocab_size] float32, processed.
         raw_logits: [rows, vocab_size] float32, the model's unchanged logits; None if no details are wanted.
-        ends: [rows] whether a row's guide allows only the end and the request has no end id. GUIDE_END is then its
-            only candidate, with probability 1. Its logits are changed.
+        ends: [rows] whether a row's guide allows only the end and the request has no end id. GUIDE_END is then the
+            row's only candidate, with probability 1, and its logits are changed.
     """
     if ends.any():
         logits[upload(np.flatnonzero(ends), logits.device), 0] = (
-            0.0  # stands for the end; all others are -inf
+            0.0  # token 0 stands for the end; all other logits are -inf
         )
     rows, token_ids, scores = _best_continuations(group, request, logits)
     of, tokens = to_list(rows), to_list(token_ids)
@@ -140,7 +141,7 @@ def beam_candidates(
     if raw_logits is None:
         return BeamCandidates(*found)
     output, count = request.output, len(group.slots)
-    # First the candidates' tokens for every row, then each candidate's own row.
+    # The log probabilities of all candidates' tokens in every row, of which each candidate needs its own row's.
     of_rows, top = find_log_probs(raw_logits, token_ids.expand(count, -1), [output.num_top_log_probs] * count)
     log_probs = tuple(to_list(of_rows.gather(0, rows[None])[0])) if output.return_log_probs else ()
     raw = copy_logits(raw_logits, [output.return_generation_logits] * count)
@@ -148,7 +149,8 @@ def beam_candidates(
 
 
 def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rank the continuations of a search: rows, token ids (int64) and scores (float32), [n] each, best first.
+    """Rank the continuations of a search; return rows and token ids (int64) and scores (float32), each [n],
+    best first.
 
     Scores are added up in float32, as in transformers.
     """
@@ -156,7 +158,7 @@ def _best_continuations(group: BeamGroup, request: Request, logits: Tensor) -> t
     if sampling.temperature not in (0.0, 1.0):
         # Unlike logits, differences from the maximum cannot overflow to +inf when divided.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature
-    # If every token is banned, all are equally impossible.
+    # If every token is banned, all log probabilities are -inf.
     totals = logits.log_softmax(dim=-1).nan_to_num_(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     totals += torch.tensor(group.scores, dtype=torch.float32, device=logits.device)[:, None]
     ranked = totals

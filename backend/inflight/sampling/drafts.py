@@ -1,8 +1,9 @@
 """Acceptance of draft tokens, and the token after them.
 
 Without draft logits, each row samples its token as in a run without drafts, with the same random number, and
-drafts are accepted as long as they equal these tokens. So the output equals that of such a run. With draft logits
-it is rejection sampling: the output has the target's distribution, whatever the draft's.
+drafts are accepted as long as they equal these tokens. So the output equals the output of a run without drafts.
+With draft logits, drafts are accepted by rejection sampling: the output has the target's distribution, whatever
+the draft's is.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def weighed_draft(request: Request, chunk: ContextChunk, first_position: int) ->
 
 
 def accept_equal(drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """Return the accepted drafts, those equal to the chosen tokens up to the first difference, and the next token.
+    """Return the accepted drafts, which equal the sampled tokens up to the first difference, followed by the
+    next token.
 
-    The last one may be NO_TOKEN.
+    The next token may be NO_TOKEN.
 
     Args:
         drafts: [d].
@@ -60,7 +62,7 @@ def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bo
     Args:
         drafts: [d].
         rows: The d processed rows at the positions of the drafts.
-        draft: Its logits, and optionally a threshold to use instead of chance.
+        draft: The draft's logits, and optionally a threshold to use instead of chance.
         bonus: The token sampled from the row after the last draft.
     """
     assert draft.logits is not None, "a draft that is accepted by chance has logits"
@@ -73,13 +75,13 @@ def accept_by_chance(drafts: Sequence[int], rows: Rows, draft: ExternalDraft, bo
 def weigh(
     rows: Rows, drafts: NDArray[np.int64], draft_logits: Tensor, threshold: float | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return whether each row's draft token is accepted, and its replacement otherwise, maybe NO_TOKEN.
+    """Return whether each row's draft token is accepted, and the replacement of each rejected one, maybe NO_TOKEN.
 
     Args:
         rows: [n] processed rows.
         drafts: [n] token ids.
         draft_logits: [n, vocab_size]; softmax of a row is the distribution of its draft token.
-        threshold: Accept if target / draft reaches it; None: by chance.
+        threshold: A token is accepted if target / draft is at least the threshold; None: by chance.
     """
     target, proposed = distribution(rows), draft_logits.double().softmax(dim=-1)
     tokens = rows.upload(drafts[:, None])
@@ -89,7 +91,7 @@ def weigh(
         accepted = of_target > of_draft * random_numbers(rows, Purpose.ACCEPT)
     else:
         accepted = of_target >= of_draft * threshold
-    accepted &= of_target > 0.0  # no threshold lets a banned token pass
+    accepted &= of_target > 0.0  # a banned token is never accepted, whatever the threshold
     others = np.zeros_like(drafts)
     refused = np.flatnonzero(~accepted)
     if len(refused):
@@ -98,10 +100,10 @@ def weigh(
 
 
 def _resample(target: Tensor, proposed: Tensor, rows: Rows, refused: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sample replacements of refused drafts from norm(max(target - proposed, 0))."""
+    """Sample replacements of rejected drafts from the normalized max(target - proposed, 0)."""
     target = select_rows(target, refused)
     rest = (target - select_rows(proposed, refused)).clamp_(min=0.0)
-    # If the two distributions are equal, only a threshold above 1 refuses a token.
+    # If the distributions are equal, so that the difference is 0, only a threshold above 1 rejects a token.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0.0, rest, target)
     numbers = random_numbers(rows, Purpose.RESAMPLE)[refused, None]
     tokens = inverse_cdf(rest, rows.upload(numbers)).squeeze(-1)

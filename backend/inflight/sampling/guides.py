@@ -2,8 +2,8 @@
 
 A step of `pipeline.py` fills the masks of all rows with guides at once, and bans the other tokens. A request's end
 ids are allowed exactly where its guide may end. Where a guide allows only the end and the request has no end id,
-the row gets GUIDE_END. Matchers advance by the chosen tokens, those of a beam search by its moves. Runs on the
-host, on the loop thread; with a GPU, during its forward pass.
+the row gets GUIDE_END. A matcher, which tracks the state, advances by the sampled tokens, in a beam search by the
+moves of beams. Runs on the host, on the loop thread; with a GPU, while the GPU computes the forward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Masked:
 
     Attributes:
         indices: [n] indices of the rows.
-        likeliest: [n] int64, on the logits' device: the allowed token with the highest logit, if there is one.
+        likeliest: [n] int64 on the logits' device: the allowed token with the highest logit; undefined if
+            there is none.
         ends: [n] whether a row allows only the end, without an end id.
     """
 
@@ -48,11 +49,11 @@ class _Guided:
     """A slot whose sequence has a guide.
 
     Attributes:
-        matcher: In its state after the last certain token; None if there is none. Without an error, nothing may
-            come then.
+        matcher: The matcher, in the state after the last token that is not a draft; None if the guide cannot be
+            followed, or, without `error`, if no token may come.
         end_ids: The request's end ids, which the matcher does not know.
         drafts: The draft tokens that the batch verifies.
-        error: Error that keeps the guide from being followed; None if there is none.
+        error: The reason why the guide cannot be followed; None if it can.
     """
 
     matcher: BudgetedMatcher | None
@@ -61,7 +62,7 @@ class _Guided:
     error: InflightError | None = None
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Advance by new tokens, up to one that ends the sequence."""
+        """Advance by new tokens, up to the first that ends the sequence."""
         last = next((place for place, token in enumerate(token_ids) if token in self.end_ids), len(token_ids))
         try:
             if self.matcher is not None:
@@ -116,12 +117,13 @@ class Guides:
         return {int(indices[firsts[place]]): error for place, error in failed.items()}
 
     def take_masked(self) -> Masked | None:
-        """Return the rows that `mask` changed in this batch; None if no row has a guide."""
+        """Return, once, the rows that `mask` changed in this batch; None if no row has a guide."""
         masked, self._masked = self._masked, None
         return masked
 
     def accept(self, slots: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
-        """Advance by the chosen tokens, [n] in the order of their sequences."""
+        """Advance the guides of `slots` [n] by the sampled tokens `chosen` [n], which are in order in each
+        sequence."""
         tokens: dict[int, list[int]] = {}
         for slot, token in zip(slots.tolist(), chosen.tolist()):
             tokens.setdefault(slot, []).append(token)
@@ -144,7 +146,7 @@ class Guides:
         return guided
 
     def _move(self, batch: ScheduledBatch) -> None:
-        """Let beams continue their parents, all at once."""
+        """Give each beam a copy of its parent's state, all at once, and advance it by the beam's new token."""
         moves = [move for move in batch.moves if move.parent_slot in self._slots]
         moved = [(move, self._slots[move.parent_slot].fork()) for move in moves]
         for move, guided in moved:
@@ -153,7 +155,7 @@ class Guides:
             self._slots[move.slot] = guided
 
     def _all_allowed(self, num_rows: int) -> NDArray[np.int32]:
-        """Return masks [num_rows, words] that allow everything, in reused memory to avoid page faults."""
+        """Return masks [num_rows, words] that allow all tokens, in reused memory to avoid page faults."""
         if num_rows > len(self._masks):
             self._masks = np.zeros((num_rows, self._masks.shape[1]), dtype=np.int32)
         masks = self._masks[:num_rows]
@@ -163,7 +165,7 @@ class Guides:
     def _fill(
         self, guided: Sequence[_Guided], firsts: Sequence[int], masks: NDArray[np.int32]
     ) -> dict[int, InflightError]:
-        """Fill the masks of each slot's rows; return the errors by the slot's index."""
+        """Fill the masks of each slot's rows; return the errors by the slot's index in `guided`."""
         failed = {place: each.error for place, each in enumerate(guided) if each.error is not None}
         mask_rows_by_slot = {
             place: MaskRows(each.matcher, first, each.drafts[: last - first - 1])
@@ -182,7 +184,8 @@ class Guides:
     def _allow_ends(
         self, guided: Sequence[_Guided], firsts: Sequence[int], masks: NDArray[np.int32]
     ) -> NDArray[np.bool_]:
-        """Add the requests' end ids to the masks; return [rows] whether a row can only end, without an end id."""
+        """Add the requests' end ids to the masks; return [rows] whether a row allows only the end and has no
+        end id."""
         bits = masks.view(np.uint32)
         word, bit = divmod(self._vocab_size, 32)
         may_end = (bits[:, word] >> np.uint32(bit)) & np.uint32(1) != 0

@@ -1,10 +1,10 @@
 """The tokens before each row, for penalties, bad words and n-grams. Stored on the device, by slot.
 
 A prompt may have ids beyond the vocabulary, for rows of a prompt table. They are stored for logits
-post-processors; all other code ignores them: they equal nothing and have no logit.
+post-processors; all other code ignores them.
 
-A row uses only tokens before its position, so draft tokens can be written before their verification: refused ones
-are overwritten before a later row can see them.
+A row uses only tokens before its position, so draft tokens can be written before their verification: rejected
+drafts are overwritten before a later row can see them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Seen:
 
     Attributes:
         token_ids: [n] int64.
-        rows: [n] int64: the index of the requested row.
+        rows: [n] int64: the index of the row that the token comes before.
         columns: [n] int64: the token's position in its sequence.
     """
 
@@ -51,8 +51,8 @@ class History:
     """
 
     def __init__(self, num_slots: int, max_sequence_length: int, device: torch.device) -> None:
-        # Uninitialized, as entries are never read before they are written; on a CPU untouched pages take no
-        # memory.
+        # Uninitialized, as entries are never read before they are written; on a CPU, pages that are never written
+        # take no memory.
         self.table = torch.empty(num_slots, max_sequence_length, dtype=torch.int32, device=device)
         self._lengths = np.zeros(num_slots, dtype=np.int64)
 
@@ -72,9 +72,9 @@ class History:
     def write(
         self, slots: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int64]
     ) -> None:
-        """Write tokens at positions, [n] each.
+        """Write tokens at positions, each [n].
 
-        Positions of a slot are consecutive, and the last is the slot's last.
+        Positions of a slot are consecutive, and the last one becomes the slot's last position.
         """
         within = positions < self.table.shape[1]  # positions beyond the longest sequence are never read
         slot, position, token = self._upload(np.stack([slots, positions, token_ids])[:, within])
@@ -86,7 +86,7 @@ class History:
         return int(self._lengths[slot])
 
     def before(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Seen:
-        """Return the tokens before `positions` [rows] of `slots` [rows]."""
+        """Return for each row the tokens of its slot before its position; `slots` and `positions` are [rows]."""
         slot, length = self._upload(np.stack([slots, positions]))
         total = int(positions.sum())
         rows = torch.repeat_interleave(
@@ -97,7 +97,7 @@ class History:
         return Seen(self.at(slot[rows], columns), rows, columns)
 
     def at(self, slots: Tensor, columns: Tensor) -> Tensor:
-        """Return token ids [n] int64 at the positions `columns` [n] of `slots` [n]."""
+        """Return the token ids [n] int64 at the positions `columns` [n] in the sequences of `slots` [n]."""
         return self.table.view(-1).take(slots * self.table.shape[1] + columns).long()
 
     def _upload(self, values: Sequence[Any] | NDArray[np.int64]) -> Tensor:
@@ -111,23 +111,23 @@ def repeated(
     sizes: NDArray[np.int64],
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tokens that would complete an n-gram which the sequence already has; arrays are [rows].
+    """Return the tokens that would repeat an n-gram of the sequence; array arguments are [rows].
 
     Args:
         history: The sequences' tokens.
         slots: The slot of each row's sequence.
-        lengths: The number of tokens of the sequence to use.
+        lengths: The number of tokens of the sequence that are searched.
         sizes: n, at least 1 and at most the length.
         vocab_size: Ids >= vocab_size are not tokens, and not part of an n-gram.
 
     Returns:
-        Row and token id of each match, [n] int64 both; a token may occur more than once.
+        Row and token id of each match, both [n] int64; a token may occur more than once.
     """
     seen = history.before(slots, lengths)
     device = seen.token_ids.device
     slot, length, size = upload(np.stack([slots, lengths, sizes]), device)
-    # A match is a token whose n - 1 predecessors are the sequence's last n - 1 tokens. Few tokens follow the last
-    # one of these, so the earlier ones are compared only for the remaining candidates.
+    # A match is a token whose n - 1 predecessors are equal to the sequence's last n - 1 tokens. Candidates are
+    # first filtered by their direct predecessor; the others are compared only for the few that remain.
     candidates = (seen.columns >= (size - 1)[seen.rows]) & (seen.token_ids < vocab_size)
     before = torch.roll(seen.token_ids, 1)
     is_last = (before == history.at(slot, length - 1)[seen.rows]) & (before < vocab_size)

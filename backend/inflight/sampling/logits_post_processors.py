@@ -1,6 +1,7 @@
 """The server's logits post-processors: the operator's functions, by the names that requests use.
 
-They come as Python values, or from a module named by a parameter. `post_processor_step.py` calls them.
+They are passed as Python objects, or loaded from a module that a parameter names. `post_processor_step.py`
+calls them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ of its tokens so far including the prompt, the CUDA stream as an integer or 0 on
 function of four arguments gets no client id, as in TensorRT-LLM before 0.13."""
 
 BatchedLogitsPostProcessor = Callable[..., Sequence[Tensor | None] | None]
-"""The same for several requests in one call: each argument but the stream is a list. May return a list of
-logits."""
+"""Changes the logits of several requests in one call, like LogitsPostProcessor, but each argument except the
+stream is a list. May return a list of logits."""
 
 _NUM_ARGUMENTS = (5, 4)  # with and without client ids
 _CLIENT_ID = 5
@@ -43,8 +44,8 @@ class LogitsPostProcessors:
     Attributes:
         processor_map: Functions by name.
         processor_batched: The function for requests with the name "batched"; None: there is none.
-        replicate: Whether, with several ranks, all ranks that have the logits call the functions, so that each has
-            the same state; otherwise only the rank that samples. Tokens are the same either way.
+        replicate: Whether, with several ranks, all ranks that have the logits call the functions, so that the
+            functions' state is equal on all of them; otherwise only the rank that samples. Tokens do not differ.
 
     Raises:
         ConfigError: A name is empty, "batched" or not a text, or a value is not a function of four or five
@@ -80,7 +81,7 @@ def takes_client_id(name: str, processor: Callable[..., Any]) -> bool:
     """Whether a logits post-processor takes five arguments, the last of which is the client id, instead of four.
 
     Raises:
-        ConfigError: It takes neither, or is not a function.
+        ConfigError: `processor` takes neither five nor four arguments, or is not a function.
     """
     if not callable(processor):
         raise ConfigError(f"the logits post-processor {name!r} is {processor!r}, expected a function")
@@ -144,14 +145,14 @@ def _import(source: str) -> ModuleType:
 
 
 def _execute(path: Path) -> ModuleType:
-    # A unique name, so that a file json.py does not replace Python's module.
+    # A unique name, so that a file json.py does not replace Python's module json.
     spec = importlib.util.spec_from_file_location(f"logits_post_processor_module.{path.stem}", path)
     assert spec is not None and spec.loader is not None, "the name of a file of source code ends with .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look up a class's module there
     try:
         spec.loader.exec_module(module)
-    except BaseException:  # a half-imported module must not stay importable
+    except BaseException:  # a partially imported module must not stay importable
         sys.modules.pop(spec.name, None)
         raise
     return module

@@ -2,25 +2,26 @@
 
 First the steps of `pipeline_steps` change a row's logits, in this order: logits post-processor, allowed tokens,
 biases, penalties, bans, guide, and top_n_sigma for rows that are sampled. A token banned by one step stays banned.
-The pass over a row that applies a guide's mask also finds the highest logit, which no later step may change. Then
-a greedy row takes the token with the highest logit. A sampled row divides by the temperature and keeps the top_k
-highest, of these the smallest set of the most likely whose probability reaches top_p (after decay), and of these
-the ones not too unlikely beside the most likely. It samples by inverse CDF: one uniform number, over the
-remaining tokens in ascending order of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead
-(`details.py`). Then draft tokens are accepted or not (`drafts.py`). End ids, stop words and lengths are handled by
-the scheduler.
+The pass over a row that applies a guide's mask also finds the highest logit, which no later step may change.
 
-Ties between logits always go to the lower id. If all tokens of a row are banned, none is chosen, and its request
-ends with an error. A row whose highest logit, as the model gives it, is not finite fails the batch
-(`nan_check.py`). Biases and penalties keep a logit within bounds (`bounded`); only bans and a bias of -inf make it
--inf.
+Then a greedy row takes the token with the highest logit. For a sampled row, logits are divided by the temperature,
+and three limits apply in turn: the top_k highest are kept; of these the smallest set of the most likely tokens
+whose probability reaches top_p (after decay); of these the tokens of at least min-p times the highest
+probability. A token is sampled by inverse CDF: one uniform number, over the remaining tokens in ascending order
+of id (`top_k_top_p.py`). Rows of a beam search take log_softmax instead (`details.py`). Then draft tokens are
+accepted or rejected (`drafts.py`). The scheduler handles end ids, stop words and lengths.
 
-TensorRT-LLM divides by the temperature after the biases. Here that comes last, when few tokens are left; instead,
-presence and frequency penalties are multiplied by the temperature, which gives the same probabilities. A batch
-pays only for what its rows use: a step runs on the rows that use it, and touches only tokens that were seen, named
-or banned. Only embedding_bias, allowed_token_ids and guides touch the whole vocabulary.
+Ties between logits always go to the lower id. If all tokens of a row are banned, no token is sampled, and the
+row's request ends with an error. A row whose highest logit in the model's output is not finite fails the batch
+(`nan_check.py`). Biases and penalties keep a logit within bounds (`bounded`); only bans and a bias of -inf make
+it -inf.
 
-A new control is a field of `SamplingConfig` and, if it changes logits, a step here.
+TensorRT-LLM divides by the temperature after the biases. This package divides last, when few tokens are left, and
+multiplies presence and frequency penalties by the temperature before, which gives equal probabilities. A step runs
+only on the rows that use it, and touches only tokens that were seen, named or banned; only embedding_bias,
+allowed_token_ids and guides touch the whole vocabulary.
+
+A new control is a field of `SamplingConfig` and, if it changes logits, a step in this module.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Ids = NDArray[np.int64]
 def pipeline_steps(
     history: History, kernels: RowKernels, processors: LogitsPostProcessors, guides: Guides
 ) -> tuple[Step, ...]:
-    """Return the steps in order; `history` has the tokens so far."""
+    """Return the steps in order; `history` has the tokens of each slot so far."""
     return (
         PostProcessorStep(processors, history).step,
         Step(_allowed_token_ids, _ban_others),
@@ -71,7 +72,7 @@ def pipeline_steps(
 def process(rows: Rows, slots: SlotParameters) -> Failures:
     """Apply all steps that rows use to their logits, in place; return the rows that have failed.
 
-    Later steps skip a row that has failed. Its logits are 0, from which any token can be chosen.
+    Later steps skip a failed row. Its logits are set to 0, so that sampling from it is possible.
     """
     used = rows.numbers["steps"]
     used_by_any = int(np.bitwise_or.reduce(used))
@@ -92,8 +93,8 @@ def process(rows: Rows, slots: SlotParameters) -> Failures:
 
 # ------------------------------------------------------------------------------ allowed tokens
 
-# Allowed tokens and logit_bias are stored as ids and uploaded with the batch: a row of numbers per slot would be
-# 600 KB for a vocabulary of 150,000.
+# Allowed tokens and logit_bias are stored as ids and uploaded with the batch: a row of numbers per slot would take
+# 600 KB with a vocabulary of 150,000.
 
 
 def _allowed_token_ids(request: Request, _: torch.device) -> Ids | None:
@@ -112,7 +113,7 @@ def _ban_others(rows: Rows, indices: Ids, allowed: Sequence[Ids]) -> None:
 
 
 def _embedding_bias(request: Request, device: torch.device) -> Tensor | None:
-    """Return the bias [vocab_size] float32 on the device."""
+    """Return the request's embedding bias [vocab_size] float32 on the device; None without one."""
     bias = request.embedding_bias
     return None if bias is None else upload(as_array(host_tensor(bias)), device)
 
@@ -165,14 +166,15 @@ def _ban_early_ends(rows: Rows, indices: Ids, end_ids: Sequence[Ids]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BadWords:
-    """Bad words as arrays. The last token of a word of several tokens is banned where all its others precede.
+    """Bad words as arrays. The last token of a word of several tokens is banned where its other tokens come
+    before.
 
     Attributes:
         single: [n] tokens that are always banned.
         last: [words] last token of each word of several tokens.
-        word: [parts] index of the word that a part belongs to.
-        back: [parts] distance of the part from the row's position, 1 or more.
-        token: [parts] the part's token.
+        word: [parts] for each other token of these words, the index of its word.
+        back: [parts] the token's distance from the row's position, 1 or more.
+        token: [parts] the token's id.
     """
 
     single: Ids
@@ -204,7 +206,7 @@ def _ban_words(history: History, rows: Rows, indices: Ids, words: Sequence[BadWo
     counts = [len(word.last) for word in words]
     if not any(counts):
         return
-    # Which words are matched, and how many, is known to the device only, so -inf or 0 is added for all of them.
+    # Only the device knows which words match, so a ban (-inf) or 0 is added for every word.
     first_words = np.cumsum(counts) - counts
     parts = [len(word.token) for word in words]
     owners = np.repeat(indices, parts)
@@ -245,10 +247,10 @@ def _top_n_sigma(request: Request, _: torch.device) -> bool | None:
 def _keep_near_highest(rows: Rows, indices: Ids, _: Sequence[Any]) -> None:
     """Ban logits that are more than top_n_sigma standard deviations (of the possible logits) below the highest.
 
-    A temperature scales both alike, so it makes no difference here.
+    The temperature makes no difference, as it scales differences and standard deviation by the same factor.
     """
     limits = rows.upload(rows.numbers["top_n_sigma"][indices])
-    # One at a time, as sums must depend on the row alone.
+    # One row at a time, as sums must depend on the row alone.
     for index, limit in zip(indices.tolist(), limits, strict=True):
         row = rows.logits[index]
         logits, possible = row.double(), row > -torch.inf
@@ -263,7 +265,7 @@ def _ban(rows: Rows, where: Tensor) -> None:
 
 
 def _cells(rows: Rows, indices: Ids, tokens: Sequence[Ids]) -> Tensor:
-    """Return indices into the flattened logits of the given tokens of each of the rows `indices`."""
+    """Return indices into the flattened logits: of `tokens[i]` in the row `indices[i]`, for each i."""
     owners = np.repeat(indices, [len(ids) for ids in tokens])
     return rows.upload(owners * rows.vocab_size + np.concatenate(tokens))
 

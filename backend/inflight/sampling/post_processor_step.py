@@ -1,10 +1,10 @@
 """The pipeline's first step: calls the logits post-processors of rows whose requests name one.
 
 A call gets the rows of one sequence: the row of its next token, or for a beam search the rows of all beams. A row
-after draft tokens gets its own call, with the drafts as tokens, because it is not known yet whether they are
-accepted. The batched post-processor gets all rows but those in one call.
+after draft tokens gets its own call, with the drafts as tokens, because it is not known yet whether the drafts are
+accepted. The batched post-processor gets all other rows in one call.
 
-An error of a post-processor fails the rows of that call and no others. Called on the loop thread.
+An error of a post-processor fails only the rows of the call. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from inflight.sampling.transfer import as_array, to_host
 
 _log = logging.getLogger(__name__)
 
-_MAX_ERROR_TEXT = 2000  # in characters; a message travels in the header of an answer
+_MAX_ERROR_TEXT = 2000  # characters, as a message is sent in the header of a response
 
 
 class _WrongResult(Exception):
-    """A post-processor returned or left a value of the wrong kind; the message continues after its name."""
+    """A post-processor returned or left a value of the wrong kind; the message follows the post-processor's
+    name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +61,7 @@ class _Call:
         processor: The slot's post-processor.
         rows: [beams] indices of the rows, consecutive.
         logits: [1, beams, vocab_size], a view.
-        token_ids: Per beam, the tokens so far, prompt included.
+        token_ids: For each beam, the tokens so far, prompt included.
         is_behind_draft: Whether the row comes after a draft token.
         shape, address: Shape and address of `logits` before the call.
     """
@@ -173,7 +174,7 @@ def _call_batched(calls: Sequence[_Call], stream: int) -> dict[int, InflightErro
         )
         each_returned = _as_list(returned, len(calls))
     except BaseException as error:  # as in `_call_one`
-        others = f"; it does not say for which of the {len(calls)} requests of this call, so all of them end"
+        others = f"; the faulty one of this call's {len(calls)} requests is unknown, so all of them end"
         failures: dict[int, InflightError] = {}
         for call in calls:
             failures |= _failed(call, error, others if len(calls) > 1 else "", is_logged=call is calls[0])
@@ -199,7 +200,8 @@ def _as_list(returned: object, count: int) -> list[object]:
 
 
 def _take(call: _Call, returned: object) -> None:
-    """Copy returned logits into place. Raises for anything but the given logits, or a tensor like them."""
+    """Copy returned logits to the rows. Raises _WrongResult unless `returned` is None, or a tensor like the
+    call's logits."""
     expected = list(call.shape)
     if call.logits.shape != call.shape or call.logits.data_ptr() != call.address:
         raise _WrongResult(
@@ -217,7 +219,8 @@ def _take(call: _Call, returned: object) -> None:
 def _check_numbers(
     rows: Rows, indices: NDArray[np.int64], processors: Sequence[_SlotProcessor]
 ) -> dict[int, InflightError]:
-    """Return errors for rows with a NaN or +inf logit, from which no token can be chosen. Waits for the device."""
+    """Return errors for rows with a NaN or +inf logit, from which no token can be sampled. Waits for the
+    device."""
     highest = as_array(select_rows(rows.logits, indices).amax(dim=-1).cpu())
     failures: dict[int, InflightError] = {}
     found: list[int] = np.flatnonzero(np.isnan(highest) | np.isposinf(highest)).tolist()
@@ -235,7 +238,8 @@ def _failed(
 ) -> dict[int, InflightError]:
     name, request_id = call.processor.name, call.processor.request.request_id
     if is_logged:
-        # It may well raise for a draft that it has banned itself.
+        # For a row after a draft only at level DEBUG, as a post-processor may raise for a draft that it has
+        # banned.
         level = logging.DEBUG if call.is_behind_draft else logging.WARNING
         _log.log(
             level, "the logits post-processor %r failed for request %d", name, request_id, exc_info=error

@@ -1,7 +1,8 @@
-"""The pipeline again: one row and one step at a time, in plain Python, without optimization.
+"""A reference implementation of the pipeline: one row and one step at a time, in plain Python, without
+optimization.
 
-The fast code is tested against this, and this is the place to read what it computes. No torch, no numpy; some
-milliseconds per token. The steps are those of `inflight.sampling.pipeline`.
+Tests compare the fast code with it, and it shows what the fast code computes. No torch, no numpy; some
+milliseconds per token. The steps and their order are documented in `inflight.sampling.pipeline`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ BANNED = -math.inf
 
 
 def uniform(seed: int, sequence_index: int, position: int, purpose: Purpose) -> float:
-    """Return the random number in [0, 1) of one decision."""
+    """Return the random number in [0, 1) for one decision."""
     state = _mix(seed)
     for value in (sequence_index, position, int(purpose)):
         state = _mix(state ^ value)
@@ -37,8 +38,8 @@ def _mix(x: int) -> int:
 def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> list[float]:
     """Return the logits of one row after the sampling controls.
 
-    `tokens` are all tokens of the sequence before the one to be chosen; ids >= vocab_size, which stand for rows of
-    a prompt table, are ignored.
+    `tokens` are all tokens of the sequence before the token to be sampled; ids >= vocab_size, which stand for
+    rows of a prompt table, are ignored.
     """
     sampling = request.sampling
     row = list(logits)
@@ -65,7 +66,7 @@ def process(logits: Sequence[float], request: Request, tokens: Sequence[int]) ->
 
 
 def _bounded(logit: float, largest: float) -> float:
-    """Clamp a logit; a banned one stays banned, and no other becomes banned."""
+    """Clamp a logit to at most `largest` in magnitude; -inf, a banned token's logit, stays -inf."""
     return max(-largest, min(logit, largest)) if logit > BANNED else BANNED
 
 
@@ -130,7 +131,8 @@ def filtered_probabilities(
 
 
 def _smallest_set(weights: dict[int, float], top_p: float) -> dict[int, float]:
-    """Return the first of `weights`, most likely first, whose share of the total reaches `top_p`; at least one."""
+    """Return the first of `weights`, which are ordered most likely first, whose share of the total reaches
+    `top_p`; at least one."""
     needed = top_p * sum(weights.values())
     nucleus: dict[int, float] = {}
     reached = 0.0
@@ -143,7 +145,7 @@ def _smallest_set(weights: dict[int, float], top_p: float) -> dict[int, float]:
 
 
 def distribution(logits: Sequence[float], request: Request, tokens: Sequence[int]) -> dict[int, float]:
-    """Return the distribution that the token after `tokens` is sampled from, given the model's logits."""
+    """Return the distribution from which the token after `tokens` is sampled, given the model's logits."""
     generated = tokens[request.prompt_length :]
     return filtered_probabilities(process(logits, request, tokens), request.sampling, generated)
 
@@ -155,13 +157,14 @@ def draw(probabilities: dict[int, float], number: float) -> int:
         cumulative += probabilities[token]
         if cumulative > number:
             return token
-    return max(probabilities)  # rounding: the probabilities add up to slightly less than 1
+    return max(probabilities)  # the probabilities add up to slightly less than 1, because of rounding
 
 
 def next_token(
     logits: Sequence[float], request: Request, tokens: Sequence[int], sequence_index: int = 0
 ) -> int | None:
-    """Return the token after `tokens`, given the model's logits at the last one; None if all are banned."""
+    """Return the token after `tokens`, given the model's logits at the last of them; None if all tokens are
+    banned."""
     seed = request.sampling.random_seed
     number = uniform(seed, sequence_index, len(tokens), Purpose.SAMPLE)
     probabilities = distribution(logits, request, tokens)
@@ -169,12 +172,12 @@ def next_token(
 
 
 def drawn_log_prob(logits: Sequence[float], request: Request, tokens: Sequence[int], token: int) -> float:
-    """Return the log probability of `token` in the distribution it was sampled from; 0 for a greedy choice."""
+    """Return the log probability of `token` in the distribution from which it was sampled; 0 if greedy."""
     return math.log(distribution(logits, request, tokens)[token])
 
 
 def log_probs(logits: Sequence[float]) -> list[float]:
-    """Return log_softmax; if every token is banned, all are equally impossible."""
+    """Return log_softmax of the logits; -inf for all tokens if every token is banned."""
     highest = max(logits)
     if highest == BANNED:
         return list(logits)
@@ -225,13 +228,13 @@ def verify_drafts(
     """Return the new tokens after `tokens`: accepted drafts and one more, unless every token is banned there.
 
     Args:
-        rows: The model's logits, [drafts + 1], at the last of `tokens` and at each draft.
-        request: The sequence's request, with the threshold.
+        rows: The model's logits at the last of `tokens` and at each draft, drafts + 1 rows.
+        request: The sequence's request, which may have an acceptance threshold.
         tokens: All tokens of the sequence before the drafts.
         drafts: The draft tokens.
         sequence_index: Part of the key of the random numbers.
-        draft_logits: [drafts] logits that the drafts were sampled from: accept by rejection sampling; None: by
-            equality.
+        draft_logits: For each draft, the logits from which it was sampled; drafts are then accepted by rejection
+            sampling. None: by equality.
     """
     new: list[int] = []
     for index, draft in enumerate(drafts):

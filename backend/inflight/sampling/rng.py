@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a number is a pure function of the decision that it is for.
+"""Counter-based random numbers: each number is a pure function of the decision for which it is used.
 
 There is no generator state. A number depends on (seed, sequence index, position, purpose) alone, so a sequence
-gets the same tokens whatever else is in its batch, however its prompt is chunked, and after a pause. The key is
-absorbed value by value into a 64-bit state with the finalizer of SplitMix64.
+gets the same tokens whatever else is in its batch, however its prompt is chunked, and after a pause. The four
+values are mixed one after the other into a 64-bit state with the finalizer of SplitMix64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def uniforms(
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's step and finalizer: a bijection in which every input bit affects every output bit."""
+    """Apply SplitMix64's step and finalizer, a bijection in which every input bit affects every output bit."""
     x = x + np.uint64(GOLDEN_GAMMA)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

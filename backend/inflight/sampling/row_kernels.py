@@ -19,22 +19,23 @@ from inflight.sampling.transfer import as_array, as_tensor
 from inflight.shared_constants import LARGEST_LOGIT, PENALTY_NAMES
 
 PENALTIES = np.dtype([(name, np.float64) for name in PENALTY_NAMES])
-"""The penalties of a row; presence and frequency are multiplied by the temperature, by which logits are divided
-later."""
+"""The penalties of a row; presence and frequency penalties are multiplied by the temperature, as logits are
+divided by it later."""
 
 _UPPER_BOUNDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(np.inf),
     np.float32(-np.inf),
 )
-"""[256, 8] upper bounds of eight tokens' logits, by their byte of a mask."""
+"""[256, 8]: for each value of a mask's byte, upper bounds of its eight tokens' logits: inf, or -inf if banned."""
 
 
 class RowKernels:
-    """The kernels in torch's operators, for any device. An engine may have faster ones for its own device."""
+    """The kernels in torch's operators, for any device. An engine may override them with faster ones for its
+    device."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """Return the highest logits of the model's unchanged logits, as `nan_check.find_peaks` does."""
+        """Return the highest of the model's unchanged logits in each row, as `nan_check.find_peaks` does."""
         return find_peaks(logits)
 
     def penalize(self, rows: Rows, indices: NDArray[np.int64], history: History) -> None:
@@ -57,11 +58,11 @@ class RowKernels:
         if penalties["presence"].any():
             values -= per_token("presence")
         if penalties["frequency"].any():
-            # The logits themselves serve as the table that tokens are counted in. All values are restored below.
+            # Tokens are counted in the memory of the logits; all values are restored below.
             logits[where] = 0.0
             logits.scatter_add_(0, where, torch.ones_like(values))
             values -= per_token("frequency") * logits.take(where)
-        # A token seen twice is written twice, with the same value.
+        # A token that was seen twice is written twice, with equal values.
         logits[where] = bounded(values, impossible)
 
     def find_likeliest(self, rows: Rows, indices: NDArray[np.int64]) -> Tensor:
@@ -82,14 +83,14 @@ class RowKernels:
             allowed.
 
         Raises:
-            ValueError: The number of masks is not that of the rows, or they have fewer bits than the vocabulary.
+            ValueError: There is not one mask per row, or masks have fewer bits than the vocabulary has tokens.
         """
         check_shape(masks, len(indices), rows.vocab_size)
         if rows.logits.device.type == "cpu":
             return as_tensor(_apply_on_host(as_array(rows.logits), indices, masks))
         logits = select_rows(rows.logits, indices)
         logits.masked_fill_(banned_by(rows.upload(masks), rows.vocab_size), -torch.inf)
-        # It is a copy, as the rows are not consecutive.
+        # `logits` is a copy, as the rows are not consecutive.
         if logits.data_ptr() != rows.logits[int(indices[0])].data_ptr():
             rows.logits[rows.upload(indices)] = logits
         return first_highest(logits)
@@ -122,14 +123,14 @@ def check_shape(masks: NDArray[np.int32], num_rows: int, vocab_size: int) -> Non
 
 
 def banned_by(masks: Tensor, vocab_size: int) -> Tensor:
-    """Return [n, vocab_size] bool: tokens outside of the masks, [n, words] int32 on a device."""
+    """Return [n, vocab_size] bool, True for tokens outside of `masks` [n, words] int32, on the masks' device."""
     shifts = torch.arange(32, dtype=torch.int32, device=masks.device)
     bits = (masks[:, :, None] >> shifts) & 1
     return bits.view(len(masks), -1)[:, :vocab_size] == 0
 
 
 def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the penalties of the rows `indices`, [n] of PENALTIES."""
+    """Return the penalties of the rows `indices`, an array [n] with the dtype PENALTIES."""
     numbers = rows.numbers[indices]
     penalties = np.empty(len(indices), PENALTIES)
     penalties["repetition"] = numbers["repetition_penalty"]
@@ -139,9 +140,9 @@ def penalties_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def bounded(logits: Tensor, impossible: Tensor) -> Tensor:
-    """Clamp logits to [-1e30, 1e30], and set those that are `impossible` [same shape, bool] to -inf.
+    """Clamp logits to [-1e30, 1e30], except where `impossible` (bool, of the same shape) is True: there, set -inf.
 
-    A bias may be infinite, and penalties multiply. If a logit overflowed, the difference of two logits would be
-    NaN, and an unlikely token could not be told from a banned one.
+    A bias may be infinite, and penalties multiply logits. If a logit overflowed, the difference of two logits
+    would be NaN, and an unlikely token could not be distinguished from a banned one.
     """
     return logits.clamp(-LARGEST_LOGIT, LARGEST_LOGIT).masked_fill_(impossible, -torch.inf)

@@ -1,7 +1,7 @@
 """The sampling parameters of slots, and the rows of a batch's logits with their parameters.
 
-A slot has a record of numbers, so that selecting a batch's parameters is a single index operation, and besides
-that the state prepared by the steps of the pipeline. All of it is in host memory, except biases. Used on the loop
+A slot has a record of numbers, so that selecting a batch's parameters is a single index operation, and the state
+that the steps of the pipeline have prepared. All of this is in host memory, except biases. Used on the loop
 thread.
 """
 
@@ -35,11 +35,11 @@ class Needs(IntFlag):
     TOP_P_RESET = 4
     DETAILS = 8
     RAW_LOGITS = 16
-    CHANGES = 32  # a step of the pipeline changes its logits
+    CHANGES = 32  # a step of the pipeline changes the row's logits
     BANS = 64  # a step may ban every token
     GUIDE = 128
-    HOST = 256  # the host must see each token before the next is chosen
-    PROMPT_TABLE = 512  # its prompt may have ids beyond the vocabulary
+    HOST = 256  # the host must see each token before the next is sampled
+    PROMPT_TABLE = 512  # the prompt may have ids beyond the vocabulary
 
 
 _NUMBERS = [each.name for each in fields(SamplingConfig) if isinstance(each.default, int | float)]
@@ -53,26 +53,27 @@ PARAMETERS = np.dtype(
         ("steps", np.int64),  # bit i: step i of the pipeline is used
         ("sequence_index", np.int64),
         ("prompt_length", np.int64),
-        ("top_p_since", np.int64),  # position from which generated tokens have decayed top_p
+        ("top_p_since", np.int64),  # position from which on each generated token decays top_p
         *((name, _TYPES[name]) for name in _NUMBERS),
     ]
 )
-"""One record per slot, or per row of a batch. The numbers are those of the SamplingConfig, except that a
-temperature of 0, a top_p of 0 and a top_p_decay without top_p are 1."""
+"""The dtype of a slot's, or of a row's, record. The numbers are the SamplingConfig's, except that a temperature
+of 0, a top_p of 0 and a top_p_decay without top_p are stored as 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How one sampling control, or several together, change the logits of rows that use them.
+    """A step of the pipeline: how one sampling control, or several together, changes the logits of rows that
+    use it.
 
     Attributes:
         prepare: Returns a slot's state for this step, given its request and the logits' device; None if the
             request does not use the step.
         apply: Changes the logits of rows in place, given the indices of the rows that use the step and the
             prepared state of each. It may return rows that have failed: their requests end, unless the row comes
-            after a refused draft. An exception fails the whole batch. Only a step whose requests need the host may
-            return failures.
-        bans: Whether it may ban every token of a row.
+            after a rejected draft. An exception fails the whole batch. Only a step whose requests need the host
+            may return failures.
+        bans: Whether the step may ban every token of a row.
     """
 
     prepare: Callable[[Request, torch.device], Any]
@@ -82,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SlotRequest:
-    """A slot's request, and the state prepared by each step, by the step's index."""
+    """A slot's request, and by the index of each step the state that the step has prepared."""
 
     request: Request
     prepared: dict[int, Any]
@@ -92,8 +93,8 @@ class SlotParameters:
     """The parameters of every slot.
 
     Attributes:
-        numbers: [slots] of PARAMETERS.
-        requests: [slots]; None: the slot is free.
+        numbers: [slots] with the dtype PARAMETERS.
+        requests: [slots] the request of each slot; None: the slot is free.
         demanding: Slots whose requests need more than an argmax; may include free slots.
         steps: The steps of the pipeline, in order.
     """
@@ -136,7 +137,7 @@ class SlotParameters:
         return found
 
     def _note_demands(self, slot: int) -> None:
-        # HOST, which drafts set too, is checked elsewhere; a prompt table has no effect by itself.
+        # HOST is checked elsewhere, as drafts set it too; a prompt table alone has no effect on sampling.
         if self.numbers["needs"][slot] & ~int(Needs.HOST | Needs.PROMPT_TABLE):
             self.demanding.add(slot)
         else:
@@ -149,9 +150,9 @@ class Rows:
 
     Attributes:
         logits: [rows, vocab_size] float32, contiguous.
-        slots: [rows].
-        positions: [rows] absolute position of the token to be chosen.
-        numbers: [rows] of PARAMETERS.
+        slots: [rows] the rows' slots.
+        positions: [rows] absolute position of the token to be sampled.
+        numbers: [rows] with the dtype PARAMETERS.
     """
 
     logits: Tensor
@@ -183,7 +184,7 @@ class Rows:
 
 
 def select_rows(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
-    """Return tensor[indices]: a view if the indices are consecutive, else a copy."""
+    """Return tensor[indices]: a view if the indices are consecutive, otherwise a copy."""
     if len(indices) and (np.diff(indices) == 1).all():
         return tensor[int(indices[0]) : int(indices[-1]) + 1]
     return tensor[upload(indices, tensor.device)]
@@ -192,7 +193,7 @@ def select_rows(tensor: Tensor, indices: NDArray[np.int64]) -> Tensor:
 class RawLogits:
     """The model's unchanged logits, while the pipeline changes them in place.
 
-    Copies only rows that are both about to be changed and asked for.
+    Copies only rows whose logits will be changed and whose requests ask for unchanged logits.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -203,7 +204,8 @@ class RawLogits:
         self._saved = select_rows(rows.logits, self._indices).clone() if len(self._indices) else None
 
     def select(self, indices: NDArray[np.int64]) -> Tensor:
-        """Return [n, vocab_size] unchanged logits of rows that ask for them; not to be modified."""
+        """Return the unchanged logits [n, vocab_size] of the rows `indices`, whose requests ask for them; not
+        to be modified."""
         rows = select_rows(self._logits, indices)
         is_saved = np.isin(indices, self._indices)
         if self._saved is None or not is_saved.any():
@@ -262,7 +264,7 @@ def _record(start: SlotStart, needs: Needs, steps: int) -> tuple[float, ...]:
 
 
 def _after_last(token_id: int, token_ids: Sequence[int], prompt_length: int) -> int:
-    """Return the position after the last generated `token_id`, or that of the first generated token."""
+    """Return the position after the last generated `token_id`; if it was never generated, the prompt's length."""
     for position in range(len(token_ids) - 1, prompt_length - 1, -1):
         if token_ids[position] == token_id:
             return position + 1

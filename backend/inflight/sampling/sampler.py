@@ -1,7 +1,7 @@
 """The Sampler, which the engine calls before and after its forward passes.
 
-Owns the sampling state of slots, and assembles the answer to a batch. Knows neither blocks nor the forward pass.
-Called on the loop thread.
+Owns the sampling state of slots, and assembles a batch's `ModelOutput`. Independent of KV blocks and the forward
+pass. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from inflight.sampling.top_k_top_p import Drawn, samples_of
 from inflight.sampling.transfer import Arriving, to_host, upload
 
 _WORTH_SHARING = 1 << 22
-"""Number of logits from which sampling is worth more than one thread."""
+"""Number of logits from which sampling is faster with several threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class _LogitsRows:
 
     Attributes:
         slots: [sampled slots].
-        counts: [sampled slots] number of rows of each.
-        first_rows: [sampled slots] index of the first row of each.
-        drafted: (first row, chunk) of each chunk with drafts.
+        counts: [sampled slots] number of rows of each slot.
+        first_rows: [sampled slots] index of each slot's first row.
+        drafted: First row and chunk, for each chunk with drafts.
     """
 
     slots: NDArray[np.int64]
@@ -66,12 +66,12 @@ class _LogitsRows:
 
 @dataclass(frozen=True, slots=True)
 class _Choosing:
-    """Rows whose tokens are chosen on the device, until the host has seen the tokens.
+    """Rows whose tokens are being sampled on the device, until the host has the tokens.
 
     Attributes:
         layout: The rows of each slot.
         rows: The processed rows.
-        raw: Their unprocessed logits.
+        raw: The rows' unprocessed logits.
         failed: The rows that have failed, by index.
         ends: [rows] whether a row allows only the end, without an end id.
         ranked: [rows] whether a row belongs to a beam search and gets no token.
@@ -87,7 +87,7 @@ class _Choosing:
     guesses: list[Drawn]
 
     def beside(self) -> list[Tensor]:
-        """[n] bool per guess, on the device, to be sent to the host with the tokens and highest logits."""
+        """For each guess, [n] bool on the device, to be copied to the host with the tokens and highest logits."""
         return [guess.is_final for guess in self.guesses if guess.is_final is not None]
 
 
@@ -96,8 +96,8 @@ class Choice:
     """The tokens of a batch that samples on the device.
 
     Attributes:
-        tokens: [sampled slots] int64 on the device, to be fed to the next pass; undefined if none is possible, and
-            for slots that need the host.
+        tokens: [sampled slots] int64 on the device, the inputs of the next forward pass; undefined if no token is
+            possible, and for slots that need the host.
         arriving: Tokens (NO_TOKEN if none is possible), highest logits, and `_Choosing.beside`, on their way to
             the host.
         host_slots: Slots that need the host: their next input is known only after the host has seen the tokens.
@@ -128,8 +128,8 @@ class Sampler:
         """Allocate the history, [num_slots, max_sequence_length] int32 on `device`.
 
         `kernels` None means torch's. With `normalize_log_probs`, rows that ask for log probabilities also get
-        those of the distribution that their token was sampled from. `processors` are the functions that requests
-        may name. Without `grammars`, rows with guides fail.
+        them in the distribution from which their token was sampled. `processors` are the functions that
+        requests may name. Without `grammars`, rows with guides fail.
         """
         self._normalize_log_probs = normalize_log_probs
         self._vocab_size = vocab_size
@@ -143,7 +143,7 @@ class Sampler:
     def apply(self, batch: ScheduledBatch) -> None:
         """Apply a batch's releases, starts, moves and chunks' drafts, before its forward pass.
 
-        Does not depend on the forward pass, so the state of slots is complete even if that fails.
+        Does not depend on the forward pass, so the state of slots is complete even if the forward pass fails.
         """
         for slot in batch.released_slots:
             self._slots.release(slot)
@@ -163,7 +163,7 @@ class Sampler:
 
     @torch.inference_mode()
     def decode(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> ModelOutput:
-        """Choose the tokens of every sampled row, and remember them.
+        """Sample the tokens of every sampled row, and add them to the history.
 
         Args:
             batch: The batch that was passed to `apply`.
@@ -189,11 +189,11 @@ class Sampler:
         with threads_for(logits):
             layout = _LogitsRows.from_batch(batch, slots)
             tokens, choosing = self._start_choosing(batch, layout, logits, positions, peaks.tokens)
-            return self._answer(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
+            return self._make_output(batch, choosing, to_host(tokens, peaks.highest, *choosing.beside()))
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> Choice:
-        """Start choosing a batch's tokens on the device, and sending them; `finish` waits for them.
+        """Start to sample a batch's tokens on the device and to copy them to the host; `finish` waits for them.
 
         Gives the same tokens as `decode`. Arguments as for `decode`, with at least one row. Logits are changed in
         place if no row needs the host, and copied otherwise, as the next forward pass may overwrite them.
@@ -215,14 +215,16 @@ class Sampler:
         if needs_host.any():
             host_slots = frozenset(layout.slots[needs_host].tolist())
             return Choice(first.clamp(min=0), arriving, host_slots, choosing)
-        assert not (choosing.failed or choosing.guesses), "rows that may fail or be drawn again need the host"
+        assert not (choosing.failed or choosing.guesses), (
+            "rows that may fail or be sampled again need the host"
+        )
         return Choice(first.clamp(min=0), arriving)
 
     @torch.inference_mode()
     def finish(self, batch: ScheduledBatch, choice: Choice, positions: NDArray[np.int64]) -> ModelOutput:
         """Wait for the tokens of `begin`, then do the host's part for rows that need it.
 
-        Other slots may have been given to other sequences since then, but not slots of rows that need the host.
+        Since `begin`, slots may have been given to other sequences, but not slots of rows that need the host.
 
         Raises:
             FloatingPointError: See `decode`.
@@ -230,13 +232,13 @@ class Sampler:
         arrived = choice.arriving.wait()
         if choice.choosing is None:
             return _plain_output(batch, batch.sampled_slots(), positions, arrived)
-        return self._answer(batch, choice.choosing, arrived)
+        return self._make_output(batch, choice.choosing, arrived)
 
     @torch.inference_mode()
     def post_process(self, batch: ScheduledBatch, logits: Tensor, positions: NDArray[np.int64]) -> None:
         """Call the logits post-processors as `decode` does, on a rank that does not sample; `remember` follows.
 
-        The changed logits and any errors are dropped, as another rank decides.
+        The changed logits and any errors are dropped, as another rank samples.
         """
         slots = batch.sampled_slots()
         if not self._slots.demanding.isdisjoint(slots):
@@ -246,7 +248,7 @@ class Sampler:
 
     @torch.inference_mode()
     def remember(self, batch: ScheduledBatch, output: ModelOutput) -> None:
-        """Record the tokens that another rank has sampled, except beams', which come with the next beam
+        """Record the tokens that another rank has sampled, except tokens of beams, which come with the next
         moves."""
         first = {slot: self._history.length(slot) for slot in batch.generation_slots}
         for chunk in batch.context:
@@ -267,7 +269,7 @@ class Sampler:
             )
 
     def _is_plain(self, batch: ScheduledBatch, slots: list[int]) -> bool:
-        """Whether each sampled slot just gets the token of its highest logit."""
+        """Whether each sampled slot gets the token with its highest logit, and nothing else is needed."""
         return not batch.beam_groups and self._slots.demanding.isdisjoint(slots) and _num_drafts(batch) == 0
 
     def _start_choosing(
@@ -278,7 +280,7 @@ class Sampler:
         positions: NDArray[np.int64],
         likeliest: Tensor,
     ) -> tuple[Tensor, _Choosing]:
-        """Process the rows, and choose [rows] int64 tokens on the device, some of which may be guesses.
+        """Process the rows, and sample [rows] int64 tokens on the device, some of which may be guesses.
 
         `likeliest` are the tokens with the highest unprocessed logits, [rows] int64.
         """
@@ -293,18 +295,20 @@ class Sampler:
         tokens, guesses = self._choose(rows, likeliest, masked, np.flatnonzero(~ranked))
         return tokens, _Choosing(layout, rows, raw, failed, ends, ranked, guesses)
 
-    def _answer(self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]) -> ModelOutput:
-        """Return the answer to a batch from tokens, highest logits and `_Choosing.beside`; record the tokens."""
+    def _make_output(
+        self, batch: ScheduledBatch, choosing: _Choosing, arrived: list[NDArray[Any]]
+    ) -> ModelOutput:
+        """Return a batch's output, given tokens, highest logits and `_Choosing.beside`; record the tokens."""
         layout, rows, raw = choosing.layout, choosing.rows, choosing.raw
         failed, ends, ranked = choosing.failed, choosing.ends, choosing.ranked
         emitted = ~ranked
         chosen, highest = self._choose_on_host(rows, choosing.guesses, arrived)
         for first, chunk in layout.drafted:
             self._accept(rows, first, chunk, chosen, emitted)
-        used = np.flatnonzero(emitted | ranked)  # without rows after a refused draft
+        used = np.flatnonzero(emitted | ranked)  # without rows after a rejected draft
         check_peaks(highest[used], rows.slots[used], rows.positions[used])
         was_used = (row for row in sorted(failed, reverse=True) if emitted[row] or ranked[row])
-        # Of several failed rows of a slot, the first.
+        # If several rows of a slot have failed, the error of the first.
         failures = {int(rows.slots[row]): failed[row] for row in was_used}
         if failures:
             emitted &= ~np.isin(rows.slots, list(failures))
@@ -325,10 +329,11 @@ class Sampler:
     def _choose_on_host(
         self, rows: Rows, guesses: list[Drawn], arrived: list[NDArray[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Sample again for rows whose top_p takes many tokens, so that the guess was wrong.
+        """Sample again for rows whose guess was wrong, because many tokens are needed to reach top_p.
 
         Returns:
-            [rows] tokens (NO_TOKEN where all are banned, undefined for rows that get none), and highest logits.
+            [rows] tokens (NO_TOKEN where all tokens are banned, undefined for rows of beams), and highest
+            logits.
         """
         tokens, highest, *are_final = arrived
         again = [
@@ -342,9 +347,11 @@ class Sampler:
     def _choose(
         self, rows: Rows, likeliest: Tensor, masked: Masked | None, wanted: NDArray[np.int64]
     ) -> tuple[Tensor, list[Drawn]]:
-        """Return [rows] int64 tokens on the device (NO_TOKEN where all are banned), and those that are guesses.
+        """Return [rows] int64 tokens on the device (NO_TOKEN where all tokens are banned), and the guesses
+        among them.
 
-        On a CPU nothing is guessed. On other devices, rows with only a top_p are guessed instead of waited for.
+        On a CPU nothing is guessed. On other devices, the tokens of rows with only a top_p are guesses, which
+        saves waiting for the device.
         """
         samples = samples_of(rows)[wanted]
         tokens = self._choose_likeliest(rows, likeliest, masked, wanted[~samples])
@@ -355,7 +362,9 @@ class Sampler:
                 guesses.append(drawn)
         if len(rows.needing(Needs.BANS)):
             chosen = rows.logits.gather(-1, tokens[:, None]).squeeze(-1)
-            tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)  # then no other token is possible either
+            tokens.masked_fill_(
+                chosen == -torch.inf, NO_TOKEN
+            )  # if the sampled token is banned, all tokens are
         return tokens, guesses
 
     def _choose_likeliest(
@@ -363,7 +372,7 @@ class Sampler:
     ) -> Tensor:
         """Return [rows] int64 tokens with the highest logits in the rows `greedy`; undefined in other rows.
 
-        Rows are read again only if a step has changed them and the last one was not a mask.
+        Rows are read again only if a step has changed them and the last such step was not a mask.
         """
         tokens = likeliest.clone()
         is_known = rows.numbers["needs"] & int(Needs.CHANGES) == 0
@@ -383,7 +392,7 @@ class Sampler:
         chosen: NDArray[np.int64],
         emitted: NDArray[np.bool_],
     ) -> None:
-        """Put a chunk's new tokens in its first rows of `chosen`; its other rows emit none."""
+        """Write a chunk's new tokens to its first rows of `chosen`; its other rows give no tokens."""
         drafts, end = drafts_of(chunk), first + chunk.num_draft_tokens + 1
         request = self._slots[chunk.slot].request
         draft = weighed_draft(request, chunk, int(rows.positions[first]))
@@ -436,7 +445,7 @@ class Sampler:
         return found
 
     def _remember(self, rows: Rows, chosen: NDArray[np.int64], emitted: NDArray[np.bool_]) -> None:
-        """Append new tokens to the history, advance guides, and note tokens that reset top_p."""
+        """Append new tokens to the history, advance guides, and record tokens that reset top_p."""
         indices = rows.needing(Needs.GUIDE)
         indices = indices[emitted[indices]]
         self._guides.accept(rows.slots[indices], chosen[indices])
@@ -478,7 +487,8 @@ def _num_drafts(batch: ScheduledBatch) -> int:
 def _plain_output(
     batch: ScheduledBatch, slots: list[int], positions: NDArray[np.int64], arrived: list[NDArray[Any]]
 ) -> ModelOutput:
-    """Return the answer to a batch whose slots get one plain token each, from [rows] tokens and peaks."""
+    """Return the output of a batch whose slots each get the token with the highest logit, from [rows] tokens
+    and peaks."""
     tokens, highest = arrived
     check_peaks(highest, slots, positions)
     found = list(zip(tokens.tolist()))
@@ -504,8 +514,8 @@ def _tokens(
 def threads_for(logits: Tensor) -> Generator[None]:
     """Use a single thread inside the `with` block if there are few logits on a CPU.
 
-    Sampling runs dozens of operators, and threads that share one wait for each other at its end. If another
-    program occupies a processor, each operator waits until that program's time slice is over.
+    Sampling runs dozens of operators, and at the end of each the threads wait for each other. If another program
+    occupies a processor, each operator waits until that program's time slice is over.
     """
     if logits.device.type != "cpu" or logits.numel() > _WORTH_SHARING:
         yield

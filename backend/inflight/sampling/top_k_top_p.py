@@ -1,9 +1,10 @@
 """Sampling a token by inverse CDF from the tokens that top-k, top-p and min-p leave.
 
 Rows are grouped by their limits. With a top-k, or a top-p that few tokens reach, the candidates are found without
-sorting the vocabulary, and only they are sorted; weights are float64 then. If many tokens are needed to reach
-top-p, or all are possible, weights are float32 over the vocabulary. The choice between the two depends on the row
-alone, and sums are taken in an order independent of the batch, so a row's token does not depend on the batch.
+sorting the vocabulary, only the candidates are sorted, and weights are float64. If many tokens are needed to reach
+top-p, or all tokens are possible, weights are float32 over the vocabulary. The choice between these two ways
+depends on the row alone, and sums are taken in an order independent of the batch, so a row's token does not
+depend on the batch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from inflight.sampling.transfer import to_host
 from inflight.shared_constants import FEW_CANDIDATES, LIMIT_NAMES, LOW_DIGIT_BITS, WEIGHTS_PER_BLOCK
 
 _CHUNK_BYTES = 1 << 20
-"""On a CPU, whole rows are processed a few at a time, to stay in its cache."""
+"""On a CPU, rows are processed in groups of at most this size, or singly, so that they stay in its cache."""
 _DIGITS = (
     (2 * LOW_DIGIT_BITS, 1 << (32 - 2 * LOW_DIGIT_BITS)),
     (LOW_DIGIT_BITS, 1 << LOW_DIGIT_BITS),
@@ -46,8 +47,8 @@ class Candidates:
         rows: [n] indices of the rows, on the host.
         ids: [n, candidates] int64 in ascending order; None: the whole vocabulary.
         weights: [n, candidates] unnormalized probabilities, 0 for excluded tokens.
-        are_all: [n] bool on the device, if these are a guess: whether the row has no other candidates; None: these
-            are all.
+        are_all: If the candidates are a guess, [n] bool on the device: whether the row has no others; None:
+            they are all candidates.
     """
 
     rows: NDArray[np.int64]
@@ -62,7 +63,8 @@ class Drawn(NamedTuple):
     Attributes:
         rows: [n] indices of the rows, on the host.
         tokens: [n] int64 on the device.
-        is_final: [n] bool on the device, if these are a guess: whether the token is right; None: all are.
+        is_final: If the tokens are guesses, [n] bool on the device: whether the token is right; None: all
+            are right.
     """
 
     rows: NDArray[np.int64]
@@ -112,7 +114,8 @@ def random_numbers(rows: Rows, purpose: Purpose) -> NDArray[np.float64]:
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return the index [n, 1] at which sums of [n, size] float64 weights exceed `uniform` [n, 1] of the total."""
+    """Return the first index [n, 1] at which the cumulative sum of [n, size] float64 weights exceeds the fraction
+    `uniform` [n, 1] of the total."""
     cumulative = weights.cumsum(dim=-1)
     return _first_beyond(cumulative, uniform * cumulative[:, -1:])
 
@@ -120,7 +123,7 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 def distribution(rows: Rows) -> Tensor:
     """Return the sampling distributions, [rows, vocab_size] float64; a greedy row's token has probability 1.
 
-    All are 0 if every token is banned.
+    If every token is banned, all probabilities are 0.
     """
     result = torch.zeros(rows.logits.shape, dtype=torch.float64, device=rows.logits.device)
     samples = samples_of(rows)
@@ -138,15 +141,15 @@ def distribution(rows: Rows) -> Tensor:
 
 
 def samples_of(rows: Rows) -> NDArray[np.bool_]:
-    """Return whether each row is sampled, [rows]; the others are greedy."""
+    """Return for each row whether it is sampled, [rows]; the other rows are greedy."""
     return rows.numbers["needs"] & int(Needs.SAMPLE) != 0
 
 
 def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = False) -> Iterator[Candidates]:
     """Yield the candidates of the rows `sampled` (ascending indices), a few rows at a time.
 
-    Whether few tokens reach a top-p is known to the device only. With `may_guess` it is assumed, and `are_all`
-    tells later whether the assumption was right.
+    Only the device knows whether few tokens reach a top-p. With `may_guess` this is assumed, and `are_all`
+    contains whether the assumption was right.
     """
     limits = limits_of(rows, sampled)
     top_k = limits["top_k"]
@@ -167,7 +170,7 @@ def find_candidates(rows: Rows, sampled: NDArray[np.int64], may_guess: bool = Fa
 
 
 def limits_of(rows: Rows, indices: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the limits of the rows `indices`, [n] of LIMITS, with top_p after its decay."""
+    """Return the limits of the rows `indices`, an array [n] with the dtype LIMITS, with top_p after its decay."""
     numbers = rows.numbers[indices]
     limits = np.empty(len(indices), LIMITS)
     limits["temperature"] = numbers["temperature"]
@@ -232,8 +235,8 @@ class _TopTokens:
         ids: [n, count] in descending order.
         weights: [n, count] float64.
         everywhere: [n, vocab_size] float32 weights over the vocabulary.
-        total: [n, 1] float64, the sum over the vocabulary.
-        are_all: [n] whether these tokens reach the top-p.
+        total: [n, 1] float64, the sum of weights over the vocabulary.
+        are_all: [n] whether the tokens `ids` reach the top-p.
     """
 
     group: _Group
@@ -257,7 +260,7 @@ class _TopTokens:
         return cls(group, ids, weights, everywhere, total, (sums >= group.top_p * total).squeeze(-1))
 
     def keep(self, indices: NDArray[np.int64]) -> Candidates:
-        """Return the candidates of the rows `indices`, for which these tokens reach top-p."""
+        """Return the candidates of the rows `indices`, in which the tokens `ids` reach the top-p."""
         part = self.group.select(indices)
         ids, weights, total = (select_rows(each, indices) for each in (self.ids, self.weights, self.total))
         return _keep_nucleus(part.rows, ids, weights, total, part)
@@ -271,7 +274,7 @@ def _keep_all(group: _Group) -> Iterator[Candidates]:
 def _keep_nucleus(
     rows: NDArray[np.int64], ids: Tensor, weights: Tensor, total: Tensor, group: _Group
 ) -> Candidates:
-    """Apply top-p and min-p to candidates in descending order; top-p is a share of `total`."""
+    """Apply top-p and min-p to candidates, which are in descending order; top-p is a share of `total`."""
     before = F.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))
     weights = weights.masked_fill(before >= group.top_p * total, 0.0)
     ids, order = ids.sort(dim=-1)
@@ -279,10 +282,11 @@ def _keep_nucleus(
 
 
 def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candidates:
-    """Apply a top-p that needs too many tokens to sort: the smallest weight needed is found digit by digit.
+    """Apply a top-p that needs too many tokens to sort: find the smallest weight that is needed digit by digit.
 
-    Floats from 0 to 1 are ordered like their bits. Weights are added up by their highest digit; then those that
-    share the highest digit of the wanted weight by the next digit, and so on.
+    Floats from 0 to 1 are ordered like their bits. Weights are added up by their highest digit, which gives the
+    highest digit of the smallest needed weight; then weights with this digit are added up by the next digit,
+    and so on.
     """
     num_rows, needed = len(group.rows), group.top_p * total
     bits = weights.view(torch.int32)
@@ -301,7 +305,7 @@ def _keep_large_nucleus(group: _Group, weights: Tensor, total: Tensor) -> Candid
         rows, columns = rows[sharing], columns[sharing]
     least = least.int().view(torch.float32)
     weights = _where_at_least(weights, least)
-    # The remaining tokens have exactly the smallest weight needed, and the first of them are kept.
+    # The remaining tokens have exactly the smallest needed weight; as many as needed are kept, lowest ids first.
     first = torch.searchsorted(rows, torch.arange(num_rows, device=rows.device))
     rank = torch.arange(len(rows), device=rows.device) - first[rows]
     superfluous = above[rows, 0] + rank * least[rows, 0].double() >= needed[rows, 0]
@@ -318,7 +322,8 @@ def _zeros(rows: int, size: int, like: Tensor) -> Tensor:
 
 
 def _next_digit(sums: Tensor, needed: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the digit at which sums [rows, digits], highest digit first, reach `needed`, and the sum above it."""
+    """Return the digit at which cumulative sums of `sums` [rows, digits], highest digit first, reach `needed`,
+    and the sum over higher digits."""
     sums = sums.flip(-1)
     from_above = sums.cumsum(dim=-1) + above
     index = (from_above < needed).sum(dim=-1, keepdim=True).clamp_(max=sums.shape[-1] - 1)
@@ -331,17 +336,17 @@ def _without_unlikely(weights: Tensor, group: _Group) -> Tensor:
 
 
 def _where_at_least(weights: Tensor, least: Tensor) -> Tensor:
-    """Set weights below `least` to 0, in place; several times as fast as filling by a mask."""
+    """Set weights below `least` to 0, in place; several times as fast as torch's masked_fill_."""
     return weights.mul_(weights.clone().ge_(least))
 
 
 def _weights(logits: Tensor, highest: Tensor, group: _Group) -> Tensor:
-    """Return unnormalized float64 probabilities; the most likely token's is 1."""
+    """Return unnormalized float64 probabilities, 1 for the most likely token."""
     return logits.double().sub_(highest).div_(group.temperature).exp_()
 
 
 def _weights_everywhere(group: _Group, highest: Tensor) -> Tensor:
-    """Return unnormalized float32 probabilities of the whole vocabulary; the most likely token's is 1."""
+    """Return unnormalized float32 probabilities over the whole vocabulary, 1 for the most likely token."""
     weights = group.logits - highest
     if group.uses_temperature:
         weights.div_(group.temperature.float())
@@ -377,7 +382,8 @@ def _draw_from_vocabulary(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the index [n, 1] of the first sum beyond `target`; never one of weight 0, even after rounding."""
+    """Return the index [n, 1] of the first cumulative sum beyond `target`; never the index of a token of weight 0,
+    even after rounding."""
     below_total = torch.nextafter(cumulative[:, -1:], torch.zeros_like(target))
     target = torch.minimum(target, below_total).clamp_(min=0.0)
     index = torch.searchsorted(cumulative, target, right=True)

@@ -1,6 +1,6 @@
-"""Transfers between host and device: asynchronous uploads, and a single copy back for everything read together.
+"""Transfers between host and device: asynchronous uploads, and a single copy to the host of several tensors.
 
-On a CPU they are free: results share memory with the arguments. Called on the loop thread.
+If the device is a CPU, nothing is copied: results share memory with the arguments. Called on the loop thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 def staged(values: NDArray[Any], device: torch.device) -> Tensor:
     """Put a host array where `device` can fetch it asynchronously.
 
-    A GPU reads pageable memory only while the host waits. torch takes pinned memory from a pool, and reuses it
-    only when the copies from it are done.
+    A GPU reads pageable memory only while the host waits, so pinned memory is used. torch takes it from a pool,
+    and reuses it only when the copies from it are done.
     """
     tensor = as_tensor(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
@@ -65,8 +65,8 @@ class Arriving:
 
     Attributes:
         tensors: The tensors on the device.
-        joined: Their bytes on the host, valid once `end` is reached; None if the tensors are on the host.
-        end: The event at the end of the copy.
+        joined: The tensors' bytes on the host, valid once `end` is reached; None if the tensors are on the host.
+        end: The event at the end of the copy; None if nothing is copied.
     """
 
     tensors: tuple[Tensor, ...]
@@ -75,7 +75,7 @@ class Arriving:
 
     @classmethod
     def send(cls, *tensors: Tensor) -> Arriving:
-        """Send one-dimensional tensors of one device."""
+        """Start to copy one-dimensional tensors of one device to the host."""
         device = tensors[0].device
         if device.type == "cpu":
             return cls(tensors)
@@ -83,7 +83,7 @@ class Arriving:
         return cls(tensors, joined, mark(device))
 
     def wait(self) -> list[NDArray[Any]]:
-        """Wait, and return the tensors as host arrays."""
+        """Wait for the copy, and return the tensors as host arrays."""
         if self.joined is None or self.end is None:
             return [as_array(tensor) for tensor in self.tensors]
         self.end.synchronize()

@@ -123,7 +123,7 @@ def test_the_check_at_load_accepts_blocks_of_any_size(zoo: Zoo, tokens_per_block
         ({"dtypes": (torch.bfloat16,)}, 16, None, "^FlashAttention only support fp16 and bf16 data type$"),
         ({"block_multiple": 256}, 32, None, "^Paged KV cache block size must be divisible by 256$"),
         ({}, 16, AttentionWindow(5, 2), "no windows with sinks"),
-        ({}, 16, AttentionWindow(5, is_chunk=True), "no attention in chunks"),
+        ({}, 16, AttentionWindow(5, is_chunk=True), "no chunked attention"),
     ],
 )
 def test_the_refusal_of_a_kernel_is_reported(
@@ -153,7 +153,7 @@ class Spoilt(ReferenceVarlen):
 def test_a_wrong_paged_kernel_is_not_used(zoo: Zoo, value: float, spoils_generation: bool) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     attention = PagedAttention(Spoilt(value, spoils_generation), True)
-    with pytest.raises(CannotAttend, match="its results are off by"):
+    with pytest.raises(CannotAttend, match="its results are wrong by"):
         check_attention(attention, decoder, 16, (None,), torch.float32, CPU)
 
 
@@ -173,7 +173,7 @@ class Misplaced(FixedRowsAttention):
 def test_the_check_at_load_tries_recorded_batches(zoo: Zoo, windows: list[AttentionWindow | None]) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     check_attention(FixedRowsAttention(), decoder, 16, windows, torch.float32, CPU)
-    with pytest.raises(CannotAttend, match=r"off by .* with a chunk of"):
+    with pytest.raises(CannotAttend, match=r"wrong by .* with a chunk of"):
         check_attention(Misplaced(), decoder, 16, windows, torch.float32, CPU)
 
 

@@ -274,7 +274,7 @@ def test_an_adapter_is_removed_if_a_page_is_overwritten(zoo: Zoo) -> None:
     for row, single in zip(rows[1:], singles[1:], strict=True):
         driver.generate(row, NUM_TOKENS)
         assert_equal(row, single)
-    with pytest.raises(ValueError, match="page 5, where none has been loaded"):
+    with pytest.raises(ValueError, match="page 5, but no adapter begins there"):
         driver.step(generation=[rows[0]])
     driver.release(rows[0])
     again = driver.start(prompt, adapter=driver.put(first.stored, (5,)))

@@ -37,7 +37,7 @@ FAILURES = {
         "printf '\\377\\376 error' >&2; exit 1",
         "failed with status 1: \ufffd\ufffd error",
     ),
-    "silence": ("exit 3", "failed with status 3: no word"),
+    "silence": ("exit 3", "failed with status 3: without a message"),
     "a signal": ("kill -9 $$", "failed with status -9"),
     "nothing to show for it": ("exit 0", "failed with status 0"),
     "something that cannot be loaded": ('echo junk > "$target"', "cannot be kept or loaded"),
@@ -590,7 +590,7 @@ def test_the_compiler_named_by_the_environment_is_used(
     assert not caplog.messages
     monkeypatch.setenv("CXX", "not-there")
     assert library._find_compiler() == str(tmp_path / "c++")
-    assert "CXX is not-there, which is no program" in caplog.text
+    assert "CXX is not-there, which is not an installed program" in caplog.text
     (tmp_path / "c++").unlink()
     monkeypatch.delenv("CXX")
     assert library._find_compiler() == str(tmp_path / "clang++")

@@ -82,9 +82,9 @@ def test_torchs_kernel_refuses_models_whose_scores_it_cannot_compute(monkeypatch
     with pytest.raises(CannotAttend, match="no cap on scores"):
         torch_paged_attention(CUDA, scores(attention_soft_cap=50.0))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, *, window_size: query)
-    with pytest.raises(CannotAttend, match="no scale of its own"):
+    with pytest.raises(CannotAttend, match="no argument for the scale"):
         torch_paged_attention(CUDA, scores(attention_scale=0.1))
-    with pytest.raises(CannotAttend, match="does not tell the sums of its softmaxes"):
+    with pytest.raises(CannotAttend, match="does not return the sums of its softmaxes"):
         torch_paged_attention(CUDA, scores(learned_sinks=True))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, *, scale=None: query * scale)
     attention = torch_paged_attention(CUDA, scores(attention_scale=0.5))

@@ -276,7 +276,7 @@ def test_more_adapters_than_recorded_and_magnitudes_run_without_a_recording(
     model, tape = zoo["llama-gqa"], Tape()
     with caplog.at_level(logging.INFO):
         engine = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
-    assert "more than 128 ranks together, or magnitudes" in caplog.text
+    assert "more than 128 ranks in total, or magnitudes" in caplog.text
     driver = Driver(engine)
     adapters = [make_adapter(model, rank, r=rank, lora_alpha=4, **options) for rank in ranks]
     rows = [

@@ -303,7 +303,7 @@ def test_code_of_a_checkpoint_is_not_run(zoo: Zoo, tmp_path: Path) -> None:
     ("class_name", "changes", "reason"),
     [
         ("GptOss", {"head_dim": 8}, "the attention of layer 0 depends on s_aux"),
-        ("Doge", {}, "layer 0 adds a mask of its own"),
+        ("Doge", {}, "layer 0 adds another mask to the scores"),
         ("MiniMax", {}, "2 of its 3 layers attend"),
         ("DeepseekV3", {"first_k_dense_replace": 3}, "queries of 192, keys of 192 and values of 128"),
     ],

@@ -146,13 +146,16 @@ def test_heads_without_a_kernel_are_refused(zoo: Zoo, tmp_path: Path) -> None:
         ({"dtype": "int2"}, "dtype is int2, expected one of float32, bfloat16, float16, int8, fp8, int4"),
         ({"dtype": "int4"}, "dtype is int4, but .* has no matrix of 4 bits that can be kept"),
         ({"target": "sm90"}, "target is sm90, expected portable, current or some of sm75, .*, sm121"),
-        ({"target": "current"}, "the GPU of this machine, which has none"),
-        ({"dtype": "fp8", "target": "sm80"}, "fp8 is not for compute capability 8.0.* expected 8.9 or later"),
-        ({"dtype": "bfloat16", "target": "sm75,sm89"}, "bfloat16 is not for compute capability 7.5"),
+        ({"target": "current"}, "the GPU of this machine, but this machine has none"),
+        (
+            {"dtype": "fp8", "target": "sm80"},
+            "fp8 is not supported by compute capability 8.0.* expected 8.9 or later",
+        ),
+        ({"dtype": "bfloat16", "target": "sm75,sm89"}, "bfloat16 is not supported by compute capability 7.5"),
         ({"max_seq_len": 257}, "max_seq_len is 257, expected at least 2, at most 256"),
         ({"max_seq_len": 1}, "max_seq_len is 1, expected at least 2, at most 256"),
         ({"max_batch_size": 1, "max_num_tokens": 1}, "max_num_tokens is 1, expected at least 2"),
-        ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least 5, which is max_batch_size"),
+        ({"max_num_tokens": 3}, "max_num_tokens is 3, expected at least max_batch_size, 5"),
         ({"max_batch_size": 0}, "max_batch_size is 0, expected at least 1"),
         ({"max_context_chunks": 6}, "max_context_chunks is 6, expected at least 1, at most 5"),
         ({"max_lora_rank": -1}, "max_lora_rank is -1, expected at least 0"),
@@ -338,7 +341,7 @@ def test_a_broken_tensorrt_is_distinguished_from_a_missing_one(monkeypatch: pyte
 
     monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(
-        ConfigError, match=r"installed and cannot be loaded: tensorrt: libnvinfer.so.11: cannot"
+        ConfigError, match=r"installed but cannot be loaded: tensorrt: libnvinfer.so.11: cannot"
     ):
         find_module("tensorrt")
 

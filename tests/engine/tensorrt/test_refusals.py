@@ -55,8 +55,8 @@ def spoil(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("do", "message"),
     [
-        (spoil("rank0.plan"), r"rank0\.plan is not the file that its description is of"),
-        (spoil("rank0.head.plan"), r"rank0\.head\.plan is not the file that its description is of"),
+        (spoil("rank0.plan"), r"rank0\.plan does not match its description"),
+        (spoil("rank0.head.plan"), r"rank0\.head\.plan does not match its description"),
         (lambda folder: (folder / "rank0.plan").unlink(), r"rank0\.plan: No such file"),
         (lambda folder: change(folder, format=99), r"format is 99, expected \d+: build the engine again"),
         (
@@ -172,7 +172,7 @@ def test_plans_in_engine_dir_from_another_checkpoint_are_refused(
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("rank0.json", r"rank1\.json describes the plans of rank 0, expected those of rank 1"),
+        ("rank0.json", r"rank1\.json describes the plans of rank 0, expected rank 1"),
         ("settings", r"rank1\.json is of another build than rank0\.json, their settings differ"),
         ("checkpoint_digest", r"rank1\.json is of another build than rank0\.json, their checkpoint_digest"),
     ],

@@ -1,7 +1,7 @@
 """Keys of KV blocks: digests of everything that determines a block's content, and the scopes that share blocks.
 
 A block's key is the blake2b digest of its parent's key, its tokens and their extra ids, so that equal keys mean
-equal prefixes. Python's `hash()` will not do: it is salted, collides for -1 and -2, and collisions can be
+equal prefixes. Python's `hash()` is not suitable: it is salted, collides for -1 and -2, and collisions can be
 constructed, which would give a client access to another user's cache. A chain of digests starts from a scope:
 sequences of one scope share blocks, and a sequence without a scope shares none. Pure.
 """
@@ -20,15 +20,15 @@ from inflight.errors import InvalidArgument, Name
 ROOT_SCOPE = b"\x00" * 16
 
 _DIGEST_SIZE = 16
-# Keeps n tokens with extra ids apart from 2 n tokens without.
+# Distinguishes n tokens with extra ids from 2 n tokens without extra ids.
 _WITH_EXTRA_IDS = b"extra ids"
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[int] = ()) -> bytes:
-    """Key of a full block that follows the block with key `parent`.
+    """Return the key, 16 bytes, of a full block that follows the block with key `parent`.
 
     Args:
-        parent: 16 bytes; for a first block the scope.
+        parent: 16 bytes; for the first block, the scope.
         token_ids: The block's tokens.
         extra_ids: One per token, 0 .. 2**64 - 1; empty means that all are 0.
     """
@@ -41,21 +41,21 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_ids: Sequence[in
 
 
 def private_scope(key: int) -> bytes:
-    """Return a 16-byte scope of one request's own, made from a number unique to the request."""
+    """Return a 16-byte scope for a single request, given a number that is unique to the request."""
     return blake2b(key.to_bytes(16, "big"), digest_size=_DIGEST_SIZE).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """How a sequence shares its KV blocks, and how long these are worth keeping.
+    """How a sequence shares its KV blocks, and how long its blocks are worth keeping.
 
     Attributes:
-        scope: 16 bytes that the sequence's chain of digests starts from; None: the sequence neither finds cached
+        scope: 16 bytes from which the sequence's chain of digests starts; None: the sequence neither finds cached
             blocks nor publishes its own.
         extra_ids: One per prompt token, 0 for text; empty: all are 0. Generated tokens have none.
         retention: The request's retention priorities.
-        prompt_length: Number of prompt tokens; later blocks hold generated tokens.
-        lora_task_id: The adapter's task id, for KV events; None: no adapter, or one without an id.
+        prompt_length: Number of prompt tokens; later tokens are generated.
+        lora_task_id: The adapter's task id, for KV events; None: there is no adapter, or it has no id.
     """
 
     scope: bytes | None
@@ -65,7 +65,7 @@ class CacheRules:
     lora_task_id: int | None = None
 
     def digest(self, parent: bytes, token_ids: Sequence[int], start: int, end: int) -> bytes:
-        """Key of the block of tokens start .. end - 1, which follows the block with key `parent`."""
+        """Return the key of the block with tokens start .. end - 1, which follows the block with key `parent`."""
         extra_ids = self.extra_ids_of(start, end) if self.extra_ids[start:end] else ()
         return block_digest(parent, token_ids[start:end], extra_ids)
 
@@ -75,7 +75,8 @@ class CacheRules:
         return extra_ids + (0,) * (end - start - len(extra_ids))
 
     def content(self, token_ids: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-        """Return tokens start .. end - 1 as comparable values: an id, or an id with its extra id."""
+        """Return tokens start .. end - 1 as comparable values: token ids, or pairs of a token id and its extra
+        id."""
         tokens, extra_ids = token_ids[start:end], self.extra_ids[start:end]
         if not any(extra_ids):
             return tuple(tokens)
@@ -88,9 +89,10 @@ class CacheRules:
 
 @dataclass(frozen=True, slots=True)
 class PrefixIdentity:
-    """The properties besides its tokens that a prompt's keys and values depend on; a part of every block key.
+    """The properties other than tokens on which a prompt's keys and values depend; they are a part of every
+    block key.
 
-    Two requests share a block only if everything here is equal, and their adapters and prompt tables are too.
+    Two requests share a block only if these properties, their adapters and their prompt tables are equal.
 
     Attributes:
         cache_salt_id: Only requests with the same salt share blocks. Tensor `cache_salt_id`.
@@ -101,19 +103,19 @@ class PrefixIdentity:
     extra_ids: tuple[int, ...] = ()
 
     def scope(self, root: bytes, adapter: bytes = b"", prompt_table: bytes = b"") -> bytes:
-        """Return the scope to start chains of digests from; `root` itself if everything but extra_ids is the
-        default.
+        """Return the scope from which chains of digests start: `root` itself if the salt is the default and
+        there is neither an adapter nor a prompt table.
 
         Args:
             root: The scope for prompts without an adapter.
             adapter: Digest of the adapter's content; empty without one.
-            prompt_table: Digest of the prompt table's content; empty without one. The same ids with different
-                tables are different prompts, whatever their extra ids are.
+            prompt_table: Digest of the prompt table's content; empty without one. Equal ids with different tables
+                are different prompts, whatever their extra ids are.
         """
         if not (self.cache_salt_id or adapter or prompt_table):
             return root
         parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, prompt_table)
-        # Each part has its length in front, so that the concatenation is unambiguous.
+        # Each part is preceded by its length, so that the concatenation is unambiguous.
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return blake2b(framed, digest_size=16).digest()
 

@@ -4,17 +4,17 @@
     cached  reference count 0, published: content kept, and found by its digest, until the block is taken
     empty   reference count 0, not published: content worthless
 
-Published blocks refer to their parents' digests, so they form trees. A block is taken, in this order, from
+Published blocks refer to their parents' digests, so they form trees. The next block to take is, in this order,
 
-    1. the empty ones, the last released first;
-    2. the cached leaves, which no published block has as its parent: lowest priority first, and within a priority
+    1. an empty block, the last released first;
+    2. a cached leaf, a block that is no published block's parent: the lowest priority first, and within a priority
        the least recently released. A parent whose last child is evicted becomes a leaf with its own priority and
-       time, so a child protects the blocks that it is useless without;
-    3. the other cached ones, the least recently released first. A cached block can only be without a leaf below it
-       if its child is held by a sequence that computed the same parent itself.
+       time, so a child protects its ancestors, without which it is useless;
+    3. any other cached block, the least recently released first. Without cached leaves there are cached blocks
+       only if a sequence holds a child whose parent it computed itself, in another block.
 
-Children are counted by their parent's digest, not its block, because the same content may be published again in
-another block while they stay. The pool knows nothing of requests. Only the loop thread calls it.
+Children are counted by their parent's digest, not by its block id, because the parent's content may be published
+again in another block while its children stay. The pool does not know requests. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inflight.core.kv.state_snapshots import StateSnapshots
 _NS_PER_MS = 1_000_000
 _DEFAULT_RETENTION = Retention()
 _MOST_COMPARED = 64
-"""Number of blocks whose tokens are compared to find the one with the longest common beginning."""
+"""Maximum number of blocks whose tokens are compared to find the longest common beginning."""
 
 Key = tuple[int, ...]
 """A block's rank in a BlockHeap: the block with the smallest key comes first."""
@@ -40,9 +40,9 @@ Key = tuple[int, ...]
 class BlockHeap:
     """Blocks ordered by a key that may change: a heap whose outdated entries are dropped when they surface.
 
-    It holds at most `num_blocks` blocks, each with one key; all keys have the same length. Every operation is
+    It has at most `num_blocks` blocks, each with one key; all keys have the same length. Every operation is
     amortized O(log n). An outdated entry stays until it surfaces, or until there are more than twice as many
-    entries as blocks; then all outdated ones are dropped at once.
+    entries as blocks; then all outdated entries are dropped at once.
     """
 
     __slots__ = ("_entries", "_key_of", "_most_entries")
@@ -53,7 +53,7 @@ class BlockHeap:
         self._most_entries = 2 * num_blocks
 
     def __len__(self) -> int:
-        """The number of blocks, not of entries."""
+        """The number of blocks, without outdated entries."""
         return len(self._key_of)
 
     def __contains__(self, block_id: int) -> bool:
@@ -98,10 +98,10 @@ class _Content:
 
     Attributes:
         digest: Key of the block's content and all that comes before it.
-        parent: Key of the block before it; of a first block the scope.
+        parent: Key of the block before it; for the first block, the scope.
         tokens: The content, one element per token.
         retention: How long the block is worth keeping.
-        age: The pool's release count when the block was last released; the lowest is the least recent.
+        age: The pool's number of releases when the block was last released; lower means less recent.
     """
 
     digest: bytes
@@ -114,8 +114,8 @@ class _Content:
 class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
-    With a log of `events`, reports content that can no longer be found, and changed priorities. When a block's
-    content is dropped, so is its snapshot of recurrent state in `states`.
+    With a log of `events`, content that can no longer be found and changed priorities are logged there. When a
+    block's content is dropped, its snapshot of recurrent state in `states` is dropped too.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class BlockPool:
         self._empty = list(reversed(range(num_blocks)))  # the last is taken first
         self._contents: dict[int, _Content] = {}
         self._block_of: dict[bytes, int] = {}
-        # By the parent's digest, in order of publication; without empty entries.
+        # The children of each parent, by digest, in order of publication; without empty entries.
         self._children: dict[bytes, dict[bytes, None]] = {}
         self._cached = BlockHeap(num_blocks)  # in the order of eviction
         self._expiries = BlockHeap(num_blocks)  # cached blocks with a retention duration, by its end
@@ -177,9 +177,10 @@ class BlockPool:
         return self._block_of.get(digest)
 
     def find_beginning(self, parent: bytes, tokens: Sequence[Hashable]) -> tuple[int, int]:
-        """Return the block after `parent` that shares the longest beginning with `tokens`, and that length.
+        """Return the child of `parent` with the longest common beginning with `tokens`, and the beginning's
+        length in tokens.
 
-        (0, 0) if no block shares any. Only the most recently published blocks are compared.
+        (0, 0) if no child has a common beginning. Only the most recently published children are compared.
         """
         best = (0, 0)
         for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
@@ -205,7 +206,7 @@ class BlockPool:
         """Add a reference to blocks that are held or cached."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
-                assert block_id in self._cached, f"block {block_id} is shared, but its content is worthless"
+                assert block_id in self._cached, f"block {block_id} is shared, but is neither held nor cached"
                 self._cached.discard(block_id)
                 self._expiries.discard(block_id)
             self._references[block_id] += 1
@@ -237,20 +238,20 @@ class BlockPool:
     ) -> bool:
         """Let other sequences find a held block by its content.
 
-        If another block was published with this digest before, that block remains the one that is found, and
-        `retention` applies to it.
+        If another block was published with this digest before, `find` still returns the other block, and
+        `retention` applies to the other block.
 
         Args:
             block_id: A held block that is not published yet.
-            digest: Key of its content and everything before it.
-            parent: Key of everything before it.
+            digest: Key of the block's content and everything before it.
+            parent: Key of everything before the block.
             retention: How long the block is worth keeping; None if the request sets none.
             tokens: The content, for sequences that share only its beginning.
 
         Returns:
-            Whether this block is the one that is found.
+            Whether `find` now returns this block.
         """
-        assert self.is_held(block_id), f"block {block_id} is published, but nobody holds it"
+        assert self.is_held(block_id), f"block {block_id} is published, but no sequence holds it"
         first = self._block_of.get(digest)
         if first is not None:
             self.retain(first, retention)
@@ -274,10 +275,10 @@ class BlockPool:
             self._cache(block_id, content)
 
     def expire(self, now_ns: int) -> None:
-        """Set the time. Expired retentions fall back to the default; durations of blocks released later start
-        here.
+        """Set the time, from which durations of blocks released later are counted; expired retentions become the
+        default.
 
-        O(1) if none has expired.
+        O(1) if no retention has expired.
 
         Args:
             now_ns: Monotonic time in nanoseconds.
@@ -292,7 +293,7 @@ class BlockPool:
             self._cache(block_id, content)
 
     def _cache(self, block_id: int, content: _Content) -> None:
-        """Put an unreferenced block in the order of eviction and, if its retention has a duration, in that of
+        """Add an unreferenced block to the order of eviction and, if its retention has a duration, to the order of
         expiry."""
         self._cached.put(block_id, self._eviction_key(content))
         duration_ms = content.retention.duration_ms
@@ -313,9 +314,9 @@ class BlockPool:
             self._cached.put(block_id, self._eviction_key(self._contents[block_id]))
 
     def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Remove these held blocks from the reuse index. Blocks that are not published stay as they are."""
+        """Remove held blocks from the reuse index; blocks that are not published are not changed."""
         for block_id in block_ids:
-            assert self.is_held(block_id), f"block {block_id} is unpublished, but nobody holds it"
+            assert self.is_held(block_id), f"block {block_id} is unpublished, but no sequence holds it"
             if block_id in self._contents:
                 self._forget(block_id)
 

@@ -1,14 +1,13 @@
 """The block tables: which KV blocks each running sequence holds, shares with others or has reserved.
 
-Blocks are shared by content (`block_keys.py`): only full blocks, and never the one with a sequence's last known
+Blocks are shared by content (`block_keys.py`): only full blocks, and never the block with a sequence's last known
 token, which must be computed for its logits. If only the beginning of a cached block matches, that part is copied.
-
-The beams of a search also share the block that they are filling, as long as they agree. A beam that writes into a
-block that other beams hold gets a copy.
+The beams of a search also share the block that they are filling, as long as their tokens are equal. A beam that
+writes into a block that other beams hold gets a copy.
 
 Blocks that a running sequence is about to publish are promised, so that another sequence with the same prefix can
 wait for them instead of computing them too. A sequence reserves blocks at admission; growth within the reservation
-cannot fail. Only the loop thread calls this.
+cannot fail. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from inflight.core.kv.state_snapshots import StateSnapshots
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached blocks that hold the beginning of a sequence.
+    """The cached blocks with the beginning of a sequence.
 
     Attributes:
         block_ids: Full blocks, in order from the first token on.
-        num_held: How many of them a running sequence holds; the others count as free until they are shared.
+        num_held: How many of `block_ids` running sequences hold; the others count as free until they are shared.
         is_promised: Whether a running sequence is computing the first block that was not found.
-        source: A block that begins with the same tokens as the first block that was not found.
+        source: A cached block with the same first tokens as the first block that was not found.
         num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
-        num_found: For a model with recurrent state, the number of full blocks in the cache, of which `block_ids`
-            has those up to the last snapshot.
+        num_found: For a model with recurrent state, the number of full blocks found in the cache; `block_ids` has
+            only the blocks up to the last snapshot.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -52,7 +51,7 @@ class BlockCounts(NamedTuple):
     """Counts of the blocks for the tokens that a sequence had when it was admitted.
 
     Attributes:
-        new: Blocks not found as a whole, taken from the free ones.
+        new: Blocks not found as a whole, taken from free blocks.
         reused: Blocks found in the cache, including one that was found in part and copied.
         missed: Full blocks looked up and not found.
     """
@@ -64,7 +63,7 @@ class BlockCounts(NamedTuple):
 
 @dataclass(slots=True)
 class BeamGrowth:
-    """Changes to block tables that give every beam room for one more token.
+    """Changes to block tables that give every beam a block for one more token.
 
     Attributes:
         copies: (source, target) blocks to copy.
@@ -79,8 +78,8 @@ class BeamGrowth:
 
 @dataclass(slots=True)
 class _Table:
-    block_ids: list[int]  # for beams, their common beginning
-    reserved: int  # blocks this sequence may still take
+    block_ids: list[int]  # of a beam search, the common beginning of all beams
+    reserved: int  # number of blocks that this sequence may still take
     num_published: int
     rules: CacheRules
     digests: list[bytes]  # of the full blocks known at admission; unpublished ones are promised
@@ -89,8 +88,8 @@ class _Table:
     num_missed: int
     num_new: int
     copy: tuple[int, int] | None  # (source, target) of the block found in part
-    # Per beam, the blocks after the common beginning; never empty, so that the block being written is always here.
-    # Separate from the common beginning, so that a step costs what the beams differ in.
+    # The blocks of each beam after the common beginning; never empty, as they include the block being written.
+    # Separate from the common beginning, so that the time of a step depends only on how much the beams differ.
     tails: list[list[int]]
     snapshot: int = -1  # of the recurrent state that the sequence starts from
 
@@ -117,8 +116,9 @@ class KvCacheManager:
         pool: The block pool.
         tokens_per_block: Tokens per block.
         num_reserved: Free blocks reserved by running sequences.
-        num_taken_blocks, num_reused_blocks, num_missed_blocks: Blocks taken from the free ones, found in the cache
-            at admission, and not found, since the start.
+        num_taken_blocks: Number of free blocks taken since the start.
+        num_reused_blocks, num_missed_blocks: Numbers of blocks that admissions since the start found, and
+            did not find, in the cache.
         events: The log of changes to the content of blocks; None: no log.
         states: Snapshots of recurrent state; None for a model without recurrent state.
     """
@@ -150,7 +150,7 @@ class KvCacheManager:
         return self.pool.num_free - self.num_reserved
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold this many tokens."""
+        """Return the number of blocks for this many tokens."""
         return -(-num_tokens // self.tokens_per_block)
 
     def block_table(self, key: int) -> tuple[int, ...]:
@@ -168,11 +168,11 @@ class KvCacheManager:
         return self._tables[key].copy
 
     def snapshot(self, key: int) -> int:
-        """Return the snapshot of recurrent state that a sequence starts from; -1: it has none."""
+        """Return the snapshot of recurrent state from which a sequence starts; -1: it starts from none."""
         return self._tables[key].snapshot
 
     def held(self, key: int) -> tuple[int, int]:
-        """Return (distinct blocks held, blocks reserved beyond them) of a running sequence."""
+        """Return a running sequence's numbers of distinct blocks in its tables, and of further reserved blocks."""
         table = self._tables[key]
         return table.num_distinct(), table.reserved
 
@@ -225,8 +225,7 @@ class KvCacheManager:
         return (num_tokens - 1) // self.tokens_per_block
 
     def _digests(self, key: int, token_ids: Sequence[int], rules: CacheRules, scope: bytes) -> list[bytes]:
-        """Return digests of all full blocks, in order; the last one may be a block that has to be computed
-        anyway."""
+        """Return the digests of all full blocks, in order, even of a last block that is computed in any case."""
         known = self._prompts.get(key)
         if known is None or known.num_tokens != len(token_ids):
             known = self._prompts[key] = _PromptKeys(len(token_ids), [])
@@ -284,7 +283,8 @@ class KvCacheManager:
                 table.snapshot = self.states.use(digests[shared - 1])
 
     def _take_copy(self, table: _Table, source: int) -> None:
-        """Take a block to copy the matching beginning to. It may be the source itself, if that was free."""
+        """Take a block as target of the copy of the matching beginning; it may be the source itself, if that is
+        free."""
         assert table.reserved > 0, "a sequence was admitted without a block for its last token"
         (target,) = self.pool.take(1)
         table.copy = (source, target)
@@ -296,7 +296,7 @@ class KvCacheManager:
     # ---------------------------------------------------------------- growth
 
     def missing_blocks(self, key: int, num_tokens: int) -> int:
-        """Return how many blocks beyond table and reservation a sequence needs to hold `num_tokens` tokens."""
+        """Return how many blocks beyond table and reservation a sequence needs for `num_tokens` tokens."""
         table = self._tables[key]
         return max(0, self.blocks_for(num_tokens) - len(table.block_ids) - table.reserved)
 
@@ -306,12 +306,12 @@ class KvCacheManager:
         return (len(table.block_ids) + table.reserved) * self.tokens_per_block
 
     def blocks_freed_by(self, key: int) -> int:
-        """Return how many blocks become unreserved if only this sequence is released."""
+        """Return by how much `num_unreserved` grows if only this sequence is released."""
         table = self._tables[key]
         return table.reserved + sum(self.pool.is_held_once(block_id) for block_id in table.block_ids)
 
     def extend(self, key: int, num_tokens: int) -> tuple[int, ...]:
-        """Grow a table until it holds `num_tokens` tokens, and return the appended blocks.
+        """Grow a table to the blocks of `num_tokens` tokens, and return the appended blocks.
 
         The blocks must be available: within the reservation, or `missing_blocks` <= `num_unreserved`.
         """
@@ -333,7 +333,7 @@ class KvCacheManager:
     def reorder_beams(self, key: int, parents: Sequence[int]) -> None:
         """Let beam i continue beam `parents[i]`, with the same blocks.
 
-        Before the first call there is one beam, 0: the sequence itself, whose context is computed.
+        Before the first call there is only beam 0, with the sequence's context.
         """
         table = self._tables[key]
         distinct = table.num_distinct()
@@ -344,11 +344,11 @@ class KvCacheManager:
         for block_ids in before:
             self.pool.release(reversed(block_ids))
         self._join_beginnings(table)
-        # Blocks that no beam holds now may be needed again, as the reservation is for the worst case.
+        # Blocks that beams have given up are reserved again, as the reservation is for the worst case.
         self._reserve(table, table.reserved + distinct - table.num_distinct())
 
     def _join_beginnings(self, table: _Table) -> None:
-        """Move the blocks that all tails start with to the common beginning, but never a tail's last block."""
+        """Move the blocks with which all tails start to the common beginning, except a tail's last block."""
         count = 0
         for block_ids in zip(*(tail[:-1] for tail in table.tails)):
             if len(set(block_ids)) > 1:
@@ -360,7 +360,7 @@ class KvCacheManager:
             table.tails = [tail[count:] for tail in table.tails]
 
     def grow_beams(self, key: int, num_tokens: int) -> BeamGrowth:
-        """Give every beam its own block to write token `num_tokens - 1` to. The reservation covers it."""
+        """Give every beam a block of its own for token `num_tokens - 1`, within the reservation."""
         table = self._tables[key]
         distinct, index = table.num_distinct(), (num_tokens - 1) // self.tokens_per_block
         place = index - len(table.block_ids)
@@ -419,13 +419,14 @@ class KvCacheManager:
                 self.states.computed(key, start + size, digest)
 
     def _end_promise(self, digest: bytes) -> None:
-        """Withdraw one sequence's promise of a block, because it has published the block or never will."""
+        """Withdraw one sequence's promise of a block, after the sequence has published the block or ended."""
         self._promises[digest] -= 1
         if self._promises[digest] == 0:
             del self._promises[digest]
 
     def unpublish(self, *keys: int) -> None:
-        """Unpublish the blocks that only these sequences hold, as their content may make the device fail."""
+        """Unpublish the blocks that no other sequences than these hold, as their content may make the device
+        fail."""
         tables = [self._tables[key] for key in keys if key in self._tables]
         parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
         held = Counter(chain.from_iterable(parts))
@@ -444,7 +445,7 @@ class KvCacheManager:
             for digest in table.promised:
                 self._end_promise(digest)
             for block_ids in (*table.tails, table.block_ids):
-                # Later blocks are useless without earlier ones, so they are to be evicted first.
+                # Later blocks are useless without earlier ones, so later blocks are to be evicted first.
                 self.pool.release(reversed(block_ids))
 
     def clear(self) -> None:

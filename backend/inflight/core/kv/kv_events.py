@@ -1,7 +1,7 @@
 """KV cache events: changes to the content of KV blocks, for routers that send requests to a cached prefix.
 
 The log keeps a bounded number of events until they are fetched. A pool or a manager without a log records none.
-Only the loop thread calls it. Pure. Specification: the Executor's `KVCacheEventManager`.
+Used on the loop thread. Pure. Specification: the Executor's `KVCacheEventManager`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class StoredBlock:
 
     Attributes:
         block_hash: The block's id outside of the engine.
-        token_ids: Its tokens.
+        token_ids: The block's tokens.
         extra_ids: One for each token, 0 for text.
-        lora_task_id: The adapter that computed it; None: the base model.
-        priority: Its retention priority, 0 .. 100.
+        lora_task_id: The adapter with which the block was computed; None: the base model.
+        priority: The block's retention priority, 0 .. 100.
     """
 
     block_hash: int
@@ -41,7 +41,7 @@ class KvEvent:
         event_id: Number of the event, from 0.
         num_blocks: The cache was created, with this many blocks.
         stored: Blocks that were stored, each following the one before it.
-        parent_hash: The block before the first of `stored`; None: it is the first block of a prompt.
+        parent_hash: The block before the first of `stored`; None: the first of `stored` begins a prompt.
         removed: The content of the blocks with these hashes is gone.
         updated: The priority of the block with this hash has changed.
         priorities: The old and the new priority.
@@ -86,7 +86,7 @@ class KvEventLog:
     def stored(self, parent: bytes | None, block: StoredBlock) -> None:
         """Record a block that can now be found.
 
-        `parent` is the digest of the block before it; None: it begins a prompt.
+        `parent` is the digest of the block before it; None: `block` begins a prompt.
         """
         parent_hash = None if parent is None else block_hash(parent)
         if not (self._stored and self._stored[-1].block_hash == parent_hash):

@@ -1,7 +1,7 @@
 """How long unreferenced KV blocks are worth keeping: TensorRT-LLM's `KvCacheRetentionConfig`.
 
 Cached blocks are evicted by priority, lowest first, and within a priority least recently used first. A request may
-give ranges of its prompt, and its generated tokens, their own priority, for a limited time or for good. Pure.
+set a priority for ranges of its prompt and for its generated tokens, for a limited time or for ever. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Retention:
     """The retention that a request sets for one block.
 
     Attributes:
-        priority: 0 .. 100; lower ones are evicted first.
+        priority: 0 .. 100; blocks of lower priority are evicted first.
         duration_ms: Milliseconds from the release of the block until its priority falls back to DEFAULT_PRIORITY;
             None: it never does.
     """
@@ -57,8 +57,7 @@ class RetentionConfig:
         object.__setattr__(self, "ranges", tuple(sorted(self.ranges, key=_start_of)))
 
     def of_block(self, first_token: int, prompt_length: int) -> Retention | None:
-        """Return the retention of the block starting at position `first_token`; None: the block keeps its
-        retention."""
+        """Return the retention of the block starting at position `first_token`; None: the request sets none."""
         if first_token >= prompt_length:
             return self.decode
         place = bisect_right(self.ranges, first_token, key=_start_of)
@@ -68,7 +67,7 @@ class RetentionConfig:
         return part.retention if part.token_end is None or first_token < part.token_end else None
 
     def validate(self) -> None:
-        """Raise InvalidArgument that names the tensor, what came and what was expected."""
+        """Raise InvalidArgument with the tensor, its value and the expected values if a retention is not valid."""
         for part in self.ranges:
             _check_retention(part.retention, "retention_token_range", "priorities", "durations_ms")
             if part.token_start < 0:

@@ -1,19 +1,19 @@
 """The snapshots of recurrent states: the index by prefix, the snapshots to save, and the order of eviction.
 
 A model with recurrent layers has, besides KV blocks, one state of fixed size for each sequence, which depends on
-all its tokens so far and cannot be restored from blocks. A **snapshot** is a copy of that state after the last
-token of a block (a **boundary**). It is found by the block's digest. A prefix is reused up to the last boundary
-that has both its blocks and a snapshot.
+all tokens of the sequence so far and cannot be restored from blocks. A **snapshot** is a copy of the state
+after the last token of a block (a **boundary**), and is found by the block's digest. A prefix is reused up to
+the last boundary that has both cached blocks before it and a snapshot.
 
 A sequence saves snapshots
 
 1. at the last boundary before its last known token, for its siblings and requests with the same prompt;
 2. at the end of the cached blocks that it found, if there is no snapshot: other sequences share this prefix;
-3. at every boundary in generation, replacing its previous one, for the next turn of a conversation.
+3. at every boundary in generation, replacing the sequence's previous one, for the next turn of a conversation.
 
 A snapshot is **pending** from the batch that saves it until the update with that batch's output. Then it can be
 found until it is evicted: with its block, or as the least recently used snapshot. The batch that starts a sequence
-from a snapshot reads it; a later batch may overwrite it. Pure; only the loop thread calls it.
+from a snapshot reads the snapshot; a later batch may overwrite it. Pure. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Saves:
     """The snapshots that one running sequence saves.
 
     Attributes:
-        planned: Digests of the boundaries in the context where a snapshot will be saved, by number of tokens.
-        pending: Snapshots saved by batches in flight, by number of tokens.
+        planned: By number of tokens, the digests of the boundaries in the context where a snapshot will be saved.
+        pending: By number of tokens, the snapshots that batches in flight save.
         generated: Digest of the last snapshot saved in generation; None: there is none.
     """
 
@@ -51,7 +51,8 @@ class StateSnapshots:
         self.num_saved = 0
         self._free = list(reversed(range(num_snapshots)))
         self._snapshot_of: dict[bytes, int] = {}  # the least recently used first
-        # Sequence keys of snapshots saved in generation that no other sequence has used.
+        # By digest, the sequence of each snapshot that was saved in generation and that no other sequence has
+        # used.
         self._rolling: dict[bytes, int] = {}
         self._saves: dict[int, _Saves] = {}  # by sequence key
         self._promised: Counter[bytes] = Counter()  # planned boundaries of all running sequences
@@ -67,14 +68,15 @@ class StateSnapshots:
         return sum(len(saves.pending) for saves in self._saves.values())
 
     def find(self, digests: Sequence[bytes]) -> int:
-        """Return the number of blocks, given by their chained digests, up to the last snapshot; 0 without one."""
+        """Return the number of blocks up to the last boundary with a snapshot, given the blocks' digests; 0
+        without one."""
         for count in range(len(digests), 0, -1):
             if digests[count - 1] in self._snapshot_of:
                 return count
         return 0
 
     def use(self, digest: bytes) -> int:
-        """Return the snapshot at a boundary, which must have one, and make it the most recently used."""
+        """Return the snapshot at a boundary, which must exist, and make it the most recently used."""
         snapshot = self._snapshot_of.pop(digest)
         self._snapshot_of[digest] = snapshot
         self._rolling.pop(digest, None)
@@ -91,14 +93,15 @@ class StateSnapshots:
 
         Args:
             key: The sequence, which must not run yet.
-            planned: Digests of the boundaries where it will save snapshots, by number of tokens.
+            planned: By number of tokens, the digests of the boundaries where the sequence will save snapshots.
         """
         assert key not in self._saves, f"sequence {key} runs already"
         self._saves[key] = _Saves(planned if self.num_snapshots else {})
         self._promised.update(self._saves[key].planned.values())
 
     def save(self, key: int, start: int, end: int) -> list[tuple[int, int]]:
-        """Return (number of tokens, snapshot) to save in the chunk of the tokens `start` .. `end` - 1."""
+        """Return the snapshots to save in the chunk of tokens `start` .. `end` - 1, as pairs of the number of
+        tokens and the snapshot."""
         saves = self._saves[key]
         saved: list[tuple[int, int]] = []
         for num_tokens in sorted(saves.planned):
@@ -115,7 +118,7 @@ class StateSnapshots:
     def save_generated(self, key: int, num_tokens: int) -> int | None:
         """Return the snapshot to save in generation at the boundary after `num_tokens` tokens.
 
-        None: all snapshots are pending, so none is saved.
+        None: all snapshots are pending, so the state is not saved.
         """
         saves = self._saves[key]
         if saves.generated is not None and self._rolling.get(saves.generated) == key:
@@ -126,13 +129,13 @@ class StateSnapshots:
         return snapshot
 
     def _take(self) -> int | None:
-        """Take a free snapshot, or the least recently used one; None: all are pending."""
+        """Take a free snapshot, or the least recently used one; None: all snapshots are pending."""
         if not self._free and self._snapshot_of:
             self.drop(next(iter(self._snapshot_of)))
         return self._free.pop() if self._free else None
 
     def computed(self, key: int, num_tokens: int, digest: bytes) -> None:
-        """Make the snapshot pending after `num_tokens` tokens, if any, findable: its batch has returned."""
+        """Make the pending snapshot after `num_tokens` tokens, if there is one, findable, as its batch is back."""
         saves = self._saves[key]
         is_planned = saves.planned.pop(num_tokens, None) is not None
         if is_planned:

@@ -1,1 +1,1 @@
-"""Recovery from a failed iteration: which request is at fault, and how the others go on. Pure."""
+"""Recovery from a failed iteration: finds the faulty request and recomputes the others. Pure."""

@@ -2,8 +2,8 @@
 
 After a failure the state of the batch on the device is unknown, so every sequence in the batch gives up slots and
 blocks and is recomputed from its known tokens. The requests are retried in halves (`Isolation`) until the faulty
-one is alone. A request that makes `schedule` itself raise is found in the same way. The scheduler calls this, on
-the loop thread.
+request is alone. A request that makes `schedule` itself raise is found by the same method. Used by the
+scheduler, on the loop thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Isolation:
     is split in two, and a request that fails alone is faulty. A set is cleared once all its sequences have passed
     the point of failure. Finding one faulty request among n takes about 2 log2(n) extra iterations.
 
-    Knows nothing of states, slots or blocks.
+    Independent of request states, slots and blocks.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Isolation:
 
     @property
     def retrying(self) -> tuple[int, ...]:
-        """The ids of the requests that may run now; () if all may."""
+        """The ids of the requests that may run now; () if all requests may run."""
         return self._sets[0] if self._sets else ()
 
     @property
@@ -51,7 +51,7 @@ class Isolation:
         """Record that an iteration with these requests failed; return the faulty request if it is certain.
 
         Args:
-            request_ids: The requests in the iteration. Unless one is known to be faulty, all are retried.
+            request_ids: The requests in the iteration. Unless a faulty one is returned, all are retried.
             was_alone: Whether the iteration had no other requests.
         """
         self._drop(request_ids)
@@ -64,7 +64,7 @@ class Isolation:
         return None
 
     def clear(self, but: Collection[int] = ()) -> None:
-        """Clear the requests being retried, except those in `but`, which are retried next."""
+        """Clear the first set of requests, except the requests in `but`, which are retried next."""
         self._sets.popleft()
         if but:
             self._sets.appendleft(tuple(but))
@@ -98,20 +98,20 @@ class Recovery:
         self.isolation = Isolation()
         self._running = running
         self._waiting = waiting
-        self._is_back: set[LlmRequest] = set()  # void sequences with nothing left in flight
+        self._is_back: set[LlmRequest] = set()  # void sequences without rows in flight
 
     @property
     def has_void(self) -> bool:
-        """Whether any sequence is void, so that it must not run before its rows in flight are back."""
+        """Whether any sequence is void, and must not run before its rows in flight are back."""
         return any(llm_request.is_void for llm_request in self._running.sequences)
 
     def retrying(self, running: list[LlmRequest]) -> list[LlmRequest]:
-        """Return the sequences of `running` that may run now."""
+        """Return the sequences in `running` that may run now."""
         ids = self.isolation.retrying
         return [llm_request for llm_request in running if llm_request.request_id in ids] if ids else running
 
     def judge(self, batch: ScheduledBatch, error: InflightError) -> Verdict:
-        """Mark a failed batch's rows as no longer in flight, and find the faulty requests as far as possible.
+        """Mark a failed batch's rows as no longer in flight, and find its faulty requests if they are certain.
 
         A request that was alone in the batch is faulty. `Unavailable` means that the device is gone: then all
         requests of the batch end.
@@ -136,8 +136,8 @@ class Recovery:
     ) -> tuple[LlmRequest, ...]:
         """Return the sequences that may have made `schedule` raise, in the order to retry them.
 
-        These are the requests being retried, if any; otherwise the sequences that `schedule` had examined, if any;
-        otherwise all. Must be called before any state is changed after the exception.
+        If requests are being retried, their sequences; otherwise the sequences that `schedule` had examined; if
+        there are none, all sequences. Must be called before any state is changed after the exception.
 
         Args:
             touched: The sequences that `schedule` had examined.
@@ -149,15 +149,15 @@ class Recovery:
         else:
             suspects = list(touched) or [s for group in groups.values() for s in group.sequences]
         for llm_request in dict.fromkeys((*touched, *suspects)):
-            # Known tokens come back as one context; only after that is it certain that the next token can be
-            # scheduled.
+            # The known tokens are recomputed as one context; only after this context and one more token has the
+            # sequence passed the point of failure.
             llm_request.retry_until = llm_request.next_position + 2
         self._is_back.clear()
         return tuple(dict.fromkeys(s for s in suspects if s.state is not RequestState.FINISHED))
 
     def find_faulty(self, suspects: Sequence[LlmRequest], touched: Sequence[LlmRequest]) -> int | None:
-        """Return the request that made `schedule` raise if it is the only suspect; otherwise None, and halves are
-        retried."""
+        """Return the request that made `schedule` raise if it is the only suspect; otherwise record the
+        suspects, to be retried in halves, and return None."""
         request_ids = tuple(dict.fromkeys(llm_request.request_id for llm_request in suspects))
         if not request_ids:
             return None
@@ -175,12 +175,12 @@ class Recovery:
         }
 
     def retry(self, batch: ScheduledBatch, rows: Sequence[LlmRequest]) -> None:
-        """Mark the surviving sequences of a failed batch as void, and restart those with nothing else in
-        flight."""
-        # The batch also released slots; it is unknown whether the device did that.
-        self._running.slots.tell_again(batch.released_slots)
+        """Mark the remaining sequences of a failed batch as void, and restart those without rows in flight."""
+        # It is unknown whether the device has released the batch's released slots, so the next batch releases
+        # them again.
+        self._running.slots.release_again(batch.released_slots)
         owners = self._running.slots.owners
-        # A sequence that started in the batch and has ended since has no slots, or they belong to another one.
+        # A sequence that started in the batch and has ended since has no slots, or other sequences have them now.
         started = [
             owner
             for start in batch.starts
@@ -196,8 +196,8 @@ class Recovery:
     def _users_of(self, batch: ScheduledBatch) -> list[LlmRequest]:
         """Return the running sequences whose adapters were to be loaded by a failed batch.
 
-        It is unknown whether these adapters are in their pages, so they are loaded again. Sequences that use one
-        but had no row in this batch started later, so no result that used it has come back yet.
+        It is unknown whether these adapters are in their pages, so they are loaded again. A sequence that uses
+        such an adapter but had no row in this batch started later, so none of its results are back yet.
         """
         loaded = {load.adapter.handle for load in batch.adapter_loads}
         if not loaded:
@@ -210,13 +210,16 @@ class Recovery:
         ]
 
     def rows_came_back(self, llm_request: LlmRequest, num_tokens: int) -> None:
-        """Count rows of a void sequence as back; after the last one it can `restart`."""
+        """Count `num_tokens` finished rows of a void sequence.
+
+        Once none of its rows is in flight, the sequence can `restart`.
+        """
         llm_request.num_scheduled_tokens -= num_tokens
         if llm_request.num_scheduled_tokens == 0:
             self._is_back.add(llm_request)
 
     def restart(self) -> None:
-        """Restart the void sequences with nothing left in flight; the oldest goes to the front of the queue."""
+        """Restart the void sequences without rows in flight; the oldest goes to the front of the queue."""
         if not self._is_back:
             return
         again = [r for r in self._running.sequences if r in self._is_back and r.is_void]
@@ -227,9 +230,9 @@ class Recovery:
             self._waiting.add_in_front(llm_request)
 
     def review(self, groups: Mapping[int, RequestGroup]) -> None:
-        """Clear the requests being retried once all of them have passed the point of failure.
+        """Clear the requests being retried once all that could run have passed the point of failure.
 
-        Requests that had no room to run are retried next.
+        Requests for which there were no slots or blocks are retried next.
         """
         no_room: list[int] = []
         for request_id in self.isolation.retrying:
@@ -253,17 +256,17 @@ def rebuild(
     """After `schedule` raised half-way, rebuild slots, block tables and the queue from the requests.
 
     It is unknown which of the scheduler's records were changed before the exception, and whether they are
-    consistent. The requests' tokens, and the counts of what was sent, are not affected, and everything else
-    follows from them: every sequence gives up slots and blocks, and waits to be recomputed from its known tokens.
-    The prefix cache is empty afterwards.
+    consistent. The requests' tokens, and the counts of sent tokens, are not affected, and everything else is
+    derived from them: every sequence gives up slots and blocks, and waits to be recomputed from its known
+    tokens. The prefix cache is empty afterwards.
 
     Args:
         groups: All requests without a final response.
         running, waiting: The records to rebuild.
-        in_front: The sequences to put in front of all others.
+        in_front: The sequences to put at the front of the queue.
 
     Returns:
-        Sequences that had ended and were waiting for batches in flight, which are now ignored.
+        The ended sequences that were waiting for their batches in flight, which are now ignored.
     """
     sequences = [sequence for group in groups for sequence in group.sequences]
     ended = [s for s in sequences if s.state is RequestState.FINISHED and s.slots]

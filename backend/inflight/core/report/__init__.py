@@ -1,1 +1,1 @@
-"""Statistics, metrics and the state that people ask for. Pure."""
+"""Statistics, metrics, and the answers to `state` requests. Pure."""

@@ -2,7 +2,7 @@
 
 The scheduler reports events to `Observations`, on the loop thread; events of every row in every iteration are
 counted in bulk. `ServiceMetrics.snapshot` makes a frozen copy for threads that publish metrics. Times are in
-seconds, as Prometheus wants them. This module decides nothing. Pure.
+seconds, as Prometheus requires. Metrics influence no decision of the scheduler. Pure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HistogramSnapshot:
 
     Attributes:
         bounds: Upper bounds of the buckets, ascending; one more bucket without a bound follows.
-        counts: Observations per bucket, len(bounds) + 1 of them; not cumulative.
+        counts: Number of observations in each of the len(bounds) + 1 buckets; not cumulative.
         total: Sum of all observed values.
     """
 
@@ -67,7 +67,7 @@ class Histogram:
         self._total += value * count
 
     def snapshot(self) -> HistogramSnapshot:
-        """A frozen copy of the counts."""
+        """Return a frozen copy of the counts."""
         return HistogramSnapshot(self._bounds, tuple(self._counts), self._total)
 
 
@@ -104,7 +104,7 @@ class ServiceMetrics:
 
     Attributes:
         time_to_first_token: Seconds from arrival to a request's first token.
-        inter_token_latency: Seconds between the iterations that gave a sequence tokens.
+        inter_token_latency: Seconds between consecutive iterations in which a sequence gets tokens.
         queue_time: Seconds from arrival to a request's first iteration.
         end_to_end: Seconds from arrival to the final response.
         prompt_tokens: Prompt tokens of ended requests.
@@ -114,16 +114,16 @@ class ServiceMetrics:
         finished: Ended sequences by finish reason.
         failed: Requests that ended with an error or were refused, by the error's Triton code.
         guides: Guides of requests, by outcome: "ready" or "failed".
-        running_by_adapter, waiting_by_adapter: Requests running and waiting now, by the name of their adapter.
-            Adapters without a name are not counted.
-        adapters: The numbers of adapters now.
-        num_preemptions: Pauses of sequences.
-        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found and did not find in the KV
-            cache. After a pause, generated tokens count as well as the prompt's.
+        running_by_adapter, waiting_by_adapter: Currently running and waiting requests, by the name of their
+            adapter. Adapters without a name are not counted.
+        adapters: The current numbers of adapters.
+        num_preemptions: Number of times that a sequence was paused.
+        num_hit_tokens, num_missed_tokens: Tokens of full blocks that admissions found, and did not find, in the KV
+            cache. After a pause, generated tokens are counted too.
         num_prompt_tokens: Prompt tokens of requests that have got their first token.
         num_generated_tokens: Tokens given to sequences, counted as they arrive; a beam search counts one per beam
             and step.
-        num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and those accepted.
+        num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and that were accepted.
     """
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -160,7 +160,7 @@ def _frozen(value: Any) -> Any:
 
 
 def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
-    """Return the counters of LoRA adapters, `num_stored` of which are in the cache."""
+    """Return the counters of LoRA adapters; `num_stored` is the number of adapters in the host's cache."""
     return AdapterStats(
         num_stored=num_stored,
         num_resident=pages.num_residents,
@@ -172,12 +172,12 @@ def adapter_stats(num_stored: int, pages: AdapterPages) -> AdapterStats:
 
 
 def seconds(duration_ns: int) -> float:
-    """Return a duration in seconds, as metrics have it."""
+    """Convert nanoseconds to seconds, the unit of metrics."""
     return duration_ns * _NS
 
 
 class Observations:
-    """Counts what happens, for the statistics of each iteration and for the metrics.
+    """Counts the scheduler's events, for the statistics of each iteration and for the metrics.
 
     Attributes:
         metrics: Counters and histograms since the start.
@@ -190,8 +190,8 @@ class Observations:
         self._num_micro_batches = limits.num_micro_batches
         is_static = config.policy is CapacityPolicy.STATIC_BATCH
         self._static_batch = StaticBatchStats() if is_static else None
-        # Maps the time of the last token to the number of sequences with that time that get a token in this
-        # update. A dict, because it is updated for every token and a Counter is slower.
+        # For sequences that get a token in this update: their number by the time of their last token. A dict,
+        # because it is updated for every token and a Counter is slower.
         self._gaps: dict[int, int] = {}
         self._num_new_tokens = 0
         self.begin_iteration()
@@ -221,7 +221,7 @@ class Observations:
             self.metrics.queue_time.observe(seconds(waited_ns))
 
     def looked_up(self, num_found: int, num_missed: int) -> None:
-        """Count the tokens of full blocks that an admission found in the cache and those it missed."""
+        """Count the tokens of full blocks that an admission found in the cache, and that it did not find."""
         self.metrics.num_hit_tokens += num_found
         self.metrics.num_missed_tokens += num_missed
 
@@ -247,7 +247,7 @@ class Observations:
         self.metrics.num_preemptions += count
 
     def gets_tokens(self, llm_request: LlmRequest, count: int, num_drafts: int = 0) -> None:
-        """Count the tokens that a sequence is about to get; with drafts, all but one of them are accepted
+        """Count the `count` tokens that a sequence is about to get; with drafts, `count` - 1 are accepted
         drafts."""
         last_ns = llm_request.last_token_ns
         self._gaps[last_ns] = self._gaps.get(last_ns, 0) + 1

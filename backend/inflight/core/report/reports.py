@@ -1,4 +1,4 @@
-"""Reports of past iterations, kept until they are fetched by this process or another. Pure."""
+"""Reports of past iterations, kept until they are fetched, by this process or another one. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ReportKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The reports since the last fetch, oldest first; only those of the requested kind.
+    """The reports since the last fetch, oldest first; only reports of the requested kind.
 
     Attributes:
         iterations: Statistics of iterations.
         requests: Statistics of every request, by iteration.
         kv_events: Changes to the content of KV blocks.
-        memory: Current memory of the engine's process, with `iterations`.
+        memory: Current memory of the engine's process; only set with `iterations`.
     """
 
     iterations: tuple[KeptIteration, ...] = ()

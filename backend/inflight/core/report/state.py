@@ -1,7 +1,7 @@
 """The scheduler's current state, for answers to `state` requests, and the statistics of every request.
 
 `Introspection` reads the scheduler's parts between two iterations, on the loop thread, and changes nothing. It
-returns frozen values, which become JSON elsewhere.
+returns frozen values, which other modules convert to JSON.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class WaitingState:
-    """A sequence that waits.
+    """A waiting sequence.
 
     Attributes:
         request_id: The engine's id of the request.
         sequence_index: Index among the request's sequences.
         state: "WAITING", or "PAUSED" if it ran before.
-        why: A sentence that says what it is waiting for, such as "needs 12 blocks, 7 free".
-        prompt_tokens: Length of its prompt.
-        generated_tokens: Number of tokens generated before it was paused.
-        max_new_tokens: Maximum number of tokens it may generate.
+        why: The reason why it waits, such as "needs 12 blocks, 7 free".
+        prompt_tokens: Number of tokens of the prompt.
+        generated_tokens: Number of tokens generated before the sequence was paused.
+        max_new_tokens: Maximum number of tokens to generate.
         priority, client_id: The request's priority and client id.
-        waited_ms: Milliseconds since its arrival.
-        deadline_ms: Milliseconds until it times out; None without a deadline.
+        waited_ms: Milliseconds since the request's arrival.
+        deadline_ms: Milliseconds until the request times out; None without a deadline.
     """
 
     request_id: int
@@ -58,17 +58,17 @@ class RunningState:
 
     Attributes:
         request_id, sequence_index: The sequence's ids.
-        slots: Its slots; a beam search has several.
+        slots: The sequence's slots; a beam search has several.
         phase: "context", "generation", or "ending" for a sequence that has ended and has rows in flight.
-        computed_tokens: Tokens whose keys and values are in the cache.
-        scheduled_tokens: Tokens in flight.
-        context_tokens: Tokens that this run has to compute as context.
+        computed_tokens: Number of tokens whose keys and values are in the cache.
+        scheduled_tokens: Number of tokens in flight.
+        context_tokens: Number of tokens to compute as context since the last start or resumption.
         generated_tokens: Number of tokens generated so far.
-        max_new_tokens: Maximum number of tokens it may generate.
-        blocks: KV blocks that it holds.
-        reserved_blocks: KV blocks reserved for it in addition.
-        running_ms: Milliseconds since its first iteration.
-        deadline_ms: Milliseconds until it times out; None without a deadline.
+        max_new_tokens: Maximum number of tokens to generate.
+        blocks: Number of KV blocks in the sequence's block tables.
+        reserved_blocks: Number of further KV blocks that are reserved for the sequence.
+        running_ms: Milliseconds since the sequence's first iteration.
+        deadline_ms: Milliseconds until the request times out; None without a deadline.
     """
 
     request_id: int
@@ -88,7 +88,7 @@ class RunningState:
 
 @dataclass(frozen=True, slots=True)
 class BlockMapState:
-    """The states of the KV blocks.
+    """The numbers of KV blocks by state.
 
     Attributes:
         total: Number of blocks.
@@ -122,8 +122,8 @@ class SchedulerState:
         suspects: Requests that are retried separately because an iteration with them failed.
         waiting: Sequences that wait, in the order in which they will start.
         running: The sequences that have slots, oldest first.
-        blocks: The states of the KV blocks.
-        adapters: LoRA adapters, stored and on the device.
+        blocks: The numbers of KV blocks by state.
+        adapters: Numbers of LoRA adapters, stored and on the device.
     """
 
     iteration: int
@@ -158,7 +158,7 @@ class Introspection:
     num_generated: int
 
     def state(self) -> SchedulerState:
-        """The state of the scheduler now."""
+        """Return the current state of the scheduler."""
         return SchedulerState(
             iteration=self.iteration,
             policy=self.policy.value,
@@ -185,7 +185,7 @@ class Introspection:
     def _why(self, llm_request: LlmRequest, place: int) -> str:
         """Return why a sequence waits.
 
-        Exact only for the first sequences, as it computes digests of whole prompts.
+        The reason is exact only for the first sequences in the queue, as it takes digests of whole prompts.
         """
         if place >= _MOST_LOOKED_UP:
             return f"is behind {place} others"
@@ -215,7 +215,7 @@ class Introspection:
     def _running(self, llm_request: LlmRequest) -> RunningState:
         blocks, reserved = self.kv_cache.held(llm_request.key)
         ending = llm_request.state is RequestState.FINISHED
-        # Rows in flight are not counted as computed, as their iteration may be the one that hangs.
+        # Rows in flight are not counted as computed: their iteration may hang.
         in_context = llm_request.num_computed_tokens < llm_request.context_length
         return RunningState(
             request_id=llm_request.request_id,

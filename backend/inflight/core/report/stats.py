@@ -1,7 +1,7 @@
 """Statistics of one iteration: counters, and the JSON objects made from them.
 
 Keys, their spelling and the timestamp's format are the specification's (The Batch Manager, Statistics). The
-Executor API's statistics, made of the same counters, are in `inflight.executor_stats`.
+Executor API's statistics, which use the same counters, are in `inflight.executor_stats`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class StaticBatchStats:
     """One static batch (V1), from its start until now.
 
     Attributes:
-        num_requests: Number of sequences started in it.
-        num_slots: Maximum number of slots it had at a time.
-        num_context_tokens: Prompt tokens computed.
-        num_generation_tokens: Tokens generated.
-        num_empty_slots: Slots times iterations of generation in which a slot stood empty until the batch's slowest
-            sequence ended. With several micro-batches, each one's share of the slots counts.
+        num_requests: Number of sequences started in the batch.
+        num_slots: Maximum number of slots in use at a time.
+        num_context_tokens: Number of prompt tokens computed.
+        num_generation_tokens: Number of tokens generated.
+        num_empty_slots: Sum over iterations of generation of the slots that were empty because the batch's slowest
+            sequence had not ended yet. With several micro-batches, each is counted with its share of the slots.
     """
 
     num_requests: int = 0
@@ -57,8 +57,8 @@ class AdapterStats:
         num_stored: Number of adapters that requests may use.
         num_resident: Number of adapters on the device.
         num_pages: Number of pages for adapters on the device.
-        num_used_pages: Number of pages held by adapters of running sequences.
-        num_loads: Number of times an adapter was put on the device, since the start.
+        num_used_pages: Number of pages of adapters that running sequences use.
+        num_loads: Number of times an adapter was loaded to the device, since the start.
         num_evictions: Number of times an adapter was evicted from the device, since the start.
     """
 
@@ -72,15 +72,15 @@ class AdapterStats:
 
 @dataclass(frozen=True, slots=True)
 class IterationCounts:
-    """Counters after an iteration.
+    """The counters after an iteration.
 
     Attributes:
         iteration: Number of the iteration.
-        duration_ns: Duration of the iteration, from getting requests to its responses.
+        duration_ns: Duration of the iteration in nanoseconds, from fetching requests to sending responses.
         num_active_requests: Requests without a final response.
         num_completed_requests: Requests that got their final response in this iteration.
         num_new_requests: Sequences that started for the first time in this iteration.
-        new_requests_queue_ns: Total time that those sequences had waited.
+        new_requests_queue_ns: Sum of the times that the new sequences had waited, in nanoseconds.
         max_num_requests: Maximum number of requests that can run at a time.
         max_num_tokens: Maximum number of tokens per iteration.
         max_num_blocks: Number of KV cache blocks.
@@ -90,19 +90,19 @@ class IterationCounts:
         num_context_requests: Requests of the batch in the context phase.
         num_generation_requests: Requests of the batch in the generation phase.
         num_context_tokens: Number of tokens in the context chunks.
-        num_generated_tokens: Tokens that came back in this iteration for unfinished sequences, end ids included.
-        num_advanced_sequences: Number of sequences that got those tokens; a beam search counts as one.
+        num_generated_tokens: Tokens that unfinished sequences got in this iteration, end ids included.
+        num_advanced_sequences: Number of sequences that got tokens in this iteration; a beam search counts as one.
         num_draft_tokens: Draft tokens in this iteration's batch.
         num_accepted_draft_tokens: Draft tokens that were accepted.
         num_drafted_requests: Rows with draft tokens.
         micro_batch_id: Index among the micro-batches in flight.
-        num_waiting_requests: Sequences waiting for their first start, or paused.
-        num_paused_requests: Pauses in this iteration.
-        num_taken_blocks: Blocks taken from the free ones, since the start.
+        num_waiting_requests: Sequences that wait for their first start or are paused.
+        num_paused_requests: Number of sequences paused in this iteration.
+        num_taken_blocks: Free blocks taken since the start.
         num_reused_blocks: Blocks that admissions found in the cache, since the start.
         num_missed_blocks: Full blocks that admissions did not find in the cache, since the start.
-        static_batch: The static batch so far; None without static batching.
-        adapters: LoRA adapters stored and on the device.
+        static_batch: The current static batch; None without static batching.
+        adapters: Numbers of LoRA adapters, stored and on the device.
     """
 
     iteration: int
@@ -151,7 +151,7 @@ class IterationCounts:
 
     @property
     def num_batched_requests(self) -> int:
-        """Number of requests in this iteration, or with static batching in its batch; 0 when nothing runs."""
+        """Number of requests in this iteration; with static batching, in the static batch; 0 if nothing runs."""
         if self.static_batch is None or not self.num_scheduled_requests:
             return self.num_scheduled_requests
         return self.static_batch.num_requests
@@ -161,17 +161,17 @@ class IterationCounts:
     def to_json(self, wall_clock_s: float) -> str:
         """Return the specification's JSON object for the batching type in use.
 
-        With static batching, the token and empty-slot counts are those of the static batch so far. `wall_clock_s`
-        is seconds since the epoch.
+        With static batching, tokens and empty slots are counted for the static batch so far. `wall_clock_s` is
+        seconds since the epoch.
         """
         stamp = time.strftime(_SECONDS_FORMAT, time.localtime(wall_clock_s))
         return json.dumps({"Timestamp": stamp, **self._common(), **self._kv_cache(), **self._batching()})
 
     def log_fields(self, wall_clock_s: float, memory: MemoryUsage) -> dict[str, int | float | str]:
-        """Return the fields of the server's log line: those of `to_json`, and later additions of the
+        """Return the fields of the server's log line: the fields of `to_json`, and later additions of the
         specification.
 
-        Every value but the timestamp is a number.
+        Every value except the timestamp is a number.
         """
         fields: dict[str, int | float | str] = {"Timestamp": timestamp(wall_clock_s)}
         fields |= self._common() | self._kv_cache() | self._batching()
@@ -183,7 +183,7 @@ class IterationCounts:
         fields["Runtime CPU Memory Usage"] = memory.cpu
         fields["Runtime GPU Memory Usage"] = memory.gpu
         fields["Runtime Pinned Memory Usage"] = memory.pinned
-        # Fields of disaggregated serving; here context and generation are computed in one process.
+        # Fields of disaggregated serving, which this server does not have.
         fields |= {"KV cache transfer time": 0, "Request count": 0}
         return fields
 
@@ -222,7 +222,7 @@ class IterationCounts:
 
 @dataclass(frozen=True, slots=True)
 class KeptIteration:
-    """The statistics of one iteration and when they were taken, in seconds since the epoch."""
+    """The statistics of one iteration, and the time when they were taken, in seconds since the epoch."""
 
     stats: IterationCounts
     wall_clock_s: float
@@ -231,7 +231,7 @@ class KeptIteration:
 class RequestStage(Enum):
     """TensorRT-LLM's `RequestStage`, with the same names and numbers.
 
-    No model here has an encoder.
+    The stage of encoders does not occur, as no supported model has an encoder.
     """
 
     QUEUED = 0
@@ -253,13 +253,14 @@ class RequestCounts:
 
     Attributes:
         request_id, sequence_index: The sequence's ids.
-        stage: Its phase.
-        context_prefill_position: Prompt tokens computed.
-        num_generated_tokens: Tokens generated so far.
-        num_generation_iterations: Iterations that gave it tokens.
-        is_scheduled: Whether it was in this iteration's batch.
-        is_paused: Whether it is paused.
-        num_new_blocks, num_reused_blocks, num_missed_blocks: KV blocks for the tokens known at its starts.
+        stage: The sequence's phase.
+        context_prefill_position: Number of computed prompt tokens.
+        num_generated_tokens: Number of tokens generated so far.
+        num_generation_iterations: Number of iterations in which the sequence got tokens.
+        is_scheduled: Whether the sequence was in this iteration's batch.
+        is_paused: Whether the sequence is paused.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: Numbers of KV blocks taken, found in the
+            cache, and not found, for the tokens known when the sequence started or resumed.
     """
 
     request_id: int
@@ -284,12 +285,13 @@ class RequestCountsOfIteration:
 
 
 def microseconds(wall_clock_s: float) -> int:
-    """Seconds since the epoch as whole microseconds."""
+    """Convert seconds since the epoch to whole microseconds."""
     return round(wall_clock_s * 1e6)
 
 
 def timestamp(wall_clock_s: float) -> str:
-    """Return local time in the specification's format, with microseconds."""
+    """Return a time, given in seconds since the epoch, as local time in the specification's format, with
+    microseconds."""
     whole, fraction = divmod(microseconds(wall_clock_s), 1_000_000)
     return f"{time.strftime(_SECONDS_FORMAT, time.localtime(whole))}.{fraction:06d}"
 

@@ -1,1 +1,1 @@
-"""Requests: what was asked, the state of each sequence, and the responses that go back. Pure."""
+"""Requests: the client's request, the state of each sequence, and the responses. Pure."""

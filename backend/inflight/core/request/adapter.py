@@ -1,8 +1,8 @@
 """LoRA adapters and prompt tables of requests, and the adapter changes of an iteration. Pure.
 
-The core knows an adapter by its **handle**, a number that rank 0's adapter cache assigns whenever it stores one:
-an adapter stored again gets another handle. Task ids and names are known to the cache only. The weights pass
-through the core to the device as unread bytes.
+The core identifies an adapter by its **handle**, a number that rank 0's adapter cache assigns whenever it
+stores an adapter: an adapter that is stored again gets another handle. Task ids and names are known to the
+cache only. The core passes the weights on to the device as bytes, without reading them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class RawBuffer:
-    """Bytes that are sent between processes beside a message instead of inside it, with as few copies as possible.
+    """Bytes that are sent to another process after a message instead of inside it, to save copies.
 
     Attributes:
-        data: bytes, or another object with a contiguous buffer, such as a memoryview of a Triton tensor.
+        data: The bytes, or another object with a contiguous buffer, such as a memoryview of a Triton tensor.
     """
 
     __slots__ = ("data",)
@@ -71,7 +71,8 @@ class LoraWeights:
     Attributes:
         weights: [rows, width]. A row has A [rank, in], then B [out, rank] with the scale multiplied in, then for
             DoRA the magnitudes [out], then padding zeros. Tensor `lora_weights`.
-        config: Per row: module id, layer, rank, and optionally whether magnitudes follow. Tensor `lora_config`.
+        config: For each row: module id, layer, rank, and optionally whether the row has magnitudes. Tensor
+            `lora_config`.
     """
 
     weights: Matrix
@@ -80,14 +81,14 @@ class LoraWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoraRequest:
-    """The adapter that a request uses: an id, a name or a folder, or an id with weights to store under it.
+    """The adapter that a request uses: its id, its name or its folder, or an id and the weights to store.
 
     Attributes:
         task_id: The adapter's id, 0 .. 2**64 - 1. Tensor `lora_task_id`.
         name: The name of an adapter that the operator has configured. Tensor `lora_name`.
         path: A folder below the server's `lora_dir`. Tensor `lora_path`.
-        weights: Stored under `task_id` unless an adapter with that id exists. The adapter cache takes them out of
-            the request, so that no iteration and no other rank gets them with it.
+        weights: Weights to store under `task_id`, unless an adapter with this id exists. The adapter cache removes
+            them from the request, so that they are not broadcast to the other ranks with it.
     """
 
     task_id: int | None = None
@@ -96,7 +97,8 @@ class LoraRequest:
     weights: LoraWeights | None = None
 
     def validate(self, max_rank: int) -> None:
-        """Raise Unsupported if the engine takes no adapters, InvalidArgument unless exactly one adapter is named.
+        """Raise Unsupported if the engine accepts no adapters, InvalidArgument unless exactly one adapter is
+        named.
 
         Args:
             max_rank: `ModelLimits.max_adapter_rank`.
@@ -144,14 +146,14 @@ class LoraRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """An adapter in the cache. From this iteration on requests may use it, on every rank.
+    """An adapter that was added to the cache; from this iteration on, requests may use it on every rank.
 
     Attributes:
-        handle: Its unique number.
-        digest: 16-byte digest of its content. Adapters with equal digests may share KV blocks.
-        task_id: The id it is stored under; None for a named adapter.
-        rank: Its largest rank, which decides how many pages it takes on the device.
-        weights: Its weights, already checked against the model.
+        handle: The adapter's unique number.
+        digest: 16-byte digest of the content. Sequences whose adapters have equal digests may share KV blocks.
+        task_id: The adapter's id; None for a named adapter.
+        rank: The adapter's largest rank, which determines how many pages it takes on the device.
+        weights: The adapter's weights, already checked against the model.
     """
 
     handle: int
@@ -163,13 +165,13 @@ class StoredAdapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterEvent:
-    """A request's adapter is stored, or could not be.
+    """The event that a request's adapter is stored or could not be stored.
 
     Attributes:
-        request_id: The request that waits for it.
+        request_id: The request that waits for the adapter.
         handle: The adapter's handle, or -1 with an error. The adapter stays stored until this request has ended.
-        error_kind: Kind of the error of `inflight.errors` with which it failed; "": it is ready.
-        error: The message of that error, its names marked.
+        error_kind: The kind of error (`inflight.errors`) if storing failed; "": the adapter is stored.
+        error: The error's message, in which names are marked.
     """
 
     request_id: int
@@ -180,7 +182,7 @@ class AdapterEvent:
 
 @dataclass(frozen=True, slots=True)
 class AdapterUpdate:
-    """The adapter changes of an iteration, applied in this order: stored, events, dropped.
+    """The adapter changes of an iteration, which are applied in the order stored, events, dropped.
 
     Attributes:
         stored: Newly stored adapters.
@@ -210,7 +212,7 @@ class PromptTable:
 
     @classmethod
     def of(cls, rows: Matrix) -> PromptTable:
-        """Return the table with its digest; takes some milliseconds per megabyte."""
+        """Return the prompt table with its digest, which takes some milliseconds per megabyte."""
         digest = blake2b(rows.buffer.data, digest_size=16, key=f"{rows.dtype} {rows.shape}".encode())
         return cls(rows, digest.digest())
 
@@ -220,7 +222,10 @@ class PromptTable:
         return self.rows.shape[0]
 
     def validate(self, hidden_size: int) -> None:
-        """Raise InvalidArgument unless the rows have the model's width, Unsupported if `hidden_size` is 0."""
+        """Raise InvalidArgument unless the rows have the model's width.
+
+        Raise Unsupported if `hidden_size` is 0, the value of an engine that takes no prompt tables.
+        """
         if not hidden_size:
             raise Unsupported(
                 Name("prompt_embedding_table"), " is not available: this engine takes no prompt tables"

@@ -16,15 +16,15 @@ class AdapterAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterCommand:
-    """A command about adapters; the answer lists all adapters afterwards.
+    """A command about adapters; its answer lists all adapters after the command.
 
     Attributes:
         action: LIST changes nothing. LOAD reads a folder into host memory before the first request needs it.
             UNLOAD frees an adapter once no request uses it.
         name: The adapter to load or unload.
         task_id: The adapter to unload, instead of a name.
-        path: The folder of an adapter that has no name yet, below the server's `lora_dir`; "": the named adapter's
-            folder.
+        path: The adapter's folder below the server's `lora_dir`, to load it under a new name; "": the
+            folder that the name already has.
     """
 
     action: AdapterAction
@@ -38,13 +38,14 @@ class AdapterState:
     """An adapter that requests can use, or could use if it loaded without error.
 
     Attributes:
-        name: Its `lora_name` in requests; "" for an adapter sent by a client.
-        task_id: Its `lora_task_id` in requests; None for a named adapter.
-        path: Its folder; "" for an adapter sent by a client.
-        is_loaded: Whether it is in host memory. If not, its first request loads it.
-        rank: Its largest rank; 0 while it is not loaded.
-        num_bytes: Its size in host memory, in bytes.
-        problem: Message of the last attempt to load its folder, if that failed; otherwise "".
+        name: The adapter's `lora_name` in requests; "" for an adapter sent by a client.
+        task_id: The adapter's `lora_task_id` in requests; None for a named adapter.
+        path: The adapter's folder; "" for an adapter sent by a client.
+        is_loaded: Whether the adapter is in host memory; if not, the next request that uses it loads it.
+        rank: The adapter's largest rank; 0 while it is not loaded.
+        num_bytes: The adapter's size in host memory, in bytes.
+        problem: The reason why the last attempt to load the folder failed; "": no attempt, or the last one
+            succeeded.
     """
 
     name: str = ""

@@ -1,18 +1,18 @@
-"""The decisions of one beam search: which continuations run on, which have finished, and when the search ends.
+"""The decisions of one beam search: which beams continue, which have finished, and when the search ends.
 
-The device ranks continuations and the scheduler moves beams. This module decides in between: it takes candidates
-and returns parents and tokens. It knows no slots, blocks or iterations. Tokens are linked backwards from each
-beam's last one, so that a step costs O(candidates), independent of the length. Pure; only the loop thread calls
-it.
+The device ranks continuations and the scheduler moves beams. In between, this module chooses among the candidates
+and returns parents and tokens. It is independent of slots, blocks and iterations. Each token of a beam is
+linked to the token before it, so that a step takes O(candidates), independent of the length. Pure. Used on the
+loop thread.
 
-Reference: transformers `GenerationMixin._beam_search`; tokens and scores are the same:
+Reference: transformers `GenerationMixin._beam_search`, which gives equal tokens and scores:
 
     candidates  the max(2, 1 + number of end ids) * K best continuations of the K beams
-    finish      the first K candidates, if they hit an end id, a stop word or the length limit; a later one that
-                hits is dropped
-    run on      the first K candidates that hit nothing
+    finish      the first K candidates, if they reach an end id, a stop word or the length limit; later
+                candidates that reach one are dropped
+    continue    the first K candidates that reach none of these
     score       cumulative log probability / generated_length ** length_penalty, the end id counted
-    end         K beams finished and none running that could be better (`early_stopping`), or nothing runs on
+    end         K beams have finished and no running beam could be better (`early_stopping`), or none continues
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from inflight.core.request.response import TopLogProbs
 from inflight.core.request.stop import FinishReason, StopWords
 
 _NO_SCORE = -1.0e9
-"""The score of a beam that only fills a row, because a search has a fixed number of rows."""
+"""The score of a beam that only fills a row, as a search has a fixed number of rows."""
 _POSSIBLE = -1.0e8
-"""Scores below this contain a banned token or `_NO_SCORE`: such a beam is never returned."""
+"""Beams with a lower score contain a banned token or only fill a row, and are never returned."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamCandidates:
-    """The best continuations of one BeamGroup, best first. Equal ranks: lower row, then lower token id, first.
+    """The best continuations of one BeamGroup, best first; of equal ones the lower row, then the lower token
+    id, first.
 
     Attributes:
-        rows: Per candidate, the index of the row of the group that it continues.
-        token_ids: Per candidate, the token; GUIDE_END for a beam whose guide allows nothing but the end.
-        scores: Per candidate, the row's score plus the token's log probability after bias, temperature, penalties
-            and bans. beam_search_diversity_rate changes the ranking only.
-        log_probs: Per candidate, the model's own log probability of the token; empty if not wanted.
-        top_log_probs: Per row of the group, its likeliest tokens; empty if not wanted.
-        logits: Per row of the group, float32 [vocab_size] as bytes; empty if not wanted.
+        rows: For each candidate, the index in the group of the row that it continues.
+        token_ids: For each candidate, the new token; GUIDE_END for a beam whose guide allows nothing but the end.
+        scores: For each candidate, the row's score plus the token's log probability after bias, temperature,
+            penalties and bans. beam_search_diversity_rate changes the ranking only.
+        log_probs: For each candidate, the model's own log probability of the token; empty if not wanted.
+        top_log_probs: For each row of the group, the most likely next tokens; empty if not wanted.
+        logits: For each row of the group, float32 [vocab_size] as bytes; empty if not wanted.
     """
 
     rows: tuple[int, ...]
@@ -59,13 +60,12 @@ class Hypothesis:
 
     Attributes:
         token_ids: The generated tokens, without the end id.
-        cum_log_prob: Sum of the search's log probabilities: after penalties, bias and temperature, and with the
-            end id's.
-        score: Rank of the hypothesis, higher is better: `cum_log_prob` / generated_length ** length_penalty.
+        cum_log_prob: Sum of the tokens' log probabilities after penalties, bias and temperature, end id included.
+        score: The score by which hypotheses are ranked: `cum_log_prob` / generated_length ** length_penalty.
         finish_reason: NOT_FINISHED while the beam runs.
         log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
-        top_log_probs: The likeliest tokens beside each of `token_ids`, or empty.
-        logits: float32 [vocab_size] for each of `token_ids`, or empty.
+        top_log_probs: The most likely tokens in place of each of `token_ids`; empty if the device gave none.
+        logits: float32 [vocab_size] for each of `token_ids`; empty if the device gave none.
     """
 
     token_ids: tuple[int, ...]
@@ -78,7 +78,7 @@ class Hypothesis:
 
 
 _NOTHING = Hypothesis((), _NO_SCORE, _NO_SCORE, FinishReason.LENGTH)
-"""Returned in place of a beam for which the bans left no token."""
+"""The hypothesis that is returned in place of a beam for which the bans left no token."""
 _NOT_BEGUN = Hypothesis((), 0.0, 0.0, FinishReason.NOT_FINISHED)
 """The hypothesis of every beam before the first step."""
 
@@ -98,7 +98,7 @@ class _BeamToken:
 
 
 def _path(node: _BeamToken | None, most: int = -1) -> list[_BeamToken]:
-    """The nodes of a beam in order up to `node`: all of them, or the last `most`."""
+    """Return the nodes of a beam in order up to `node`: all nodes, or the last `most`."""
     nodes: list[_BeamToken] = []
     while node is not None and len(nodes) != most:
         nodes.append(node)
@@ -122,10 +122,10 @@ class BeamSearch:
 
     Attributes:
         done: Whether the search has ended: then `hypotheses` is final and `advance` must not be called.
-        scores: Per row, the cumulative log probability of its beam, for the next `BeamGroup`.
-        parents: Per running beam, after an `advance`: the index of the row that the beam continues.
-        token_ids: Per running beam, after an `advance`: its new token.
-        num_candidates: Number of continuations that `advance` chooses from.
+        scores: For each row, the cumulative log probability of its beam, for the next `BeamGroup`.
+        parents: For each running beam, the index of the row that it continues since the last `advance`.
+        token_ids: For each running beam, its new token since the last `advance`.
+        num_candidates: Number of continuations from which `advance` chooses.
     """
 
     def __init__(self, request: Request) -> None:
@@ -138,7 +138,7 @@ class BeamSearch:
         self._stop_words = StopWords(request.stop_words, request.stop_words_after)
         self._num_generated = 0
         self._beams: list[_BeamToken | None] = [None]
-        self._ended: list[_Ranked] = []  # the best so far, at most K, best first
+        self._ended: list[_Ranked] = []  # the best finished beams so far, at most K, best first
         self.done = False
         self.scores: tuple[float, ...] = (0.0,)
         self.parents: tuple[int, ...] = ()
@@ -152,18 +152,18 @@ class BeamSearch:
 
     @property
     def has_found_nothing(self) -> bool:
-        """Whether the search has ended without any hypothesis, because bans left no token for any beam."""
+        """Whether the search has ended without a hypothesis, because bans left no token for any beam."""
         return self.done and not self._ended
 
     def row_tokens(self, row: int) -> tuple[int, ...]:
-        """The generated tokens of a running beam."""
+        """Return the generated tokens of a running beam."""
         return tuple(node.token_id for node in _path(self._beams[row]))
 
     def advance(self, candidates: BeamCandidates) -> None:
-        """Decide which of the best continuations run on and which are finished."""
+        """Decide which of the best continuations become running beams and which have finished."""
         assert not self.done, "the search has ended"
         self._num_generated += 1
-        running: list[tuple[int, _BeamToken]] = []  # (rank, its last token)
+        running: list[tuple[int, _BeamToken]] = []  # rank and last token
         for rank, row in enumerate(candidates.rows):
             node = _BeamToken(self._beams[row], candidates, rank)
             reason = self._finish_reason(node)

@@ -1,7 +1,5 @@
-"""The declaration of a sampling control: its properties besides type and neutral value, for every protocol. Pure.
-
-`sampling_config` declares the controls with these.
-"""
+"""The classes with which `sampling_config` declares sampling controls: their properties for every protocol.
+Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ class Range:
 
     Attributes:
         text: The range for error messages, such as "in [0, 1]".
-        contains: Whether a value is allowed; NaN never is.
+        contains: Returns whether a value is allowed; False for NaN.
     """
 
     text: str
@@ -30,9 +28,8 @@ class BodyField:
     Attributes:
         default: The field's default.
         bounds: The field's bounds as pydantic's keyword arguments, such as {"ge": 0, "le": 1}.
-        of_openai: Whether OpenAI's own client has an argument for it.
-        is_number: Whether the field is a number like the control. `openai.protocol` declares fields of other
-            types.
+        of_openai: Whether OpenAI's own client has an argument for the field.
+        is_number: Whether the field is a number like the control; otherwise `openai.protocol` declares the field.
         meaning: The field's description in docs/openai.md; "": the control's meaning.
         name: The field's name; "": the control's name.
     """
@@ -52,8 +49,7 @@ class ExecutorField:
     Attributes:
         range: The allowed values of the field.
         note: The field's description in docs/executor-fields.md.
-        name: The field of its SamplingConfig; "": the control's name.
-        aliases: Further names of the field, from older versions of the API.
+        name: The field's name in the Executor API's SamplingConfig; "": the control's name.
     """
 
     range: Range
@@ -64,12 +60,12 @@ class ExecutorField:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the playground shows a control, under the name of its field in a body.
+    """The display of a control in the playground, under the name of its field in the request body.
 
     Attributes:
-        group: Title of the group it is shown in.
-        hint: A sentence about it.
-        usual: The placeholder for the default in the empty field; "": the body field's default.
+        group: Title of the group in which the control is shown.
+        hint: A sentence that describes the control.
+        usual: The default as shown in an empty field; "": the body field's default.
     """
 
     group: str
@@ -79,28 +75,27 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The properties of a sampling control besides its neutral value, which is the default of its field.
+    """The properties of a sampling control other than its neutral value, which is the default of its field.
 
     Attributes:
-        dtype: The type of its tensor, or of the elements of a list.
+        dtype: The type of the control's tensor, or of the elements of a list.
         range: The allowed values.
         meaning: One line of description for config.pbtxt, the reference pages and command lines.
         example: A value other than the neutral one.
-        tensor: The name of its tensor; "": the control's name.
-        is_off: Whether a value other than the neutral one also means off.
-        looks_back: Whether the device then needs all tokens so far, which the host sends it and so must see first.
-        bans: Whether it may ban every possible next token.
-        draws: Whether it limits the tokens to sample from. Without any such control a request is greedy.
+        tensor: The name of the control's tensor; "": the control's name.
+        is_off: Returns whether a value, other than the neutral one, means that the control is off.
+        looks_back: Whether the device needs all tokens so far to apply the control, so that the host must see each
+            token and send it.
+        bans: Whether the control may ban every possible next token.
+        draws: Whether the control limits the tokens to sample from. Without any such control a request is greedy.
         text_names: The tensor's names in text models, the main one first; empty: the tensor's name.
         aliases: Further names of the tensor in id models.
         other_dtypes: Further data types that the tensor may have.
-        body: Its field in the OpenAI body; None: it has none.
-        executor: Its field in the Executor API; None: it has none.
-        client: The Python client's option; "": the control's name; None: it has none.
-        client_aliases: Further names of that option.
-        ends_answer: Whether the client lists the option among those that end the answer.
+        body: The control's field in the OpenAI request body; None: there is none.
+        executor: The control's field in the Executor API; None: there is none.
+        client: The Python client's option; "": the control's name; None: there is none.
         on_command_line: Whether the client's command line has the option too.
-        setting: How the playground shows it; None: it does not.
+        setting: The control's display in the playground; None: it is not shown.
     """
 
     dtype: str
@@ -124,7 +119,7 @@ class Control:
     setting: Setting | None = None
 
     def named(self, name: str) -> Control:
-        """Return the control of the field `name`: every name left empty becomes `name`."""
+        """Return the control for the field `name`, with `name` in place of every empty name."""
         body, executor = self.body, self.executor
         return replace(
             self,

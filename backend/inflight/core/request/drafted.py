@@ -51,8 +51,8 @@ class DraftedRequest(Request):
                 )
 
     def _unsupported(self) -> dict[str, bool]:
-        """Return, by tensor, whether the request uses a feature that drafting does not support because each
-        round is a new request."""
+        """Return for each tensor whether the request uses its feature; drafting does not support these
+        features, as each round is a new request."""
         return {
             "beam_width": self.sampling.uses_beams,
             "num_return_sequences": self.sampling.num_sequences > 1,
@@ -70,5 +70,5 @@ class DraftedRequest(Request):
         }
 
     def plain(self, **changes: Any) -> Request:
-        """Return the ordinary request, with these fields changed."""
+        """Return an ordinary `Request` with the same fields, except `changes`."""
         return Request(**({each.name: getattr(self, each.name) for each in fields(Request)} | changes))

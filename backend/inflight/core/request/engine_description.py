@@ -1,4 +1,5 @@
-"""The description of an engine for front ends: limits for requests, facts of checkpoint and parameters. Pure."""
+"""The description of an engine for front ends: limits for requests, and facts from checkpoint and parameters.
+Pure."""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ class ModelLimits:
 
     Attributes:
         vocab_size: Number of token ids; valid ids are 0 .. vocab_size - 1.
-        max_sequence_length: Prompt and generated tokens together, in tokens.
+        max_sequence_length: Maximum number of prompt and generated tokens together.
         max_input_length: Longest prompt, in tokens.
-        num_blocks: KV cache blocks in total, the most that one request can use.
+        num_blocks: Number of KV cache blocks, which is the maximum for one request.
         tokens_per_block: Tokens per KV cache block.
         max_beam_width: Maximum beam width.
         max_draft_length: Maximum number of draft tokens verified at a time.
         max_context_tokens: Maximum number of prompt and draft tokens together if contexts are not chunked;
-            otherwise a number too large to matter.
+            otherwise a number so large that it is no limit.
         logits_post_processors: Names that a request may give as its logits post-processor.
         additional_outputs: The outputs besides tokens and logits that a request may ask for.
-        hidden_size: Row width of prompt tables; 0: the engine takes no prompt tables.
-        max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine takes no adapters.
-        max_sequences_per_request: Maximum number of sequences of one request. Front ends that take several prompts
-            in one request count the sequences of all of them.
+        hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
+        max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine accepts no adapters.
+        max_sequences_per_request: Maximum number of sequences of one request. If a front end accepts
+            several prompts in one request, the sequences of all prompts are counted.
     """
 
     vocab_size: int
@@ -77,9 +78,9 @@ class ModelLimits:
         """Raise InvalidArgument if the prompts of one request ask for too many sequences in total.
 
         Args:
-            num_prompts: How many prompts there are.
-            num_sequences: How many sequences all of them ask for.
-            name: The input that asks for them, for the error.
+            num_prompts: Number of prompts in the request.
+            num_sequences: Number of sequences that all prompts together ask for.
+            name: The input that sets the number of sequences, for the error.
         """
         if num_sequences > self.max_sequences_per_request:
             raise InvalidArgument(
@@ -101,7 +102,7 @@ class EngineDescription:
         tokenizer_dir: Folder with tokenizer.json; "" if there is none, so that only token ids are served.
         eos_token_ids: End ids of the checkpoint's generation_config.json (else config.json): the default end ids
             of requests that come as text.
-        default_end_ids: Default end ids of requests that come as token ids; the specification's default is none.
+        default_end_ids: Default end ids of requests that come as token ids; by specification there are none.
         exclude_input_from_output: Server-wide default of the `exclude_input_in_output` tensor.
         dtype: Type of the weights: float32, bfloat16, float16 or int8.
         state_enabled: Whether front ends answer `state` requests in full.

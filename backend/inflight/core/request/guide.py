@@ -8,8 +8,8 @@ from enum import Enum
 from inflight.errors import InvalidArgument, Name
 
 GUIDE_END = -2
-"""The token of a row whose guide allows nothing but the end, if its request has no end id. The sequence then
-ends."""
+"""The token sampled for a row whose guide allows nothing but the end, if its request has no end id; it ends the
+sequence."""
 
 
 class GuideKind(Enum):
@@ -27,8 +27,8 @@ class Guide:
     """A constraint on a request's text; TensorRT-LLM's `GuidedDecodingParams`.
 
     Attributes:
-        type: Kind of the guide. Tensor `guided_decoding_guide_type`.
-        text: The schema, expression, grammar or tags; "" for JSON, which needs none. Tensor
+        type: The kind of guide. Tensor `guided_decoding_guide_type`.
+        text: The schema, expression, grammar or tags; "" for the kind JSON. Tensor
             `guided_decoding_guide`.
     """
 
@@ -55,12 +55,12 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class GuideEvent:
-    """A request's guide is ready, or will never be.
+    """The event that a request's guide is ready or could not be compiled.
 
     Attributes:
-        request_id: The request that waits for it.
-        error_kind: Kind of the error of `inflight.errors` with which it failed; "": it is ready.
-        error: The message of that error, its names marked.
+        request_id: The request that waits for the guide.
+        error_kind: The kind of error (`inflight.errors`) if compiling failed; "": the guide is ready.
+        error: The error's message, in which names are marked.
     """
 
     request_id: int

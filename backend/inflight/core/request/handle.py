@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from inflight.core.request.stop import StopReason
 
 StopRequest = Callable[[int, StopReason, int | None], None]
-"""Takes a request id, a reason, and which of the request's sequences to end, None for all; `EngineClient.stop`."""
+"""The type of `EngineClient.stop`: a function of a request id, a reason, and the index of the sequence to end,
+None for all sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class RequestHandle:
     """A submitted request, until its final response has come.
 
     Attributes:
-        request_id: The engine's id of the request, which its responses carry.
+        request_id: The engine's id of the request, which its responses have too.
         stop_request: The client's `stop`.
     """
 

@@ -5,10 +5,10 @@
     PAUSE      -          PAUSED     -          -
     FINISH     FINISHED   FINISHED   FINISHED   -
 
-A dash is an illegal transition, which raises and changes nothing. There is no context or generation state: the
-phase follows from how many of the known tokens are computed. Only the scheduler and its parts change this state.
+A dash is an illegal transition, which raises and changes nothing. There is no state for context or generation: the
+phase follows from how many of the known tokens are computed. Only the scheduler and its parts change the state.
 
-A request has one LlmRequest per sequence, num_return_sequences in all. A beam search is a single LlmRequest with
+A request has one LlmRequest per sequence, num_return_sequences in total. A beam search is a single LlmRequest with
 several slots. State that belongs to the whole request is in its RequestGroup.
 """
 
@@ -27,7 +27,7 @@ from inflight.errors import InflightError
 
 
 class RequestState(Enum):
-    """Whether a sequence waits for its first start, runs, was paused, or has ended."""
+    """The state of a sequence: it waits for its first start, runs, is paused, or has ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -62,9 +62,9 @@ class RequestGroup:
 
     Attributes:
         request: The client's request.
-        sequences: Its sequences, by sequence index.
-        num_unfinished: Sequences that still hold blocks or have not had their last response.
-        error: Error of a failed request, which is then the request's only last response; otherwise None.
+        sequences: The request's sequences, by sequence index.
+        num_unfinished: Number of sequences that still hold blocks or whose last response has not been made.
+        error: The error if the request has failed; then its only final response has this error.
         context_log_probs: Log probabilities of the prompt tokens from the second one on, as far as computed.
         context_logits: Logits of the prompt's rows, as far as computed; float32 [rows, vocab_size] pieces.
         context_outputs: For each of `OutputConfig.gathered_outputs`, the prompt's rows as far as computed; float32
@@ -73,13 +73,13 @@ class RequestGroup:
         context_index: Index of the sequence that computes the prompt for all sequences, and gives the context
             outputs.
         has_context: Whether the prompt is computed, so that the other sequences may start.
-        awaits_guide: Whether its guide is still being compiled.
-        awaits_adapter: Whether its adapter is still being fetched.
-        adapter: Its adapter, once it is stored; None if it has none.
-        arrival_ns: When the request arrived.
-        deadline_ns: When it times out; 0: never.
-        stop_requested_ns: When a front end asked for it to end; 0: no front end did.
-        is_to_end: Whether all its sequences are to end in one of the next iterations, so that none is started.
+        awaits_guide: Whether the request's guide is still being compiled.
+        awaits_adapter: Whether the request's adapter is still being fetched.
+        adapter: The request's adapter, once it is stored; None without an adapter.
+        arrival_ns: Time when the request arrived, like all times in monotonic nanoseconds.
+        deadline_ns: Time when the request times out; 0: never.
+        stop_requested_ns: Time when a front end asked to end the request; 0: none has asked.
+        is_to_end: Whether all sequences will be ended in one of the next iterations, so that none is started.
     """
 
     def __init__(self, request: Request, first_key: int, rules: CacheRules, now_ns: int) -> None:
@@ -114,10 +114,10 @@ class RequestGroup:
         return self.request.output.wants_context and self.num_context_rows < self.request.prompt_length
 
     def pass_context_on(self) -> LlmRequest | None:
-        """Choose another sequence to compute the prompt after the one chosen first has ended.
+        """Choose another sequence to compute the prompt after the first one has ended.
 
-        Returns a sequence that never started, for which the others now wait; None if all context outputs are
-        computed or no such sequence is left.
+        Returns a sequence that never started, for which the other sequences now wait; None if all context
+        outputs are computed or no such sequence is left.
         """
         behind = self.sequences[self.context_index :]  # no sequence before it is waiting
         waiting = (s for s in behind if s.state is RequestState.WAITING)
@@ -131,43 +131,46 @@ class LlmRequest:
     """One sequence, or one beam search, from arrival to its last response.
 
     Attributes:
-        group: The request it belongs to.
+        group: The request to which the sequence belongs.
         request: The client's request.
         sequence_index: Index among the request's sequences.
         key: A number unique to this sequence since the start.
-        rules: How its KV blocks are shared and kept; final once the request is no longer held.
-        state: Its state, see the table above.
+        rules: How the sequence's KV blocks are shared and kept; final once the request is no longer held.
+        state: The state, see the table above.
         prompt_length, max_length: Number of tokens of the prompt, and of the sequence at its length limit.
-        streams_tokens_only: Whether its streamed responses carry nothing but new tokens.
+        streams_tokens_only: Whether the streamed responses contain nothing but new tokens.
         tokens: Prompt and generated tokens. For a beam search only the number of generated tokens is meaningful.
-        slots: Its slots on the device, one per beam, while it is RUNNING and, after its end, until its batches in
-            flight are back; else ().
-        context_length: How many of `tokens` this run computes as context: the prompt, and after a pause also the
-            tokens generated before it.
+        slots: The slots on the device, one per beam, while the state is RUNNING and, after the sequence has ended,
+            until its batches in flight are back; otherwise ().
+        context_length: Number of `tokens` to compute as context since the last start: the prompt, and after
+            a pause also the tokens generated before.
         num_computed_tokens: Tokens whose keys and values are confirmed to be in the cache.
-        num_scheduled_tokens: Tokens in batches in flight, whose update has not come yet.
-        is_void: Whether its rows in flight follow from a failed iteration, so that their tokens are dropped.
-        retry_until: Number of computed tokens at which it has passed the point where an iteration failed.
-        has_started: Whether it has ever run.
-        last_turn: The micro-batch in which it last generated, as a count of micro-batches; 0 without pipeline
-            stages.
+        num_scheduled_tokens: Tokens in batches in flight, for which `update` was not called yet.
+        is_void: Whether the rows in flight depend on a failed iteration, so that their tokens are dropped.
+        retry_until: Number of computed tokens at which the sequence has passed the point where an iteration
+            failed.
+        has_started: Whether the sequence has ever run.
+        last_turn: The micro-batch in which the sequence last generated, as a count of micro-batches; 0 without
+            pipeline stages.
         next_block_end: The number of computed tokens that fills the next block.
-        num_streamed_tokens: Generated tokens that responses have already carried.
+        num_streamed_tokens: Number of generated tokens that were in earlier responses.
         has_draft: Whether the request's own draft is still to be verified.
-        needs_host: Whether its next row depends on the outcome of its rows in flight.
-        beams: Its beam search, if it is one.
-        lookup: The index that guesses its draft tokens; None without prompt lookup.
-        stop_words: Its stop words, if it has any; None for a beam search.
-        finish_reason: Reason of its end.
+        needs_host: Whether the next row depends on the outcome of the rows in flight.
+        beams: The beam search; None for an ordinary sequence.
+        lookup: The index that guesses draft tokens; None without prompt lookup.
+        stop_words: The stop words; None if there are none, and for a beam search.
+        finish_reason: The reason why the sequence ended.
         log_probs, drawn_log_probs, top_log_probs, logits, additional_outputs: Details (`TokenDetails`) of the
-            generated tokens that no response has carried yet; empty unless the request wants them.
+            generated tokens that were in no response yet; empty unless the request wants them.
         cum_log_prob: Sum of the log probabilities of all generated tokens.
-        first_scheduled_ns, first_token_ns, last_token_ns: Times of its first iteration, first token and latest
-            token; 0 until then.
-        first_iteration, last_iteration: The iterations that gave it its first and its latest token.
-        num_iterations: Iterations that gave it tokens.
-        num_new_blocks, num_reused_blocks, num_missed_blocks: Block counts of its runs before the current one.
-        num_draft_tokens, num_accepted_tokens: Draft tokens verified, and draft tokens accepted and kept.
+        first_scheduled_ns, first_token_ns, last_token_ns: Times of the first iteration, the first token and
+            the latest token, in monotonic nanoseconds; 0 until then.
+        first_iteration, last_iteration: The iterations in which the sequence got its first and its latest token.
+        num_iterations: Number of iterations in which the sequence got tokens.
+        num_new_blocks, num_reused_blocks, num_missed_blocks: The sums of `BlockCounts` of earlier runs, before the
+            last pause.
+        num_draft_tokens, num_accepted_tokens: Numbers of verified draft tokens, and of accepted draft tokens that
+            became part of the sequence.
     """
 
     __slots__ = (
@@ -282,7 +285,7 @@ class LlmRequest:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that it needs: one per beam."""
+        """Number of slots that the sequence needs: one per beam."""
         return self.request.sampling.beam_width
 
     @property
@@ -292,7 +295,8 @@ class LlmRequest:
 
     @property
     def in_context(self) -> bool:
-        """Whether known tokens are still to be scheduled. Otherwise the device feeds back its own last token."""
+        """Whether known tokens are still to be scheduled; otherwise the next input is the device's own last
+        token."""
         return self.num_computed_tokens + self.num_scheduled_tokens < self.context_length
 
     @property
@@ -302,18 +306,18 @@ class LlmRequest:
 
     @property
     def gives_context(self) -> bool:
-        """Whether its context rows must give context outputs."""
+        """Whether context outputs must be computed with this sequence's context."""
         return self.leads and self.group.lacks_context
 
     @property
     def draft_length(self) -> int:
-        """Number of draft tokens that its last context chunk carries."""
+        """Number of draft tokens at the end of the sequence's last context chunk."""
         return self.request.draft_length if self.has_draft else 0
 
     def apply(self, event: RequestEvent) -> None:
-        """Change the state as the table says.
+        """Change the state according to the table.
 
-        Raises IllegalTransition, and changes nothing, if it has no entry.
+        Raises IllegalTransition, and changes nothing, if the table has no entry.
         """
         target = TRANSITIONS.get((self.state, event))
         if target is None:
@@ -321,7 +325,8 @@ class LlmRequest:
         self.state = target
 
     def start(self, slots: tuple[int, ...], num_reused_tokens: int) -> None:
-        """Start or resume in `slots`; the first `num_reused_tokens` tokens are in its block table already."""
+        """Start or resume in `slots`; the blocks of the first `num_reused_tokens` tokens were found in the
+        cache."""
         self.apply(RequestEvent.START)
         self.slots = slots
         self.has_started = True
@@ -329,7 +334,7 @@ class LlmRequest:
         self.num_computed_tokens = num_reused_tokens
 
     def pause(self) -> None:
-        """Give up slots and blocks; on resumption every token known so far is computed again."""
+        """Give up slots and blocks; after the pause, all known tokens are computed again."""
         self.apply(RequestEvent.PAUSE)
         self.slots = ()
         self.num_computed_tokens = 0
@@ -338,8 +343,8 @@ class LlmRequest:
     def restart(self) -> None:
         """Give up slots and blocks after a failed iteration; the known tokens are computed again.
 
-        The beams of a search cannot be recomputed from tokens alone: the search begins again, and tokens that were
-        streamed before are not streamed twice.
+        The beams of a search cannot be recomputed from tokens alone, so the search begins again; tokens that were
+        streamed are not streamed twice.
         """
         self.pause()
         if self.beams is not None:
@@ -347,7 +352,7 @@ class LlmRequest:
             del self.tokens[self.prompt_length :]
 
     def forget_details(self) -> None:
-        """Drop the details that a response has carried.
+        """Drop the details that a response contains, after it was made.
 
         Otherwise the logits of a long stream would fill the memory.
         """

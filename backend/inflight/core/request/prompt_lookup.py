@@ -1,6 +1,6 @@
-"""Prompt lookup drafting: guesses the next tokens from what followed the same n-gram earlier in the sequence.
+"""Prompt lookup drafting: proposes the tokens that followed the last n-gram where it occurred before.
 
-It knows nothing of requests or batches. Only the loop thread calls it. Reference: transformers
+Independent of requests and batches. Used on the loop thread. Reference: transformers
 `PromptLookupCandidateGenerator`, vLLM `NgramProposer`. Both search the whole sequence at every step; this module
 keeps an index.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 NGRAM_SIZES = (3, 2)
-"""Lengths of the n-grams that are looked up, longest first. After a repeated 2-gram the next token is the same
-about half of the time, after a 3-gram more often. A single token would be right a quarter of the time: on code and
-prose that saves a tenth of the iterations but adds half as many rows again."""
+"""Lengths of the n-grams that are looked up, longest first. The token that followed a 2-gram before follows
+again in about half of the cases; for a 3-gram the share is higher, for a single token only a quarter. On code
+and prose, single tokens would save a tenth of the iterations but add half as many rows again."""
 
 
 class PromptLookup:
-    """An index of a sequence's n-grams: the position of the token after the latest occurrence of each.
+    """An index of a sequence's n-grams: for each n-gram, the position of the token after its latest occurrence.
 
     Appending a token takes constant time, whatever the length of the sequence.
 
@@ -26,7 +26,7 @@ class PromptLookup:
 
     def __init__(self, token_ids: Iterable[int] = ()) -> None:
         self._tokens: list[int] = []
-        # By n-gram, the position of the token that followed its last occurrence.
+        # For each n-gram, the position of the token that followed its last occurrence.
         self._next_position: dict[tuple[int, ...], int] = {}
         self.append(token_ids)
 
@@ -34,8 +34,8 @@ class PromptLookup:
         """Append tokens that are final."""
         tokens, index = self._tokens, self._next_position
         for token_id in token_ids:
-            # Index the n-grams that end before this token, which is now their next token. N-grams that end with
-            # this token are not indexed yet, so that they do not find themselves.
+            # Index the n-grams that end before this token, as it follows them. N-grams that end with this token
+            # are not indexed yet, so that `propose` does not find the sequence's last n-gram itself.
             position = len(tokens)
             for size in NGRAM_SIZES:
                 if size <= position:

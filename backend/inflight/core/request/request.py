@@ -22,7 +22,7 @@ from inflight.errors import InvalidArgument, Name, TooLong
 
 @dataclass(frozen=True, slots=True)
 class FloatTensor:
-    """A float32 tensor as the core sees it: a shape, and bytes that are passed on unread.
+    """A float32 tensor in the core: a shape, and bytes that the core passes on without reading them.
 
     Attributes:
         shape: Lengths of the dimensions.
@@ -43,27 +43,29 @@ class FloatTensor:
 MAX_TOP_LOG_PROBS = 1024
 
 BATCHED_POST_PROCESSOR_NAME = "batched"
-"""TensorRT-LLM's name for the logits post-processor that gets the rows of all its requests in one call."""
+"""TensorRT-LLM's name for the logits post-processor that gets the rows of all requests that name it in one
+call."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """TensorRT-LLM's `OutputConfig`, with fields of this project's own.
+    """TensorRT-LLM's `OutputConfig`, with additional fields.
 
     All log probabilities are log_softmax, in float32, of the model's unchanged logits: before bias, penalties and
     temperature. `generation_logits` are the same unchanged logits.
 
     Attributes:
         exclude_input_from_output: Leave the prompt out of the output ids of a non-streaming request. Streamed
-            responses never carry the prompt. Tensor `exclude_input_in_output`.
-        return_log_probs: Log probability of each generated token, and their sum. Tensor `return_log_probs`.
+            responses never contain the prompt. Tensor `exclude_input_in_output`.
+        return_log_probs: Return the log probability of each generated token, and the sum. Tensor
+            `return_log_probs`.
         num_top_log_probs: Number of most likely tokens to return for each generated token, with their log
             probabilities. Tensor `num_top_log_probs`.
-        return_prompt_log_probs: Log probability of each prompt token. Tensor `return_prompt_log_probs`.
-        return_context_logits: Logits after each prompt token. Tensor `return_context_logits`.
-        return_generation_logits: Logits that each generated token was sampled from. Tensor
+        return_prompt_log_probs: Return the log probability of each prompt token. Tensor `return_prompt_log_probs`.
+        return_context_logits: Return the logits after each prompt token. Tensor `return_context_logits`.
+        return_generation_logits: Return the logits from which each generated token was sampled. Tensor
             `return_generation_logits`.
-        return_perf_metrics: Times, KV blocks and draft counts. Tensor `return_perf_metrics`.
+        return_perf_metrics: Return times, and numbers of KV blocks and draft tokens. Tensor `return_perf_metrics`.
         additional_outputs: Other tensors of the model to return. Tensor `additional_outputs`.
     """
 
@@ -78,7 +80,7 @@ class OutputOptions:
 
     @property
     def wants_details(self) -> bool:
-        """Whether generated tokens are returned with log probabilities or logits."""
+        """Whether log probabilities or logits of generated tokens are returned."""
         return self.return_log_probs or self.num_top_log_probs > 0 or self.return_generation_logits
 
     @property
@@ -92,7 +94,7 @@ class OutputOptions:
         return tuple(output for output in self.additional_outputs if output.gather_context)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidArgument naming the tensor, what came and what was expected."""
+        """Raise InvalidArgument with the tensor, its value and the expected values if an option is not valid."""
         most = min(MAX_TOP_LOG_PROBS, vocab_size)
         if not 0 <= self.num_top_log_probs <= most:
             raise InvalidArgument(
@@ -134,10 +136,10 @@ class ExternalDraft:
 
     Attributes:
         token_ids: The guessed tokens. Tensor `draft_input_ids` [1, n].
-        logits: [n, vocab_size] float32; softmax of row i is the distribution that token i was sampled from. With
-            logits, a token is accepted with probability min(1, target / draft), which keeps the target's
-            distribution. Without, tokens are accepted as long as they equal the ones that would have been
-            generated anyway. Tensor `draft_logits`.
+        logits: [n, vocab_size] float32; token i was sampled from the softmax of row i. With logits, a token is
+            accepted with probability min(1, target / draft), which keeps the target's distribution. Without
+            logits, tokens are accepted as long as they equal the tokens that would be generated without a
+            draft. Tensor `draft_logits`.
         acceptance_threshold: With logits, accept a token if target / draft >= threshold instead of by chance.
             Tensor `draft_acceptance_threshold`.
         ends_sequence: Whether the sequence ends with LENGTH once the draft is verified, after the accepted tokens
@@ -152,43 +154,44 @@ class ExternalDraft:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a front end hands it over. Specification: Inference Request.
+    """One request, as a front end submits it. Specification: Inference Request.
 
     Attributes:
         request_id: Unique among requests in flight, 0 .. 2**64 - 1.
         input_token_ids: The prompt. Tensor `input_ids` [1, num_input_tokens].
-        max_new_tokens: Most tokens to generate, at least 1. Tensor `request_output_len` [1, 1].
+        max_new_tokens: Maximum number of tokens to generate, at least 1. Tensor `request_output_len` [1, 1].
         streaming: Respond at every iteration instead of once. Tensor `streaming`.
         end_ids: Token ids that end the sequence; they are not returned. Tensor `end_id`.
-        pad_id: Fills ragged outputs of several beams; None means -1. Tensor `pad_id`.
-        sampling: How tokens are chosen.
+        pad_id: The id that pads the shorter outputs of several beams; None means -1. Tensor `pad_id`.
+        sampling: The sampling controls.
         output: The outputs to return.
         stop_words: Token sequences that end the output once generated; they are returned. A stop word must lie
             wholly within the generated tokens. Tensor `stop_words_list`.
         stop_words_after: A stop word that is complete within this many generated tokens is ignored.
-        bad_words: Token sequences that must not appear: the last token is banned whenever the others precede it,
-            prompt included. Tensor `bad_words_list`.
+        bad_words: Token sequences that must not appear: a sequence's last token is banned wherever its
+            other tokens come before, prompt included. Tensor `bad_words_list`.
         embedding_bias: [vocab_size], added to the logits. Tensor `embedding_bias`.
-        draft: Draft tokens for the first generated ones. Tensors `draft_*`.
+        draft: Draft of the first generated tokens. Tensors `draft_*`.
         prompt_lookup_num_tokens: Maximum number of draft tokens per iteration from prompt lookup; 0: off. Tensor
             `prompt_lookup_num_tokens`.
-        logits_post_processor_name: Name of the operator's function that changes its logits before all controls;
-            "": none. Tensor of the same name.
-        identity: Everything that its KV blocks depend on besides its tokens.
-        retention: How long its KV blocks are worth keeping afterwards.
+        logits_post_processor_name: Name of the operator's function that changes the logits before all controls;
+            "": none. Tensor `logits_post_processor_name`.
+        identity: The properties other than tokens on which the request's KV blocks depend.
+        retention: How long the request's KV blocks are worth keeping after it has ended.
         priority: 0 .. 1; waiting requests of a higher priority go first. Tensor `priority`.
-        client_id: The client that sent it; clients of one priority get equal shares. Tensor `client_id`.
-        allotted_time_ms: Time from arrival after which it ends with TIMED_OUT; 0: no deadline. Tensor
-            `allotted_time_ms`.
-        arrival_time_ns: When the engine client took it, by the clock of `IterationInput.now_ns`; 0: unknown.
-        guide: The format demanded of the generated text; None: any. Tensors `guided_decoding_*`.
+        client_id: The client that sent the request; clients of one priority get equal shares. Tensor `client_id`.
+        allotted_time_ms: Milliseconds from arrival after which the request ends with TIMED_OUT; 0: no deadline.
+            Tensor `allotted_time_ms`.
+        arrival_time_ns: When the engine client got the request, by the clock of `IterationInput.now_ns`; 0:
+            unknown.
+        guide: The format that the generated text must have; None: any format. Tensors `guided_decoding_*`.
         lora: The LoRA adapter to use; None: the base model. Tensors `lora_*`.
         prompt_table: Embeddings for prompt ids >= vocab_size; None: there are no such ids. Tensor
             `prompt_embedding_table`.
-        is_continuation: Whether it continues a request that this engine has answered; such a request is accepted
-            during a drain and with a full queue.
-        may_be_continued: Whether a continuation may follow if it ends with LENGTH; a drain waits a moment for
-            that.
+        is_continuation: Whether the request continues one that this engine has answered; such a request is
+            accepted during a drain and with a full queue.
+        may_be_continued: Whether a continuation may follow if the request ends with LENGTH; a drain waits a moment
+            for the continuation.
     """
 
     request_id: int
@@ -230,17 +233,17 @@ class Request:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Number of KV entries of one sequence at the length limit. The last generated token is never fed back."""
+        """Number of KV entries of one sequence at the length limit. The last generated token is never an input."""
         return len(self.input_token_ids) + self.max_new_tokens - 1
 
     @property
     def draft_length(self) -> int:
-        """Number of draft tokens that the request brings."""
+        """Number of draft tokens in the request's own draft."""
         return len(self.draft.token_ids) if self.draft else 0
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs all tokens so far to choose the next one."""
+        """Whether the device needs all previous tokens to sample the next one."""
         return (
             self.sampling.looks_back
             or bool(self.logits_post_processor_name)
@@ -249,12 +252,13 @@ class Request:
 
     @property
     def starts_with_tokens(self) -> bool:
-        """Whether the device gets the tokens so far when the sequence starts or resumes in a slot."""
+        """Whether the device gets all tokens so far when the sequence starts or resumes in a slot."""
         return self.looks_back or self.guide is not None
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see each token before the next one is chosen. Otherwise the device goes on alone.
+        """Whether the host must see each token before the next one is sampled; otherwise the device continues
+        alone.
 
         The host verifies drafts, computes token details, calls logits post-processors and follows guides; see also
         `SamplingConfig.needs_host`.
@@ -277,7 +281,7 @@ class Request:
             "embedding_bias": self.embedding_bias is not None,
             "min_length": bool(
                 self.end_ids
-            ),  # and if the control is used: it bans end ids, where there are any
+            ),  # only if the control is used and there are end ids, which it bans
             "bad_words_list": bool(self.bad_words),
             "guided_decoding_guide": self.guide is not None,
         }
@@ -287,7 +291,7 @@ class Request:
         return [name for name, bans in banning.items() if bans]
 
     def without_weights(self) -> Request:
-        """Return the same request without its adapter's weights."""
+        """Return this request without its adapter's weights."""
         if self.lora is None or self.lora.weights is None:
             return self
         return replace(self, lora=replace(self.lora, weights=None))
@@ -297,7 +301,8 @@ class Request:
         return kv_blocks(self.prompt_length, self.max_new_tokens, self.sampling.beam_width, tokens_per_block)
 
     def validate(self, limits: ModelLimits) -> None:
-        """Raise InvalidArgument, naming a value that would fit, if this request can never run on such a model."""
+        """Raise InvalidArgument, with a possible value in the message, if this request can never run on such a
+        model."""
         self.sampling.validate(limits.vocab_size)
         self.output.validate(limits.vocab_size)
         self.output.validate_additional(limits.additional_outputs, self.sampling.uses_beams)
@@ -405,7 +410,7 @@ class Request:
         )
 
     def _remedy(self, limits: ModelLimits) -> str:
-        """Return the end of the error for a prompt that fits the model but not one iteration."""
+        """Return the end of the error message for a prompt that fits the model but not one iteration."""
         if not limits.max_context_tokens < self.prompt_length < limits.max_sequence_length:
             return ""
         return (
@@ -501,13 +506,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class IterationInput:
-    """All input of one iteration that is not a function of earlier state.
+    """All input of one iteration that does not follow from earlier state.
 
     Rank 0 makes it inside GetInferenceRequests. It is broadcast to the other ranks and recorded in traces.
     `now_ns` is the only clock that the core sees.
 
     Attributes:
-        iteration: Count of iterations, from 0.
+        iteration: Number of the iteration, from 0.
         now_ns: Monotonic time of this iteration, in nanoseconds.
         new_requests: Requests that arrive with this iteration, in order.
         stops: Requests to end early.

@@ -17,21 +17,22 @@ _R = TypeVar("_R", bound="Response")
 
 @dataclass(frozen=True, slots=True)
 class PerfMetrics:
-    """Times and counts of a sequence. Times are monotonic, in nanoseconds; 0 if not reached yet.
+    """Times and counts of a sequence. Times are monotonic nanoseconds; 0 if the event has not happened yet.
 
     Attributes:
         arrival_time_ns: When the request was queued. Output `arrival_time_ns`.
         first_scheduled_time_ns: When its first iteration began. Output `first_scheduled_time_ns`.
-        first_token_time_ns: When the first token was chosen. Output `first_token_time_ns`.
-        last_token_time_ns: When the last token was chosen; 0 until the sequence ends. Output `last_token_time_ns`.
-        num_new_blocks: KV blocks taken for the tokens known at its starts; blocks for generated tokens are not
-            counted. Output `kv_cache_alloc_new_blocks`.
+        first_token_time_ns: When the first token was sampled. Output `first_token_time_ns`.
+        last_token_time_ns: When the last token was sampled; 0 until the sequence ends. Output
+            `last_token_time_ns`.
+        num_new_blocks: KV blocks taken for the tokens known when the sequence started or resumed; blocks
+            for tokens generated later are not counted. Output `kv_cache_alloc_new_blocks`.
         num_reused_blocks: KV blocks found in the cache. Output `kv_cache_reused_blocks`.
         num_missed_blocks: Full blocks of known tokens not found in the cache. Output `kv_cache_missed_blocks`.
-        num_draft_tokens: Draft tokens verified. Output `total_draft_tokens`.
-        num_accepted_draft_tokens: Draft tokens accepted and kept, not past the sequence's end. Output
+        num_draft_tokens: Number of verified draft tokens. Output `total_draft_tokens`.
+        num_accepted_draft_tokens: Number of accepted draft tokens, except those after the sequence's end. Output
             `total_accepted_draft_tokens`.
-        first_iteration, last_iteration: The iterations that gave the first and the latest token.
+        first_iteration, last_iteration: The iterations of the first and the latest token.
     """
 
     arrival_time_ns: int = 0
@@ -48,7 +49,7 @@ class PerfMetrics:
 
     @property
     def acceptance_rate(self) -> float:
-        """The fraction of verified draft tokens that was accepted; 0 without drafts."""
+        """The fraction of verified draft tokens that were accepted; 0 without drafts."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
 
@@ -58,7 +59,7 @@ class TopLogProbs:
 
     Attributes:
         token_ids: The tokens, num_top_log_probs of them.
-        log_probs: Their log probabilities.
+        log_probs: The log probability of each of `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -72,8 +73,8 @@ class ReturnedOutput:
     Attributes:
         name: `context_` or `generation_` and the output's name.
         tensors: Each [n, width]. A `context_` output has one tensor, with a row per prompt token. A `generation_`
-            output has one tensor per sequence of the result, with a row per token in this response, from the
-            position that the token was sampled at. [0, 0] if there are no rows.
+            output has one tensor per beam of the result (one without beams), with a row per token in this
+            response, from the position at which the token was sampled. [0, 0] if there are no rows.
     """
 
     name: str
@@ -85,35 +86,38 @@ class SequenceResult:
     """TensorRT-LLM's `Result` for one sequence, or for the beams of one search, best first.
 
     Attributes:
-        output_token_ids: Per beam (one, if there are no beams). Streaming: the tokens since the last response;
-            with beams, everything generated so far. Otherwise: the prompt, unless excluded, and everything
-            generated. End ids are not returned. Tensor `output_ids`.
-        num_input_tokens: Prompt tokens. Tensor `num_input_tokens`.
-        num_output_tokens: Per beam, the number of generated tokens at the end of its ids. Tensor
+        output_token_ids: For each beam (one, if there are no beams), token ids. Streaming: the tokens since
+            the last response; with beams, all tokens generated so far. Otherwise: the prompt, unless excluded,
+            and all generated tokens. End ids are not returned. Tensor `output_ids`.
+        num_input_tokens: Number of prompt tokens. Tensor `num_input_tokens`.
+        num_output_tokens: For each beam, the number of generated tokens at the end of its ids. Tensor
             `num_output_tokens`.
-        finish_reasons: Per beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
+        finish_reasons: The reason for each beam; NOT_FINISHED until its last response. Tensor `finish_reason`.
         sequence_index: Index among num_return_sequences; 0 for a beam search. Tensor `sequence_index`.
         is_sequence_final: Whether this is the sequence's last response.
-        is_cumulative: Whether it repeats the tokens of earlier responses, as streamed beams do, instead of adding
-            to them.
-        log_probs: Per beam, the log probability of each generated token in this response; None if not wanted.
+        is_cumulative: Whether the result has all tokens so far, as with streamed beams, instead of new
+            tokens only.
+        log_probs: For each beam, the log probability of each generated token in this response; None if not wanted.
             Tensor `output_log_probs`.
-        model_log_probs: Per beam, the model's own log probabilities of the same tokens, if `log_probs` are taken
-            from the distribution that the tokens were sampled from; None if `log_probs` are the model's own.
-        cum_log_probs: Per beam, over everything generated so far. For a sequence, the sum of the model's own log
-            probabilities. For a beam, the sum that it is ranked by (before division by length ** length_penalty):
-            log probabilities after penalties, bias and temperature, the end id's included. Tensor `cum_log_probs`.
-        top_log_probs: Per beam, one for each generated token in this response. Tensors `top_log_prob_ids` and
-            `top_log_probs`.
-        prompt_log_probs: One per prompt token, the first 0.0; only in the sequence's first response.
+        model_log_probs: For each beam, the model's own log probabilities of these tokens, if `log_probs`
+            are taken from the distribution from which the tokens were sampled; None if `log_probs` are the
+            model's own.
+        cum_log_probs: For each beam, the sum of the log probabilities of all tokens generated so far. Without
+            beam search, they are the model's own. With beam search, they are after penalties, bias and
+            temperature, and include the end id's: the beam's score before division by
+            length ** length_penalty. Tensor `cum_log_probs`.
+        top_log_probs: For each beam, the most likely tokens at each generated token in this response. Tensors
+            `top_log_prob_ids` and `top_log_probs`.
+        prompt_log_probs: The log probability of each prompt token, the first 0.0; only in the sequence's first
+            response.
         context_logits: [prompt tokens, vocab_size]; only in the sequence's first response. If the sequence was
             stopped within its prompt, context_logits and prompt_log_probs have only the rows that were computed.
-        generation_logits: Per beam [tokens in this response, vocab_size], or [0, 0] without tokens; None for
+        generation_logits: For each beam [tokens in this response, vocab_size], or [0, 0] without tokens; None for
             streamed beams.
         perf_metrics: Times and counts; None if not wanted.
-        additional_outputs: The tensors named in the request's `OutputConfig.additional_outputs`; those of the
+        additional_outputs: The tensors named in the request's `OutputConfig.additional_outputs`; tensors of the
             prompt only in the sequence's first response.
-        num_iterations: Iterations that have given the sequence tokens so far.
+        num_iterations: Number of iterations in which the sequence got tokens so far.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -136,7 +140,7 @@ class SequenceResult:
 
     @property
     def carries_tokens_only(self) -> bool:
-        """Whether the result is a delta with tokens only."""
+        """Whether the result has new tokens and nothing else."""
         return (
             self.log_probs is None
             and self.top_log_probs is None
@@ -166,9 +170,9 @@ class Response:
 
     Attributes:
         request_id: The id of the request.
-        result: The outputs of one of its sequences, or None with an error.
-        error: Error of a failed request; then `is_final` is true.
-        is_final: Whether this is the request's last response. Its id may be used again afterwards.
+        result: The outputs of one of the request's sequences, or None with an error.
+        error: The error if the request failed; then `is_final` is true.
+        is_final: Whether this is the request's last response, after which its id may be used again.
     """
 
     request_id: int
@@ -178,12 +182,13 @@ class Response:
 
     @property
     def sequence_index(self) -> int:
-        """The request's sequence that this response belongs to; 0 for an error."""
+        """Index of the request's sequence to which this response belongs; 0 for an error."""
         return self.result.sequence_index if self.result else 0
 
 
 def merge_responses(responses: Sequence[_R]) -> _R:
-    """Merge consecutive responses of one sequence into one; if the last is an error, return only that."""
+    """Merge consecutive responses of one sequence into one; if the last response is an error, return only the
+    error."""
     last = responses[-1]
     if len(responses) == 1 or last.result is None:
         return last
@@ -212,7 +217,7 @@ def _merge(results: list[SequenceResult]) -> SequenceResult:
         output_token_ids=_join([r.output_token_ids for r in results]),
         num_output_tokens=(sum(r.num_output_tokens[0] for r in results),),
         log_probs=None if last.log_probs is None else _join([r.log_probs or ((),) for r in results]),
-        model_log_probs=(  # a response without tokens has none
+        model_log_probs=(  # a response without tokens has no log probabilities
             _join([r.model_log_probs or ((),) for r in results])
             if any(r.model_log_probs is not None for r in results)
             else None

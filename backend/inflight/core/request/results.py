@@ -1,7 +1,7 @@
 """Makes the responses of a sequence: turns an LlmRequest into a SequenceResult.
 
-Selects the tokens and details that a response carries, and counts what has been streamed. `outcomes.py` and
-`endings.py` call it, on the loop thread.
+Selects the tokens and details for a response, and counts streamed tokens. Used by `outcomes.py` and
+`endings.py`, on the loop thread.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from inflight.core.request.response import PerfMetrics, Response, ReturnedOutput
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
-"""Returns the KV blocks of a sequence over all its starts: newly taken, found in the cache, missed in the
-cache."""
+"""A function that returns a sequence's numbers of KV blocks over all its starts: newly taken, found in the
+cache, and not found."""
 
 
 def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
     """Return the response with the sequence's result (`make_result`).
 
-    `is_final`: no other sequence has a response to come.
+    `is_final`: whether this is the request's last response.
     """
     return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
 
@@ -40,7 +40,8 @@ def ended_before_start(request: Request, reason: FinishReason) -> list[Response]
 
 
 def make_result(llm_request: LlmRequest, block_counts: BlockCounter) -> SequenceResult:
-    """Return a sequence's current result: everything new since the last call, or everything, as the request asks.
+    """Return a sequence's current result: for a streaming request the new tokens since the last call, otherwise
+    all.
 
     Args:
         llm_request: The sequence. The tokens in the result are counted as streamed, and their details are dropped.
@@ -62,7 +63,7 @@ _RUNS_ON = (FinishReason.NOT_FINISHED,)
 
 
 def _delta(llm_request: LlmRequest) -> SequenceResult:
-    """Return a result with new tokens only. It runs for every stream in every iteration, so it has to be cheap."""
+    """Return a result with new tokens only. Called for every stream in every iteration, so it must be fast."""
     tokens = tuple(llm_request.tokens[llm_request.prompt_length + llm_request.num_streamed_tokens :])
     llm_request.num_streamed_tokens += len(tokens)
     return SequenceResult(
@@ -113,7 +114,7 @@ def _beams_result(llm_request: LlmRequest, beams: BeamSearch) -> SequenceResult:
     request, output = llm_request.request, llm_request.request.output
     best, reason = beams.hypotheses(), llm_request.finish_reason
     final = reason is not FinishReason.NOT_FINISHED
-    # A finish reason from outside, and NOT_FINISHED, hold for all beams.
+    # CANCELLED, TIMED_OUT and NOT_FINISHED apply to all beams.
     is_common = not final or reason in CUT_SHORT
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()
@@ -162,7 +163,8 @@ def _gathered_outputs(group: RequestGroup) -> Iterator[ReturnedOutput]:
 
 
 def _prompt_rows(pieces: list[bytes], group: RequestGroup) -> FloatTensor:
-    """Return the prompt's rows as one tensor. They are kept only if other sequences still have to return them."""
+    """Return the prompt's rows as one tensor, and drop the pieces unless other sequences still have to return
+    them."""
     tensor = _stacked(pieces, group.num_context_rows)
     pieces[:] = [tensor.data] if len(group.sequences) > 1 else []
     return tensor

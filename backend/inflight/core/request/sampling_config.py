@@ -1,9 +1,10 @@
-"""How the next token is chosen from the logits: one frozen value per request.
+"""The sampling controls of a request, in one frozen value.
 
 Every sampling control is declared here, once for all protocols. Its field has the type and the neutral value; the
-declaration adds the range, the meaning, and its names as a tensor, in bodies, in the Executor, the client and the
-playground where they differ from the field's name. `inflight.control_files` writes the generated files from this.
-The effect of a control on logits is a step of `inflight.sampling.pipeline`.
+declaration adds the range, the meaning, and the control's names as a tensor, in OpenAI bodies, in the Executor
+API, in the client and in the playground where they differ from the field's name. `inflight.control_files`
+writes the generated files from these declarations. The effect of a control on logits is a step of
+`inflight.sampling.pipeline`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ MAX_BEAM_WIDTH = 1024
 MAX_RETURN_SEQUENCES = 1024
 MAX_INT32 = (1 << 31) - 1
 NO_REPEAT_OFF = 1 << 30
-"""TensorRT-LLM's internal value for an absent no_repeat_ngram_size; it means off here, as does the documented
-0."""
+"""TensorRT-LLM's internal value for an absent no_repeat_ngram_size; like the documented 0, it means off."""
 SMALLEST, LARGEST = 1e-10, 1e10
-"""Bounds of a factor or divisor of logits. LARGEST also bounds what is added or subtracted. Numbers outside of
-these have no use, and in float32 lead to infinity or NaN."""
+"""Bounds of a factor or divisor of logits. LARGEST also bounds numbers that are added or subtracted. Numbers
+outside of these bounds have no use, and in float32 lead to infinity or NaN."""
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -66,13 +66,14 @@ class SamplingConfig:
     declaration.
 
     A control's `meaning` describes its effect; `inflight.sampling.pipeline` has the order of all controls.
-
     `num_return_sequences` None means 1, or for a beam search all beams. The default 0 of `random_seed` is an
     ordinary seed: identical requests give identical tokens. If no control with `draws` is set, the request is
-    greedy, whatever the temperature. Once a beam search has beam_width finished beams, `early_stopping` decides
-    when it ends: 1, at once; 0, when no running beam scores better at its current length; other values, when no
-    running beam can become better. The score of a finished beam is its cumulative log probability divided by
-    generated_length ** length_penalty, the end id counted.
+    greedy, whatever the temperature.
+
+    Once a beam search has beam_width finished beams, `early_stopping` decides when the search ends: 1, at once; 0,
+    when no running beam has a better score at its current length; other values, when no running beam can reach a
+    better score. The score of a finished beam is its cumulative log probability divided by generated_length **
+    length_penalty, where the length includes the end id.
     """
 
     beam_width: int = _declare(
@@ -369,7 +370,7 @@ class SamplingConfig:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always chosen."""
+        """Whether the request is greedy: the most likely token is always chosen."""
         return self.temperature == 0.0 or self.top_k == 1 or not any(self.uses(name) for name in DRAWING)
 
     @property
@@ -384,7 +385,7 @@ class SamplingConfig:
 
     @property
     def num_outputs(self) -> int:
-        """Number of rows of a response: the returned beams of a beam search, else 1."""
+        """Number of outputs in a response: the returned beams of a beam search, otherwise 1."""
         return (self.num_return_sequences or self.beam_width) if self.uses_beams else 1
 
     @property
@@ -394,15 +395,15 @@ class SamplingConfig:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the device needs all tokens so far to choose the next one."""
+        """Whether the device needs all tokens so far to sample the next one."""
         return any(self.uses(name) for name in _LOOKING_BACK)
 
     @property
     def needs_host(self) -> bool:
-        """Whether the host must see each token before the next one is chosen.
+        """Whether the host must see each token before the next one is sampled.
 
-        The host sends the device the tokens that penalties look back at, ranks beams, and checks whether the
-        candidates that the device keeps were enough for a top_p without top_k.
+        The host sends the device the earlier tokens for penalties, ranks beams, and checks whether the candidates
+        that the device keeps were enough for a top_p without top_k.
         """
         return (
             self.uses_beams
@@ -416,7 +417,7 @@ class SamplingConfig:
         return value != NEUTRAL[name] and not CONTROLS[name].is_off(value)
 
     def validate(self, vocab_size: int) -> None:
-        """Raise InvalidArgument naming the tensor, what came and what was expected."""
+        """Raise InvalidArgument with the tensor, its value and the expected values if a control is not valid."""
         for name, neutral in NEUTRAL.items():
             value = getattr(self, name)
             if value != neutral:
@@ -440,13 +441,13 @@ class SamplingConfig:
 CONTROLS: dict[str, Control] = {
     each.name: each.metadata["control"].named(each.name) for each in fields(SamplingConfig)
 }
-"""By the names of SamplingConfig's fields."""
+"""The controls by the names of SamplingConfig's fields."""
 
 NEUTRAL: dict[str, Any] = {each.name: each.default for each in fields(SamplingConfig)}
-"""The values that ask for nothing."""
+"""The neutral values, with which no control has an effect."""
 
 DRAWING = [name for name, control in CONTROLS.items() if control.draws]
-"""The controls that limit the tokens that are drawn from, in the order in which they do."""
+"""The controls that limit the tokens to sample from, in the order in which they apply."""
 _LOOKING_BACK = [name for name, control in CONTROLS.items() if control.looks_back]
 
 
@@ -466,7 +467,9 @@ def _check(control: Control, value: Any, vocab_size: int) -> None:
         check_token_ids(control.tensor, value, vocab_size)
         return
     several = isinstance(value, tuple)
-    values = cast("tuple[Any, ...]", value if several else (value,))  # pyright knows a tuple, and not of what
+    values = cast(
+        "tuple[Any, ...]", value if several else (value,)
+    )  # pyright does not know the elements' type
     for position, each in enumerate(values):
         if not control.range.contains(each):
             where = f" at position {position}" if several else ""

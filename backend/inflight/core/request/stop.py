@@ -28,14 +28,14 @@ class StopReason(Enum):
 
 
 CUT_SHORT: frozenset[FinishReason] = frozenset({FinishReason.TIMED_OUT, FinishReason.CANCELLED})
-"""Finish reasons caused from outside. The last response carries what was generated until then."""
+"""Finish reasons that front ends or deadlines cause. The last response has the tokens generated until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopSignal:
     """End request `request_id`, or one of its sequences, in the next iteration; unknown ids are ignored.
 
-    `requested_ns` is when the front end asked for it, by the clock of `IterationInput.now_ns`; 0: unknown.
+    `requested_ns` is the time of the front end's call, by the clock of `IterationInput.now_ns`; 0: unknown.
     """
 
     request_id: int
@@ -52,14 +52,14 @@ FINISH_REASON_OF_STOP: dict[StopReason, FinishReason] = {
 
 
 _WORD = -1
-"""A key of the tree that is not a token id; it marks the end of a word."""
+"""The key in the tree, not a token id, that marks the end of a word."""
 
 
 class StopWords:
     """The stop words of one request: token sequences that end an output. Immutable.
 
-    A token that ends no word costs one dictionary look-up, and any other token at most one per token of the
-    longest word, for any number of words. Front ends handle stop strings in text. Specification: Inference
+    A token that ends no word takes one dictionary look-up, and any other token at most one look-up per token of
+    the longest word, for any number of words. Front ends handle stop strings in text. Specification: Inference
     Request, `stop_words_list`.
 
     Args:
@@ -69,7 +69,7 @@ class StopWords:
 
     def __init__(self, words: Iterable[tuple[int, ...]], after: int = 0) -> None:
         self._after = after
-        self._tree: dict[int, Any] = {}  # by the last token, then the one before it, and so on
+        self._tree: dict[int, Any] = {}  # keys are the last token, then the token before it, and so on
         self.longest = 0
         """Number of tokens of the longest word; 0 without words."""
         for word in words:
@@ -83,7 +83,7 @@ class StopWords:
         return bool(self._tree)
 
     def may_end_with(self, token_id: int, num_generated: int) -> bool:
-        """Whether a word may end with this token, which is generated token number `num_generated`."""
+        """Whether a word may end with this token, the `num_generated`-th generated token."""
         return num_generated > self._after and token_id in self._tree
 
     def matches(self, tokens: Sequence[int], num_generated: int) -> bool:
@@ -91,7 +91,7 @@ class StopWords:
 
         Args:
             tokens: The known tokens of a sequence, at least one. Only the last `longest` of them are read.
-            num_generated: Number of generated tokens at the end of `tokens`; a word has to lie within these.
+            num_generated: Number of generated tokens at the end of `tokens`; a word must lie within them.
         """
         if num_generated <= self._after:
             return False

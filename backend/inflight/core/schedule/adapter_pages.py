@@ -1,16 +1,16 @@
 """The pages for adapters on the device: their owners, and the running sequences that use them.
 
 When the first sequence with an adapter starts, the adapter takes as many pages as its rank needs; they need not be
-adjacent. It stays there when its last sequence leaves, and is **idle** then: its pages are taken when another
-adapter needs them, the adapter that has been idle longest first. An adapter in use stays.
+adjacent. When its last sequence leaves, the adapter stays in its pages and is **idle**: when another adapter needs
+pages, idle adapters are evicted, the longest idle first. An adapter in use is not evicted.
 
-Sequences whose adapters find no room are overtaken by others. To bound that, the first of them makes a **claim**:
-until its adapter has its pages, no sequence behind it takes pages, or starts to use a claimed adapter. Claimed are
-the idle adapters, and as many of the oldest residents as the claim needs; these become idle in time, because every
-running sequence ends. The claim is computed anew at every admission; since the order of the residents does not
-change, it covers the same ones.
+Sequences whose adapters find too few pages are overtaken by others. So that none waits for ever, the first such
+sequence makes a **claim**: until its adapter has its pages, no sequence behind it takes pages, or starts to use a
+claimed adapter. The claim covers the idle adapters, and as many of the oldest adapters in use as it needs; these
+become idle in time, because every running sequence ends. The claim is computed anew at every admission, with the
+same result, since the order of adapters in use does not change.
 
-Deterministic: all ranks decide alike. Only the loop thread calls this. Pure.
+Deterministic, so that all ranks get the same result. Used on the loop thread. Pure.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Resident:
 
 
 class AdapterPages:
-    """The device's pages for adapters. The device is told of loads with the next batch (`collect_loads`).
+    """The device's pages for adapters. The next batch contains the loads (`collect_loads`).
 
     Attributes:
-        num_loads: Number of times an adapter was put on the device, since the start.
-        num_evictions: Number of times an adapter was evicted to make room, since the start.
+        num_loads: Number of times that an adapter was loaded to the device, since the start.
+        num_evictions: Number of times that an adapter was evicted for another one, since the start.
     """
 
     def __init__(self, limits: EngineLimits) -> None:
@@ -93,19 +93,20 @@ class AdapterPages:
         """Whether a sequence may start with this adapter now.
 
         Args:
-            adapter: Its adapter.
-            claimed: The handles of `claim`, if a sequence before it waits for pages; otherwise None.
+            adapter: The sequence's adapter.
+            claimed: The handles of `claim`, if an earlier sequence waits for pages; otherwise None.
         """
         if adapter.handle in self._residents:
             return claimed is None or adapter.handle not in claimed
         return claimed is None and self.num_pages(adapter) <= self.num_free
 
     def claim(self, adapter: StoredAdapter) -> frozenset[int]:
-        """Return the adapters that no other sequence may start using until `adapter` gets its pages, by handle."""
+        """Return the handles of the adapters that no other sequence may start to use until `adapter` has its
+        pages."""
         claimed = set(self._idle)
         lacking = self.num_pages(adapter) - self.num_free
-        # Pages of void adapters become free too but are not counted, so one adapter more than needed may be
-        # claimed.
+        # The pages of void adapters, which become free too, are not counted, so one adapter more than needed may
+        # be claimed.
         for handle, resident in self._residents.items():
             if lacking <= 0:
                 break
@@ -117,8 +118,8 @@ class AdapterPages:
     # ---------------------------------------------------------------- who uses what
 
     def acquire(self, key: int, adapter: StoredAdapter) -> None:
-        """Start a sequence with an adapter, which is loaded if it is not on the device; `may_start` must have
-        held."""
+        """Start a sequence with an adapter, which is loaded if it is not on the device; `may_start` must be
+        true."""
         assert key not in self._used_by, f"sequence {key} has an adapter already"
         resident = self._residents.get(adapter.handle)
         if resident is None:
@@ -130,7 +131,7 @@ class AdapterPages:
     def _load(self, adapter: StoredAdapter) -> _Resident:
         count = self.num_pages(adapter)
         while len(self._free) < count:
-            assert self._idle, f"adapter {adapter.handle} has no room on the device"
+            assert self._idle, f"adapter {adapter.handle} does not fit on the device"
             self._drop(next(iter(self._idle.values())))
             self.num_evictions += 1
         pages = tuple(heapq.heappop(self._free) for _ in range(count))
@@ -158,8 +159,8 @@ class AdapterPages:
             self._num_idle_pages += len(resident.pages)
 
     def first_page(self, key: int) -> int:
-        """Return the first page of a sequence's adapter, which identifies it on the device; -1 without an
-        adapter."""
+        """Return the first page of a sequence's adapter, which identifies the adapter on the device; -1 without
+        one."""
         resident = self._used_by.get(key)
         return -1 if resident is None else resident.pages[0]
 
@@ -171,8 +172,8 @@ class AdapterPages:
     # ---------------------------------------------------------------- what is no longer there
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Let no sequence start with these adapters' pages, because they are no longer stored or may be
-        incomplete. Their pages are freed as soon as no sequence uses them.
+        """Let no sequence start with these adapters' pages: the adapters are no longer stored, or their pages may
+        be incomplete. The pages are freed as soon as no sequence uses them.
         """
         for handle in handles:
             if (resident := self._residents.get(handle)) is not None:

@@ -1,8 +1,8 @@
 """Admission: owns the waiting queue and decides which waiting sequences start.
 
-It checks slots, asks the capacity scheduler how many blocks a sequence has to reserve, the KV cache manager how
-many of them are cached, and the adapter pages whether its adapter has room. The scheduler calls it, on the loop
-thread.
+Admission checks slots, asks the capacity scheduler how many blocks a sequence has to reserve, the KV cache manager
+how many of these blocks are cached, and the adapter pages whether the sequence's adapter fits. Used by the
+scheduler, on the loop thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.errors import QueueFull
 
 _MOST_PASSED_OVER = 64
-"""Maximum number of sequences that `admit` skips; each of them is examined again in every iteration."""
+"""Maximum number of sequences that `admit` skips, as every skipped sequence is examined again in each
+iteration."""
 
 
 class _Obstacle(Enum):
-    """The first obstacle to a sequence's start, in the order in which they are checked."""
+    """The obstacles to a sequence's start, in the order in which they are checked."""
 
     SLOTS = auto()
     TO_END = auto()
@@ -34,7 +35,8 @@ class _Obstacle(Enum):
 
 
 _PASSED_OVER = _Obstacle.TO_END, _Obstacle.ADAPTER_PAGES, _Obstacle.PROMISED_BLOCK
-"""Obstacles that concern one sequence only: later sequences may start. With any other obstacle none may."""
+"""Obstacles that concern one sequence only, so that later sequences may start. After any other obstacle, none
+may."""
 
 
 class Admission:
@@ -43,7 +45,8 @@ class Admission:
     Attributes:
         waiting: The waiting queue.
         held: Requests whose guides or adapters are not ready, by id: none of their sequences is in the queue yet.
-        considered: The sequences that `admit` examined since the scheduler last cleared this, started or not.
+        considered: The sequences that `admit` has examined, whether they started or not, since the scheduler last
+            cleared this list.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Admission:
     def check_queue(self, request: Request) -> None:
         """Raise QueueFull if the queue is full for this request.
 
-        Requests that fit into free slots, and those of lower priorities, are not counted. A continuation of an
+        Requests that fit into free slots, and requests of lower priorities, are not counted. A continuation of an
         accepted request is always accepted.
         """
         bound = self._max_queue_size
@@ -73,8 +76,8 @@ class Admission:
             return
         before = sum(each.sampling.num_sequences for each in held if each.priority >= request.priority)
         if self.waiting.num_new(request.priority) + before > room:
-            # The first sentence is that of Triton's dynamic batcher, the second TensorRT-LLM's: clients look for
-            # either.
+            # The first sentence comes from Triton's dynamic batcher, the second from TensorRT-LLM: clients look
+            # for one or the other.
             raise QueueFull(
                 "Exceeds maximum queue size. "
                 f"Maximum queue size of {bound} has been reached, please try again later"
@@ -88,7 +91,7 @@ class Admission:
     def release_if_ready(self, group: RequestGroup) -> None:
         """Queue a held request once it waits for neither guide nor adapter.
 
-        If its first sequence has ended meanwhile, another one computes the prompt.
+        If the request's first sequence has ended meanwhile, another one computes the prompt.
         """
         if group.is_held:
             return
@@ -100,7 +103,7 @@ class Admission:
             self.pass_prompt_on(group)
 
     def pass_prompt_on(self, group: RequestGroup) -> None:
-        """Start the request's other sequences after the one that was to compute the prompt has ended."""
+        """Queue the request's other sequences after the sequence that was to compute the prompt has ended."""
         successor = group.pass_context_on()
         if successor is not None:
             self.waiting.add_in_front(successor)
@@ -110,8 +113,8 @@ class Admission:
     def queue_siblings(self, group: RequestGroup) -> None:
         """Queue the request's other sequences, now that the blocks of its prompt are cached.
 
-        If the sequence that was to compute the prompt ended early, the next one computes it and the others wait
-        for its blocks.
+        If the sequence that was to compute the prompt ended early, the next one computes the prompt, and the
+        others wait for the prompt's blocks.
         """
         if group.has_context:
             return
@@ -123,14 +126,14 @@ class Admission:
     def admit(self, claimed_blocks: int, retrying: Collection[int]) -> Iterator[tuple[LlmRequest, int]]:
         """Start waiting sequences in order, as long as slots and blocks beyond `claimed_blocks` last.
 
-        A sequence whose prompt is being computed by a running sequence is skipped and keeps its place: it will
-        find more in the cache. A sequence that is to end is skipped, and so is one whose adapter has no room on
-        the device; the first of these makes a claim (`adapter_pages.py`). If requests are `retrying`, only those
-        start.
+        A sequence whose prompt is being computed by a running sequence is skipped and keeps its place, as it will
+        find more blocks in the cache. A sequence that is to end is skipped. A sequence whose adapter does not fit
+        on the device is skipped too; the first such sequence makes a claim (`adapter_pages.py`). If `retrying` is
+        not empty, only requests with these ids start.
 
         Yields:
-            A sequence whose blocks are reserved, and the number of its tokens that they already hold. The caller
-            must start it before asking for the next.
+            A sequence whose blocks are reserved, and the number of its tokens that these blocks already contain.
+            The caller must start the sequence before asking for the next one.
         """
         passed: list[tuple[LlmRequest, bool]] = []
         is_filled = bool(self._running.sequences)
@@ -166,15 +169,15 @@ class Admission:
         claimed: Collection[int] | None,
         num_free_blocks: int,
     ) -> _Obstacle | tuple[PrefixMatch, int]:
-        """Return the obstacle to a sequence's start, or, if there is none, its cached prefix and the blocks to
-        reserve.
+        """Return the obstacle to a sequence's start, or, if there is none, its cached prefix and the number of
+        blocks to reserve.
 
         Args:
             llm_request: The sequence.
             is_retry: Whether requests of a failed iteration are being retried.
             is_filled: Whether a static batch is running.
-            claimed: Adapters claimed by a sequence before it.
-            num_free_blocks: Number of blocks that it may reserve.
+            claimed: Adapters claimed by an earlier sequence.
+            num_free_blocks: Number of blocks that the sequence may reserve.
         """
         group = llm_request.group
         if llm_request.num_slots > self._running.slots.num_free:
@@ -187,8 +190,8 @@ class Admission:
         if group.adapter is not None and not self._running.adapter_pages.may_start(group.adapter, claimed):
             return _Obstacle.ADAPTER_PAGES
         match, num_blocks, needed = self.blocks_needed(llm_request)
-        # A sequence that fills a static batch does not wait for a promised block: the batch would close before
-        # that.
+        # A sequence that joins a static batch does not wait for a promised block, as it could not join the batch
+        # after the first iteration.
         if match.is_promised and not fills_batch:
             return _Obstacle.PROMISED_BLOCK
         return _Obstacle.BLOCKS if needed > num_free_blocks else (match, num_blocks)
@@ -206,7 +209,8 @@ class Admission:
             yield llm_request
 
     def blocks_needed(self, llm_request: LlmRequest) -> tuple[PrefixMatch, int, int]:
-        """Return a sequence's cached prefix, the blocks it reserves, and how many of them must be free."""
+        """Return a sequence's cached prefix, the number of blocks to reserve, and how many of these must be
+        free."""
         num_blocks = self._capacity.blocks_to_reserve(llm_request, self._kv_cache.tokens_per_block)
         if llm_request.gives_context:
             match = PrefixMatch()  # every row of its context must be computed
@@ -215,7 +219,7 @@ class Admission:
         return match, num_blocks, num_blocks - match.num_held
 
     def why_waiting(self, llm_request: LlmRequest, retrying: Collection[int]) -> str:
-        """Return a sentence for people that says what a sequence is waiting for."""
+        """Return the reason why a sequence waits, for people to read."""
         if retrying and llm_request.request_id not in retrying:
             return "an iteration failed: the requests that were in it are tried again apart"
         slots, pages = self._running.slots, self._running.adapter_pages

@@ -13,7 +13,7 @@ The device applies a batch in this order:
 2. copy the blocks of `block_copies`;
 3. apply `moves` simultaneously: each copies the state of a beam as it was before all moves;
 4. put the blocks of `replaced_blocks` into the block tables, then append `new_blocks` to the block tables;
-5. one packed forward pass over the rows of `context`, then those of `generation_slots`; it copies recurrent
+5. run one packed forward pass over the rows of `context`, then of `generation_slots`; it also copies recurrent
    states to the snapshots of `state_saves`.
 
 Some models have a **recurrent state** for each slot, besides the blocks. Its size is fixed, and it depends on
@@ -23,23 +23,23 @@ parent's state.
 A batch fails when `forward` or `decode` raises, for whatever reason and at whatever point. Then
 
 - the device state of the slots that the batch named (starts, blocks, rows) is void, and so are the blocks that it
-  wrote to, which belong to sequences of this batch only. But if `decode` raises, a batch forwarded in the meantime
-  may have restarted some of these slots for sequences without a row in the failed batch;
+  wrote to, which belong to sequences of this batch only. But if `decode` raises, a later batch whose `forward`
+  was called before may have restarted some of these slots for sequences without a row in the failed batch;
 - the snapshots named by its `state_saves` are void;
 - the pages named by its `adapter_loads` are void too: the adapters are loaded again, and sequences that use them
   in batches made before the failure was known are restarted as well. In such a batch, a row whose adapter pages
   are void must not harm the other rows;
-- sequences without a start, block, row or adapter load in it are not affected, and get the tokens of a run without
-  the failure;
-- the scheduler releases the void slots, reports the batch's `released_slots` again except those taken since, and
+- sequences without a start, block, row or adapter load in the batch are not affected, and get the same tokens as
+  without the failure;
+- the scheduler releases the void slots, reports the batch's `released_slots` again except slots taken since, and
   restarts the sequences from their known tokens, in any slots; a beam search begins again;
 - therefore releasing a slot that is free or was never started does nothing, and a start discards all previous
   state of the slot;
-- a batch that was made before the failure was known and continues in a void slot fails too; or, if it had been
-  forwarded already, its tokens for those slots are ignored.
+- a batch that was made before the failure was known and continues in a void slot fails too; or, if its `forward`
+  had been called already, its tokens for void slots are ignored.
 
-A row fails alone if it is known to be at fault, for example because request-specific code raised while choosing
-its token. It is then listed in `ModelOutput.failures`, and the batch has not failed: every other row has its
+A row fails alone if it is known to be faulty, for example because request-specific code raised while its token was
+sampled. The row is then listed in `ModelOutput.failures`, and the batch has not failed: every other row has its
 tokens, and the scheduler ends the failed row's request and releases its slots.
 """
 
@@ -59,15 +59,16 @@ from inflight.errors import InflightError
 
 @dataclass(frozen=True, slots=True)
 class SlotStart:
-    """A sequence starts in a slot, with its first context chunk or on resumption after a pause.
+    """The start of a sequence in a slot, with its first context chunk or after a pause.
 
     Attributes:
         slot: Slot index, 0 .. max_num_sequences - 1.
         request: The request: sampling, end ids, bad words, bias, draft, outputs.
         sequence_index: Index among the request's sequences, part of the key of its random numbers.
-        token_ids: All tokens known so far, if choosing the next one depends on them
+        token_ids: All tokens known so far, if sampling the next one depends on them
             (`Request.starts_with_tokens`); otherwise empty.
-        adapter: The first page of its adapter, which stays on the device until the sequence leaves; -1: none.
+        adapter: The first page of the sequence's adapter, which stays on the device until the sequence
+            leaves; -1: the sequence has no adapter.
         snapshot: The snapshot of recurrent state after the tokens in the block table, from which the slot starts;
             -1: the slot starts from the initial state.
     """
@@ -86,8 +87,8 @@ class StateSave:
 
     Attributes:
         slot: The slot, which has rows in the batch.
-        num_tokens: Number of the sequence's tokens after which the state is copied. The last of them is in the
-            batch: a generation row, or a token inside or at the end of a chunk, but not a draft.
+        num_tokens: Number of the sequence's tokens after which the state is copied. The last of these tokens is in
+            the batch, as a generation row or in a chunk, and is not a draft.
         snapshot: Snapshot index, 0 .. num_state_snapshots - 1; its previous content is overwritten.
     """
 
@@ -98,12 +99,12 @@ class StateSave:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
-    """An adapter takes pages on the device; their previous content is void.
+    """The load of an adapter into pages on the device, whose previous content is void.
 
     Attributes:
         adapter: The adapter to load.
-        pages: Page ids, 0 .. num_adapter_pages - 1, as many as its rank needs. The first one identifies it from
-            now on.
+        pages: Page ids, 0 .. num_adapter_pages - 1, as many as the adapter's rank needs. The first page identifies
+            the adapter from now on.
     """
 
     adapter: StoredAdapter
@@ -114,8 +115,8 @@ class AdapterLoad:
 class ContextChunk:
     """Consecutive known tokens of one sequence whose keys and values are to be computed.
 
-    The chunk may end with draft tokens, guessed next tokens that are verified in the same pass. Then it has 1 +
-    num_draft_tokens rows of logits, starting at the last known token. Only a last chunk has drafts.
+    The chunk may end with draft tokens, guessed next tokens that are verified in the same forward pass. Then it
+    has 1 + num_draft_tokens rows of logits, starting at the last known token. Only a last chunk has drafts.
 
     Attributes:
         slot: The sequence's slot.
@@ -124,8 +125,8 @@ class ContextChunk:
         token_ids: The chunk, at least one token, draft tokens included.
         is_last: Whether the next token is sampled from the last row's logits.
         num_draft_tokens: Number of draft tokens at the end of `token_ids`.
-        is_generation: Whether the sequence is in generation and the chunk verifies drafts, so that it is not
-            context.
+        is_generation: Whether the sequence is in generation and the chunk, which only verifies drafts, does
+            not count as context.
         wants_context: Whether context outputs are wanted for this chunk's rows.
     """
 
@@ -140,12 +141,12 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True)
 class BeamMove:
-    """A beam continues from a beam of its search, itself or another one.
+    """The step of a beam, which continues a beam of its search, itself or another one.
 
     Attributes:
-        slot: The beam's slot; it need not have been started.
-        parent_slot: The slot whose state it copies: block table, number of tokens, tokens seen, parameters.
-        token_id: The token that continues the beam, the slot's last token from now on.
+        slot: The beam's slot, in which a sequence need not have started.
+        parent_slot: The slot whose state is copied: block table, number of tokens, tokens seen, parameters.
+        token_id: The token that continues the beam, which becomes the slot's last token.
     """
 
     slot: int
@@ -159,8 +160,8 @@ class BeamGroup:
 
     Attributes:
         slots: The rows' slots, in the order of the beams.
-        scores: Per row, the beam's cumulative log probability as `BeamSearch` adds it up.
-        num_candidates: Number of best continuations to return, over all rows.
+        scores: For each row, the beam's cumulative log probability as `BeamSearch` adds it up.
+        num_candidates: Number of best continuations to return for all rows together.
     """
 
     slots: tuple[int, ...]
@@ -178,18 +179,18 @@ class ScheduledBatch:
         released_slots: Slots whose sequence ended or was paused since the last batch.
         starts: Sequences that take a slot.
         adapter_loads: Adapters that take pages. No running sequence uses the previous content of these pages.
-        block_copies: (source, target) blocks to copy, because a beam or sequence will continue the content
+        block_copies: (source, target) blocks to copy, because two beams or sequences will continue the content
             differently. All sources are read before any target is written.
         moves: The beams to continue, for every running beam search.
         replaced_blocks: (slot, index, block id) entries to overwrite in block tables.
         new_blocks: (slot, block ids) to append to block tables.
         context: Chunks of known tokens, at most one per slot.
-        generation_slots: Slots that feed back their own last token; no slot is also in `context`.
+        generation_slots: Slots whose input is their own last token; no slot is also in `context`.
         beam_groups: The sampled rows that belong to beam searches.
         state_saves: Recurrent states to copy to snapshots.
-        samples_on_device: Whether the device must keep the sampled tokens itself, because the next batch, which
-            feeds them, is forwarded before `decode` of this one. The next batch has no row that depends on a token
-            of a sequence that needs the host (`Request.needs_host`).
+        samples_on_device: Whether the device must keep the sampled tokens, because `forward` is called for
+            the next batch, whose inputs they are, before `decode` for this one. The next batch has no row that
+            depends on a token of a sequence that needs the host (`Request.needs_host`).
     """
 
     iteration: int
@@ -214,7 +215,7 @@ class ScheduledBatch:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of all chunks of `context`."""
+        """Number of tokens of all chunks in `context`."""
         return sum(len(chunk.token_ids) for chunk in self.context)
 
     @property
@@ -235,13 +236,13 @@ class TokenDetails:
     """Details of the new tokens of one row; each field is empty unless the request's OutputConfig asks for it.
 
     Attributes:
-        log_probs: Per token, its log probability by the model.
-        top_log_probs: Per token, the most likely tokens at its position.
-        logits: Per token, the row that it was sampled from: float32 [vocab_size] as bytes.
-        drawn_log_probs: Per token, its log probability in the distribution that it was sampled from, after all
-            sampling controls. Only from an engine that normalizes log probabilities.
-        additional_outputs: Per token, a row of each of `OutputConfig.additional_outputs`, in their order, at the
-            position that it was sampled from: float32 [width] as bytes.
+        log_probs: For each token, its log probability by the model.
+        top_log_probs: For each token, the most likely tokens at its position.
+        logits: For each token, the row of logits from which it was sampled: float32 [vocab_size] as bytes.
+        drawn_log_probs: For each token, its log probability in the distribution from which it was sampled,
+            after all sampling controls. Only from an engine that normalizes log probabilities.
+        additional_outputs: For each token, a row of each of `OutputConfig.additional_outputs`, in their
+            order, at the position at which the token was sampled: float32 [width] as bytes.
     """
 
     log_probs: tuple[float, ...] = ()
@@ -258,11 +259,11 @@ class ContextDetails:
     Draft rows of a last chunk are left out.
 
     Attributes:
-        log_probs: Per row, the model's log probability of the next token of the prompt; one fewer if the chunk
-            ends the prompt.
-        logits: float32 [rows, vocab_size]; one row per position of the chunk within the prompt.
-        additional_outputs: The same rows of each of `OutputConfig.gathered_outputs`, in their order: float32
-            [rows, width].
+        log_probs: For each row, the model's log probability of the next token of the prompt; one fewer if
+            the chunk ends the prompt.
+        logits: float32 [rows, vocab_size] as bytes, with one row per position of the chunk within the prompt.
+        additional_outputs: For each of `OutputConfig.gathered_outputs`, in their order, float32 [rows,
+            width] as bytes, with one row per position of the chunk within the prompt.
     """
 
     log_probs: tuple[float, ...] = ()
@@ -272,20 +273,20 @@ class ContextDetails:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The device's answer to a batch.
+    """The device's output for a batch.
 
     Attributes:
         iteration: Number of the batch's iteration.
-        token_ids: Per slot of `ScheduledBatch.sampled_slots`, its new tokens: one, or with d drafts 1 to d + 1, of
+        token_ids: For each of `ScheduledBatch.sampled_slots`, the new tokens: one, or with d drafts 1 to d + 1, of
             which all but the last are accepted drafts. Empty if the request's bans leave no token, if the row has
-            failed, and for rows of beam searches. The last may be GUIDE_END.
-        beams: Per group of `ScheduledBatch.beam_groups`, the best continuations; undefined for a group with a
-            failed row.
-        details: Details of new tokens, by slot, for rows whose request asks for log probs, logits or additional
+            failed, and for rows of beam searches. The last token may be GUIDE_END.
+        beams: For each of `ScheduledBatch.beam_groups`, the best continuations; undefined for a group with
+            a failed row.
+        details: Details of new tokens by slot, for requests that ask for log probabilities, logits or additional
             outputs; not for beams.
-        context: Context outputs, by slot, for chunks that want them.
-        failures: Errors of rows that failed alone, by sampled slot; their requests end with these errors. A beam
-            search ends if any of its rows has failed.
+        context: Context outputs by slot, for chunks that want them.
+        failures: By sampled slot, the errors of rows that failed alone, with which their requests end. A
+            beam search ends if any of its rows has failed.
     """
 
     iteration: int
@@ -304,22 +305,24 @@ class EngineLimits:
         vocab_size: Number of token ids.
         max_sequence_length: Longest sequence, in tokens, that the model's positions allow.
         max_num_sequences: Number of slots.
-        num_blocks: KV cache blocks.
+        num_blocks: Number of KV cache blocks.
         tokens_per_block: Tokens per KV cache block.
-        num_micro_batches: How many batches of different sequences may be in flight: the number of pipeline stages.
-        overlaps_iterations: Whether the next batch of the same sequences may be forwarded before this one is
-            decoded, if this one samples on the device. For a device that computes asynchronously.
+        num_micro_batches: Number of batches of different sequences that may be in flight, which is the number of
+            pipeline stages.
+        overlaps_iterations: Whether `forward` may be called for the next batch of the same sequences before
+            `decode` for the current one, if that samples on the device. For a device that computes
+            asynchronously.
         takes_all_processors: Whether a forward pass computes on every processor that this process may use.
         logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
-        additional_outputs: The additional outputs that it can compute.
-        hidden_size: Row width of prompt tables; 0: it takes no prompt tables.
-        num_adapter_pages: Number of pages for adapters; 0: it takes no adapters.
-        adapter_page_rank: Number of ranks, of every module of every layer, that one page holds.
+        additional_outputs: The additional outputs that the engine can compute.
+        hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
+        num_adapter_pages: Number of pages for adapters; 0: the engine accepts no adapters.
+        adapter_page_rank: Number of LoRA ranks, for every module of every layer, that one page stores.
         max_adapter_rank: Largest rank of an adapter.
         shares_blocks: Whether sequences may share blocks. Without it each sequence of a request computes the
             prompt itself, and there is neither beam search nor prefix reuse.
         has_state: Whether a slot has a recurrent state besides its blocks.
-        num_state_snapshots: Number of snapshots of recurrent states that there is memory for.
+        num_state_snapshots: Number of snapshots of recurrent states for which there is memory.
     """
 
     vocab_size: int
@@ -348,8 +351,8 @@ class EngineLimits:
         """Return how many batches, oldest first, must be decoded before another one is made.
 
         Args:
-            num_in_flight: Number of batches that were forwarded and not decoded.
-            batch: The last of them; None if no batch can be made now, so that one has to be decoded first.
+            num_in_flight: Number of batches for which `forward` was called but not `decode`.
+            batch: The last of these batches; None if no batch can be made before one is decoded.
         """
         if batch is None:
             return min(1, num_in_flight)
@@ -367,7 +370,8 @@ class EngineLimits:
             num_blocks=self.num_blocks,
             tokens_per_block=self.tokens_per_block,
             max_beam_width=min(config.max_beam_width or slots, slots),
-            # With chunking, a draft and the last chunk must fit beside one token for every other running request.
+            # With chunking, a draft and the last chunk must fit together with one token of every other running
+            # request.
             max_draft_length=config.max_num_tokens - (slots - 1 + self.tokens_per_block if chunked else 1),
             max_context_tokens=1 << 62 if chunked else config.max_num_tokens,
             logits_post_processors=self.logits_post_processors,

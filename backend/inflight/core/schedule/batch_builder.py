@@ -1,8 +1,7 @@
 """Builds a ScheduledBatch: the rows of the selected sequences and the KV blocks that they need.
 
-The sequences and their numbers of rows are decided before. Nothing here can fail except growth beyond a
-reservation, whose sequence is then left out. Scheduled tokens are counted as in flight. The scheduler calls this,
-on the loop thread.
+The sequences and their numbers of rows are decided before. Only growth beyond a reservation can fail; then the
+sequence is left out. Scheduled tokens are counted as in flight. Used by the scheduler, on the loop thread.
 """
 
 from __future__ import annotations
@@ -59,7 +58,8 @@ class BatchBuilder:
         return bool(self._starts)
 
     def add_start(self, llm_request: LlmRequest) -> None:
-        """Start a sequence on the device. It must have slots, a block table and, if it uses one, adapter pages."""
+        """Start a sequence on the device. It must have slots, a block table and, if it uses an adapter, its
+        pages."""
         request, slot = llm_request.request, llm_request.slots[0]
         token_ids = tuple(llm_request.tokens) if request.starts_with_tokens else ()
         adapter = self._adapter_pages.first_page(llm_request.key)
@@ -89,7 +89,7 @@ class BatchBuilder:
         self._append_blocks(llm_request.slots[0], self._kv_cache.extend(llm_request.key, num_tokens))
 
     def _add_chunk(self, llm_request: LlmRequest, num_rows: int) -> None:
-        """Add the next rows of a context; after its last row the request's own draft, if there is one."""
+        """Add the next rows of a context; after its last row, the request's own draft if there is one."""
         start, draft = llm_request.next_position, llm_request.draft_length
         end = start + num_rows
         is_last = end == llm_request.context_length + draft
@@ -152,14 +152,15 @@ class BatchBuilder:
     def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
 
-        They end before the first token that is a row of a prompt table.
+        The draft ends before the first token that stands for a row of a prompt table.
         """
         request = llm_request.request
         room = self._kv_cache.num_certain_tokens(llm_request.key) - len(llm_request.tokens)
         left = request.max_new_tokens - llm_request.num_generated - 1
         most = min(request.prompt_lookup_num_tokens, num_free_rows, room, left)
         if self._kv_cache.states is not None:
-            # A draft ends before the last token of a block, after which generation saves the state.
+            # A draft ends before the last token of a block, as the state is saved after a generation row with
+            # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
         draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
@@ -195,7 +196,7 @@ class BatchBuilder:
     def build(
         self, iteration: int, micro_batch_id: int, released_slots: tuple[int, ...], samples_on_device: bool
     ) -> ScheduledBatch:
-        """Return the batch with all that was added, as number `iteration`."""
+        """Return the batch, as number `iteration`."""
         return ScheduledBatch(
             iteration=iteration,
             micro_batch_id=micro_batch_id,

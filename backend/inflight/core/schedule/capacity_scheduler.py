@@ -1,13 +1,14 @@
-"""Decides how KV blocks are shared out: how many a new sequence reserves, and which sequences are paused.
+"""Decides how KV blocks are allocated: how many a new sequence reserves, and which sequences are paused.
 
-The two policies differ in one number, the blocks that a sequence reserves at admission:
+The two policies differ in the number of blocks that a sequence reserves at admission:
 
-    GUARANTEED_NO_EVICT   all it can ever need, so that growth never fails
-    MAX_UTILIZATION       its context and one token; when growth finds no block, the last-started is paused
+    GUARANTEED_NO_EVICT   blocks for its maximum length, so that growth never fails
+    MAX_UTILIZATION       blocks for its context and one token; if blocks run out, the sequence started last
+                          is paused
 
 STATIC_BATCH reserves like GUARANTEED_NO_EVICT, and admits only when nothing runs. Requests of lower priority are
-paused first. Under either policy a beam search reserves all it can ever need and is never paused, because its
-beams would have to be recomputed one by one.
+paused first. With either policy a beam search reserves blocks for its maximum length and is never paused, because
+its beams would have to be recomputed one by one.
 
 Waiting requests are admitted in order, up to the first that does not fit: with overtaking, small requests could
 starve a large one. The policies query the KV cache manager and change nothing; the scheduler applies their
@@ -26,11 +27,11 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the running requests grow by one iteration.
+    """How running requests get their blocks for the next iteration.
 
     Attributes:
         paused: Requests to pause, in this order.
-        num_blocks: Unreserved blocks that the other requests will take, so that new requests must not.
+        num_blocks: Number of unreserved blocks that the other requests will take, and new requests must not.
         is_short: Whether there are too few blocks for all requests.
     """
 
@@ -40,7 +41,7 @@ class Growth:
 
 
 class GuaranteedNoEvict:
-    """Reserves at admission all that a sequence can ever need, and never pauses one.
+    """Reserves at admission the blocks for a sequence's maximum length, and never pauses a sequence.
 
     Args:
         fills_batches_once: Whether requests are admitted only when none runs (static batching, V1).
@@ -50,12 +51,12 @@ class GuaranteedNoEvict:
         self.fills_batches_once = fills_batches_once
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """Return the blocks to reserve at admission: for all tokens but the last generated one, which is never fed
-        back."""
+        """Return the number of blocks to reserve at admission: for all tokens except the last generated one,
+        which is never an input."""
         return request.request.max_kv_blocks(tokens_per_block)
 
     def decide_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
-        """Decide on no change: reservations cover all growth."""
+        """Return no changes, as reservations cover all growth."""
         return Growth()
 
 
@@ -66,8 +67,8 @@ class MaxUtilization:
     fills_batches_once = False
 
     def blocks_to_reserve(self, request: LlmRequest, tokens_per_block: int) -> int:
-        """Return the blocks to reserve at admission: for the known tokens, the draft and one more token, so that a
-        resumed sequence makes progress.
+        """Return the number of blocks to reserve at admission: for the known tokens, the draft and one more
+        token, so that a resumed sequence makes progress.
         """
         if request.beams is not None:
             return request.request.max_kv_blocks(tokens_per_block)
@@ -77,11 +78,11 @@ class MaxUtilization:
     def decide_growth(self, running: Sequence[LlmRequest], kv_cache: KvCacheManager) -> Growth:
         """Decide how the running sequences, oldest first, get blocks for their next token.
 
-        Sequences are served by priority, oldest first. If there is no free block for one, the sequence of the
-        lowest priority that started last is paused.
+        Sequences get blocks by priority, then oldest first. If there is no free block for a sequence, the last
+        started sequence of the lowest priority is paused.
 
-        A request with tokens in flight cannot be paused. If that leaves too few blocks, the requests that lack one
-        are left out of the iteration.
+        A request with tokens in flight cannot be paused. If there are too few blocks for this reason, the requests
+        without a block are left out of the iteration.
         """
         growing = [(r, missing) for r in running if (missing := self._missing_blocks(r, kv_cache))]
         unreserved = kv_cache.num_unreserved
@@ -110,8 +111,8 @@ class MaxUtilization:
 
     @staticmethod
     def _missing_blocks(request: LlmRequest, kv_cache: KvCacheManager) -> int:
-        """Return the blocks needed beyond the reservation for the next token: one at the start of a block, else
-        none."""
+        """Return the number of blocks needed beyond the reservation for the next token: at most one, at the
+        start of a block."""
         position = request.next_position
         if position % kv_cache.tokens_per_block or position >= request.request.max_kv_tokens:
             return 0

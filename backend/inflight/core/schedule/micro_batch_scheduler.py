@@ -1,24 +1,25 @@
 """Decides which sequences run in this iteration, with how many tokens each, up to `max_num_tokens` rows.
 
 Without chunked context, contexts go first, whole and first come, first served, then one token for every request in
-generation. If that left a request in generation without a row, generation goes first the next time, so that a flow
-of prompts cannot stall running streams. With chunked context, generation always goes first, and contexts fill the
+generation. If a request in generation gets no row, generation goes first in the next iteration, so that a flow of
+prompts cannot stall running streams. With chunked context, generation always goes first, and contexts fill the
 remaining rows in chunks that end on a block boundary:
 
-    FIRST_COME_FIRST_SERVED   the oldest as far as there are rows, then the next
-    EQUAL_PROGRESS            a block for each in turn, oldest first, so that short prompts do not wait for a long
-                              one's end; with room for one block only it is the same
+    FIRST_COME_FIRST_SERVED   the oldest context gets all remaining rows that it can use, then the next one
+    EQUAL_PROGRESS            each context gets a block in turn, oldest first, so that short prompts do not wait
+                              for the end of a long one; if rows are left for one block only, the oldest context
+                              gets it
 
 A resumed context longer than max_num_tokens is always chunked, because its request was accepted and has to run. A
-beam search in generation takes one row per beam. A request's own draft tokens follow its context, in the same
-chunk as its last token.
+beam search in generation takes one row per beam. A request's own draft tokens follow the last token of its
+context, in the same chunk.
 
 With several micro-batches, one per pipeline stage, a sequence in generation waits while any of its rows is in
-flight, as the first stage needs the token that the last stage samples. The sequences that do not wait are shared
-out evenly among the micro-batches, a beam search counted as one, so that every stage has work; the one that has
-not run for the longest time goes first. A context chunk may follow another one in flight.
+flight, as the first stage needs the token that the last stage samples. The sequences that do not wait are divided
+evenly among the micro-batches, so that every stage has work; a beam search counts as one sequence, and the
+sequence that has not run for the longest time goes first. A context chunk may follow another one in flight.
 
-Only the loop thread calls this.
+Used on the loop thread.
 Reference: TensorRT-LLM `MicroBatchScheduler`, `enable_chunked_context`, `ContextChunkingPolicy`.
 """
 
@@ -42,7 +43,7 @@ class MicroBatch:
     Attributes:
         context: Sequences in the context phase and the number of rows of each, draft tokens included.
         generation: Sequences in the generation phase.
-        num_free_rows: Number of rows left over.
+        num_free_rows: Number of unused rows.
     """
 
     context: Chunks
@@ -64,13 +65,14 @@ class MicroBatchScheduler:
         self._turn = 0
 
     def select(self, running: Iterable[LlmRequest], num_in_flight: int = 0) -> MicroBatch:
-        """Select rows from `running`, oldest first, for one more micro-batch besides `num_in_flight` others."""
+        """Select rows of the sequences in `running`, which are ordered oldest first, for the next micro-batch,
+        while `num_in_flight` others are in flight."""
         in_context: list[LlmRequest] = []
         ready: list[LlmRequest] = []
-        num_waiting = 0  # sequences that wait for their token
+        num_waiting = 0  # sequences that wait for their next token
         is_pipelined = self._num_micro_batches > 1
         for request in running:
-            if request.state is RequestState.FINISHED:  # it only waits for its batches in flight
+            if request.state is RequestState.FINISHED:  # has ended, but still has batches in flight
                 continue
             position = request.num_computed_tokens + request.num_scheduled_tokens
             if position < request.context_length:
@@ -107,7 +109,8 @@ class MicroBatchScheduler:
 
     @staticmethod
     def _select_generation(ready: list[LlmRequest], budget: int) -> tuple[list[LlmRequest], int]:
-        """Return as many sequences as there are rows for, oldest first, and how many rows are left."""
+        """Return as many of the sequences as `budget` rows allow, oldest first, and the number of remaining
+        rows."""
         for index, request in enumerate(ready):
             rows = 1 if request.beams is None else request.num_slots
             if rows > budget:
@@ -116,7 +119,7 @@ class MicroBatchScheduler:
         return ready, budget
 
     def _select_context(self, waiting: Sequence[LlmRequest], budget: int) -> tuple[Chunks, int]:
-        """Return the sequences that get context rows, and how many rows are left."""
+        """Return the sequences that get context rows, and the number of remaining rows."""
         if self._equal_progress and len(waiting) > 1:
             return self._share_equally(waiting, budget)
         selected: Chunks = []
@@ -163,7 +166,7 @@ class MicroBatchScheduler:
             return remaining
         if not self._chunked and request.context_length + request.draft_length <= self._max_num_tokens:
             return 0
-        # A chunk that is not the last must end before the context does, because drafts have to follow a last
-        # token.
+        # A chunk that is not the last must end before the context's last token, because the drafts have to be
+        # in that token's chunk.
         end = min(start + budget, request.context_length - 1) // size * size
         return max(0, end - start)

@@ -1,7 +1,7 @@
 """The running sequences, in order of admission, and the device's slots.
 
-Owns the list of running sequences and the slots. Releasing them also releases block tables and adapter pages.
-Decides nothing. The scheduler calls it, on the loop thread.
+Owns the list of running sequences and the slots. Releasing a sequence also releases its block tables and adapter
+pages. Makes no scheduling decisions. Used by the scheduler, on the loop thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.core.schedule.batch import EngineLimits
 
 
 class Slots:
-    """The device's slots: the free ones, and the owners of the others. The lowest free slots are taken first.
+    """The device's slots: the free slots, and the owners of taken slots. The lowest free slots are taken first.
 
     Attributes:
         count: Number of slots.
@@ -53,8 +53,8 @@ class Slots:
         self._free = list(range(self.count))
         self._released = list(range(self.count))
 
-    def tell_again(self, slots: Iterable[int]) -> None:
-        """Report slots freed earlier to the device again, except those that have been taken since."""
+    def release_again(self, slots: Iterable[int]) -> None:
+        """Report slots that were freed earlier to the device again, except slots that have been taken since."""
         known = {*self._released, *self.owners}
         self._released += [slot for slot in slots if slot not in known]
 
@@ -90,7 +90,7 @@ class Running:
         self.sequences.append(llm_request)
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Release a sequence's blocks, slots and adapter, if it has them."""
+        """Release a sequence's blocks, slots and adapter, if it has any."""
         if llm_request.slots:
             self.sequences.remove(llm_request)
             counts = self.block_counts(llm_request)

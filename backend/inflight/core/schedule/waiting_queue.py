@@ -1,18 +1,18 @@
 """The waiting requests, by priority, and within a priority with equal shares for all clients.
 
-    priority   higher ones first, always
-    in front   of its priority: what ran before (paused), and sequences whose prompt their sibling has computed
+    priority   sequences of higher priority always come first
+    in front   of their priority: paused sequences, and sequences whose prompt a sibling has computed
     clients    of one priority take turns by start-time fair queueing: the client that was served least, in tokens,
                goes next; each client's own requests go in order of arrival
 
-A sequence is charged its prompt and all tokens it may generate when it starts; the tokens it did not generate are
-refunded when it ends. A client that had nothing waiting starts level with the client served last, or at its own
-account if that is higher; charges for sequences that still run are left out of both. So no client can save up
-shares, none can shed its charges by sending one request at a time, and none has to wait for tokens that others may
-generate but will not. When no client is left, all accounts start anew. Requests without a client id belong to one
-common client.
+When a sequence starts, its client's account is charged for the prompt and all tokens that it may generate; the
+tokens that were not generated are refunded when the sequence ends. A client that had no waiting requests starts
+with the account of the client served last, or with its own account if that is higher; charges for sequences
+that still run are left out of both. So no client can save up shares, none can lose its charges by sending one
+request at a time, and none has to wait for tokens that others may generate but will not. When no client is
+left, all accounts start anew. Requests without a client id belong to one common client.
 
-Deterministic; only the loop thread calls it. Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996).
+Deterministic. Used on the loop thread. Reference: Goyal, Vin, Cheng, "Start-time Fair Queueing" (1996).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from heapq import heapify, heappop, heappush
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
 _MOST_ABSENT = 1024
-"""Maximum number of clients without requests that are remembered because they had more than their share."""
+"""Maximum number of clients without requests whose accounts are kept because they had more than their share."""
 _MOST_FOLLOWED = 8
-"""Maximum number of levels whose turns are updated at every charge; there may be as many levels as requests."""
+"""Maximum number of priorities whose turns are updated at every charge, as there may be as many as requests."""
 
 
 class _PriorityQueue:
@@ -38,7 +38,7 @@ class _PriorityQueue:
         self.front: OrderedDict[int, LlmRequest] = OrderedDict()
         self.clients: dict[int, OrderedDict[int, LlmRequest]] = {}
         # A heap of (served, key of the client's first sequence, client); some entries are outdated.
-        self.turns: list[tuple[int, int, int]] = []  # up to date while the level is followed
+        self.turns: list[tuple[int, int, int]] = []  # up to date while the level is in `_followed`
         self.num_new = 0  # sequences that never ran, including siblings not queued yet
 
     def __bool__(self) -> bool:
@@ -51,9 +51,9 @@ class _Client:
 
     Attributes:
         served: Tokens charged, including all that running sequences may still generate.
-        promised: The part of `served` charged for sequences that still run.
-        num_present: Number of its waiting (including held) and running sequences.
-        num_queued: Number of its waiting requests that never ran.
+        promised: The part of `served` that is charged for sequences that still run.
+        num_present: Number of the client's waiting (including held) and running sequences.
+        num_queued: Number of the client's waiting requests that never ran.
     """
 
     served: int
@@ -72,11 +72,13 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[float, _PriorityQueue] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        self._followed: dict[float, _PriorityQueue] = {}  # recently first levels, the latest last
+        self._followed: dict[
+            float, _PriorityQueue
+        ] = {}  # levels that were recently the first, the latest last
         self._size = 0
         self._num_new = 0
         self._clients: dict[int, _Client] = {}
-        # Tokens charged to clients that are gone now but had more than their share.
+        # Tokens charged to clients that have no requests now but had more than their share.
         self._absent: dict[int, int] = {}
         self._virtual_time = 0  # maximum of settled tokens over the clients that started a sequence
 
@@ -99,7 +101,7 @@ class WaitingQueue:
         self._enter(llm_request.request.client_id)
 
     def add(self, llm_request: LlmRequest, was_held: bool = False) -> None:
-        """Queue a new request's first sequence behind the others of its client; `was_held` if `hold` has counted
+        """Queue a new request's first sequence behind its client's others; `was_held`: whether `hold` has counted
         it."""
         client = llm_request.request.client_id
         account = self._clients[client] if was_held else self._enter(client)
@@ -108,7 +110,7 @@ class WaitingQueue:
         self._add_new(llm_request, account)
 
     def _add_new(self, llm_request: LlmRequest, account: _Client, is_first: bool = False) -> None:
-        """Queue a sequence that never ran behind the others of its client, or, if `is_first`, before them."""
+        """Queue a sequence that never ran behind its client's others, or, if `is_first`, before them."""
         request = llm_request.request
         client, level = request.client_id, self._level(request.priority)
         account.num_queued += 1
@@ -130,7 +132,7 @@ class WaitingQueue:
         self._size += 1
 
     def put_back(self, llm_request: LlmRequest, was_in_front: bool) -> None:
-        """Undo `remove` of a sequence that was first."""
+        """Undo the `remove` of the sequence that was first in the queue."""
         if was_in_front:
             self.add_in_front(llm_request)
         else:
@@ -203,9 +205,10 @@ class WaitingQueue:
         self._serve(client, _cost(llm_request))
 
     def leave(self, llm_request: LlmRequest) -> None:
-        """Note that a sequence has ended, and refund its client the tokens charged but not generated."""
+        """Record that a sequence has ended, and refund its client the tokens that were charged but not
+        generated."""
         if not llm_request.has_started and llm_request.sequence_index > 0:
-            return  # it was not counted
+            return  # the sequence was not counted
         client = llm_request.request.client_id
         account = self._clients[client]
         if llm_request.has_started:
@@ -217,13 +220,13 @@ class WaitingQueue:
             self._drop_account(client)
 
     def rebuild(self, sequences: Iterable[LlmRequest], in_front: Collection[LlmRequest]) -> None:
-        """Rebuild the queue, whatever state it is in; the clients' accounts are kept.
+        """Rebuild the queue, even if its records are inconsistent; the clients' accounts are kept.
 
         Args:
-            sequences: All unfinished sequences; none of them runs. Ended sequences, and those that wait for their
-                prompt, are not queued but count for their clients.
-            in_front: The sequences to put in front of all others of their priority, in this order. The others that
-                ran before follow, oldest first.
+            sequences: All unfinished sequences; none of them runs. Ended sequences, and sequences that wait for a
+                sibling to compute the prompt, are not queued but count for their clients.
+            in_front: The sequences to put in front of all others of their priority, in this order. Other sequences
+                that ran before follow, oldest first.
         """
         present = sorted(sequences, key=lambda sequence: sequence.key)
         self._levels, self._priorities, self._followed = {}, [], {}
@@ -242,7 +245,7 @@ class WaitingQueue:
             self.add_in_front(sequence)
 
     def _recount(self, present: list[LlmRequest]) -> None:
-        """Recount the clients' sequences, and charge clients only for those that have started."""
+        """Recount the clients' sequences, and charge clients only for sequences that have started."""
         known, self._clients = self._clients, {}
         for sequence in present:
             if sequence.sequence_index and not sequence.has_started:
@@ -256,7 +259,8 @@ class WaitingQueue:
                 account.promised += _cost(sequence)
 
     def _drop_account(self, client: int) -> None:
-        """Drop the account of a client without sequences; remember one that had more than its share."""
+        """Drop the account of a client without sequences; if the client had more than its share, keep its
+        tokens."""
         settled = self._clients.pop(client).settled
         if not self._clients:
             self._absent.clear()
@@ -306,7 +310,8 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue: not if it is held or waits for its prompt."""
+    """Whether a sequence that does not run belongs in the queue: not if it is held or a sibling computes its
+    prompt."""
     if llm_request.group.is_held:
         return False
     if llm_request.state is RequestState.WAITING:
@@ -315,6 +320,6 @@ def _is_queued(llm_request: LlmRequest) -> bool:
 
 
 def _cost(llm_request: LlmRequest) -> int:
-    """Return the cost of a sequence: the tokens of its prompt, and all that it may generate in every slot."""
+    """Return the cost of a sequence in tokens: its prompt, and all tokens that it may generate in every slot."""
     most_new = llm_request.max_length - llm_request.prompt_length
     return llm_request.prompt_length + most_new * llm_request.num_slots

@@ -27,7 +27,7 @@ from inflight.sampling.transfer import upload
 class KernelMetadata:
     """The metadata of a batch's rows for one window: the kernels' arguments besides queries, keys and values.
 
-    If `chunks` is set, it is the metadata of the rows before `generation_begin`, computed by another attention.
+    If `chunks` is set, another attention computes the rows before `generation_begin`, with `chunks` as metadata.
     """
 
     tables: Tensor
@@ -44,8 +44,8 @@ class KernelAttention:
 
     Args:
         decoder: The decoder, as this rank computes it.
-        for_chunks: Computes context chunks of batches without `FixedRows` instead of the kernel here, as torch's
-            kernel is written for the processor that it runs on; None: the kernel here computes them.
+        for_chunks: Torch's attention, for the context chunks of batches without `FixedRows`: its kernel is written
+            for the processor that it runs on. None: the kernel in Triton's language computes all chunks.
 
     Raises:
         CannotAttend: The heads are too wide.
@@ -57,7 +57,7 @@ class KernelAttention:
     def __init__(self, decoder: DecoderConfig, for_chunks: PagedAttention | None = None) -> None:
         if decoder.head_dim > MAX_HEAD_DIM:
             raise CannotAttend(
-                f"the kernels support head_dim up to {MAX_HEAD_DIM}; this model has {decoder.head_dim}"
+                f"it takes heads of at most {MAX_HEAD_DIM} values, and the model's have {decoder.head_dim}"
             )
         scale = decoder.attention_scale
         self._scale = decoder.head_dim**-0.5 if scale is None else scale
@@ -65,14 +65,14 @@ class KernelAttention:
         self._for_chunks = for_chunks
         self.name = "kernels in Triton's language"
         if for_chunks is not None:
-            self.name += f", of chunks that are not recorded by {for_chunks.name}"
+            self.name += f" (for chunks that are not recorded, {for_chunks.name})"
 
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, KernelMetadata]:
-        """Raises ValueError for chunks, which the kernels do not support."""
+        """Raises ValueError for windows of chunked attention, which the kernels do not support."""
         if any(window is not None and window.is_chunk for window in windows):
-            raise ValueError("it has no attention in chunks")
+            raise ValueError("it has no chunked attention")
         rows = packed.fixed or _found_rows(packed)
         slots, positions = packed.slots.contiguous(), packed.positions.contiguous()
         begin = packed.generation_begin
@@ -96,7 +96,7 @@ class KernelAttention:
         cache: KvCache,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Leaves rows unwritten that belong neither to a chunk nor to generation."""
+        """Rows that belong neither to a chunk nor to generation stay uninitialized in the result."""
         pages, rows = cache.pages(layer), metadata.rows
         read = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         scores = metadata.window, self._scale, self._soft_cap, sinks, cache.scales(layer)

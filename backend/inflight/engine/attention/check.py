@@ -1,8 +1,9 @@
 """Checks whether a device computes a model's attention correctly, by comparison with plain matrix products.
 
 The dtypes, head sizes, block sizes and processors that a kernel supports change with torch and other packages, and
-an accepted configuration may still be computed wrongly. So none of that is hard-coded here. Kernels work on tiles
-of rows, and defects show where a tile is full or has a single row: hence the numbers of rows tried.
+an accepted configuration may still be computed wrongly. So no list of supported configurations is hard-coded.
+Kernels work on tiles of rows, and defects show where a tile is full or has a single row: hence the numbers of rows
+that are tried.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from inflight.models import DecoderConfig
 
 _SEQUENCES = 3
 _CHUNK_ROWS = (1, 9, 63, 64, 65, 128, 129)
-_LONG = (600, 257, 256)  # of generation rows; keys may be read in parts of 256
-_TOLERANCE = 0.05  # values are around 1, and half precision is off by some thousandths
+_LONG = (600, 257, 256)  # lengths of generation rows, as a kernel may read keys in parts of 256
+_TOLERANCE = 0.05  # results are around 1, and half precision has errors of some thousandths
 
 
 class CannotAttend(Exception):
@@ -52,10 +53,10 @@ def check_attention(
         windows: Windows of the layers.
         dtype: Data type of queries, keys and values.
         device: The device to check on.
-        rounding: How the KV cache stores keys and values; None: unrounded.
+        rounding: 8-bit format in which the KV cache stores keys and values; None: not quantized.
 
     Raises:
-        CannotAttend: It raises, or its results are wrong.
+        CannotAttend: `attention` raises, or its results are wrong.
     """
     windows = tuple(dict.fromkeys(windows))
     longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
@@ -121,7 +122,7 @@ def pack_rows(
 
 
 def fixed_rows(packed: PackedBatch) -> FixedRows:
-    """Return the same rows in fixed arrays with unused room."""
+    """Return the rows of `packed` in arrays of fixed size, which have unused places."""
     device, begin, count = packed.positions.device, packed.generation_begin, len(packed.positions)
     tiles = [*cut_into_tiles(packed.chunks), [0, 0, 0, 0]]
     rows = [*range(begin, count), -1]
@@ -138,7 +139,8 @@ def _compare(
     windows: Sequence[AttentionWindow | None],
     cache: KvCache,
 ) -> None:
-    """Compare the results; `given` is the argument for `attention`: `packed`, or its recorded form."""
+    """Compare the results of `attention` for `given` and of `oracle` for `packed`; `given` is `packed` or has the
+    same rows in the form for recordings."""
     expected = oracle.prepare(packed, cache, windows)
     try:
         metadata = attention.prepare(given, cache, windows)
@@ -148,7 +150,9 @@ def _compare(
     for window in windows:
         error = (found[window] - oracle.attend(*heads, 0, expected[window], cache, sinks)).abs().max()
         if not error < _TOLERANCE:  # true for NaN too
-            raise CannotAttend(f"its results are off by {float(error):.3g} with {_described(packed, window)}")
+            raise CannotAttend(
+                f"its results are wrong by {float(error):.3g} with {_described(packed, window)}"
+            )
 
 
 def _described(packed: PackedBatch, window: AttentionWindow | None) -> str:

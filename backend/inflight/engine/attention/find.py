@@ -1,4 +1,4 @@
-"""Chooses the attention that computes a model on a device: each is tried when the model is loaded. Loading
+"""Chooses the attention that computes a model on a device: candidates are tried when the model is loaded. Loading
 thread."""
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def find_attention(
     windows: tuple[AttentionWindow | None, ...],
     dtype: torch.dtype,
     device: torch.device,
-    say: Callable[..., None] = _log.warning,
+    log: Callable[..., None] = _log.warning,
 ) -> Attention:
     """Return the first attention that computes this model correctly on the device.
 
-    They are tried in this order: over blocks in place, by kernels in Triton's language (and torch's for chunks
-    that are not recorded) or by torch's kernel alone; over gathered blocks; by plain matrix products. On a CPU,
-    attention over gathered blocks is used without a trial. `say` is called like a logger's method with the reason
-    why an earlier one is not used.
+    The order is: attention over blocks in place, by kernels in Triton's language (with torch's kernel for chunks
+    that are not recorded) or by torch's kernel alone; attention over gathered blocks; plain matrix products. On a
+    CPU, attention over gathered blocks is used without a trial. `log` is called like a logger's method, with the
+    reason why an earlier candidate is not used.
     """
     if device.type != "cuda":
         return gathering(held)
@@ -67,28 +67,28 @@ def find_attention(
 
     torchs = find(lambda: torch_paged_attention(device, held, rounding))
     if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
-        _log.info("attention of %s is by %s", of_blocks, kernels.name)
+        _log.info("attention of %s uses %s", of_blocks, kernels.name)
         return kernels
     if torchs is not None:
-        say(
-            "attention of %s is by %s, and only generation is recorded as CUDA graphs: kernels in Triton's "
+        log(
+            "attention of %s uses %s, and only generation is recorded as CUDA graphs: kernels in Triton's "
             "language cannot be used (%s)",
             of_blocks,
             torchs.name,
             reasons[0],
         )
         return torchs
-    say(
+    log(
         "KV blocks are copied together before they are read, which is slower, and nothing is recorded as CUDA "
-        "graphs: torch's attention of %s is of no use here (%s), nor are kernels in Triton's language (%s)",
+        "graphs: neither torch's attention of %s (%s) nor kernels in Triton's language (%s) can be used here",
         of_blocks,
         *reasons,
     )
-    return _find_gathering(held, dtype, check, say)
+    return _find_gathering(held, dtype, check, log)
 
 
 def _find_gathering(
-    held: DecoderConfig, dtype: torch.dtype, check: Callable[[Attention], None], say: Callable[..., None]
+    held: DecoderConfig, dtype: torch.dtype, check: Callable[[Attention], None], log: Callable[..., None]
 ) -> Attention:
     """Return attention over gathered blocks, by plain products if `check` refuses torch's own operator."""
     gathered = gathering(held)
@@ -96,9 +96,9 @@ def _find_gathering(
         check(gathered)
         return gathered
     except CannotAttend as reason:
-        say(
+        log(
             "attention is computed by plain matrix products, which is slower still: torch's scaled dot product "
-            "attention of %s cannot be trusted on this device: %s",
+            "attention of %s gives wrong results on this device: %s",
             str(dtype).removeprefix("torch."),
             reason,
         )
@@ -112,7 +112,8 @@ def torch_paged_attention(
     processor.
 
     Raises:
-        CannotAttend: This torch has none, or it cannot compute this model's scores or read such a KV cache.
+        CannotAttend: This torch has no paged attention, or it cannot compute this model's scores or read
+            this KV cache.
     """
     if rounding is not None:
         raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
@@ -122,19 +123,21 @@ def torch_paged_attention(
         from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
-        raise CannotAttend(f"torch {torch.__version__} has none") from error
+        raise CannotAttend(f"torch {torch.__version__} has no paged attention") from error
     is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
     if is_hopper and importlib.util.find_spec("flash_attn_interface") is not None:
         _try(lambda: activate_flash_attention_impl("FA3"))
-    # FlashAttention 2 needs the beginnings of each sequence's keys; 3 refuses them together with block tables.
+    # FlashAttention 2 needs the beginnings of each sequence's keys; 3 refuses beginnings beside block tables.
     kernel = cast(VarlenAttention, varlen_attn)  # it returns a pair only if asked for the log-sum-exps
     if decoder.attention_scale is not None:
         if "scale" not in inspect.signature(varlen_attn).parameters:
-            raise CannotAttend("it has no scale of its own for scores")
+            raise CannotAttend("it has no argument for the scale of scores")
         kernel = partial(kernel, scale=decoder.attention_scale)
     if decoder.learned_sinks:
         if "return_aux" not in inspect.signature(varlen_attn).parameters:
-            raise CannotAttend("it does not tell the sums of its softmaxes, which learned sinks are added to")
+            raise CannotAttend(
+                "it does not return the sums of its softmaxes, to which learned sinks are added"
+            )
         from torch.nn.attention.varlen import AuxRequest
 
         kernel = partial(kernel, return_aux=AuxRequest(lse=True))

@@ -31,7 +31,7 @@ _MOST_SCORES = 1 << 26  # 256 MiB in float32
 
 
 Kernel = Callable[..., Tensor]
-"""Attention over contiguous keys and values; see `GatheringAttention` for its arguments."""
+"""A function that computes attention over contiguous keys and values; arguments as in `GatheringAttention`."""
 
 
 class GatheringAttention:
@@ -90,7 +90,7 @@ class GatheringAttention:
         cache: KvCache,
         sinks: Tensor | None,
     ) -> None:
-        """Compute a chunk's rows together; for some numbers of rows the last one separately, like a generation
+        """Compute a chunk's rows together; for some numbers of rows, the last row separately, like a generation
         row.
 
         With a mask and a key head broadcast by a stride of 0, torch's memory-efficient CUDA kernel computes a last
@@ -107,7 +107,7 @@ class GatheringAttention:
         if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
             last = slice(chunk.end - 1, chunk.end)
             read[last] = self._kernel(
-                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_given(sinks)
+                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_sinks_argument(sinks)
             )
             rows = slice(chunk.begin, chunk.end - 1)
         num_rows = rows.stop - rows.start
@@ -121,7 +121,7 @@ class GatheringAttention:
             values.unsqueeze(1).expand(shape),
             attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
             is_causal=chunk.mask is None,
-            **_given(None if sinks is None else sinks[:, :, None]),
+            **_sinks_argument(None if sinks is None else sinks[:, :, None]),
         )
         read[rows] = result.permute(2, 0, 1, 3)
 
@@ -143,20 +143,20 @@ class GatheringAttention:
             keys.view(shape).transpose(1, 2),
             values.view(shape).transpose(1, 2),
             attn_mask=group.mask,
-            **_given(sinks),
+            **_sinks_argument(sinks),
         )
 
 
-def _given(sinks: Tensor | None) -> dict[str, Tensor]:
-    """Return the keyword arguments for learned sinks; empty without them, as such a kernel has no parameter for
-    them."""
+def _sinks_argument(sinks: Tensor | None) -> dict[str, Tensor]:
+    """Return the keyword arguments for learned sinks; empty for a model without sinks, whose kernel has no
+    parameter for them."""
     return {} if sinks is None else {"sinks": sinks}
 
 
 def share_of_keys(log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Return the share of the softmax that learned sinks leave to the keys; `log_sums` are the keys' log-sum-exps.
 
-    Attention's results are multiplied by it. With s the sum of exponentials, it is s / (s + exp(sink)).
+    The share is s / (s + exp(sink)) with s the sum of exponentials; attention's results are multiplied by it.
     """
     return torch.sigmoid(log_sums - sinks.float())
 
@@ -173,7 +173,7 @@ def cpu_attention_with_sinks(
 ) -> Tensor:
     """A `Kernel`: torch's scaled dot product attention for CPUs, which can return its softmaxes' log-sum-exps.
 
-    Raises NotImplementedError on other devices, whose kernels do not return them in the same way.
+    Raises NotImplementedError on other devices, whose kernels return log-sum-exps in other ways.
     """
     if query.device.type != "cpu":
         raise NotImplementedError("torch's kernel on this device cannot add learned sinks")
@@ -196,8 +196,8 @@ def by_products(
 ) -> Tensor:
     """A `Kernel` of matrix products in float32, with which other kernels are compared.
 
-    With `soft_cap`, scores become cap * tanh(score / cap) before the mask. Entries are processed a few at a time,
-    as the scores of all of them may not fit into memory.
+    With `soft_cap`, scores become cap * tanh(score / cap) before the mask is added. Entries are processed a few at
+    a time, as the scores of all entries may not fit into memory.
     """
     num_entries, num_heads, num_rows, head_dim = query.shape
     num_keys = key.shape[2]
@@ -227,7 +227,8 @@ def gathering(decoder: DecoderConfig) -> GatheringAttention:
     """Return `GATHERING` for this model's scores; capped scores are computed by products, as torch's kernel has no
     cap.
 
-    With learned sinks it works on CPUs only: elsewhere the check of attention refuses it, and products are used.
+    For a model with learned sinks it works on CPUs only; on other devices `check_attention` refuses it, and
+    products are used.
     """
     if decoder.attention_soft_cap is not None:
         return by_plain_products(decoder)

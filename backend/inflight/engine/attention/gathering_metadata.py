@@ -1,4 +1,5 @@
-"""The rows of a batch as attention over gathered KV blocks reads them: blocks and masks, made once an iteration.
+"""The metadata for attention over gathered KV blocks: the blocks and masks of a batch's rows, made once per
+iteration.
 
 Layers with the same window share the metadata, and blocks outside of the window are left out. Generation rows are
 divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks are
@@ -19,7 +20,7 @@ from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 
 _PIECE_ROWS = 256  # under a window, smaller pieces cost more in calls than they save in keys
-_SPLIT_SAVES_KEYS = 512  # saving fewer padding keys than this costs less than another group's calls
+_SPLIT_SAVES_KEYS = 512  # padding keys that a further group must save to be worth its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class ChunkMetadata:
     Attributes:
         begin: First row.
         end: Row after the last.
-        block_ids: Blocks whose keys are attended to, in order; None: the keys are the chunk's own rows, unrounded.
+        block_ids: Blocks whose keys are attended to, in order; None: the keys are the chunk's own rows, as
+            computed.
         num_keys: Number of keys attended to, counted from the first block's first token.
         mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
     """
@@ -77,7 +79,7 @@ class _Preparation:
     def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
         self._packed, self._block_tables, self._window = packed, packed.block_tables, window
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
-        # Rounded keys and values are always read from the cache, so that results do not depend on the chunks.
+        # Quantized keys and values are always read from the cache, so that results do not depend on the chunks.
         self._reads_own_rows = cache.rounding is None
 
     def make(self) -> GatheringMetadata:
@@ -122,7 +124,7 @@ class _Preparation:
         return ChunkMetadata(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, self._dtype))
 
     def _groups(self) -> list[tuple[int, int]]:
-        """Divide generation rows into groups (begin, end), where a group of shorter rows saves enough padding."""
+        """Divide generation rows into groups (begin, end); a further group must save enough padding."""
         lengths = self._packed.generation_lengths.tolist()
         starts: list[int] = []
         longest = 0
@@ -154,7 +156,7 @@ class _Preparation:
             if num_sink_blocks:
                 of_sinks = torch.arange(num_sink_blocks, device=device).expand(len(slots), -1)
                 columns = torch.cat([of_sinks, columns], dim=1)
-            # Past the end of the table any block will do, as its keys are masked.
+            # Columns past the end of the table may read any block, as its keys are masked.
             block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
             places = torch.arange(tokens_per_block, device=device)
             keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
@@ -167,8 +169,9 @@ def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
 
 
 def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
-    """Return a mask [rows, n] of the keys that rows do not see, by positions of keys, [n] or [rows, n], and of
-    rows, [rows, 1]."""
+    """Return a mask [rows, n], True where a row does not see a key.
+    `keys`: positions of the keys, [n] or [rows, n]; `positions`: positions of the rows, [rows, 1].
+    """
     hidden = keys > positions
     if window is not None:
         first = positions - window.recent + 1
@@ -182,5 +185,5 @@ def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> 
 
 
 def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask in the form that is added to scores; a boolean one would be converted in every layer."""
+    """Return the mask to add to scores, 0 or -inf; a boolean mask would be converted in every layer."""
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

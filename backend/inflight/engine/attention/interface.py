@@ -16,10 +16,10 @@ class Attention(Protocol):
     """Computes the attention of packed rows, layer by layer, with metadata made once per iteration.
 
     Attributes:
-        has_fixed_shapes: Whether the metadata and results of generation batches depend on the number of rows
-            alone, and computing them does not wait for the device, so that they can be recorded.
-        takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that the same is true for batches with chunks.
-        name: Its name in logs.
+        has_fixed_shapes: Whether a generation batch can be recorded: shapes depend on the number of rows
+            alone, and no call waits for the device.
+        takes_fixed_rows: Whether it reads `PackedBatch.fixed`, so that batches with chunks can be recorded too.
+        name: The attention's name in logs.
     """
 
     has_fixed_shapes: bool

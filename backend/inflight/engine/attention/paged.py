@@ -1,8 +1,7 @@
 """Attention that reads KV blocks in place: one call per layer for context chunks and generation rows.
 
-The kernel is an argument; `find.py` finds torch's. The tensors that it takes are made on the device from the
-packed rows, and its other arguments do not depend on the lengths of sequences, so generation batches can be
-recorded.
+The kernel is an argument; `find.py` finds torch's. Its tensor arguments are made on the device from the packed
+rows, and its other arguments do not depend on the lengths of sequences, so generation batches can be recorded.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.windows import AttentionWindow
 
 VarlenAttention = Callable[..., Any]
-"""Attention over KV blocks in place; see `PagedAttention` for its arguments."""
+"""A function that computes attention over KV blocks in place; arguments as in `PagedAttention`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedMetadata:
-    """The metadata of a batch's rows, for one window: the kernel's tensors."""
+    """The metadata of a batch's rows, for one window: the kernel's tensors and bounds."""
 
     row_bounds: Tensor
     key_bounds: Tensor | None
@@ -46,7 +45,7 @@ class PagedAttention:
             query         [rows, heads, head_dim]
             key, value    [blocks, tokens_per_block, kv_heads, head_dim]
             cu_seq_q      [sequences + 1] int32, index of each sequence's first query
-            cu_seq_k      [sequences + 1] int32, the same for keys, as if they were contiguous; None for
+            cu_seq_k      [sequences + 1] int32, index of its first key, as if keys were contiguous; None for
                           kernels that would take them to be contiguous
             max_q, max_k  upper bounds of the queries, and keys, of a sequence
 
@@ -59,8 +58,8 @@ class PagedAttention:
             block_table   [sequences, blocks of the longest sequence] int32
             num_splits    number of parts into which a sequence's keys are divided
 
-            and returns the output of every query, [rows, heads, head_dim]; in a model with learned sinks a pair
-            of that and the logarithms of the softmaxes' sums, [heads, rows] float32.
+            and returns the output of every query, [rows, heads, head_dim]; in a model with learned sinks, a
+            pair of the output and the logarithms of the softmaxes' sums, [heads, rows] float32.
         takes_key_bounds: Whether the kernel gets `cu_seq_k`.
     """
 
@@ -75,7 +74,8 @@ class PagedAttention:
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, PagedMetadata]:
-        """Raises ValueError for windows with sinks and for chunks, which the kernel does not support."""
+        """Raises ValueError for windows with sinks and for chunked attention, which the kernel does not
+        support."""
         last_rows = packed.bounds[1:] - 1
         lengths = (packed.positions[last_rows] + 1).int()
         key_bounds = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) if self._takes_key_bounds else None
@@ -132,8 +132,8 @@ def _window_size(window: AttentionWindow | None, max_rows: int) -> tuple[int, in
         if window.sinks:
             raise ValueError("it has no windows with sinks")
         if window.is_chunk:
-            raise ValueError("it has no attention in chunks")
+            raise ValueError("it has no chunked attention")
         return window.recent - 1, 0
-    # A sequence's last token has no token after it. If told so, FlashAttention 2 would read a key head once per
-    # query head.
+    # A single row is the last token, so no key comes after it and -1 is right too. With 0, FlashAttention 2 would
+    # read a key head once per query head.
     return (-1, 0) if max_rows > 1 else (-1, -1)

@@ -2,9 +2,9 @@
 
 A module's delta, B (A x), is computed together with the product that contains the module: query, key and
 value with qkv, gate and up with up. The modules' rows of A are stored one after the other. For B, every 16
-columns of a product store only the ranks that change them: the query's columns none of the key's. Values have
-the dtype of activations, even if weights are int8. An adapter is stored in one block of memory, which is
-freed with it. Loop thread.
+columns of a product store only the ranks that change these columns: columns of the query store no ranks of the
+key. Values have the dtype of activations, even if weights are int8. Each adapter has one block of memory, which is
+freed with the adapter. Loop thread.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Product:
 
 @dataclass(frozen=True, slots=True)
 class _LoraRankRange:
-    """A module's part of the LoRA ranks of its product: `count` pairs of ranks from pair `first` on."""
+    """The LoRA ranks of one module among the ranks of its product: `count` pairs of ranks from pair `first` on."""
 
     first: int
     count: int
@@ -66,7 +66,7 @@ class _Columns:
     Attributes:
         rows: [halves, 16], the row of B for every column of the half panels that contain the module; -1 for
             columns of other modules.
-        at: [halves], index of the register that the first pair of ranks of these columns is stored in.
+        at: [halves], index of the register with the first pair of ranks of each half panel.
     """
 
     rows: NDArray[np.int64]
@@ -78,7 +78,7 @@ class _ColumnLayout:
     """The layout of a product's packed B, for modules with given ranks.
 
     Attributes:
-        ranges: RankRange of source/layer.h for each 16 columns, [width / 16, 3] int32.
+        ranges: [width / 16, 3] int32, a RankRange of source/layer.h for every 16 columns.
         num_registers: Number of registers that B occupies.
         columns: Place of each module.
     """
@@ -109,7 +109,7 @@ class _ProductAdapter:
     num_ranks: int
 
     def num_registers_of_a(self, per_register: int) -> int:
-        """Return the number of registers that A occupies, given the numbers per register."""
+        """Return the number of registers that A occupies; `per_register` is the number of values in a register."""
         return self.num_ranks * -(-self.product.inner // per_register)
 
 
@@ -155,7 +155,8 @@ class PackedAdapters:
         self._by_page: dict[int, PackedAdapter] = {}
 
     def load(self, load: AdapterLoad) -> None:
-        """Pack an adapter and discard those in any of its pages, even if there is no memory for the new one."""
+        """Pack an adapter; discard adapters that occupied any of its pages, even if memory for the new one is
+        lacking."""
         pages = frozenset(load.pages)
         for first in [page for page, adapter in self._by_page.items() if adapter.pages & pages]:
             del self._by_page[first]
@@ -163,7 +164,8 @@ class PackedAdapters:
         self._by_page[load.pages[0]] = self._pack(pages, self._find_parts(layers))
 
     def addresses(self, first_pages: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return the addresses [rows] of the rows' adapters by their first pages; 0 for -1.
+        """Return the addresses [rows] of adapters, given the first page of each row's adapter; 0 for -1, no
+        adapter.
 
         Raises:
             ValueError: A page has no adapter.
@@ -172,7 +174,9 @@ class PackedAdapters:
         try:
             return np.array([known[page] for page in first_pages.tolist()], dtype=np.uint64)
         except KeyError as error:
-            raise ValueError(f"a row's adapter is in page {error}, where none has been loaded") from None
+            raise ValueError(
+                f"a row's adapter should begin in page {error}, but no adapter begins there"
+            ) from None
 
     def _find_parts(self, layers: dict[int, dict[Module, LowRank]]) -> list[_ProductAdapter]:
         layouts: dict[
@@ -194,7 +198,7 @@ class PackedAdapters:
         return parts
 
     def _place(self, modules: dict[Module, LowRank]) -> dict[Module, _LoraRankRange]:
-        """Return each module's ranks; fused modules have the same A and so share ranks."""
+        """Return the ranks of each module; modules of a fused adapter have the same A, and so share ranks."""
         places: dict[Module, _LoraRankRange] = {}
         places_of_a: dict[int, _LoraRankRange] = {}
         num_pairs = 0

@@ -57,7 +57,7 @@ RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
     GatedDelta: layout.GATED_DELTA,
     Mamba2: layout.MAMBA2,
 }
-"""Recurrent layers that are computed, by the types of their configurations."""
+"""Kinds of recurrent layers that the compiled code supports, by the types of their configurations."""
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
 _SPIN_US, _MOST_SPIN_US = 50, 1_000_000
 
@@ -75,15 +75,14 @@ class NativeDecoder:
         tokens_per_block: Block size of the cache that every call passes.
         part: As for `Decoder`.
         collectives: As for `Decoder`.
-        rounding: Rounding of the cache that every call passes.
-        num_mapped_bytes: Bytes of weights that are mapped from a file.
+        rounding: 8-bit format of the cache that every call passes; None: not quantized.
 
     Raises:
-        ConfigError: Its threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
+        ConfigError: The threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
 
     Attributes:
         config: Configuration of the whole model.
-        dtype: Dtype of activations, and of the KV cache unless that is rounded.
+        dtype: Dtype of activations, and of a KV cache that is not quantized.
         kernels: As for `Decoder`.
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
@@ -94,7 +93,7 @@ class NativeDecoder:
     kernels = "native"
     has_fixed_shapes = False
 
-    # Positions after a sequence's last token are masked, or set to zero when that token is stored.
+    # Positions after a sequence's last token are masked, or set to zero when the last token is stored.
     needs_cleared_blocks = False
 
     def __init__(
@@ -184,10 +183,9 @@ class NativeDecoder:
         x.add_(total, alpha=self.config.residual_scale)
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """Compute layers and logits in one call, because after each call Python code must return to the CPU
-        caches.
+        """Compute layers and logits in one library call, as the code evicts Python's from the CPU's caches.
 
-        The call also finds the peaks, for `row_kernels`.
+        The call also finds the largest logit of each row, for `row_kernels`.
         """
         if self._collectives.size > 1:
             return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
@@ -231,7 +229,7 @@ class NativeDecoder:
         return apply_norm(hidden, self._norm, self.config.norm_eps)
 
     def _stops(self, between: HiddenStates) -> list[int]:
-        """Return the first layer of each call, followed by the number of layers."""
+        """Return the first layer of each library call, followed by the number of layers."""
         count = len(self._layers)
         inner = {stop - self._first_layer for stop in between.wanted}
         return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
@@ -239,7 +237,8 @@ class NativeDecoder:
     def _begin(
         self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None
     ) -> tuple[BatchStruct, Tensor]:
-        """Return the batch, which points into the arguments, and the first layer's input or `hidden`."""
+        """Return the batch's struct, which points into the arguments, and the first layer's input: `hidden`, or
+        the embeddings."""
         self._bind(cache)
         spans, positions, slots = _spans(packed), packed.positions, packed.slots
         batch = BatchStruct(
@@ -311,7 +310,7 @@ class NativeDecoder:
         _check(self._library.run(self._handle, batch, x.data_ptr(), first, last, target, half))
 
     def routed(self) -> RoutedStruct:
-        """Return the time of routing and the number of experts whose weights were read, since this decoder
+        """Return the time spent on routing and the number of experts whose weights were read, since this decoder
         was created."""
         routed = RoutedStruct()
         self._library.read_routed(self._handle, routed)
@@ -363,7 +362,7 @@ class NativeDecoder:
         """Set the layers' pointers into the cache and the states, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
-        assert cache.rounding == self._rounding, "the cache has the rounding of the compiled layers"
+        assert cache.rounding == self._rounding, "the cache has the format passed to __init__"
         self._cache = cache
         with_attention = [layer for layer in self._layers if layer.recurrent.conv is None]
         for layer, (keys, values) in zip(with_attention, cache.layers):
@@ -412,7 +411,7 @@ def _spans(packed: PackedBatch) -> NDArray[np.int64]:
 
 
 def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
-    """Return [segments, 5] int64: Segment of source/layer.h."""
+    """Return the segments as an array [segments, 5] int64, each row a Segment of source/layer.h."""
     return np.array(segments, dtype=np.int64).reshape(-1, layout.SEGMENT_FIELDS)
 
 
@@ -443,10 +442,10 @@ def _check(is_done: bool) -> None:
 
 
 def _spin_us() -> int:
-    """Return how long a thread spins at a barrier before it sleeps, in microseconds, as the environment says.
+    """Return how long a thread spins at a barrier before it sleeps, in microseconds (INFLIGHT_CPU_SPIN_US).
 
     Raises:
-        ConfigError: It is not a number from 0 to a million.
+        ConfigError: The variable's value is not a number from 0 to a million.
     """
     text = os.environ.get(_SPIN_VARIABLE) or str(_SPIN_US)
     if not (text.isascii() and text.isdigit() and int(text) <= _MOST_SPIN_US):

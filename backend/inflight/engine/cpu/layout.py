@@ -30,7 +30,7 @@ ELEMENT, INT8, INT4, FLOAT4 = range(4)
 INT4_AT_ONCE = 8
 """The number of inputs in a group of 4-bit values is a multiple of this."""
 INT4_GROUP_BYTES = 8
-"""Bytes of a group of an operand besides its levels."""
+"""Bytes that a group of an operand takes besides its levels."""
 INT4_ZERO_BITS = 31
 """Mask of the zero point in the bits of a group's scale."""
 INT4_WORD, FLOAT4_WORD = 4, 2

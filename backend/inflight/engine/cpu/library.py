@@ -2,16 +2,16 @@
 
 A wheel includes libraries (scripts/wheel), which `prebuild` has put beside the sources; they take precedence
 if they were built from these sources. Otherwise compiling takes up to twenty seconds at the first use. The
-result is kept in the user's cache folder, under a name that depends on the sources, the compiler, the C
-library and the processor, so that later starts find it. A library ends with a digest of itself, because
-loading a truncated file would kill the process.
-Any thread; of several processes one builds, and the others wait for it. Imports no torch.
+compiled library is kept in the user's cache folder, under a name that depends on the sources, the compiler, the C
+library and the processor, so that later starts find it. A library's file ends with a digest of its content,
+because loading a truncated file would kill the process.
+Any thread; if several processes need a library, one builds it and the others wait. Imports no torch.
 
 After a build, libraries that were not loaded for 30 days are removed. A library's modification time is the
 time when it was last loaded or built. Every version of the sources, the compiler and the processor has its
 own libraries, and it cannot be known which versions are still installed, so age decides. Removing a loaded
-library does no harm: the file exists until the last process that loaded it ends, and is built again when it
-is needed again.
+library does no harm: its data exists until the last process that loaded it ends, and the library is built
+again when it is needed.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _BUILD_TIMEOUT_S = 600.0  # fifty times the duration of a build on an idle machi
 _VERSION_TIMEOUT_S = 10.0
 _TICK_S = 1.0
 _DIGEST_BYTES = 16
-_BUILD_PREFIX = "build-"  # of the folder of a build, which remains only if its process was killed
+_BUILD_PREFIX = "build-"  # name of a build's temporary folder, which remains only if the process was killed
 _ABANDONED_S = 24 * 3600.0  # far longer than any build
 _WRONG_PRODUCTS = {
     layout.TILES_NOT_PERMITTED: "the kernel does not let this process use tiles",
     layout.PRODUCTS_ARE_OFF: "its products are wrong on this processor",
-    layout.PRODUCTS_CRASH: "its products end the process",
+    layout.PRODUCTS_CRASH: "its products kill the process",
 }
 """Faults that `check_products` may find."""
 _NONE_PREBUILT = "no library for it came with the package"
 
 
 class CannotBuild(Exception):
-    """There is no compiled code for this machine; the message says why."""
+    """There is no compiled code for this machine; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,15 +74,15 @@ class Target:
     """A kind of processor for which the sources have registers and products (source/lanes.h, products.h).
 
     Attributes:
-        name: Its name in the environment variable that selects a target.
+        name: Name of the target, as in the environment variable that selects one.
         int8_products: The instruction that multiplies weights of 8 and 4 bits.
         here: Compiler flags for this machine's processor.
         anywhere: Compiler flags for all processors with the instruction sets.
-        needed: Instruction sets that all of its code needs, with their names in /proc/cpuinfo.
-        for_bfloat16: Further instruction sets for bfloat16, with the compiler's flags.
-        for_int8: Further instruction sets for weights of 8 and 4 bits, with the compiler's flags.
-        dtypes: Dtypes for which it is faster than the next target.
-        caveat: A remark for users, shown with its name.
+        needed: Instruction sets that all code of the target needs, by their names in /proc/cpuinfo.
+        for_bfloat16: Further instruction sets for bfloat16, with the compiler flag of each.
+        for_int8: Further instruction sets for weights of 8 and 4 bits, with the compiler flag of each.
+        dtypes: Dtypes for which this target is faster than the next one.
+        caveat: A remark for users, shown with the target's name.
     """
 
     name: str
@@ -125,7 +125,7 @@ _OF_MACHINES = {
             {"avx512_bf16": "-mavx512bf16", "amx_bf16": "-mamx-bf16"},
             {"avx512_vnni": "-mavx512vnni", "amx_int8": "-mamx-int8"},
             frozenset({"bfloat16"}),
-            "never executed on hardware by those who wrote it",
+            "never executed on hardware by its authors",
         ),
         Target(
             "avx512",
@@ -136,8 +136,8 @@ _OF_MACHINES = {
             {"avx512_bf16": "-mavx512bf16"},
             {"avx512_vnni": "-mavx512vnni"},
         ),
-        # Not -march=native: processors with AVX-512 that lack a part of it run this code too. For other
-        # processors it is tuned for Zen 3: without tuning, long prompts took a quarter longer there.
+        # Not -march=native: processors that have AVX-512 only in part run this code too. For other machines, the
+        # code is tuned for Zen 3: without tuning, long prompts took a quarter longer on that processor.
         Target(
             "avx2",
             "avx2",
@@ -170,7 +170,7 @@ TARGETS = (*_OF_MACHINES.get(platform.machine(), ()), _GENERIC)
 
 
 def targets_of_compiler() -> tuple[Target, ...]:
-    """Return the targets of the machines that the compiler compiles for: `CXX` may name a cross compiler."""
+    """Return the targets of the architecture that the compiler compiles for; `CXX` may name a cross compiler."""
     said = _run([_find_compiler(), "-dumpmachine"], _VERSION_TIMEOUT_S).stdout.decode()
     return (*_OF_MACHINES.get(said.partition("-")[0], ()), _GENERIC)
 
@@ -179,7 +179,7 @@ class CompiledCode(ctypes.CDLL):
     """A loaded shared library of compiled layers, for one target and dtype.
 
     Attributes:
-        description: The result of `describe_target`, or the reason why a faster target was left out.
+        description: The result of `describe_target`, or the reason why a faster target was skipped.
     """
 
     description = ""
@@ -189,12 +189,12 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
     """Load the code for models of this dtype; raise CannotBuild, with the reason, if there is none for this
     machine.
 
-    Targets whose products are wrong on this machine are left out, with a warning.
+    Targets whose products are wrong on this machine are skipped, with a warning.
 
     Args:
         dtype: Dtype of activations.
         int8: Whether weights are int8.
-        rounded_cache: Whether the KV cache may have 8 bits.
+        rounded_cache: Whether the KV cache may be quantized to 8 bits.
     """
     targets, flags = _runnable_targets(dtype, int8), _processor_flags()
     why = _why_not_faster(targets[0], dtype, int8)
@@ -212,10 +212,10 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
 def foresee(dtype: str, int8: bool = False, rounded_cache: bool = False) -> str:
     """Describe where `load_library` will get the code, without loading or compiling it.
 
-    Raises CannotBuild, with the reason, if it is already known that there will be none.
+    Raises CannotBuild, with the reason, if it is already known that there will be no code.
     """
     target, flags = find_target(dtype, int8), _processor_flags()
-    refusal = _refuse_prebuilt(target, dtype, int8)
+    refusal = _why_not_prebuilt(target, dtype, int8)
     if not refusal:
         return "which came with the package"
     compiler = _local_command(target, dtype, int8, rounded_cache, refusal)
@@ -303,10 +303,10 @@ def begin_loading(dtype: str, int8: bool = False, rounded_cache: bool = False) -
 
 
 def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
-    """Compile into the package, for every processor with a target's instruction sets and for all kinds of KV
-    caches.
+    """Compile a library into the package, and return its path.
 
-    Raises CannotBuild if that fails.
+    The library runs on all processors with the target's instruction sets, and supports all formats of KV caches.
+    Raises CannotBuild if compiling or writing fails.
     """
     path = _prebuilt_path(target, dtype, int8)
     try:
@@ -321,7 +321,7 @@ def prebuild(target: Target, dtype: str, int8: bool = False) -> Path:
 def _load(
     target: Target, flags: frozenset[str], dtype: str, int8: bool, rounded_cache: bool = False
 ) -> CompiledCode:
-    refusal = _refuse_prebuilt(target, dtype, int8)
+    refusal = _why_not_prebuilt(target, dtype, int8)
     if not refusal:
         prebuilt = _prebuilt_path(target, dtype, int8)
         try:
@@ -430,7 +430,9 @@ def _compile(compiler: list[str], target: Path, tick: Callable[[], None]) -> Non
     if done.returncode != 0 or not target.exists():
         said = done.stderr.decode(errors="replace").strip()
         first = next((line for line in said.splitlines() if "error" in line), said[:200])
-        raise CannotBuild(f"{compiler[0]} failed with status {done.returncode}: {first.strip() or 'no word'}")
+        raise CannotBuild(
+            f"{compiler[0]} failed with status {done.returncode}: {first.strip() or 'without a message'}"
+        )
 
 
 def _run(
@@ -489,7 +491,7 @@ def _compiler_command(
 ) -> list[str]:
     """Return the compiler command for a target, without source and result; raise CannotBuild without a compiler.
 
-    `refusal`: the reason why compiling is necessary, which that error includes.
+    `refusal`: the reason why compiling is necessary, which the error message includes.
     """
     try:
         compiler = _find_compiler()
@@ -505,7 +507,7 @@ def _find_compiler() -> str:
     for name in (wanted, "c++", "g++", "clang++"):
         if name and (found := shutil.which(name)):
             if wanted and name != wanted:
-                _log.warning("CXX is %s, which is no program: compiling with %s", wanted, found)
+                _log.warning("CXX is %s, which is not an installed program: compiling with %s", wanted, found)
             return found
     raise CannotBuild("there is no C++ compiler (CXX, c++, g++ or clang++)")
 
@@ -524,7 +526,7 @@ def _prebuilt_stem(target: Target, dtype: str, int8: bool) -> str:
     return f"decoder-{'int8' if int8 else dtype}-{target.name}-"
 
 
-def _refuse_prebuilt(target: Target, dtype: str, int8: bool) -> str:
+def _why_not_prebuilt(target: Target, dtype: str, int8: bool) -> str:
     """Return the reason why the library from the package is not used; empty if it is used."""
     wanted = os.environ.get(_BUILD_VARIABLE, "")
     if wanted == "local":
@@ -561,7 +563,7 @@ def _processor_flags() -> frozenset[str]:
 def _prune(folder: Path, but: Path) -> None:
     """Remove libraries in a cache folder that were not loaded for 30 days, and the remains of killed builds.
 
-    Called after a build; `but` is the new library, which stays. Files that cannot be removed stay too.
+    Called after a build; `but` is the new library, which is kept. Files that cannot be removed are skipped.
     """
     remove_unused(folder, "decoder-*.so", but)
     now = time.time()

@@ -1,14 +1,16 @@
 """Packed weights in a file of the user's cache, which the first load writes and later loads map.
 
-The first load packs straight into the mapped file, so that it takes no more memory than the embedding and one
-matrix. Mapped pages belong to the page cache: servers on one machine share them, and under pressure the kernel
-drops them and reads them again. A file is valid for one state of the checkpoint's files, of this package's sources
-and of torch, and for one rank's part, dtype and target; a load with others replaces it or has a file of its own.
+The first load packs straight into the mapped file, and so allocates only the embedding and one matrix. Mapped
+pages belong to the page cache: servers on one machine share them, and under memory pressure the kernel drops
+them and reads them again. A file is valid for one state of the checkpoint's files, of this package's sources
+and of torch, and for one rank's part, dtype and target. After a change of any of these, a load replaces the
+file or writes another.
 
-The file has the tensors, a pickle of the objects that refer to them, and a trailer with sizes and digests. In the
-pickle a tensor is its place in the file. The addresses in structs are those of the process that wrote them, and
-are replaced when the file is mapped. Like the code beside it, the file is trusted: only its user can write it.
-Loading thread; of several processes that load the same weights, one writes, and the others wait for it.
+The file has the tensors, a pickle of the objects that refer to them, and a trailer with sizes and digests. The
+pickle has a tensor's place in the file instead of the tensor. Structs contain addresses of the process that
+wrote them, which are replaced when the file is mapped. Like the compiled code in the same folder, the file is
+trusted: only its user can write it. Loading thread; if several processes load the same weights, one writes and
+the others wait.
 """
 
 from __future__ import annotations
@@ -50,14 +52,15 @@ _OF_CHECKPOINTS = (".safetensors", ".gguf", ".json")
 _DIGEST_BYTES, _NAME_BYTES = 16, 8
 _ALIGNMENT = 64  # bytes: a cache line
 _TRAILER = struct.Struct(f"<QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
-"""Begin and size of the pickle, the identity of the weights, and the digest of the pickle."""
+"""The trailer: begin and size of the pickle in bytes, the identity of the weights, and the digest of the
+pickle."""
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped(Generic[T]):
-    """Packed weights, and the number of bytes of them that are mapped from a file: 0 if none are."""
+    """Packed weights, and how many of their bytes are mapped from a file: 0 if none are."""
 
     content: T
     num_bytes: int = 0
@@ -69,7 +72,7 @@ class PackedFile:
 
     Attributes:
         path: The file, which need not exist.
-        identity: A digest of everything that the content follows from.
+        identity: A digest of everything that determines the file's content.
     """
 
     path: Path
@@ -90,10 +93,10 @@ class PackedFile:
         return cls(cache / _FOLDER / f"{name}-{place.hex()}{_SUFFIX}", identity)
 
     def load(self, pack: Callable[[Arena], T]) -> Mapped[T]:
-        """Map the weights; if the file is missing or of another identity, pack them into it first.
+        """Map the weights; if the file is missing or has another identity, pack the weights into it first.
 
-        `pack` allocates packed matrices in the given memory. If the file cannot be written, it is called again
-        with ordinary memory, and a warning says why.
+        `pack` allocates packed matrices in the arena that it gets. If the file cannot be written, `pack` is called
+        again with ordinary memory, and the reason is logged as a warning.
         """
         if (found := self._map()) is not None:
             return found
@@ -109,7 +112,7 @@ class PackedFile:
         return found or Mapped(pack(Arena()))
 
     def _map(self) -> Mapped[Any] | None:
-        """Map the file read-only; return None unless it is there, whole, and of this identity."""
+        """Map the file read-only; return None if it is missing, incomplete or has another identity."""
         try:
             with open(self.path, "rb") as file:
                 memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -128,7 +131,7 @@ class PackedFile:
         return Mapped(_Unpickler(pickled, memory).load(), len(memory))
 
     def _write(self, pack: Callable[[Arena], Any]) -> None:
-        """Pack into a new file, and put it into place when all of it is on disk."""
+        """Pack into a temporary file, and rename it when all of it is on disk."""
         part = self.path.with_suffix(_UNFINISHED)
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -137,7 +140,7 @@ class PackedFile:
                 writer.finish(pack(Arena(writer.map_region)), self.identity)
                 os.fsync(handle)
             os.replace(part, self.path)
-        except BaseException:  # of any kind: nothing unfinished stays
+        except BaseException:  # of any kind: remove the unfinished file
             part.unlink(missing_ok=True)
             raise
         for suffix in (_SUFFIX, _UNFINISHED):
@@ -145,7 +148,10 @@ class PackedFile:
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
-        """Wait for other processes that write this file; the kernel releases the lock of one that dies."""
+        """Lock the file against other processes that write it, after waiting for them.
+
+        The kernel releases the lock of a process that dies.
+        """
         self.path.parent.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(self.path.with_suffix(_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -165,9 +171,9 @@ class _PackedFileWriter:
 
     Attributes:
         file: The file.
-        end: Its size so far, in bytes.
-        places: Address, size and offset in the file of the memory and the tensors that are in it.
-        regions: The mapped memory, kept until the file is finished so that no other tensor gets its addresses.
+        end: Size of the file so far, in bytes.
+        places: Address, size and offset in the file of each mapped region and each written tensor.
+        regions: The mapped regions, kept until the file is finished so that no other tensor gets their addresses.
     """
 
     file: BinaryIO
@@ -176,9 +182,11 @@ class _PackedFileWriter:
     regions: list[Tensor] = field(default_factory=list[Tensor])
 
     def map_region(self, size: int) -> Tensor:
-        """Return the next `size` bytes of the file, mapped; raise OSError if the disk has no room for them."""
+        """Extend the file by `size` bytes and return them, mapped; raise OSError if the disk is full."""
         begin, size = _aligned(self.end, mmap.PAGESIZE), _aligned(size, mmap.PAGESIZE)
-        os.posix_fallocate(self.file.fileno(), begin, size)  # else a full disk would end the process later
+        os.posix_fallocate(
+            self.file.fileno(), begin, size
+        )  # otherwise a full disk would kill the process later
         region = torch.frombuffer(mmap.mmap(self.file.fileno(), size, offset=begin), dtype=torch.uint8)
         self.regions.append(region)
         self.places.append((region.data_ptr(), size, begin))
@@ -196,7 +204,7 @@ class _PackedFileWriter:
         self.file.flush()
 
     def _place(self, tensor: Tensor) -> int:
-        """Return a tensor's offset in the file, into which it is written unless it is there already."""
+        """Return a tensor's offset in the file, after writing the tensor if the file does not have it yet."""
         address = tensor.data_ptr()
         for begin, size, offset in self.places:
             if begin <= address < begin + size:
@@ -211,7 +219,8 @@ class _PackedFileWriter:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects with tensors and structs, which are not pickled themselves."""
+    """Pickles objects that contain tensors and structs: a tensor as its place in the file, a struct as its
+    bytes."""
 
     def __init__(self, file: BinaryIO, place: Callable[[Tensor], int]) -> None:
         super().__init__(file)
@@ -247,7 +256,7 @@ class _Unpickler(pickle.Unpickler):
         return restored
 
     def _relocate(self, restored: ctypes.Structure) -> None:
-        """Replace the addresses in a struct, and in the structs in it, by those of the mapped memory."""
+        """Replace the addresses in a struct and in its nested structs by addresses in the mapped memory."""
         for name, kind, *_ in restored._fields_:
             value = getattr(restored, name)
             if isinstance(value, ctypes.Structure):
@@ -258,7 +267,7 @@ class _Unpickler(pickle.Unpickler):
                 setattr(restored, name, self._memory.data_ptr() + offset + value - begin)
 
     def _place_of(self, address: int) -> tuple[int, int, int]:
-        """Return the last place that begins at or before an address."""
+        """Return the last of `places` that begins at or before an address."""
         return self._places[bisect_right(self._places, (address, math.inf)) - 1]
 
 
@@ -271,13 +280,14 @@ def _states(checkpoint: Path) -> list[tuple[str, int, int, int]]:
 
 @functools.cache
 def _sources() -> bytes:
-    """Return a digest of torch's version and of this package's sources, any of which may decide a layout."""
+    """Return a digest of torch's version and of this package's sources: a change of either may change the
+    layout."""
     files = (file for pattern in ("*.py", "*.h", "*.cpp") for file in sorted(_PACKAGE.rglob(pattern)))
     return _digest(torch.__version__.encode(), *(file.read_bytes() for file in files))
 
 
 def _read_ahead(path: Path, size: int) -> None:
-    """Let the kernel read a file into the page cache while the load goes on, if the memory has room for it."""
+    """Let the kernel read a file into the page cache while loading continues, if enough memory is free."""
 
     def read() -> None:
         with suppress(OSError), open(path, "rb") as file:

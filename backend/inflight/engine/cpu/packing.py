@@ -1,8 +1,9 @@
 """Weights in the layout that the compiled products read, and the structs that point to them.
 
-A matrix becomes panels of 32 columns (source/gemm.h): in its own dtype, quantized here to int8 with a scale
-per column, or as the checkpoint has quantized it, to int8 with a scale per column or to 4 bits in groups
-(source/int4.h). Matrices are packed as they are read from the checkpoint, so that at most one is in memory twice.
+A matrix becomes panels of 32 columns (source/gemm.h). Its values stay in their dtype, are quantized here to int8
+with a scale per column, or were quantized in the checkpoint, to int8 with a scale per column or to 4 bits in
+groups (source/int4.h). Matrices are packed as they are read from the checkpoint, so that at most one is in
+memory twice.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class PackedLinear:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The steps between the all-reduce over ranks and the addition to the residual stream.
+    """The steps from the all-reduce over ranks to the addition to the residual stream, for attention or an MLP.
 
     Attributes:
-        bias: Bias of the last projection, which is added once.
-        post_norm: The norm that follows; None if there is none.
+        bias: Bias of the last projection, added once to the sum of all ranks; None if there is none.
+        post_norm: The norm after the bias; None if there is none.
     """
 
     bias: Tensor | None
@@ -70,7 +71,7 @@ class PackedLayer:
     """A packed layer.
 
     Attributes:
-        struct: The packed layer without its part of the KV cache or of the recurrent states.
+        struct: The packed layer; its addresses in the KV cache or the recurrent states are set later.
         tensors: The tensors that the struct points to.
         attention: Steps after the all-reduce of attention's output.
         mlp: Steps after the all-reduce of the MLP's output.
@@ -93,7 +94,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         num_threads: Number of threads that pack.
         has_int8_head: Whether to quantize the output projection.
         arena: The memory of packed matrices.
-        latent: Latent attention of the model's layers; None: they have ordinary attention.
+        latent: Sizes of the model's latent attention; None: the model has ordinary attention.
     """
 
     library: ctypes.CDLL
@@ -144,11 +145,12 @@ class Packer(Sink[PackedLayer, PackedLinear]):
 
     @property
     def keeps_tied_embedding(self) -> bool:
-        """Whether the output projection is int8, whose columns cannot serve as the embedding's rows."""
+        """Whether a tied embedding is stored too, as columns of an int8 output projection cannot replace its
+        rows."""
         return self.has_int8_head
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor; the memory of a matrix is freed after packing."""
+        """Allocate a tensor to read weights into; the memory of a matrix is freed after packing."""
         return torch.empty(shape, dtype=dtype) if len(shape) == 1 else zeros(shape, dtype)
 
     def linear(
@@ -158,7 +160,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
 
     def head(self, matrix: Tensor) -> PackedLinear:
-        """Pack the output projection, which is seldom quantized in checkpoints."""
+        """Pack the output projection [vocab_size, hidden_size]; its format is `has_int8_head`'s."""
         self._tensors = []
         return PackedLinear(
             self._pack((matrix,), (1, *matrix.shape), self.has_int8_head), tuple(self._tensors), None
@@ -180,9 +182,9 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
         """Return the reason why compiled layers cannot use a quantized matrix directly; empty if they can."""
         if matrix.kind not in KEPT:
-            return f"{matrix.kind.value}, which int8 by row would round again"
+            return f"{matrix.kind.value}, which int8 by row would quantize again"
         if matrix.bits == 4 and matrix.scales.shape[1] > 1 and matrix.group_size % layout.INT4_AT_ONCE:
-            return f"groups of {matrix.group_size} inputs, which are no multiple of {layout.INT4_AT_ONCE}"
+            return f"groups of {matrix.group_size} inputs, not a multiple of {layout.INT4_AT_ONCE}"
         if is_stack and matrix.order is not None:
             return "experts whose inputs are in an order of their own"
         return ""
@@ -198,7 +200,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return NormStruct(self._keep(norm.weight.float()), self._keep(norm.bias, torch.float32))
 
     def _recurrent(self, weights: RecurrentWeights) -> RecurrentStruct:
-        """Pack the weights of a recurrent layer besides its projections; never as int8."""
+        """Pack the weights of a recurrent layer other than its projections; never as int8."""
         return RecurrentStruct(
             self._keep(weights.conv.T, torch.float32),
             self._keep(weights.conv_bias, torch.float32),
@@ -217,7 +219,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         return self._pack((router,), (1, *router.shape), int8=False, bias=bias)
 
     def _latent(self, weights: LatentWeights, sizes: LatentAttention) -> LatentLayerStruct:
-        """Pack the weights of latent attention besides the first projection; never as int8."""
+        """Pack the weights of latent attention other than the first projection; never as int8."""
         widths = sizes.nope_head_dim, sizes.value_head_dim
         by_head = torch.unflatten(weights.kv_up.weight, 0, (-1, sum(widths)))
         keys, values = by_head.split_with_sizes(widths, dim=1)
@@ -264,7 +266,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     ) -> LinearStruct:
         """Pack matrices one after the other, `shape` [count, rows, inner]; in a stack each has whole panels.
 
-        With `int8` they are quantized here, or are already levels of 8 bits by row.
+        With `int8`, matrices are quantized here, unless the checkpoint has 8-bit levels with a scale per row.
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
@@ -278,7 +280,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
             if int8:
                 self._pack_int8(matrix, order, target, scales[index], corrections[index])
             else:
-                assert isinstance(matrix, Tensor), "levels are packed as int8 or in four bits"
+                assert isinstance(matrix, Tensor), "quantized matrices are packed with int8"
                 weight, sizes = matrix.contiguous(), (inner, order.data_ptr(), len(order), inner)
                 self.library.pack(weight.data_ptr(), *sizes, target.data_ptr(), self.num_threads)
         return LinearStruct(
@@ -302,19 +304,19 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     ) -> LinearStruct:
         """Pack matrices one after the other as `_pack` does, with levels 0 to 15 or 4-bit floats in groups.
 
-        All of them have the same groups and the same order of inputs.
+        All matrices have the same groups and the same order of inputs.
         """
         count, rows, inner = shape
         order, width = _column_order(rows, is_gated, is_stack)
         first = next(matrices)
-        assert isinstance(first, GroupedMatrix), "matrices of four bits are levels"
+        assert isinstance(first, GroupedMatrix), "4-bit matrices are quantized"
         size = -(-first.group_size // layout.INT4_AT_ONCE) * layout.INT4_AT_ONCE
         groups = first.scales.shape[1]
         row_bytes = groups * (size + layout.INT4_GROUP_BYTES)
         column_bytes = groups * (size // 2 + (layout.FLOAT4_WORD if first.is_float4 else layout.INT4_WORD))
         packed = self.arena.empty(count * width * column_bytes, torch.uint8).view(count, -1)
         for matrix, target in zip(chain((first,), matrices), packed, strict=True):
-            assert isinstance(matrix, GroupedMatrix), "all matrices of a stack are levels, or none"
+            assert isinstance(matrix, GroupedMatrix), "all matrices have the first one's format"
             values, words = matrix.values.contiguous(), _words(matrix)
             sources = values.data_ptr(), words.data_ptr(), order.data_ptr()
             sizes = len(order), inner, groups, size
@@ -339,8 +341,8 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     ) -> None:
         """Fill `packed` [width, padded], a few columns at a time, and each column's scale and correction, [width].
 
-        The matrix is quantized by row here, or has levels of 8 bits with a single group of inputs, which is
-        the same.
+        The matrix is quantized here with a scale per row, unless the checkpoint has 8-bit levels with a single
+        group of inputs, which is equivalent.
         """
         values = matrix.values if isinstance(matrix, GroupedMatrix) else matrix
         inner = values.shape[1]
@@ -385,9 +387,9 @@ KEPT = frozenset({MatrixKind.INT4, MatrixKind.FLOAT4, MatrixKind.INT8_BY_ROW})
 
 
 def _words(matrix: GroupedMatrix) -> Tensor:
-    """Return float32 scales, [outputs, groups] int32, whose lowest bits are replaced by the zero points.
+    """Return the bits of float32 scales as [outputs, groups] int32, with zero points in the lowest bits.
 
-    4-bit floats are multiplied as twice their values, so their scales are halved.
+    The code multiplies 4-bit floats as twice their values, so their scales are halved.
     """
     points = torch.zeros(1) if matrix.zeros is None else matrix.zeros
     scales = matrix.scales / 2 if matrix.is_float4 else matrix.scales.contiguous()
@@ -408,7 +410,7 @@ def _packed_bias(bias: Tensor, order: Tensor, width: int) -> Tensor:
 
 
 def gated_order(rows: int) -> Tensor:
-    """Return the source row of each column: 16 of gate, then the same 16 of up; -1 for padding."""
+    """Return the source row of each column: 16 rows of gate, then the matching 16 rows of up; -1 for padding."""
     inner = rows // 2
     gate = torch.arange(-(-inner // HALF) * HALF)
     gate[inner:] = -1

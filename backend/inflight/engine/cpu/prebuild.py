@@ -1,8 +1,8 @@
 """Compiles the layers once for many machines: `python -m inflight.engine.cpu.prebuild [DTYPE]...`.
 
 For wheels, and for images whose containers have no compiler. The results are stored in the package, for each
-target of the machines that the compiler (CXX) compiles for. They run on every processor with the instruction
-sets that the dtype needs, whatever the build machine's processor is. One thread.
+target of the architecture that the compiler (CXX) compiles for. A library runs on every processor with the
+instruction sets that its dtype needs, whatever processor built it. One thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("dtypes", nargs="*", metavar="DTYPE", help=f"of {', '.join(_KINDS)}; all without one")
+    parser.add_argument(
+        "dtypes", nargs="*", metavar="DTYPE", help=f"one of {', '.join(_KINDS)}; default: all"
+    )
     dtypes = parser.parse_args().dtypes or _KINDS
     if unknown := sorted(set(dtypes) - set(_KINDS)):
         parser.error(f"no compiled code for {', '.join(unknown)}, only for {', '.join(_KINDS)}")

@@ -38,11 +38,12 @@ class NativeRowKernels(RowKernels):
         self._found: tuple[ref[Tensor], Peaks] | None = None
 
     def note_peaks(self, logits: Tensor, peaks: Peaks) -> None:
-        """Let `find_peaks` return the peaks that the forward pass found in these logits, which must not change."""
+        """Store the peaks that the forward pass found in these logits, for `find_peaks`; the logits must not
+        change."""
         self._found = (ref(logits), peaks)
 
     def find_peaks(self, logits: Tensor) -> Peaks:
-        """Find the highest logits as `RowKernels.find_peaks` does; the first of equal ones."""
+        """Find the highest logits as `RowKernels.find_peaks` does; among equal logits, the first."""
         if self._found is not None and self._found[0]() is logits:
             return self._found[1]
         return self._find_peaks(logits.contiguous(), len(logits))
@@ -78,8 +79,8 @@ class NativeRowKernels(RowKernels):
         status = self._library.penalize(self._handle, rows.logits.data_ptr(), rows.vocab_size, penalized)
         if status == layout.WRONG_TOKENS:
             raise IndexError(
-                f"the token history of slots {slots.tolist()}, of {lengths.tolist()} tokens, exceeds "
-                f"{table.shape[1]} tokens or has negative ids"
+                f"the penalized histories of slots {slots.tolist()}, {lengths.tolist()} tokens, are longer than "
+                f"{table.shape[1]} or contain negative ids"
             )
         _check(status == layout.PENALIZED)
 
@@ -122,4 +123,4 @@ class NativeRowKernels(RowKernels):
 
 def _check(is_done: bool) -> None:
     if not is_done:
-        raise MemoryError("no memory for choosing tokens")
+        raise MemoryError("no memory for sampling tokens")

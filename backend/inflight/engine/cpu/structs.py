@@ -26,13 +26,13 @@ class LinearStruct(Structure):
 
 
 class NormStruct(Structure):
-    """Weight and bias of a norm, of which each may be null; layout of `Norm` in source/layer.h."""
+    """Weight and bias of a norm, either of which may be null; layout of `Norm` in source/layer.h."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p))
 
 
 class RecurrentShapeStruct(Structure):
-    """Sizes of the recurrent layers of a model, whose `kind` is in `layout`."""
+    """Sizes of a model's recurrent layers; `layout` has the values of `kind`."""
 
     _fields_ = (
         ("kind", c_int32),
@@ -52,7 +52,7 @@ class RecurrentShapeStruct(Structure):
 
 
 class RecurrentStruct(Structure):
-    """A recurrent layer besides its projections, and its part of the states."""
+    """A recurrent layer's weights other than projections, and the address of its states."""
 
     _fields_ = (
         ("conv", c_void_p),
@@ -67,7 +67,7 @@ class RecurrentStruct(Structure):
 
 
 class LatentLayerStruct(Structure):
-    """A layer's weights of latent attention besides its first and last projections; see source/layer.h."""
+    """A layer's weights of latent attention other than the first and last projections; see source/layer.h."""
 
     _fields_ = (
         ("query_norm", NormStruct),
@@ -192,7 +192,7 @@ class LayerAdapterStruct(Structure):
 
 
 class AdapterStruct(Structure):
-    """A LoRA adapter: its matrices for every layer, and the most ranks of any product."""
+    """A LoRA adapter: its matrices for every layer, and the largest LoRA rank of its matrices."""
 
     _fields_ = (("layers", c_void_p), ("ranks", c_int32))
 
@@ -305,7 +305,7 @@ class Handle:
     """A decoder in the compiled code, which is destroyed with this object.
 
     Attributes:
-        exists: Whether its threads could be started.
+        exists: Whether the decoder's threads could be started.
     """
 
     def __init__(self, library: ctypes.CDLL, shape: ShapeStruct, layers: ctypes.Array[LayerStruct]) -> None:

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class GraphCapture:
     """Records operations as CUDA graphs. All graphs share one memory pool, as no two of them run at the same time.
 
-    The inputs and outputs of a graph must stay at the same addresses, in memory allocated before.
+    The inputs and outputs of a graph must stay at the same addresses, in memory allocated before the recording.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class GraphCapture:
         with torch.cuda.device(self._device):
             self._warm_up(operations)
             graph = torch.cuda.CUDAGraph()
-            # other threads may go on using the device
+            # other threads may continue to use the device
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -54,7 +54,8 @@ def find_capture(
     device: torch.device,
     has_debug_tensors: bool,
 ) -> Capture | None:
-    """Return the function that records iterations; None if they are not to be recorded, with the reason logged."""
+    """Return the function that records iterations; if iterations are not recorded, log the reason and return
+    None."""
     if device.type != "cuda" or not has_fixed_shapes:  # logged when the attention was chosen
         return None
     if config.cuda_graph_mode and mapping.pp_size == 1 and not has_debug_tensors:
@@ -63,19 +64,20 @@ def find_capture(
         return GraphCapture(device)
     _log.info(
         "iterations run without CUDA graphs: %s",
-        "they are turned off"
+        "CUDA graphs are turned off"
         if not config.cuda_graph_mode
-        else "debug tensors are written down"
+        else "debug tensors are recorded"
         if has_debug_tensors
-        else "what pipeline stages hand on is not recorded",
+        else "transfers between pipeline stages cannot be recorded",
     )
     return None
 
 
 def agree_on_capture(
-    capture: Capture | None, device: torch.device, agree: Callable[[int], int]
+    capture: Capture | None, device: torch.device, min_over_ranks: Callable[[int], int]
 ) -> Capture | None:
-    """Return None if any rank records nothing; `agree` returns the minimum of all ranks' numbers."""
-    if device.type == "cuda" and not agree(int(capture is not None)):
+    """Return `capture`, or None if any rank has none; `min_over_ranks` returns the minimum of all ranks'
+    numbers."""
+    if device.type == "cuda" and not min_over_ranks(int(capture is not None)):
         return None
     return capture

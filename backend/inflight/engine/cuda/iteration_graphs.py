@@ -1,16 +1,17 @@
 """Iterations as recorded operations: a forward pass is one call to the device instead of hundreds.
 
 A recording has a fixed number of rows, and reads and writes fixed memory. So several numbers of rows are recorded.
-A batch is padded to the next of them with rows of the null slot, which write to the null block, and its data is
-copied to the recordings' input in a single copy. Everything else, such as block tables and last tokens, is already
-in the slot table. Knows no CUDA: the recording function is an argument. Called on the loop thread.
+A batch is padded to the next recorded number with rows of the null slot, which write to the null block, and its
+data is copied to the recordings' input in a single copy. Everything else, such as block tables and last tokens,
+is already in the slot table. Independent of CUDA: the recording function is an argument. Called on the loop
+thread.
 
 There are recordings of generation rows alone, up to the number of slots. If the attention takes `FixedRows`, there
-are others of context chunks and generation rows together, up to _MOST_ROWS: larger batches compute for longer than
-launching their operations one by one takes.
+are others of context chunks and generation rows together, up to _MOST_ROWS rows: computing a larger batch takes
+longer than launching its operations one by one, so a recording would save nothing.
 
-If LoRA adapters are taken, every recording exists a second time, with a fixed number of adapter pages, for batches
-in which some row has an adapter. Batches with more pages or with magnitudes are not replayed.
+If LoRA adapters are enabled, every recording exists a second time, with a fixed number of adapter pages, for
+batches in which some row has an adapter. Batches with more pages or with DoRA magnitudes are not replayed.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from inflight.engine.slots import SlotTable
 from inflight.sampling.transfer import staged, upload
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Runs operations and records them; returns a function that replays them on the current content of the same
-memory."""
+"""A function that runs operations and records them; it returns a function that replays the recording, which reads
+and writes the same memory."""
 
-_STEP = 8  # in rows; fewer cost as much
+_STEP = 8  # rows; fewer rows take as long
 _LEAST_MIXED = 16  # rows of the smallest recording with chunks
 _MOST_ROWS = 1024  # rows of the largest recording; on an H100, 1b takes about 5 ms for them, and 8b 30
-_MOST_CHUNKS = 32  # of one recording; with more, most of its tiles would be empty in most batches
+_MOST_CHUNKS = 32  # chunks of one recording; with more, most of its tiles would be empty in most batches
 _GRAPH_BYTES = 32 << 20
 _ADAPTER_RANKS = 128
-"""Ranks of all adapters of a recorded batch together, rounded to pages: 8 adapters of rank 16. A replay always
-multiplies this many."""
+"""Sum of the ranks of a recorded batch's adapters, rounded up to pages: 8 adapters of rank 16. A replay always
+multiplies this many ranks."""
 
 
 def recorded_sizes(most: int) -> list[int]:
@@ -76,7 +77,7 @@ class RecordedKinds:
     Attributes:
         generation_sizes: Numbers of rows of recordings of generation rows, ascending.
         mixed_sizes: Numbers of rows of recordings with context chunks, ascending.
-        with_adapters: Whether each is recorded a second time, with adapters.
+        with_adapters: Whether each number of rows is recorded a second time, with adapters.
     """
 
     generation_sizes: tuple[int, ...]
@@ -93,7 +94,8 @@ class RecordedKinds:
 
     @property
     def num_bytes(self) -> int:
-        """A generous estimate of the recordings' device memory in bytes, which is not known in advance."""
+        """A generous estimate of the recordings' device memory in bytes; the exact size is not known in
+        advance."""
         count = len(self.generation_sizes) + len(self.mixed_sizes)
         return _GRAPH_BYTES * count * (2 if self.with_adapters else 1)
 
@@ -161,7 +163,7 @@ class IterationGraphs:
             for size in sizes
             for with_adapters in ((False,) if pool is None else (False, True))
         ]
-        # The largest first, as the others reuse its memory.
+        # The largest first, as the other recordings reuse its memory.
         recordings.sort(key=lambda each: (each.size, each.has_chunks, each.with_adapters), reverse=True)
         self._replays = {each: self._capture(each, capture) for each in recordings}
 
@@ -181,16 +183,16 @@ class IterationGraphs:
         self._replays = {each: run for each, run in self._replays.items() if not each.has_chunks}
 
     def forward(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor] | None:
-        """Replay a batch without rows of prompt tables, which fills the cache; return the last layer's output.
+        """Replay a batch without rows of prompt tables: fill the cache and return the last layer's output.
 
         Args:
             batch: The batch, already applied to the slot table.
 
         Returns:
-            [rows, hidden_size] in the engine's dtype, in the order of `pack` if there are chunks, else in that of
-            `batch.generation_slots`, valid until the next call; and [n] int64, its sampled rows. None, with
-            nothing done, if no recording fits: too many rows, chunks or adapters, or no room in the cache for the
-            padding.
+            The output [rows, hidden_size] in the engine's dtype, valid until the next call, and the indices of
+            its sampled rows [n] int64. Rows are in the order of `pack` if there are chunks, else in the order of
+            `batch.generation_slots`. None, without any effect, if no recording fits: too many rows, chunks or
+            adapters, or the cache cannot take the padding rows.
 
         Raises:
             ValueError: See `pack`.
@@ -242,7 +244,8 @@ class IterationGraphs:
     def _find(
         self, size: int, has_chunks: bool, slots: Numbers, positions: Numbers
     ) -> tuple[_Recording, Callable[[], None]] | None:
-        """Return the recording of this size, with the rows' adapters set; None if it cannot take these rows."""
+        """Return the recording of this size and set the rows' adapters; None if the recording cannot take the
+        rows."""
         if not self._cache.has_room_beside(slots, positions, size - len(slots)):
             return None
         adapters = adapters_of(slots, self._table)
@@ -252,8 +255,8 @@ class IterationGraphs:
         return recording, self._replays[recording]
 
     def _parts(self, size: int, has_chunks: bool) -> list[int]:
-        """Return the sizes of a recording's inputs for `size` rows: slots, positions; with chunks also token ids
-        (-1 where the slot's last token is fed), generation rows, tiles."""
+        """Return the lengths of a recording's inputs for `size` rows: slots, positions; with chunks also token ids
+        (-1 where the slot's last token is the input), generation rows, tiles."""
         if not has_chunks:
             return [size, size]
         return [size, size, size, min(size, self._table.null_slot), 4 * self._tile_limits[size].count]
@@ -262,8 +265,8 @@ class IterationGraphs:
         self._numbers[: len(numbers)].copy_(staged(numbers, self._numbers.device), non_blocking=True)
 
     def _set_adapters(self, adapters: NDArray[np.int64], size: int) -> bool:
-        """Set the rows' adapters; return False if there are more than are recorded."""
-        assert self._pool is not None, "rows have adapters only where there is room for some"
+        """Set the rows' adapters; return False if their pages are more than the recorded number."""
+        assert self._pool is not None, "rows have adapters only if there is a pool"
         found, most = self._pool.find(adapters), self._num_pages
         if found.magnitude_rows is not None or len(found.pages) > most:
             return False

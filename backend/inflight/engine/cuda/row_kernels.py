@@ -1,10 +1,11 @@
-"""Chooses kernels in Triton's language that find the highest logits of rows. Loading thread."""
+"""Chooses the kernels that find the highest logit of each row: in Triton's language, or torch's. Loading
+thread."""
 
 from __future__ import annotations
 
 import torch
 
-from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
+from inflight.engine.cuda.trial import IsOff, has_triton, log_not_used
 from inflight.sampling.nan_check import find_peaks
 from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.transfer import to_list
@@ -19,17 +20,18 @@ def find_row_kernels(vocab_size: int, device: torch.device) -> RowKernels:
     try:
         check_peaks_of(KernelRowKernels(), vocab_size, device)
     except IsOff as reason:
-        say_left_out("the highest logit", reason)
+        log_not_used("the highest logit", reason)
         return RowKernels()
     return KernelRowKernels()
 
 
 def check_peaks_of(tried: RowKernels, vocab_size: int, device: torch.device) -> None:
-    """Compare the highest logits with torch's. Raises IsOff if they differ or finding them raises."""
+    """Compare the highest logits that `tried` finds with torch's. Raises IsOff if they differ, or if `tried`
+    raises."""
     draw = torch.Generator(device).manual_seed(0)
     for num_rows in (1, 3):
         logits = torch.randn((num_rows, vocab_size), generator=draw, device=device)
-        logits[0, ::7] = 9.0  # a tie: the first one counts
+        logits[0, ::7] = 9.0  # a tie, of which the first token is the result
         if num_rows > 1:
             logits[1] = -torch.inf
             logits[2, vocab_size // 2] = torch.nan

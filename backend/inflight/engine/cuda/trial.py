@@ -17,6 +17,6 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def say_left_out(what: str, reason: IsOff) -> None:
-    """Log that a kernel is not used."""
-    _log.warning("the kernel for %s is left out, torch's operators do it: %s", what, str(reason))
+def log_not_used(what: str, reason: IsOff) -> None:
+    """Log that the kernel for `what` is not used, with the reason."""
+    _log.warning("the kernel for %s is not used, torch's operators replace it: %s", what, str(reason))

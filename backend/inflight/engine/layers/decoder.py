@@ -1,11 +1,10 @@
 """The forward pass in torch's operators, one class for all families.
 
-A pipeline stage has some of the layers, and starts from the hidden states of the previous stage. The two ends of a
-model, embedding and logits, are here for compiled layers too: several ranks may each hold a part of the
-vocabulary.
+A pipeline stage has some of the layers, and starts from the hidden states of the previous stage. Embedding and
+logits, of which each rank may have a part of the vocabulary, are used by compiled layers too.
 
-Everything specific to a family was resolved when the checkpoint was read; the branches here depend on properties
-named by a DecoderConfig.
+Everything specific to a family was resolved when the checkpoint was read; the branches in this module depend on
+fields of DecoderConfig.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ class Decoder:
     Args:
         config: The checkpoint's configuration.
         weights: The weights of the model, or of this part of it.
-        layer_windows: Attention windows by layer of the whole model, used instead of `config.sliding_windows`.
+        layer_windows: Attention window of each layer of the whole model, used instead of `config.sliding_windows`.
         max_sequence_length: Longest sequence in tokens.
         part: The part of the model; None: all of it.
-        collectives: Collectives with the ranks that have the other parts of these layers; all of them run the same
-            batches.
+        collectives: Collectives over the ranks that share these layers; all these ranks run the same batches.
         attention: The attention over the KV cache.
         operations: The operations between matrix products and attention; None: in torch's operators.
         row_kernels: See the attribute.
@@ -59,11 +57,11 @@ class Decoder:
     Attributes:
         config: The configuration of the whole model.
         dtype: Data type of activations and KV cache, and of weights that are not quantized.
-        adapters: The LoRA adapters on the device; None: it takes none.
+        adapters: The LoRA adapters on the device; None: adapters are not enabled.
         kernels: Name of the implementation of the layers.
         has_fixed_shapes: See `Attention`; False with experts.
         takes_fixed_rows: See `Attention`.
-        needs_cleared_blocks: Whether the previous content of a KV block may affect a sequence that takes it over.
+        needs_cleared_blocks: Whether the previous content of a KV block may affect the next sequence that uses it.
         row_kernels: Kernels on rows of logits, for sampling.
     """
 
@@ -145,7 +143,7 @@ class Decoder:
         return torch.cat(columns).to(self._device, self.dtype)
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits:
-        """Return the limits of `RecordedDecoder.tile_limits`; this decoder takes batches of any size."""
+        """Return the limits as `RecordedDecoder.tile_limits` does; this decoder takes batches of any size."""
         return tile_limits(num_rows, num_chunks)
 
     def forward(
@@ -158,9 +156,15 @@ class Decoder:
     ) -> Tensor:
         """Compute the last layer's output [rows, hidden_size], and fill the cache.
 
-        The output is the next stage's `hidden`, or at the last stage the argument of `logits`. At the first stage
-        `hidden` is None. `between` collects hidden states between layers. `active` are the rows' adapters; None:
-        those named in `packed`. Raises ValueError if one of these is not loaded.
+        Args:
+            packed: The rows.
+            cache: The KV cache.
+            hidden: The previous stage's output [rows, hidden_size]; None at the first stage.
+            between: Collects hidden states between layers.
+            active: The rows' adapters; None: the adapters that `packed` names.
+
+        Raises:
+            ValueError: An adapter that `packed` names is not loaded.
         """
         weights = self._weights
         if active is None and packed.adapters is not None:
@@ -175,7 +179,9 @@ class Decoder:
         }
         temperature = self._temperature(packed.positions)
         read = self._norm(x, weights.layers[0].first_norm) if weights.layers else x
-        own: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of rows, by the place of their layer
+        own: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # the rows' keys and values, by index of the layer among layers with attention
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
@@ -192,7 +198,7 @@ class Decoder:
                         read, rotation, index, layer, places, of_window, cache, own, temperature
                     )
                     mixed = attended if mixed is None else attended + mixed
-                assert mixed is not None, "the layer has attention or a recurrent layer"
+                assert mixed is not None, "the layer has attention or a recurrent state"
                 after = layer.mlp_norm if layer.has_mlp else following
                 x, read = self._add(x, mixed, layer.attention_post_norm, after if beside is None else None)
             if not layer.has_mlp:
@@ -209,11 +215,12 @@ class Decoder:
         return x
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
-        """Return `logits` of the sampled rows, from the output of `forward`; at the last stage."""
+        """Run `forward` and return the `logits` of the sampled rows; at the last stage."""
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
+        """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
+        int64."""
         norm, head = self._weights.final_norm, self._weights.lm_head
         assert norm is not None and head is not None, "the last stage makes the logits"
         logits = head(self._norm(hidden[rows], norm)).float()
@@ -221,7 +228,7 @@ class Decoder:
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
-        """Allocate pages for adapters, each with room for `page_rank` ranks, before the first is loaded.
+        """Allocate pages for adapters, each for `page_rank` ranks, before the first adapter is loaded.
 
         At most once.
         """
@@ -232,7 +239,7 @@ class Decoder:
         self._pool().load(load)
 
     def _pool(self) -> AdapterPool:
-        assert self.adapters is not None, "there is no room for adapters"
+        assert self.adapters is not None, "there are no pages for adapters"
         return self.adapters
 
     def normalize(self, hidden: Tensor) -> Tensor:
@@ -250,7 +257,7 @@ class Decoder:
         return F.embedding(token_ids, self._weights.embedding)
 
     def _layer_inputs(self, packed: PackedBatch, embedded: Tensor) -> Tensor | None:
-        """Return the layers' own inputs of the rows, [rows, layers, size]; None for a model without them."""
+        """Return the rows' per-layer embeddings, [rows, layers, size]; None for a model without them."""
         config, weights = self.config.layer_inputs, self._weights.token_inputs
         if config is None or weights is None:
             return None
@@ -266,7 +273,7 @@ class Decoder:
         return (self._norm(projected, weights.norm) + of_tokens) * 2**-0.5
 
     def _temperature(self, positions: Tensor) -> Tensor | None:
-        """Return the factors of queries at these positions, [rows, 1, 1] float32; None if they are 1."""
+        """Return the factors of queries at these positions, [rows, 1, 1] float32; None if all factors are 1."""
         config = self.config.attention_temperature
         if config is None:
             return None
@@ -274,7 +281,7 @@ class Decoder:
         return (1 + config.growth * torch.log1p(steps))[:, None, None]
 
     def _recur(self, x: Tensor, index: int, layer: LayerWeights, cache: KvCache) -> Tensor | None:
-        """Return the result of a layer's recurrent layer; None if it has none."""
+        """Return the output of layer `index`'s recurrent part; None if the layer has none."""
         mixer, factors = self._mixers[index], self.config.multipliers
         if mixer is None:
             return None
@@ -287,7 +294,8 @@ class Decoder:
         return _times(mixed, factors and factors.recurrent_output)
 
     def _take_input(self, x: Tensor, weights: LayerInputWeights, given: Tensor) -> Tensor:
-        """Return what a layer adds to the residual stream x because of its own inputs `given` [rows, size]."""
+        """Return the per-layer embedding's contribution to the residual stream x; `given` [rows, size] are the
+        rows' embeddings for this layer."""
         gated = self._operations.activation(weights.gate(x)) * given
         return self._norm(weights.output(gated), weights.norm)
 
@@ -310,10 +318,10 @@ class Decoder:
         own: dict[int, tuple[Tensor, Tensor]],
         temperature: Tensor | None,
     ) -> Tensor:
-        """Return the result of a layer's attention.
+        """Return the output of a layer's attention.
 
-        `own` has the rows' keys and values of earlier layers, by place, and `temperature` the factors of queries
-        in layers without rotary positions.
+        `own` has the rows' keys and values of earlier layers, by index among layers with attention, and
+        `temperature` the factors of queries in layers without rotary positions.
         """
         place, gates, factors = self._places[index], None, self.config.multipliers
         x = _times(x, factors and factors.attention_input)
@@ -342,9 +350,8 @@ class Decoder:
     def _queries_keys_values(
         self, x: Tensor, rotation: Any, index: int, layer: LayerWeights, places: Tensor, cache: KvCache
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, each [rows, heads, head_dim]; stores keys and values in the cache.
-
-        With `attention_gate` also the gates [rows, heads * head_dim], else None.
+        """Store keys and values in the cache; return queries, keys and values, each [rows, heads, head_dim], and
+        the attention gates [rows, heads * head_dim], or None without `attention_gate`.
         """
         sizes = self._sizes[index]
         heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
@@ -386,8 +393,8 @@ class Decoder:
         """Return the queries of latent attention, and the latent keys and values that it caches.
 
         Returns:
-            Queries multiplied by their heads' key projections [rows, heads, cached_dim]; the latent and the shared
-            key together, as key and value of the only key head [rows, 1, cached_dim].
+            Queries multiplied by their heads' key projections [rows, heads, cached_dim]; and latent and shared key
+            concatenated, which are key and value of the only key head [rows, 1, cached_dim].
         """
         rank, heads = config.kv_rank, self._held.num_heads
         query_width = config.query_rank or heads * config.query_head_dim
@@ -420,14 +427,16 @@ class Decoder:
         return (read.transpose(0, 1) @ value_up.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def _by_head(self, weights: LatentWeights, config: LatentAttention) -> tuple[Tensor, Tensor]:
-        """Return the heads' projections of the latent to keys [heads, nope_head_dim, kv_rank], and to values."""
+        """Return each head's projections of the latent, to keys [heads, nope_head_dim, kv_rank] and to values
+        [heads, value_head_dim, kv_rank]."""
         widths = config.nope_head_dim, config.value_head_dim
         by_head = torch.unflatten(weights.kv_up.weight, 0, (self._held.num_heads, -1))
         keys, values = by_head.split_with_sizes(widths, dim=1)
         return keys, values
 
     def _mlp(self, x: Tensor, layer: LayerWeights, stream: Tensor) -> Tensor:
-        """Compute the MLP or the experts of x, which is the residual stream `stream` after the layer's norm."""
+        """Compute the MLP or the experts for x [rows, hidden_size], the residual stream `stream` after the
+        norm."""
         if layer.experts is not None:
             if layer.experts.norms is not None:
                 return self._mix_beside(x, layer, layer.experts, layer.experts.norms, stream)
@@ -440,7 +449,8 @@ class Decoder:
         return _times(computed, factors and factors.mlp_output)
 
     def _mix(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights[Linear]) -> Tensor:
-        """Compute a layer's experts and the MLP beside them, summed over the ranks, each of which has a part."""
+        """Compute a layer's experts and shared MLP; the results of all ranks, each of which has a part, are
+        summed."""
         config = self._held.experts
         assert config is not None, "the layer has experts"
         if experts.latent is None:
@@ -463,7 +473,8 @@ class Decoder:
         norms: ExpertNorms,
         stream: Tensor,
     ) -> Tensor:
-        """Compute the MLP of x, and beside it the experts, which read the residual stream through own norms."""
+        """Compute the sum of a layer's MLP, which reads x, and its experts, which read `stream` through other
+        norms."""
         config = self._held.experts
         assert config is not None and layer.up is not None and layer.down is not None, "the layer has both"
         shared = self._row_parallel(layer.down, self._operations.activate(layer.up(x)))
@@ -477,7 +488,8 @@ class Decoder:
     def _add(
         self, x: Tensor, computed: Tensor, post_norm: Norm | None, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """Add the output of attention or MLP to the residual stream; return the sum, and the sum after `norm`."""
+        """Add the output of attention or MLP, after `post_norm`, to the residual stream; return sum and normed
+        sum."""
         return self._operations.add_norm(x, self._norm(computed, post_norm), norm)
 
     def _norm(self, x: Tensor, norm: Norm | None) -> Tensor:
@@ -486,7 +498,7 @@ class Decoder:
     def _norm_together(self, x: Tensor, norm: Norm, num_heads: int) -> Tensor:
         """Apply RMSNorm over all `num_heads` heads of the model; this rank has x [rows, heads, head_dim].
 
-        If there are fewer heads than ranks, several ranks have the same head, which counts once.
+        If there are fewer heads than ranks, several ranks have the same head, which is counted once.
         """
         if self._collectives.size == 1:
             return self._norm(x.flatten(1), norm).view_as(x)
@@ -499,8 +511,8 @@ class Decoder:
 
 
 def _places(held: DecoderConfig) -> list[int]:
-    """Return each layer's index among the layers with attention; of a layer that reads another layer's keys and
-    values the index of that one."""
+    """Return each layer's index among the layers with keys and values of their own; a layer that reads another
+    layer's keys and values gets the other layer's index."""
     places: list[int] = []
     count = 0
     for layer in range(held.num_layers):
@@ -518,7 +530,7 @@ def _state_places(held: DecoderConfig) -> list[int]:
 
 
 def _times(x: Tensor, factor: float | None) -> Tensor:
-    """Return x times a fixed factor; None is 1."""
+    """Return x times `factor`; None stands for 1."""
     return x if factor in (None, 1.0) else x * factor
 
 
@@ -542,14 +554,14 @@ def embed(
     """Return the embeddings of the rows' tokens, [rows, hidden_size], plus learned position embeddings if there
     are any.
 
-    Virtual tokens bring their embeddings, which every rank has in full.
+    The embeddings of virtual tokens come with the batch, complete on every rank.
 
     Args:
         packed: Token ids of the whole vocabulary, virtual tokens, and positions.
         config: The scale and other properties of embeddings.
-        here: The ids that this rank has; may be empty.
-        look_up: Returns embeddings [rows, hidden_size] of ids counted from the first of `here`.
-        collectives: Collectives with the ranks that have the other ids.
+        here: The range of ids whose embeddings this rank has; may be empty.
+        look_up: Returns embeddings [rows, hidden_size] of ids, which are relative to the first of `here`.
+        collectives: Collectives over the ranks that have the other ids.
         position_embedding: [max_positions, hidden_size]; None if positions are not learned.
     """
     virtual = packed.virtual
@@ -560,7 +572,7 @@ def embed(
         begin, end = here
         if begin == end:
             x = look_up(packed.token_ids[:0]).new_zeros((len(packed.token_ids), config.hidden_size))
-        else:  # a row for every token: only the device knows how many are here
+        else:  # look up every token: only the device knows how many ids this rank has
             x = look_up((packed.token_ids - begin).clamp(0, end - begin - 1))
             is_here = (packed.token_ids >= begin) & (packed.token_ids < end)
             x = x.masked_fill(~is_here[:, None], 0)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in torch's operators: which experts each row gets, and the sum of their outputs."""
+"""Mixtures of experts in torch's operators: routing of rows to experts, and the sum of the experts' outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.sampling.transfer import to_list
 
-_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
+_LEAST_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
 
 
 def mix_experts(
@@ -23,13 +23,12 @@ def mix_experts(
     activate: Callable[[Tensor], Tensor],
     routed: Tensor | None = None,
 ) -> Tensor:
-    """Return [rows, hidden_size]: the weighted sum of the output of each row's experts, as far as this rank holds
-    them; with `weighs_inputs` the sum of their outputs of weighted rows. `routed` is the router's input, if it is
-    not x.
+    """Return for each row the weighted sum of its experts' outputs [rows, hidden_size], over this rank's experts.
 
-    Rows are sorted by expert, so that an expert with any rows takes two matrix products. A row's results are added
-    up in the order of its experts' ids, independent of the other rows. Every rank routes all rows, and skips
-    experts that other ranks hold.
+    With `weighs_inputs`, the experts' inputs are weighted instead of their outputs. `routed` is the router's
+    input; None: x. Rows are sorted by expert, so that an expert with any rows takes two matrix products. A
+    row's results are added up in the order of its experts' ids, independent of the other rows. Every rank
+    routes all rows, and skips the experts of other ranks.
     """
     chances, chosen = route(x if routed is None else routed, experts, config)
     by_expert, order = chosen.flatten().sort(stable=True)
@@ -77,7 +76,7 @@ def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> t
 
 
 def _is_in_best_groups(wanted: Tensor, config: ExpertsConfig) -> Tensor:
-    """Return whether each expert is in one of the groups chosen for the row [rows, count]."""
+    """Return [rows, count] bool: whether each expert is in one of the groups chosen for the row."""
     grouped = torch.unflatten(wanted, -1, (config.num_groups, -1))
     of_groups = grouped.topk(config.scores_per_group, dim=-1).values.sum(-1)
     best = of_groups.topk(config.num_groups_per_token, dim=-1).indices

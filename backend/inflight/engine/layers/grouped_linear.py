@@ -1,9 +1,9 @@
 """Linear layers whose weights stay on the device as quantized in the checkpoint, for torch's operators.
 
-4-bit and 8-bit weights stay so. Float8 weights with a scale per row or per matrix are multiplied as float8 by a
-GPU that supports it (`quantized_linear.py`). All others are unpacked inside a kernel in Triton's language, and
-activations are not rounded. The kernel is tried once per shape of matrix when the model is loaded; if it is not
-correct on the device, torch's operators unpack the matrix for every product.
+4-bit and 8-bit weights keep their bits. Float8 weights with a scale per row or per matrix are multiplied as float8
+by a GPU that supports it (`quantized_linear.py`). All other weights are unpacked inside a kernel in Triton's
+language, and activations are not quantized. The kernel is tried once per shape of matrix when the model is loaded;
+if its results are wrong on the device, torch's operators unpack the matrix for every product.
 
 Created on the loading thread; the layers are called on the loop thread.
 """
@@ -28,10 +28,10 @@ from inflight.models.levels import GroupedMatrix, Levels, MatrixKind, float4_pai
 from inflight.models.sink import PlainSink, StoredMatrix
 
 _log = logging.getLogger(__name__)
-_LEAST_GROUP = 16  # smallest side of a tile, which divides the size of groups
+_LEAST_GROUP = 16  # smallest tile of inputs; it must divide the group size
 _POWERS = torch.float8_e8m0fnu  # powers of 2 in a byte: scales of 4-bit floats
 _NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
-_MANY_ROWS = 256  # from this many rows on, unpacking a matrix for all of them pays
+_MANY_ROWS = 256  # from this many rows on, unpacking the whole matrix once is faster
 _TRIED_ROWS = (1, 17, 64)
 _TOLERANCE = 0.02  # relative to the largest result, as in quantized_linear.py
 
@@ -49,7 +49,7 @@ class GroupedLinear(Linear):
         order: [in] int64, the input that belongs to each column of `weight`; None: in order.
         group_size: Number of inputs of a group.
         bits: 4 or 8.
-        tile: Number of inputs that the kernel multiplies at a time, see `pack`. 1 for 4-bit floats on a CPU only.
+        tile: Number of inputs that the kernel multiplies at a time, see `pack`; 1 for 4-bit floats on a CPU.
         computed: Data type of inputs and outputs.
         has_kernel: Whether the kernel is used.
     """
@@ -100,7 +100,7 @@ class GroupedLinear(Linear):
     def _by_tile(self, x: Tensor) -> Tensor:
         """Multiply with 4-bit floats, dequantizing the rows of one tile at a time.
 
-        The two values of a byte are looked up together, in bfloat16, which represents all of them exactly. A
+        The two values of a byte are looked up together, in bfloat16, which represents every 4-bit float exactly. A
         tile's values stay in the processor's cache until they are multiplied.
         """
         num_outputs, num_groups = self.scales.shape
@@ -158,9 +158,9 @@ class KeepingLevels(PlainSink):
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
         if not tile_of(matrix.group_size, matrix.scales.shape[1]):
-            return f"groups of {matrix.group_size} inputs, which are no multiple of {_LEAST_GROUP}"
+            return f"groups of {matrix.group_size} inputs, not a multiple of {_LEAST_GROUP}"
         if matrix.zeros is not None and (matrix.zeros.min() < 0 or matrix.zeros.max() > 255):
-            return "zero points that are no bytes"
+            return "zero points that are not bytes"
         return ""
 
     def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
@@ -178,7 +178,7 @@ class KeepingLevels(PlainSink):
         parts = self._parts(first)
         stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
         for index, matrix in enumerate(chain((first,), matrices)):
-            assert isinstance(matrix, GroupedMatrix), "a stack has either levels or unquantized matrices"
+            assert isinstance(matrix, GroupedMatrix), "all matrices are quantized if the first is"
             for target, part in zip(stacked, self._parts(matrix), strict=True):
                 if target is not None and part is not None:
                     target.view(part.dtype)[index].copy_(part)
@@ -188,14 +188,14 @@ class KeepingLevels(PlainSink):
         """Return values, scales, zero points and order, on the device."""
         values = pack(matrix.values, self._tile(matrix)) if matrix.bits == 4 else matrix.values
         zeros = None if matrix.zeros is None else matrix.zeros.to(torch.uint8)
-        # Mapped tensors may become invalid, and expanded ones have no memory of their own.
+        # Copied: mapped tensors may become invalid, and expanded tensors share memory.
         scales = matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales
         parts = (values, scales, zeros, matrix.order)
         return [None if part is None else self._moved(part) for part in parts]
 
     def _tile(self, matrix: GroupedMatrix) -> int:
-        """Return `GroupedLinear.tile`. It is 1 for 4-bit floats on a CPU, which has no kernel, so that they
-        are unpacked in pairs by a table."""
+        """Return `GroupedLinear.tile`: 1 for 4-bit floats on a CPU, where a table unpacks them in pairs, as there
+        is no kernel."""
         if matrix.is_float4 and self.device.type == "cpu":
             return 1
         return tile_of(matrix.group_size, matrix.scales.shape[1])
@@ -212,8 +212,8 @@ class KeepingLevels(PlainSink):
     ) -> Linear:
         """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
-        assert values is not None and scales is not None, "a matrix has values and scales"
-        assert first[0] is not None and first[1] is not None, "a matrix has values and scales"
+        assert values is not None and scales is not None, "every matrix has values and scales"
+        assert first[0] is not None and first[1] is not None, "likewise"
         if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()
@@ -242,7 +242,7 @@ class KeepingLevels(PlainSink):
             if reason:
                 _log.warning(
                     "matrices of %d x %d in %s are unpacked by torch's operators for every product, which is "
-                    "slower: the kernel is of no use here: %s",
+                    "slower: the kernel cannot be used here: %s",
                     *matrix.shape,
                     matrix.kind.value,
                     reason,
@@ -252,7 +252,7 @@ class KeepingLevels(PlainSink):
 
 
 def why_not(linear: GroupedLinear, device: torch.device) -> str:
-    """Return the reason why the kernel cannot be used for a matrix like this one; empty if it can."""
+    """Return the reason why the kernel cannot be used for a matrix with the form of `linear`; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     tried, generator = replace(linear, has_kernel=True), torch.Generator().manual_seed(0)
@@ -266,5 +266,5 @@ def why_not(linear: GroupedLinear, device: torch.device) -> str:
         exact = F.linear(x.float(), weight)
         error = (found - exact).abs().max().item()
         if not error <= _TOLERANCE * exact.abs().max().item():
-            return f"its results of {rows} rows are off by {error:.3g}"
+            return f"its results of {rows} rows are wrong by {error:.3g}"
     return ""

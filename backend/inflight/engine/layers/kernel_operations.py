@@ -21,7 +21,7 @@ PARTS = frozenset({ADD_NORM, HEADS, ACTIVATION, LINEAR_ATTENTION})
 
 
 class KernelLayerOperations(LayerOperations):
-    """The operations in `parts` by kernels, if the model's form of them is supported.
+    """`LayerOperations` that computes the operations in `parts` by kernels, where the kernels support the model.
 
     Args:
         decoder: The decoder, as this rank computes it.
@@ -50,7 +50,7 @@ class KernelLayerOperations(LayerOperations):
             self.linear_attention = LinearAttention(linear_attention.step, linear_attention.scan)
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Compute a sum and its RMSNorm with one kernel; torch's operators compute a LayerNorm, or no norm."""
+        """Compute sum and RMSNorm with one kernel; with a LayerNorm or no norm, use torch's operators."""
         if norm is None or norm.bias is not None or ADD_NORM not in self.parts:
             return super().add_norm(x, computed, norm)
         return add_norm(x, computed, norm.weight, self.decoder.norm_eps)

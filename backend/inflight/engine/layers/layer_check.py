@@ -1,7 +1,7 @@
 """Chooses kernels in Triton's language for the operations of a layer on a device.
 
-As with attention, no support is assumed: each kernel is tried with the model's own sizes, for numbers of rows at
-the edges of tiles, and compared with torch's operators, which replace kernels that raise or give other results.
+As for attention, each kernel is tried with the model's own sizes, for numbers of rows at the edges of tiles, and
+compared with torch's operators, which replace kernels that raise or give other results.
 Used on the loading thread only.
 """
 
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.engine.cuda.trial import IsOff, has_triton, say_left_out
+from inflight.engine.cuda.trial import IsOff, has_triton, log_not_used
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_rounding import KvRounding
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, Norm
 
 _ROWS = (1, 63, 64, 65, 128, 129)
-_TOLERANCE = 0.05  # values are around 1, and half precision is off by some hundredths of the largest
+_TOLERANCE = 0.05  # results are around 1, and half precision has errors of some hundredths of the largest
 _POSITIONS = 50
 _TOKENS_PER_BLOCK = 16
 
@@ -34,7 +34,7 @@ def find_operations(
         decoder: The decoder, as this rank computes it.
         dtype: Data type of activations.
         device: The device of activations.
-        rounding: How the KV cache stores keys and values; None: unrounded.
+        rounding: 8-bit format in which the KV cache stores keys and values; None: not quantized.
     """
     torchs = LayerOperations(decoder)
     if device.type != "cuda" or not has_triton():
@@ -61,7 +61,7 @@ def _is_right(
     try:
         check_operations(make(), torchs, dtype, device, rounding)
     except IsOff as reason:
-        say_left_out(part, reason)
+        log_not_used(part, reason)
         return False
     return True
 
@@ -86,7 +86,7 @@ def check_operations(
         for what, expected in results[1].items():
             error = (results[0][what].float() - expected.float()).abs().max()
             if not error < _TOLERANCE:  # true for NaN too
-                raise IsOff(f"{what} of {num_rows} rows is off by {float(error):.3g}")
+                raise IsOff(f"{what} of {num_rows} rows is wrong by {float(error):.3g}")
 
 
 def _results(
@@ -166,7 +166,7 @@ def _heads(
             rotary_dim = rope.rotary_dim(decoder.rotary_head_dim)
             angles = random(_POSITIONS, rotary_dim // 2, of=torch.float32)
             rotation = operations.rotation(angles.cos(), angles.sin(), positions)
-            kind = f"of which {rotary_dim} dimensions are turned"
+            kind = f"of which {rotary_dim} dimensions are rotated"
         qkv = random(num_rows, heads, decoder.head_dim)
         queries, keys, values = operations.heads(qkv, norms, rotation, places, 0, cache)
         yield f"queries, {kind},", queries

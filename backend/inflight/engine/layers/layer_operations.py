@@ -1,6 +1,6 @@
 """The operations of a decoder layer between its matrix products and its attention, in torch's operators.
 
-A GPU may have kernels for them (`kernel_operations.py`), which must give the same results.
+On a GPU, kernels may replace the operators (`kernel_operations.py`); they must give the same results.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LayerOperations:
 
     Attributes:
         decoder: The argument of the same name.
-        activation: The model's activation function; raises ValueError for xIELU, of which each layer has its own.
-        linear_attention: The functions of recurrent layers with linear attention.
+        activation: The model's activation function; it raises ValueError for xIELU, whose parameters differ
+            by layer.
     """
 
     linear_attention = BY_TORCH
@@ -103,9 +103,9 @@ class LayerOperations:
         return torch.cat([apply_norm(part, norm, self.decoder.norm_eps) for part, norm in parts], dim=1)
 
     def activate(self, inner: Tensor, parameters: Tensor | None = None) -> Tensor:
-        """Return the input of an MLP's second projection, from the output of its first.
+        """Return the input of an MLP's second projection, given the first projection's output `inner`.
 
-        `parameters` [4] are those of the layer's xIELU; None for other activations.
+        `parameters` [4] are the parameters of the layer's xIELU; None for other activations.
         """
         if parameters is not None:
             return xielu(inner, parameters)
@@ -121,7 +121,7 @@ class LayerOperations:
 def xielu(x: Tensor, parameters: Tensor) -> Tensor:
     """Return xIELU (Huang and Schlag, 2024) of x, with parameters [4] alpha_p, alpha_n, beta and eps.
 
-    Softplus makes both alphas positive; inputs above eps, a negative number near 0, count as eps in the exponent.
+    Softplus makes both alphas positive. In the exponent, x is limited to at most eps, a negative number near 0.
     """
     alpha_p, alpha_n, beta, eps = parameters.unbind()
     positive = F.softplus(alpha_p) * x * x

@@ -1,10 +1,10 @@
 """Linear layers with int8 or float8 weights on the device, for torch's operators.
 
-Every row of a weight has a float32 scale, made when the matrix is read from the checkpoint. int8 weights are
-multiplied with unrounded activations, on a GPU by a kernel in Triton's language. For float8, activations are
-rounded row by row, each with its own scale, and torch's own operator multiplies. Either is tried once per shape
-when the model is loaded; if it is not correct on the device, weights are converted to the activations' dtype for
-every product.
+Every row of a weight has a float32 scale, computed when the matrix is read from the checkpoint. int8 weights are
+multiplied with activations that are not quantized, on a GPU by a kernel in Triton's language. For float8,
+activations are quantized, with a scale per row, and torch's own operator multiplies. Each product is tried once
+per shape when the model is loaded; if its results are wrong on the device, weights are converted to the
+activations' dtype for every product.
 
 Created on the loading thread; the layers are called on the loop thread.
 """
@@ -29,18 +29,19 @@ from inflight.models.sink import Sink, StoredMatrix
 from inflight.shared_constants import LEAST_SCALE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes x [rows, in], levels [out, in] and scales [out] float32; returns [rows, out] in x's dtype."""
+"""A function of x [rows, in], levels [out, in] and scales [out] float32, which returns the product [rows, out] in
+x's dtype."""
 
 Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Takes rows [rows, inner]; returns levels of the same shape, and a float32 scale per row."""
+"""A function that quantizes rows [rows, inner]; it returns levels of this shape, and a float32 scale per row."""
 
 _log = logging.getLogger(__name__)
 # Elements of a matrix that are quantized at a time, in float32.
 _NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 _TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
-_PROBE = 16  # numbers of outputs and inputs that float8 hardware supports
-# Relative to the largest result: bfloat16 rounds to 0.004, and a wrong operator is much further off.
+_PROBE = 16  # outputs and inputs of the matrix with which float8 hardware is tried
+# Relative to the largest result: bfloat16 has errors of 0.004, and a wrong operator has much larger ones.
 _TOLERANCE = 0.02
 
 
@@ -128,7 +129,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
 
     def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
         """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
-        assert isinstance(weight, Tensor), "only sinks that keep levels get them"
+        assert isinstance(weight, Tensor), "quantized matrices are unpacked before"
         levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
         scales = torch.empty(weight.shape[0], device=weight.device)
         step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))
@@ -160,8 +161,8 @@ class Quantizing(Sink[LayerWeights, Linear]):
                 return product
         if reasons or self.device.type != "cpu":
             _log.warning(
-                "%s matrices of %d x %d are multiplied as %s, which is slower: what multiplies them as they "
-                "are is of no use here: %s",
+                "%s matrices of %d x %d are converted to %s for every product, which is slower: the product "
+                "of quantized matrices cannot be used here: %s",
                 self.kind,
                 *levels.shape,
                 str(self.computed).removeprefix("torch."),
@@ -194,8 +195,8 @@ class Quantizing(Sink[LayerWeights, Linear]):
         )
 
     def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
-        """Return the reason why a product cannot be used for such a matrix, tried on its first and last outputs;
-        empty if it can."""
+        """Return the reason why a product cannot be used for such a matrix; empty if it can. The trial computes
+        the matrix's first and last outputs."""
         reference = float8_reference if self.kind == FP8 else dequantizing_product
         count, inner = levels.shape
         tried = torch.arange(count, device=self.device)
@@ -210,7 +211,7 @@ class Quantizing(Sink[LayerWeights, Linear]):
             exact = reference(x.float(), levels.view(torch.int8)[tried].view(levels.dtype), scales[tried])
             error = (found - exact).abs().max().item()
             if not error <= _TOLERANCE * exact.abs().max().item():
-                return f"its results of {rows} rows are off by {error:.3g}"
+                return f"its results of {rows} rows are wrong by {error:.3g}"
         return ""
 
 
@@ -220,13 +221,13 @@ def dequantizing_product(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
 
 
 def float8_reference(x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-    """A `Product` that rounds x like the hardware's product, and multiplies in float32."""
+    """A `Product` that quantizes x as for the hardware's float8 product, and multiplies in float32."""
     rounded, row_scales = quantize_float8(x)
     return (F.linear(rounded.float(), levels.float()) * row_scales[:, None] * scales).to(x.dtype)
 
 
 def find_int8_product(device: torch.device) -> Product | None:
-    """Return the kernel in Triton's language; None on a CPU, or without that package."""
+    """Return the kernel in Triton's language; None on a CPU, or if the package `triton` is not installed."""
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
     from inflight.engine.cuda.kernels.product import int8_product  # imports triton
@@ -235,7 +236,8 @@ def find_int8_product(device: torch.device) -> Product | None:
 
 
 def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
-    """Return `quantize_float8`, or a kernel with the same results: one launch instead of seven."""
+    """Return a kernel that quantizes to float8 in one launch; `quantize_float8`, with seven, if it is not
+    correct."""
     if importlib.util.find_spec("triton") is None:
         return quantize_float8
     from inflight.engine.cuda.kernels import quantize as kernels  # imports triton
@@ -248,11 +250,13 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
         try:
             found = kernels.quantize_float8(x, LEAST_SCALE)
             is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
-            reason = "" if is_right else f"its results of {shape[0]} rows are others"
+            reason = "" if is_right else f"its results of {shape[0]} rows differ"
         except Exception as error:  # an unsupported kernel may raise anything
             reason = str(error).split("\n")[0]
         if reason:
-            _log.warning("the kernel that rounds to float8 is left out, torch's operators do it: %s", reason)
+            _log.warning(
+                "the kernel for float8 quantization is not used, torch's operators replace it: %s", reason
+            )
             return quantize_float8
     return partial(kernels.quantize_float8, least_scale=LEAST_SCALE)
 

@@ -1,9 +1,9 @@
 """A decoder with transformers' own modelling code as its layers, over packed rows and KV blocks.
 
 The model is called with all rows of a batch as one sequence, with their positions and without transformers' cache.
-Every layer's attention calls back into this module, through the function that `transformers_model.py` registers
-with transformers: it stores the rows' keys and values in their blocks, and lets every row attend to its own
-sequence. Everything else in a layer is done row by row. Used on the loop thread; does not import transformers.
+Every layer's attention calls the function `attend` of this module, which `transformers_model.py` registers with
+transformers: it stores the rows' keys and values in their blocks, and lets every row attend to its own sequence.
+Everything else in a layer is computed row by row. Used on the loop thread; does not import transformers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from inflight.sampling.row_kernels import RowKernels
 from inflight.sampling.transfer import to_list
 
 
-class AttentionCalls(ABC):
-    """The attention of a model's layers during forward passes."""
+class AttentionHandler(ABC):
+    """Handles the attention calls of a model's layers during a forward pass."""
 
     @abstractmethod
     def attend(
@@ -49,43 +49,44 @@ class AttentionCalls(ABC):
             module: The layer's attention module; its `layer_idx` is the layer's index.
             query: [1, heads, rows, head_dim].
             key: [1, kv_heads, rows, head_dim].
-            value: Like `key`.
+            value: [1, kv_heads, rows, head_dim].
             mask: The mask that `mask` returned, perhaps changed by the modelling code.
             options: Further arguments of the modelling code: scaling, sliding_window, softcap and others.
         """
 
     def mask(self, options: Mapping[str, Any]) -> Tensor | None:
-        """Return the mask for the modelling code; None, as blocks and positions determine what rows see."""
+        """Return the mask for the modelling code; None, as blocks and positions determine which keys a row
+        sees."""
         return None
 
 
-_CALLS: ContextVar[AttentionCalls] = ContextVar("attention_calls")
+_HANDLER: ContextVar[AttentionHandler] = ContextVar("attention_handler")
 
 
 @contextmanager
-def answering(calls: AttentionCalls) -> Generator[None]:
-    """Let `calls` handle the attention calls of modelling code inside the `with` block, on this thread."""
-    token = _CALLS.set(calls)
+def handling_attention(handler: AttentionHandler) -> Generator[None]:
+    """Let `handler` handle the attention calls of modelling code inside the `with` block, on this thread."""
+    token = _HANDLER.set(handler)
     try:
         yield
     finally:
-        _CALLS.reset(token)
+        _HANDLER.reset(token)
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The attention function for transformers' AttentionInterface; returns no attention weights."""
-    return _CALLS.get().attend(module, query, key, value, attention_mask, options), None
+    return _HANDLER.get().attend(module, query, key, value, attention_mask, options), None
 
 
 def make_mask(**options: Any) -> Tensor | None:
     """The mask function for transformers' AttentionMaskInterface."""
-    return _CALLS.get().mask(options)
+    return _HANDLER.get().mask(options)
 
 
 @dataclass(frozen=True, slots=True)
-class _BatchAttention(AttentionCalls):
+class _BatchAttention(AttentionHandler):
     """Attention over the KV blocks of one batch's rows."""
 
     attention: Attention
@@ -121,9 +122,11 @@ class TransformersModel:
         decoder: The configuration for KV cache, attention and scheduler. Fields that describe the inside of a
             layer are meaningless, as the layers are the modelling code's.
         dtype: Data type of weights, activations and KV cache.
-        body: Computes the last layer's output after the final norm, from token ids or embeddings, and positions.
-        head: Computes logits from that output, passed as `inputs_embeds`.
-        examples: Token ids, and their logits [ids, vocab_size] float32 computed with the model's own attention.
+        body: Module that computes the last layer's output after the final norm, given token ids or embeddings, and
+            positions.
+        head: Module that computes logits from the body's output, passed as `inputs_embeds`.
+        examples: Two sequences: token ids, and their logits [ids, vocab_size] float32 by the model's own
+            attention.
     """
 
     decoder: DecoderConfig
@@ -134,11 +137,11 @@ class TransformersModel:
 
 
 class TransformersDecoder:
-    """Has the methods and attributes of `Decoder`; takes no adapters.
+    """A decoder with the methods and attributes of `Decoder`, but without adapters.
 
     Args:
-        model: Computes everything but attention.
-        layer_windows: Attention windows by layer.
+        model: The model, which computes everything but attention.
+        layer_windows: Attention window of each layer.
         attention: The attention over the KV cache.
     """
 
@@ -172,14 +175,14 @@ class TransformersDecoder:
         `between` collects hidden states between layers. `hidden` is None, as there is only one stage.
         """
         wanted: Set[int] = between.wanted if between is not None else frozenset()
-        calls = _BatchAttention(
+        handler = _BatchAttention(
             self._attention,
             self._layer_windows,
             self._attention.prepare(packed, cache, self._windows),
             cache_places(packed, cache.tokens_per_block),
             cache,
         )
-        with answering(calls):
+        with handling_attention(handler):
             output = self._body(
                 **self._inputs(packed),
                 position_ids=packed.positions[None],
@@ -196,7 +199,8 @@ class TransformersDecoder:
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
+        """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
+        int64."""
         return (
             self._head(inputs_embeds=hidden[rows][None], use_cache=False, return_dict=True).logits[0].float()
         )
@@ -212,7 +216,7 @@ class TransformersDecoder:
         )
 
     def _inputs(self, packed: PackedBatch) -> dict[str, Tensor]:
-        """Return token ids, or embeddings if some rows are of prompt tables."""
+        """Return the modelling code's input: token ids, or embeddings if some rows come from prompt tables."""
         virtual = packed.virtual
         if virtual is None:
             return {"input_ids": packed.token_ids[None]}
@@ -229,9 +233,9 @@ EXAMPLE_LENGTHS = (23, 11)
 def relative_error(decoder: TransformersDecoder, model: TransformersModel, tokens_per_block: int) -> float:
     """Return the error of the logits of two sequences, relative to the model's own attention.
 
-    The two are computed side by side: the first one's context in two chunks, then their last tokens one by one. A
-    model that keeps other state than keys and values, or uses other inputs than positions, gives a large error
-    here.
+    The two sequences share batches: first their contexts, the first one in two chunks, then their last tokens
+    one by one. The error is large for a model with other state than keys and values, or other inputs than
+    positions.
 
     Returns:
         The root mean square of the error, divided by the standard deviation of the logits.

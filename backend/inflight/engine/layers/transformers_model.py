@@ -1,10 +1,11 @@
-"""Loads a decoder with transformers' own modelling code: families not implemented here, or on request.
+"""Loads a decoder with transformers' own modelling code, for families that this package does not implement, or on
+request.
 
-What such a model computes is found out by trial. A forward pass of a few tokens, in which attention only records
-its arguments, shows which layers attend, with which heads, scale, cap and window; `check_decoder` compares the
-logits over paged blocks with those of the model's own attention. A model that attention here cannot serve is
-refused by name. Code that comes with a checkpoint is never run. Imports transformers, so this module is imported
-on demand; used on the loading thread only.
+The structure of such a model is found out by trial. A forward pass of a few tokens, in which attention only
+records its arguments, shows which layers attend, with which heads, scale, cap and window; `check_decoder`
+compares the logits over paged blocks with the logits by the model's own attention. A model whose attention is
+not supported is refused with the reason. Code that comes with a checkpoint is never run. Imports transformers,
+so this module is imported on demand; used on the loading thread only.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from inflight.config import QUANTIZED, EngineConfig
 from inflight.engine.attention.interface import Attention
 from inflight.engine.layers.transformers_decoder import (
     EXAMPLE_LENGTHS,
-    AttentionCalls,
+    AttentionHandler,
     TransformersDecoder,
     TransformersModel,
-    answering,
     attend,
+    handling_attention,
     make_mask,
     relative_error,
 )
@@ -46,14 +47,15 @@ _log = logging.getLogger(__name__)
 
 _ATTENTION = "inflight_paged"
 _BOUNDS = {torch.float32: 0.01, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""Upper bounds of `relative_error`: rounding is far below, and a wrong position or mask far above."""
+"""Upper bounds of `relative_error`: rounding causes far smaller errors, a wrong position or mask far
+larger ones."""
 
 transformers.AttentionInterface.register(_ATTENTION, attend)  # pyright: ignore[reportUnknownMemberType]  no return type
 ALL_MASK_ATTENTION_FUNCTIONS.register(_ATTENTION, make_mask)  # pyright: ignore[reportUnknownMemberType]  no return type
 
 
 def load_transformers_model(config: EngineConfig, device: torch.device, num_ranks: int) -> TransformersModel:
-    """Read all weights, and examine what the model computes.
+    """Read all weights, and find out by trial which attention the model needs.
 
     Args:
         config: The model and its parameters; `gpt_model_path` is a checkpoint folder with safetensors files.
@@ -61,7 +63,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
         num_ranks: Number of ranks that share the model.
 
     Raises:
-        ConfigError: A parameter asks for something that this engine does not have, or it cannot serve the
+        ConfigError: A parameter asks for something that this engine does not have, or this engine cannot serve the
             checkpoint; the message has the model's type and the reason.
         Exception: There is too little memory, see `is_out_of_memory`.
     """
@@ -99,13 +101,13 @@ def find_class(file: ConfigFile) -> Any:
 
 
 def check_decoder(model: TransformersModel, attention: Attention, config: EngineConfig) -> None:
-    """Raise ConfigError if the model's logits over paged blocks differ from those of its own attention."""
+    """Raise ConfigError if the model's logits over paged blocks differ from its logits by its own attention."""
     refuse = _Refusal(Path(str(config.gpt_model_path)), model.body.config.model_type)
     own_windows = layer_windows(model.decoder.sliding_windows, (), 0, model.decoder.max_positions)
     try:
         decoder = TransformersDecoder(model, own_windows, attention)
         error = relative_error(decoder, model, config.tokens_per_block)
-    except Exception as reason:  # transformers' code may raise anything
+    except Exception as reason:  # modelling code made for other uses may raise anything
         raise refuse(f"it fails over paged blocks: {_first_line(reason)}") from reason
     if not error < _BOUNDS[model.dtype]:  # true for NaN too
         raise refuse(
@@ -241,13 +243,13 @@ class _LayerAttention:
 
 
 @dataclass(slots=True)
-class _Notes(AttentionCalls):
-    """Records the arguments of every layer's attention, and computes nothing.
+class _RecordingHandler(AttentionHandler):
+    """Records the arguments of every layer's attention calls, and computes nothing.
 
     Attributes:
-        refuse: Makes the error for what attention here cannot do.
+        refuse: Makes the error for a model that needs unsupported attention.
         layers: Recorded arguments, by layer.
-        masks: The masks that were requested, each with its window; identified by object.
+        masks: The masks that `mask` has returned, each with its window; a mask is recognized by identity.
     """
 
     refuse: Callable[[str], ConfigError]
@@ -272,11 +274,11 @@ class _Notes(AttentionCalls):
         window = options.get("sliding_window")
         of_mask = [size for each, size in self.masks if each is mask]
         if mask is not None and not of_mask:
-            raise self.refuse(f"layer {layer} adds a mask of its own to the scores")
+            raise self.refuse(f"layer {layer} adds another mask to the scores")
         if of_mask:
             if window not in (None, of_mask[0]):
                 raise self.refuse(
-                    f"layer {layer} says that its window is {window}, and its mask has {of_mask[0]}"
+                    f"layer {layer} has a window of {window}, but the window of its mask is {of_mask[0]}"
                 )
             window = of_mask[0]  # attention by products uses only the mask
         if not (getattr(module, "is_causal", True) and options.get("is_causal") in (None, True)):
@@ -336,8 +338,8 @@ class _Notes(AttentionCalls):
         return layers
 
 
-class _Given(nn.Module):
-    """Takes the place of a model's body, so that its head can be called alone: returns its input.
+class _Identity(nn.Module):
+    """Replaces a model's body by a module that returns its input, so that the head can be called alone.
 
     Args:
         output_class: The class of the body's output.
@@ -362,16 +364,16 @@ def _examine(model: Any, device: torch.device, refuse: _Refusal) -> Transformers
         torch.randint(inputs.num_embeddings, (length,), generator=generator).to(device)
         for length in EXAMPLE_LENGTHS
     )
-    notes = _Notes(refuse)
-    with answering(notes):
+    recorded = _RecordingHandler(refuse)
+    with handling_attention(recorded):
         output = body(input_ids=first[None], use_cache=False, return_dict=True)
-    layers = notes.finish(model.config.num_hidden_layers)
+    layers = recorded.finish(model.config.num_hidden_layers)
     model.set_attn_implementation("eager")
     if model.config._attn_implementation != "eager":
-        raise refuse("it has no attention of its own to compare with")
+        raise refuse("it has no implementation of attention to compare with")
     examples = (first, _logits(model, first)), (second, _logits(model, second))
     model.set_attn_implementation(_ATTENTION)
-    setattr(model, model.base_model_prefix, _Given(output.__class__))
+    setattr(model, model.base_model_prefix, _Identity(output.__class__))
     hidden_size, vocab_size = output.last_hidden_state.shape[-1], examples[0][1].shape[-1]
     decoder = _describe(model, layers, hidden_size, vocab_size, refuse)
     return TransformersModel(decoder, model.dtype, body, model, examples)
@@ -400,7 +402,7 @@ def _describe(
         attention_soft_cap=any_layer.soft_cap,
         eos_token_ids=() if end_ids is None else (end_ids,) if isinstance(end_ids, int) else tuple(end_ids),
         dtype=str(model.dtype).removeprefix("torch."),
-        # The following fields are the modelling code's business, and nothing here reads them.
+        # Only the modelling code needs the following fields; nothing in this package reads them.
         intermediate_size=0,
         norm="rms",
         norm_eps=0.0,
@@ -415,11 +417,11 @@ def _describe(
 
 
 def _max_positions(config: Any, refuse: _Refusal) -> int:
-    """Return the longest sequence with unchanged rotary frequencies; with LongRoPE, the limit of the short
-    factors."""
+    """Return the length in tokens up to which rotary frequencies stay the same; with LongRoPE, up to which the
+    short factors apply."""
     longest = getattr(config, "max_position_embeddings", None)
     if not isinstance(longest, int):
-        raise refuse("config.json does not say how far its positions reach (max_position_embeddings)")
+        raise refuse("config.json has no max_position_embeddings, the limit of its positions")
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(part for part in rope.values() if is_object(part))):
         if each.get("rope_type") == "longrope":

@@ -1,7 +1,7 @@
 """Linear attention with decay, in torch's operators: the recurrence of gated DeltaNet and Mamba-2.
 
-A head's state S [key_dim, value_dim] maps keys to values. Each token decays it, adds its value at its key, and
-reads it at its query:
+A head's state S [key_dim, value_dim] maps keys to values. For each token, with query q, key k and value v, the
+state decays, v is added at k, and the output is read at q:
 
     S = exp(log_decay) S
     S = S + k^T v                       (Mamba-2)
@@ -12,7 +12,8 @@ In Kimi Delta Attention every row of S, that is, every dimension of keys, has it
 
 `step` computes one token of each of many sequences. `scan` computes many tokens of one sequence in pieces of
 `PIECE` tokens: within a piece in parallel, as attention with a mask of decays; from piece to piece by the state.
-With decays of their own the dimensions of keys are not summed before they are masked, so pieces are shorter.
+If each dimension of keys has its own decay, the mask applies before dimensions are summed, which takes more
+memory, so pieces are shorter.
 
 References: Dao and Gu, Transformers are SSMs, 2024; Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024.
 """
@@ -33,7 +34,7 @@ PIECE = 64
 """Number of tokens that `scan` computes in parallel."""
 
 DIMENSION_PIECE = 16
-"""The same with a decay of each dimension of keys."""
+"""Number of tokens that `scan` computes in parallel if each dimension of keys has its own decay."""
 
 
 def step(
@@ -82,13 +83,13 @@ def scan(
     num_tokens = queries.shape[0]
     queries, keys, values = (_in_pieces(each) for each in (queries, keys, values))
     total_decay = _in_pieces(log_decay.unsqueeze(-1)).squeeze(-1).cumsum(-1)
-    # Decay between any two tokens of a piece; rows are the later tokens.
+    # The decay between any two tokens of a piece, [later, earlier].
     between = (total_decay.unsqueeze(-1) - total_decay.unsqueeze(-2)).tril().exp().tril()
     since_begin, until_end = total_decay.exp().unsqueeze(-1), (total_decay[..., -1:] - total_decay).exp()
     within = (queries @ keys.mT) * between
     read_before = None
     if beta is not None:
-        # Each written value depends on those of earlier tokens of the piece: a triangular system.
+        # Each written value depends on the values of earlier tokens of the piece: a triangular system.
         weights = _in_pieces(beta.unsqueeze(-1))
         weighed = keys * weights
         system = (weighed @ keys.mT) * between
@@ -110,7 +111,7 @@ def scan(
 def _scan_dimensions(
     queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute `scan` with a decay of each dimension of keys."""
+    """Compute `scan` where each dimension of keys has its own decay."""
     num_tokens, size = queries.shape[0], DIMENSION_PIECE
     all_decays = _in_pieces(log_decay, size).cumsum(-2)
     weights = None if beta is None else _in_pieces(beta.unsqueeze(-1), size)
@@ -134,7 +135,7 @@ def _scan_dimensions(
 
 
 def _solve(system: Tensor, sides: Tensor) -> Tensor:
-    """Solve lower triangular systems, whose diagonal counts as 1."""
+    """Solve lower triangular systems, with 1 in place of their diagonals."""
     solve = cast("Callable[..., Tensor]", torch.linalg.solve_triangular)  # pyright: ignore[reportUnknownMemberType]
     return solve(system, sides, upper=False, unitriangular=True)
 

@@ -1,6 +1,6 @@
-"""Recurrent layers in torch's operators, between a layer's input projection and its output projection.
+"""Recurrent layers in torch's operators, without the input projection before and the output projection after them.
 
-A sequence's state has two parts: the convolution's inputs of the last tokens, [conv_width - 1, columns] in the
+A sequence's state has two parts: the convolution's inputs for the last tokens, [conv_width - 1, columns] in the
 model's dtype, and the state of linear attention, `RecurrentConfig.state_shape` in float32, or an empty tensor in
 layers without linear attention. `scan` computes the next tokens of one sequence, `step` the next token of each of
 many sequences.
@@ -29,7 +29,7 @@ State = tuple[Tensor, Tensor]
 """The state of the convolution, and the state of linear attention."""
 
 Sum = Callable[[Tensor], Tensor]
-"""Returns the sum of a tensor over the ranks that have the parts of a layer; may overwrite the tensor."""
+"""A function that returns the sum of a tensor over the ranks that share a layer; it may overwrite the tensor."""
 
 _L2_EPS = 1e-6
 
@@ -39,8 +39,7 @@ class Mixer(ABC):
 
     Args:
         weights: The layer's weights.
-        activation: Activation after the convolution, if the layer has one.
-        attention: The functions of linear attention, if the layer has it.
+        activation: Activation after the convolution; not used by `ShortConvMixer`.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Mixer(ABC):
 
         Args:
             projected: Output of the input projection, [tokens, columns of `sections`].
-            state: State before the first of these tokens.
+            state: State before the first of the tokens.
 
         Returns:
             Rows for `finish`, [tokens, output_width], and the state after the last token.
@@ -74,7 +73,7 @@ class Mixer(ABC):
         return output, (known[len(inputs) :].clone(), new_state)
 
     def step(self, projected: Tensor, states: State) -> tuple[Tensor, State]:
-        """Compute the next token of each sequence: rows [sequences, …] and states [sequences, …], as in `scan`."""
+        """Compute the next token of each sequence: as `scan`, but rows and states are [sequences, …]."""
         inputs = self._conv_inputs(projected)
         known = torch.cat((states[0], inputs.unsqueeze(1)), dim=1)
         convolved = (known.float() * self._weights.conv.T).sum(1)
@@ -86,7 +85,7 @@ class Mixer(ABC):
         return output, (known[:, 1:], new_states)
 
     def finish(self, rows: Tensor) -> Tensor:
-        """Return the input of the output projection, [rows, output_width], from rows of `scan` and `step`.
+        """Return the input of the output projection, [rows, output_width], given the results of `scan` and `step`.
 
         Every rank calls it with the same number of rows.
         """
@@ -278,9 +277,8 @@ def make_mixer(
     Args:
         config: Configuration of this rank's part of the layer.
         weights: This rank's weights.
-        activation: Follows the convolution, except in `ShortConv`.
-        all_reduce: Sums over the ranks that have the other parts of the layer.
-        attention: The functions of linear attention.
+        activation: Activation after the convolution; not used by `ShortConv`.
+        all_reduce: Sums a tensor over the ranks that share the layer.
     """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation, attention)
@@ -292,7 +290,7 @@ def make_mixer(
 
 
 def empty_state(config: RecurrentConfig, dtype: torch.dtype, device: torch.device, *leading: int) -> State:
-    """Return states before the first token, which are zero, with the additional dimensions `leading` in front."""
+    """Return states of sequences without tokens, which are zero; `leading` are additional first dimensions."""
     conv = torch.zeros(
         (*leading, config.conv_width - 1, total_size(config.conv_sections)), dtype=dtype, device=device
     )

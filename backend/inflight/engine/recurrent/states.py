@@ -1,9 +1,9 @@
 """The recurrent states of all slots, and their snapshots, on the device.
 
-The memory has one entry for each slot, then an unused one, then one for each snapshot. A chunk is computed in
+The memory has one entry for each slot, then an unused entry, then one for each snapshot. A chunk is computed in
 segments that end where a state is saved. Draft tokens do not change the slot's state: their rows are kept, and
-`accept` applies the accepted ones. Compiled layers compute the rows of a batch themselves (`cpu/decoder.py`). Only
-the loop thread calls it.
+`accept` applies accepted drafts. Compiled layers compute the rows of a batch themselves (`cpu/decoder.py`).
+Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Segment:
         slot: The slot.
         begin: The first row.
         end: The row after the last one.
-        snapshot: Index, in the memory, of the snapshot that the state after the last row is saved in; -1: it is
+        snapshot: Index, in the memory, of the snapshot to which the state after the last row is saved; -1: it is
             not saved.
         is_draft: Whether these are draft tokens, which do not change the slot's state.
     """
@@ -53,8 +53,8 @@ class StateMetadata:
         segments: The rows of chunks.
         generation_begin: The first generation row.
         generation_slots: Slots of the generation rows, [generation rows] int64 on the device.
-        saved_slots, snapshots: [saves] int64 on the device: slots whose states are saved after their generation
-            row, and the indices, in the memory, of the snapshots.
+        saved_slots: [saves] int64 on the device: slots whose states are saved after their generation row.
+        snapshots: [saves] int64 on the device: index, in the memory, of the snapshot for each of `saved_slots`.
     """
 
     segments: tuple[Segment, ...]
@@ -76,8 +76,8 @@ class RecurrentStates:
         device: Device of the memory.
 
     Attributes:
-        memory: The states of the convolutions and of linear attention, as in `mixers`, [layers, entries, …] each;
-            compiled layers order the numbers of an entry in their own way.
+        memory: The states of the convolutions and of linear attention, see `mixers`, each [layers, entries, …];
+            compiled layers have their own order inside an entry.
         metadata: Describes the batch that is computed; None before the first one.
     """
 
@@ -98,7 +98,7 @@ class RecurrentStates:
         self._drafts: dict[int, list[Callable[[int], None]]] = {}  # by slot
 
     def apply(self, batch: ScheduledBatch) -> None:
-        """Set the states of started slots, and apply the moves of beams."""
+        """Initialize the states of started slots, with zeros or a snapshot, and apply the moves of beams."""
         for start in batch.starts:
             self._drafts.pop(start.slot, None)
         if batch.starts:
@@ -157,7 +157,7 @@ class RecurrentStates:
         Args:
             layer: Index among the recurrent layers of this rank.
             mixer: The layer.
-            projected: Output of its input projection, [rows, columns of `sections`].
+            projected: Output of the layer's input projection, [rows, columns of `sections`].
 
         Returns:
             Input of the layer's output projection, [rows, output_width].
@@ -189,12 +189,12 @@ class RecurrentStates:
         return computed
 
     def keep_drafts(self, slot: int, advance: Callable[[int], None]) -> None:
-        """Keep drafts of this batch until they are verified: `advance` is called with the number of the accepted
-        ones, if there are any, and applies them to the slot's state."""
+        """Keep drafts of this batch until they are verified: if any are accepted, `advance` is called with their
+        number and applies them to the slot's state."""
         self._drafts[slot].append(advance)
 
     def accept(self, batch: ScheduledBatch, output: ModelOutput, only: Collection[int] | None = None) -> None:
-        """Apply accepted drafts to the states; with `only`, just those of these slots."""
+        """Apply accepted drafts to the states of all slots, or of the slots in `only`."""
         if not self._drafts:
             return
         for slot, token_ids in zip(batch.sampled_slots(), output.token_ids, strict=True):
@@ -242,6 +242,6 @@ def _advance(mixer: Mixer, rows: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def state_bytes(config: RecurrentConfig, num_layers: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one slot's or snapshot's state over all layers."""
+    """Return the size of one slot's or snapshot's state over all layers in bytes."""
     parts = empty_state(config, dtype, torch.device("meta"), num_layers)
     return sum(part.numel() * part.element_size() for part in parts)

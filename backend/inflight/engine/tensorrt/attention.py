@@ -1,11 +1,11 @@
 """Attention for in-flight batching: packed rows of context chunks and generation, over linear caches.
 
-A slot has its own memory for keys and values, [kv_heads, max_seq_len, head_dim], which is written in place. The
-rows of a network are in the order of their slots. There are two forms:
+A slot has its own memory for keys and values, each [kv_heads, max_seq_len, head_dim], which is written in
+place. The rows of a network are in the order of their slots. There are two forms:
 
     split    Generation rows read the caches where they lie. The rows of each chunk are padded to the longest
              chunk, and read a copy of their slot's cache. All else is computed on packed rows.
-    packed   One attention for all rows, by how many each slot has. TensorRT for RTX does not build it.
+    packed   One attention for all rows, given each slot's number of rows. TensorRT for RTX does not build it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NetworkAttention(Protocol):
 
 
 class _Caches:
-    """Keys and values of all layers, as inputs and as outputs in the same memory."""
+    """Keys and values of all layers: inputs of the network, and outputs in the inputs' memory."""
 
     def __init__(self, graph: Graph, settings: Settings, held: DecoderConfig) -> None:
         self._graph, self._dtype = graph, settings.dtype
@@ -62,7 +62,7 @@ class _Caches:
 
 
 class SplitAttention:
-    """The form `split`.
+    """Attention in the form `split`.
 
     Args:
         graph: The graph in which it is defined.
@@ -82,7 +82,7 @@ class SplitAttention:
     ) -> None:
         self._graph, self._held, self._slots = graph, held, settings.max_batch_size
         self._caches = _Caches(graph, settings, held)
-        # For float32 there are kernels for a single row, but not for several.
+        # For float32, TensorRT has attention kernels for a single row, but not for several rows.
         self._may_decompose_chunks = settings.dtype == "float32"
         slots = settings.max_batch_size
         self._chunk_slots = graph.input("ctx_slots", "int32", ("Nc",))
@@ -135,7 +135,7 @@ class SplitAttention:
 
 
 class PackedAttention:
-    """The form `packed`. Its arguments are those of `SplitAttention`.
+    """Attention in the form `packed`; arguments as for `SplitAttention`.
 
     Raises:
         ConfigError: A layer has a sliding window, for which this form has no mask.

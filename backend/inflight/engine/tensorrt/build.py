@@ -45,8 +45,8 @@ from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.sharding import Part, Shard
 
 WEIGHT_DTYPES = (INT8, FP8, INT4)
-"""Data types of matrices only. Activations are bfloat16 with the first two, and with int4 the checkpoint's
-type."""
+"""Quantized data types, which matrices alone have. Activations are bfloat16 with int8 and fp8; with int4 they
+have the checkpoint's type."""
 
 _USUAL_CHUNKS, _MOST_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
@@ -61,9 +61,9 @@ class BuildOptions:
 
     Attributes:
         dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.
-        max_seq_len: None: the model's longest sequence, at most 4096.
+        max_seq_len: Longest sequence in tokens; None: the model's maximum, at most 4096.
         max_context_chunks: Maximum number of context chunks; None: 8, or the number of slots if smaller.
-        target: The GPUs to build for; None: portable, or with the module tensorrt this machine's GPU.
+        target: The GPUs to build for; None: portable with tensorrt_rtx, this machine's GPU with tensorrt.
         module: tensorrt or tensorrt_rtx; None: the first that is installed.
     """
 
@@ -83,7 +83,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A network, and TensorRT's configuration for building a plan of it."""
+    """A network, and TensorRT's configuration for building the network's plan."""
 
     graph: Graph
     config: Any
@@ -91,11 +91,11 @@ class Definition:
 
 
 Serialize = Callable[[Definition], Any]
-"""Builds a plan of a network; returns bytes or a buffer."""
+"""A function that builds a network's plan; returns bytes or a buffer."""
 
 
 def serialize(definition: Definition) -> Any:
-    """Return a plan. Raises ConfigError, with TensorRT's reason, if it does not build one."""
+    """Return the network's plan. Raises ConfigError, with TensorRT's reason, if TensorRT does not build it."""
     graph = definition.graph
     graph.logger.errors.clear()
     plan = graph.builder.build_serialized_network(graph.network, definition.config)
@@ -115,7 +115,7 @@ def build_engine(
 
     Args:
         checkpoint: A Hugging Face folder.
-        folder: The folder to write; results of an earlier build in it are removed first.
+        folder: The folder to write; the results of an earlier build are removed first.
         options: The options of the build.
         serialize: Builds a plan.
         monitor: TensorRT's IProgressMonitor; None: progress is not reported.
@@ -131,11 +131,11 @@ def build_engine(
             f"{checkpoint} is a folder of plans, expected the checkpoint that they were built from"
         )
     model = read_model_description(checkpoint)
-    settings = settle(options, model, module_name(module))
+    settings = resolve_settings(options, model, module_name(module))
     processors = find_processors(module, settings)
     digest = checkpoint_digest(model.folder)
     if folder.resolve() == model.folder.resolve():
-        raise ConfigError(f"output is {folder}, the folder of the checkpoint: expected another")
+        raise ConfigError(f"output is {folder}, the folder of the checkpoint: expected another folder")
     folder.mkdir(parents=True, exist_ok=True)
     _remove_engine(folder)
     builder = _Builder(module, model, settings, processors, digest, folder, serialize, monitor)
@@ -146,13 +146,13 @@ def build_engine(
         _remove_engine(folder)
         raise
     sidecars = [replace(sidecar, copied=copied) for sidecar in sidecars]
-    for sidecar in reversed(sidecars):  # rank 0's last: without it, the folder is no engine
+    for sidecar in reversed(sidecars):  # rank 0's last: without rank 0's sidecar, the folder is no engine
         sidecar.write(folder)
     return sidecars
 
 
-def settle(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
-    """Return the settings of a build, with unset options resolved. Raises ConfigError as `build_engine`."""
+def resolve_settings(options: BuildOptions, model: ModelDescription, module: str) -> Settings:
+    """Return the settings of a build, with values for unset options. Raises ConfigError as `build_engine` does."""
     config, size = model.decoder, options.tensor_parallel_size
     if missing := lacking(config):
         raise ConfigError(
@@ -181,8 +181,8 @@ def settle(options: BuildOptions, model: ModelDescription, module: str) -> Setti
     _check_range("max_context_chunks", chunks, 1, options.max_batch_size)
     if options.max_num_tokens < options.max_batch_size:
         raise ConfigError(
-            f"max_num_tokens is {options.max_num_tokens}, expected at least {options.max_batch_size}, which is "
-            "max_batch_size"
+            f"max_num_tokens is {options.max_num_tokens}, expected at least max_batch_size, "
+            f"{options.max_batch_size}"
         )
     return Settings(
         dtype={INT8: "bfloat16", FP8: "bfloat16", INT4: own_dtype}.get(dtype, dtype),
@@ -260,7 +260,7 @@ class _Builder:
         config = graph.builder.create_builder_config()
         set_target(self._module, config, self._processors)
         if (flag := getattr(self._module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)) is not None:
-            config.set_flag(flag)  # otherwise a captured stream may not run the plan
+            config.set_flag(flag)  # otherwise a stream that is being captured may not run the plan
         if self._monitor is not None:
             config.progress_monitor = self._monitor
         profiles = tuple(graph.profile(*each) for each in extents)
@@ -281,7 +281,7 @@ class _Builder:
         if not tensors:
             return None
         seen: set[int] = set()
-        # A tied embedding is two inputs, but a file must not have the same memory twice.
+        # A tied embedding is two inputs with the same memory, which safetensors refuses.
         for each, tensor in tensors.items():
             if tensor.data_ptr() in seen:
                 tensors[each] = tensor.clone()
@@ -292,9 +292,9 @@ class _Builder:
 
 
 def _copy_beside(checkpoint: Path, folder: Path) -> tuple[str, ...]:
-    """Copy the checkpoint's files besides weights, so that the folder can be served and moved by itself.
+    """Copy the checkpoint's files other than weights, so that the folder can be served and moved by itself.
 
-    Returns their names.
+    Returns the names of the copied files.
     """
     found = [path for pattern in _BESIDE_WEIGHTS for path in checkpoint.glob(pattern) if path.is_file()]
     names = [path.name for path in found if path.name != _INDEX]
@@ -304,7 +304,7 @@ def _copy_beside(checkpoint: Path, folder: Path) -> tuple[str, ...]:
 
 
 def _remove_engine(folder: Path) -> None:
-    """Remove what an earlier build has written; its tokenizer or chat template would otherwise be served."""
+    """Remove the files of an earlier build; otherwise its tokenizer or chat template might be served."""
     first = folder / sidecar_name(0)
     if first.exists():
         with contextlib.suppress(ConfigError):  # of another format: its other files are unknown
@@ -338,7 +338,8 @@ def _layer_extents(settings: Settings) -> tuple[tuple[str, tuple[Extent, ...]], 
 
 
 def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
-    """Return the profile of the head. Logits are large, so more rows take several calls."""
+    """Return the profile of the head, for a limited number of rows, as logits are large; more rows take more
+    calls."""
     slots = settings.max_batch_size
     return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
 

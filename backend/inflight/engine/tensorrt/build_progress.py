@@ -1,4 +1,4 @@
-"""TensorRT's progress with a plan: a bar per phase on a terminal, otherwise lines of the log."""
+"""The progress of building plans: a bar per phase on a terminal, otherwise lines in the log."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def build_progress(module: Any) -> Generator[Any]:
     phases = _Phases()
 
     class Monitor(module.IProgressMonitor):
-        """TensorRT calls it on its own threads; an exception would propagate into TensorRT, so all are
-        suppressed."""
+        """Reports TensorRT's progress. TensorRT calls it on its own threads and cannot handle exceptions, so all
+        exceptions are suppressed."""
 
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
@@ -52,13 +52,13 @@ def build_progress(module: Any) -> Generator[Any]:
 
 
 class _Phases:
-    """TensorRT's current phases, each inside of another one; deeply nested ones are ignored. Any thread."""
+    """TensorRT's current phases, which are nested; deeply nested phases are ignored. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._has_terminal = sys.stderr.isatty()
         self._progress: Any = None
-        self._tasks: dict[str, Any] = {}  # of rich
+        self._tasks: dict[str, Any] = {}  # ids of rich's tasks
         self._sizes: dict[str, int] = {}
         self._depths: dict[str, int] = {}
         self._begun_s = time.monotonic()

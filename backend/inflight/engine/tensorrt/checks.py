@@ -1,4 +1,4 @@
-"""Checks of the configuration against the plans, before anything slow is done; each has its own error."""
+"""Checks of the configuration against the plans, before slow steps; each check has its own error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOPPER = 90
 def find_folder(config: EngineConfig) -> Path:
     """Return the folder of the plans.
 
-    Like all functions here it raises ConfigError, in this case if the folder is missing.
+    Raises ConfigError if the folder is missing, or is not an engine folder.
     """
     folder = Path(native(str(config.engine_dir or config.gpt_model_path)))
     if not is_engine_folder(folder):
@@ -54,14 +54,14 @@ def plan_rank(mapping: Mapping) -> int:
 def read_sidecar(folder: Path, rank: int) -> Sidecar:
     """Read the sidecar of a rank's plans.
 
-    Raises ConfigError if it belongs to another rank or another build than rank 0's.
+    Raises ConfigError if the sidecar belongs to another rank, or to another build than rank 0's sidecar.
     """
     path, first = folder / sidecar_name(rank), Sidecar.read(folder / sidecar_name(0))
     if rank >= first.settings.tensor_parallel_size:
         return first  # `check_settings` reports that there are fewer ranks
     sidecar = Sidecar.read(path)
     if sidecar.rank != rank:
-        raise ConfigError(f"{path} describes the plans of rank {sidecar.rank}, expected those of rank {rank}")
+        raise ConfigError(f"{path} describes the plans of rank {sidecar.rank}, expected rank {rank}")
     for name in ("checkpoint_digest", "settings", "module_version"):
         if getattr(sidecar, name) != getattr(first, name):
             raise ConfigError(
@@ -71,7 +71,7 @@ def read_sidecar(folder: Path, rank: int) -> Sidecar:
 
 
 def check_settings(config: EngineConfig, sidecar: Sidecar, mapping: Mapping, folder: Path) -> None:
-    """Raise ConfigError if the configuration asks for more than was built, or for something else."""
+    """Raise ConfigError if the configuration asks for something that the plans were not built for."""
     built = sidecar.settings
     rebuild = "or build the engine again"
     if built.tensor_parallel_size != mapping.tp_size:
@@ -141,7 +141,7 @@ def check_model(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig, 
 def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderConfig) -> int:
     """Return the maximum sequence length in tokens.
 
-    Raises ConfigError if a slot has no room for the configured length.
+    Raises ConfigError if the configured length exceeds the plans' slots.
     """
     room = sidecar.settings.max_seq_len
     if config.max_sequence_length is not None and config.max_sequence_length > room:
@@ -162,8 +162,8 @@ def longest_of_plans(config: EngineConfig, sidecar: Sidecar, decoder: DecoderCon
 
 
 def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
-    """Return the number of blocks for the scheduler if there are only rows; raises ConfigError if fewer than
-    slots."""
+    """Return the number of KV blocks for the scheduler, where every slot has its own memory; raises ConfigError
+    if it is less than one per slot."""
     slots, size = config.max_num_sequences, config.tokens_per_block
     wanted = config.max_tokens_in_paged_kv_cache
     in_rows = slots * -(-max_sequence_length // size)
@@ -178,7 +178,8 @@ def count_row_blocks(config: EngineConfig, max_sequence_length: int) -> int:
 
 
 def find_runtime(sidecar: Sidecar, folder: Path) -> Any:
-    """Return the TensorRT module that built the plans. Raises ConfigError without it."""
+    """Return the TensorRT module that built the plans. Raises ConfigError if it or its version is not
+    installed."""
     try:
         module = find_module(sidecar.module)
     except ConfigError as error:
@@ -219,13 +220,14 @@ def check_digest(folder: Path, file: File) -> None:
         raise ConfigError(f"{path}: {error.strerror or error}, expected what scripts/build writes") from error
     if found != file.digest:
         raise ConfigError(
-            f"{path} is not the file that its description is of, but damaged or of another build: build the "
-            "engine again"
+            f"{path} does not match its description: it is damaged or of another build; build the engine "
+            "again"
         )
 
 
 def with_adapter_limits(config: EngineConfig, sidecar: Sidecar) -> EngineConfig:
-    """Return the configuration with adapter limits reduced to the plans' room, including the size of a page."""
+    """Return the configuration with the limits of adapters, including the size of a page, reduced to the
+    plans'."""
     room, wanted = sidecar.settings.max_lora_rank, config.lora_cache_gpu_memory_fraction
     if room == 0:
         if wanted:

@@ -75,16 +75,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="a Hugging Face checkpoint: a folder, or a name of the hub",
     )
-    add("--revision", help="of a name of the hub: a branch, tag or commit")
+    add("--revision", help="branch, tag or commit, if the checkpoint is a name of the hub")
     add(
         "--output",
         required=True,
         type=Path,
         metavar="DIR",
-        help="where the engine goes; made if it is missing",
+        help="folder for the engine; created if it is missing",
     )
     add(
-        "--dtype", choices=DTYPES + WEIGHT_DTYPES, help="default: the checkpoint's, int4 if that is in 4 bits"
+        "--dtype",
+        choices=DTYPES + WEIGHT_DTYPES,
+        help="default: the checkpoint's; int4 for 4-bit checkpoints",
     )
     add("--max-batch-size", type=int, default=defaults.max_batch_size, metavar="N",
         help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
@@ -95,16 +97,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-context-chunks", type=int, metavar="N",
         help="context chunks that are computed at a time (default: 8)")  # fmt: skip
     add("--max-lora-rank", type=int, default=0, metavar="N",
-        help="ranks of all LoRA adapters of a batch together; 0: no adapters (default)")  # fmt: skip
+        help="sum of the ranks of a batch's LoRA adapters; 0: no adapters (default)")  # fmt: skip
     add("--additional-output", action="append", default=[], metavar="hidden_states_<i>",
-        help="hidden states behind i layers, to be had beside the tokens; may be repeated")  # fmt: skip
+        help="additional output: the hidden states after i layers; may be repeated")  # fmt: skip
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (default: %(default)s)")
     add("--target", help="portable (default), current, or compute capabilities: sm89, or sm80,sm89")
     add("--attention", choices=("split", "packed"), default=defaults.attention,
         help="how chunks and generation are computed together; packed is not for tensorrt_rtx "
         "(default: %(default)s)")  # fmt: skip
     add("--weights", choices=("constants", "inputs"), default=defaults.weights,
-        help="in the plans, or in a file beside them (default: %(default)s)")  # fmt: skip
+        help="where weights are: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
     add("--module", choices=MODULES, help="default: the first that is installed")
     return parser
 

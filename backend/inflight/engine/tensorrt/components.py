@@ -13,11 +13,11 @@ from inflight.models import DecoderConfig, Norm
 from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
 
-_LEAST_SUM = 1e-20  # the smallest sum by which probabilities are divided
+_LEAST_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
 
 
 class Components:
-    """The operations of one model.
+    """The operations of one model's layers.
 
     Args:
         graph: The graph in which they are defined.
@@ -30,7 +30,7 @@ class Components:
         self.graph, self.config, self.dtype, self.num_ranks = graph, config, dtype, num_ranks
 
     def number(self, value: float, rank: int, dtype: str | None = None) -> Any:
-        """Return a constant for tensors with `rank` axes."""
+        """Return a constant, shaped to be broadcast to tensors with `rank` axes."""
         return self.graph.constant(value, dtype or self.dtype, rank)
 
     def norm(self, x: Any, norm: Norm | None, name: str) -> Any:
@@ -52,7 +52,7 @@ class Components:
         return found
 
     def vector(self, values: Tensor, name: str, rank: int, dtype: str = "float32") -> Any:
-        """Return a weight along the last axis of tensors with `rank` axes."""
+        """Return a weight vector, shaped to be broadcast along the last of `rank` axes."""
         wide = values.to(getattr(torch, dtype)).reshape((1,) * (rank - 1) + (-1,))
         return self.graph.weight(name, wide)
 
@@ -68,9 +68,9 @@ class Components:
         return graph.multiply_matrices(x, weight)
 
     def _int4_product(self, x: Any, matrix: NetworkMatrix, name: str) -> Any:
-        """Return x Wᵀ for 4-bit levels, plus the product with the offsets common to the levels of a group."""
+        """Return x Wᵀ for 4-bit levels, where each group of levels may have an offset."""
         graph, scales, offsets = self.graph, matrix.scales, matrix.offsets
-        assert scales is not None, "levels have scales"
+        assert scales is not None, "4-bit matrices have scales"
         (num_outputs, num_inputs), num_groups = (matrix.weight.shape[0], x.shape[-1]), scales.shape[1]
         if matrix.order is not None:
             x = graph.gather(x, graph.weight(f"{name}.order", matrix.order), axis=1)
@@ -84,7 +84,7 @@ class Components:
         return graph.add(y, graph.multiply_matrices(sums, graph.weight(f"{name}.offsets", offsets)))
 
     def biased(self, y: Any, matrix: NetworkMatrix, name: str) -> Any:
-        """Return y + b."""
+        """Return y plus the matrix's bias."""
         if matrix.bias is None:
             return y
         return self.graph.add(y, self.vector(matrix.bias, f"{name}.bias", 2, self.dtype))
@@ -94,7 +94,7 @@ class Components:
         return x if self.num_ranks == 1 else self.graph.all_reduce(x, self.num_ranks)
 
     def activate(self, inner: Any) -> Any:
-        """Return the input of an MLP's second projection, from the output of its first; over the last axis."""
+        """Return the input of an MLP's second projection, given the first projection's output [..., columns]."""
         width = inner.shape[-1]
         if not self.config.gated_mlp:
             return self._activation(inner)
@@ -112,12 +112,11 @@ class Components:
         return graph.activation(x, {"gelu": "GELU_ERF", "gelu_tanh": "GELU_TANH", "relu": "RELU"}[kind])
 
     def experts(self, x: Any, experts: ExpertWeights[NetworkMatrix], config: ExpertsConfig, name: str) -> Any:
-        """Return [rows, hidden_size]: the output of all experts, weighted by the router, whose weight is 0 for
-        most.
+        """Return the sum of all experts' outputs, weighted by the router, [rows, hidden_size]; most weights are 0.
 
         All experts form one wide MLP, whose inner values are multiplied by the weight of their expert: two
-        products, which compute every expert for every row. The values of unused experts are replaced by 0, not
-        multiplied by it, as they may be infinite.
+        products, which compute every expert for every row. Inner values of unused experts may be infinite, so they
+        are replaced by 0 instead of multiplied by 0.
         """
         graph, held = self.graph, _num_held(config)
         inner = self.product(x, experts.up, f"{name}.up")

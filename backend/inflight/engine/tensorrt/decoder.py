@@ -1,7 +1,7 @@
 """A decoder whose layers and logits are TensorRT plans, with the interface of `engine.layers.decoder.Decoder`.
 
 The layers read and write the rows of a `RowCache`, from which new keys and values are copied to the blocks. All
-other data around the plans are tensors, so a batch can be recorded as a whole. Used on the loop thread.
+other inputs and outputs of the plans are tensors, so a whole batch can be recorded. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class TensorRtDecoder:
         part: This rank's part of it.
         settings: The settings of the build.
         layers: The plan from token ids to the last layer's output.
-        head: The plan from that output to logits.
+        head: The plan from the last layer's output to logits.
         cache: The row cache to which the layers are bound.
-        collectives: Collectives with the ranks that have the other parts.
+        collectives: Collectives over the ranks that share the layers.
         row_kernels: Kernels on rows of logits, for sampling.
 
     Attributes:
         config: The argument of the same name.
         dtype: Data type of activations and KV cache.
-        adapters: The LoRA adapters on the device; None: it takes none.
+        adapters: The LoRA adapters on the device; None: adapters are not enabled.
         kernels: Name of the implementation of the layers.
         has_fixed_shapes: Whether batches of generation rows can be recorded.
         takes_fixed_rows: Whether batches with context chunks can be recorded.
-        needs_cleared_blocks: Whether the previous content of a KV block may affect a sequence that takes it over.
+        needs_cleared_blocks: Whether the previous content of a KV block may affect the next sequence that uses it.
         row_kernels: The argument of the same name.
     """
 
@@ -96,7 +96,8 @@ class TensorRtDecoder:
             layers.bind({f"k_cache_{index}": keys, f"v_cache_{index}": values})
 
     def tile_limits(self, num_rows: int, num_chunks: int) -> TileLimits | None:
-        """Return `plan_rows.tile_limits`; None for more rows than the plan, or all of its slots, have room for."""
+        """Return `plan_rows.tile_limits`; None if the rows exceed the plan's maximum or do not fit into its
+        slots."""
         settings = self._settings
         if num_rows > min(settings.max_num_tokens, settings.max_batch_size * settings.max_seq_len):
             return None
@@ -132,7 +133,8 @@ class TensorRtDecoder:
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return [n, vocab_size] float32 logits of the rows [n] int64 of `forward`'s output."""
+        """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
+        int64."""
         logits = self._run_head(hidden[rows], "logits")
         return join_logits(logits, self.config.vocab_size, self._collectives)
 
@@ -141,7 +143,7 @@ class TensorRtDecoder:
         return self._run_head(hidden, "normalized")
 
     def reserve_adapters(self, num_pages: int, page_rank: int) -> None:
-        """Allocate pages for adapters, each with room for `page_rank` ranks, before the first is loaded.
+        """Allocate pages for adapters, each for `page_rank` ranks, before the first adapter is loaded.
 
         At most once.
         """
@@ -158,9 +160,9 @@ class TensorRtDecoder:
     def load_adapter(self, load: AdapterLoad) -> None:
         """Load an adapter into its pages.
 
-        Raises StepFailed for one with magnitudes (DoRA), which plans do not support.
+        Raises StepFailed for an adapter with magnitudes (DoRA), which plans do not support.
         """
-        assert self.adapters is not None, "there is no room for adapters"
+        assert self.adapters is not None, "there are no pages for adapters"
         if any(len(row) > 3 and row[3] for row in load.adapter.weights.config):
             raise StepFailed(
                 "the LoRA adapter has magnitudes (DoRA), which plans of TensorRT do not compute; expected one "
@@ -177,7 +179,7 @@ class TensorRtDecoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _cut(self, packed: PackedBatch) -> list[BatchPart]:
-        """Divide the batch into parts that the plan has room for."""
+        """Divide the batch into parts that the plan can compute in one run."""
         ranks: dict[int, int] = {}
         if packed.adapters is not None and self.adapters is not None:
             found = self.adapters.find(packed.adapters)
@@ -191,7 +193,7 @@ class TensorRtDecoder:
         rows = slice(part.begin, part.end)
         active = None
         if packed.adapters is not None and (packed.adapters[rows] >= 0).any():
-            assert self.adapters is not None, "there is no room for adapters"
+            assert self.adapters is not None, "there are no pages for adapters"
             active = self.adapters.activate(packed.adapters[rows])
         placed = place_rows(packed.slots[rows], packed.positions[rows], part.chunks)
         return self._run(packed, placed, part, cache, active, None)
@@ -205,7 +207,7 @@ class TensorRtDecoder:
         active: ActiveAdapters | None,
         recording: Hashable,
     ) -> dict[str, Tensor]:
-        """Run the layers on a part, and copy its keys and values from the rows to the blocks."""
+        """Run the layers on a part, and copy its new keys and values from the cache's rows to the blocks."""
         plan_rows = lay_out_for_plan(rows, cache.num_slots)
         inputs = {each.name: getattr(plan_rows, each.name) for each in fields(PlanRows)}
         inputs["position_ids"] = rows.positions.int()
@@ -220,7 +222,8 @@ class TensorRtDecoder:
         return outputs
 
     def _tokens(self, packed: PackedBatch, part: BatchPart) -> dict[str, Tensor]:
-        """Return token ids, and for each row which embedding it takes: its token's, or a row of a prompt table."""
+        """Return the inputs for embeddings: token ids, and for each row its token's embedding or a prompt
+        table's row."""
         token_ids = packed.token_ids[part.begin : part.end]
         count = part.end - part.begin
         own = torch.arange(count, device=self._device)
@@ -238,13 +241,12 @@ class TensorRtDecoder:
         return {
             "input_ids": torch.where(of_table < 0, token_ids, 0).int(),
             "embedding_gather": torch.where(of_table < 0, own, count + own).int(),
-            # One per row of the part, as the plan has room for these but not for all of the batch's.
+            # One embedding for each row of the part: the whole batch's may exceed the plan's maximum.
             "virtual_embeddings": virtual.embeddings[of_table.clamp(min=0)],
         }
 
     def _adapter_inputs(self, count: int, active: ActiveAdapters | None) -> dict[str, Tensor]:
-        """Return the pages of a part's adapters in the plans' form, and the mask that tells which row has
-        which."""
+        """Return the pages of a part's adapters in the plans' form, and the mask of each row's own ranks."""
         assert self.adapters is not None or active is None
         names = self._input_names
         if active is None:

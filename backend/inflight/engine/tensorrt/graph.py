@@ -1,7 +1,7 @@
-"""A thin layer over TensorRT's network definition: operations on tensors, and everything a plan is built from.
+"""A thin layer over TensorRT's network definition: operations on tensors, inputs, outputs and weights.
 
-Tensors are TensorRT's ITensor, typed as Any here. A named dimension differs from batch to batch. TensorRT does not
-copy weights, so they must live as long as the graph; the graph keeps them.
+Tensors are TensorRT's ITensor, with the type Any. A named dimension differs from batch to batch. TensorRT does not
+copy weights, so the graph keeps them.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Graph:
     Attributes:
         builder: TensorRT's builder.
         network: TensorRT's network definition.
-        constants: Constants by the name of their layer, as TensorRT does not return those of bfloat16, float8 and
-            int4.
+        constants: Constants by the name of their layer, as TensorRT does not return constants of bfloat16, float8
+            and int4.
         weights: Weights that are inputs, by name.
         inputs: The inputs in the order of their definition.
         outputs: The outputs in the order of their definition.
         shapes: Shapes of the inputs, with named dimensions.
-        aliases: Outputs that are inputs changed in place.
+        aliases: Outputs that share the memory of an input, which the network changes in place.
     """
 
     module: Any
@@ -129,7 +129,7 @@ class Graph:
         return self.input(name, constant.dtype, constant.shape)
 
     def constant(self, value: torch.Tensor | Iterable[Any] | float, dtype: str, rank: int = 0) -> Any:
-        """Define a constant that is not a weight. A single number gets `rank` axes of size 1, for broadcasting."""
+        """Define a constant that is not a weight; a single number gets `rank` axes of size 1, for broadcasting."""
         tensor = (
             value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=getattr(torch, dtype))
         )
@@ -146,7 +146,7 @@ class Graph:
         trt, memory = self.module, constant.memory
         count = int(np.prod(constant.shape, dtype=np.int64))
         if count == 0:
-            raise ConfigError(f"{name} is empty: this rank has none of it, expected fewer ranks")
+            raise ConfigError(f"{name} is empty on this rank, expected fewer ranks")
         weights = trt.Weights(self.type(constant.dtype), memory.data_ptr(), count)
         layer = self._checked(self.network.add_constant(constant.shape, weights), name)
         layer.name = name
@@ -217,15 +217,15 @@ class Graph:
         return self._elementwise(x, y, "SUM")
 
     def subtract(self, x: Any, y: Any) -> Any:
-        """x - y."""
+        """Return x - y."""
         return self._elementwise(x, y, "SUB")
 
     def multiply(self, x: Any, y: Any) -> Any:
-        """x * y."""
+        """Return x * y."""
         return self._elementwise(x, y, "PROD")
 
     def divide(self, x: Any, y: Any) -> Any:
-        """x / y."""
+        """Return x / y."""
         return self._elementwise(x, y, "DIV")
 
     def maximum(self, x: Any, y: Any) -> Any:
@@ -237,19 +237,19 @@ class Graph:
         return self._elementwise(x, y, "MIN")
 
     def is_greater(self, x: Any, y: Any) -> Any:
-        """x > y, bool."""
+        """Return whether x > y, bool."""
         return self._elementwise(x, y, "GREATER")
 
     def equal(self, x: Any, y: Any) -> Any:
-        """Return whether both are equal, bool."""
+        """Return whether x and y are equal, bool."""
         return self._elementwise(x, y, "EQUAL")
 
     def both(self, x: Any, y: Any) -> Any:
-        """x and y, bool."""
+        """Return x and y, bool."""
         return self._elementwise(x, y, "AND")
 
     def invert(self, x: Any) -> Any:
-        """not x, bool."""
+        """Return not x, bool."""
         return self._unary(x, "NOT")
 
     def select(self, condition: Any, x: Any, y: Any) -> Any:
@@ -297,7 +297,8 @@ class Graph:
         return self._out(layer, "matrix product")
 
     def dequantize(self, levels: Any, scales: Any, dtype: str, axis: int | None) -> Any:
-        """Return levels * scales. `axis` is the axis that the scales belong to; None: blocks of the last axis."""
+        """Return levels * scales. `axis` is the axis with one scale per index; None: a scale per block of the last
+        axis."""
         layer = self._checked(self.network.add_dequantize(levels, scales, self.type(dtype)), "dequantize")
         if axis is not None:
             layer.axis = axis
@@ -321,9 +322,9 @@ class Graph:
 
         Args:
             cache: An input; the result must be an output.
-            update: [rows, heads, head_dim], slot after slot.
+            update: [rows, heads, head_dim], in the order of slots.
             write_indices: [slots] int32, position of each slot's first row.
-            lengths: [slots + 1] int32, number of rows before each slot's.
+            lengths: [slots + 1] int32, number of rows of all slots before each slot.
         """
         trt = self.module
         mode, packed = trt.KVCacheMode.LINEAR, trt.AttentionIOForm.PACKED_NHD
@@ -349,7 +350,7 @@ class Graph:
             values: [batch, kv_heads, length, head_dim].
             lengths: [batch] int32, number of keys that are read.
             mask: bool [batch, 1, rows, length], the keys that are read.
-            may_decompose: Whether products and a softmax may be used where there is no kernel.
+            may_decompose: Whether TensorRT may use products and a softmax if it has no attention kernel.
         """
         layer = self._attention(queries, keys, values, "NONE", may_decompose)
         if lengths is not None:
@@ -361,13 +362,14 @@ class Graph:
     def packed_attention(
         self, queries: Any, keys: Any, values: Any, query_lengths: Any, key_lengths: Any
     ) -> Any:
-        """Attend causally with queries [rows, heads, head_dim], slot after slot, to the slots' keys and values.
+        """Attend causally with queries [rows, heads, head_dim], in the order of slots, to the slots' keys and
+        values.
 
         Args:
             queries: The scaled queries.
             keys: [slots, kv_heads, length, head_dim].
             values: [slots, kv_heads, length, head_dim].
-            query_lengths: [slots + 1] int32, number of rows before each slot's.
+            query_lengths: [slots + 1] int32, number of rows of all slots before each slot.
             key_lengths: [slots] int32, number of keys.
         """
         layer = self._attention(queries, keys, values, "LOWER_RIGHT", False)
@@ -388,7 +390,8 @@ class Graph:
     # Plans
 
     def profile(self, name: str, extents: Iterable[Extent]) -> Profile:
-        """Add an optimization profile: the shapes of the inputs with each named dimension within its extent."""
+        """Add an optimization profile, which allows for the inputs' named dimensions the sizes in their
+        extents."""
         of = {extent.dimension: extent for extent in extents}
 
         def sizes(shape: tuple[Dimension, ...], bound: str) -> tuple[int, ...]:
@@ -402,11 +405,11 @@ class Graph:
         return Profile(name, tuple(ranges))
 
     def type(self, dtype: str) -> Any:
-        """Return TensorRT's type of that name."""
+        """Return TensorRT's type for a name in `PlanTensor.dtype`."""
         return getattr(self.module.DataType, _TYPES[dtype])
 
     def type_name(self, dtype: Any) -> str:
-        """Return the name of a TensorRT type."""
+        """Return the name of a TensorRT type, as in `PlanTensor.dtype`."""
         return next(name for name, trt_name in _TYPES.items() if trt_name == dtype.name)
 
     def _attention(self, queries: Any, keys: Any, values: Any, causal: str, may_decompose: bool) -> Any:

@@ -1,7 +1,6 @@
 """Loads a folder of plans into a runner, after checking it against the configuration.
 
-Anything that does not fit is reported in one sentence, before anything slow is done. Runs on the thread that loads
-the model.
+A mismatch is reported in one sentence, before slow steps. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     Raises:
         ConfigError: The plans, a GPU or TensorRT are missing, or the plans do not fit the configuration.
     """
-    config, agree = options.config, options.agree
+    config, min_over_ranks = options.config, options.min_over_ranks
     device = prepare_device(config)
     folder = find_folder(config)
     sidecar = read_sidecar(folder, plan_rank(options.mapping))
@@ -64,7 +63,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
     layers, head = _load_plans(sidecar, folder, device, options.collectives)
 
     dtype: torch.dtype = getattr(torch, sidecar.settings.dtype)
-    num_adapter_pages = count_adapter_pages(config, loader.held, dtype, device, agree)
+    num_adapter_pages = count_adapter_pages(config, loader.held, dtype, device, min_over_ranks)
     capture = loader.find_graphs(TensorRtDecoder.has_fixed_shapes)
     cache = _allocate(loader, sidecar, num_adapter_pages, capture is not None)
     row_kernels = find_row_kernels(model.decoder.vocab_size, device)
@@ -79,7 +78,7 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 
 
 def _warn(sidecar: Sidecar) -> None:
-    """Log that plans have not run on real hardware yet."""
+    """Log that the authors have not run plans on real hardware yet."""
     _logger.warning(
         "engine is tensorrt (%s %s): its authors had no GPU that runs plans, so nothing but a stand-in for "
         "TensorRT has run it; compare its answers with those of the engine torch before you rely on them",
@@ -91,7 +90,7 @@ def _warn(sidecar: Sidecar) -> None:
 def _load_plans(
     sidecar: Sidecar, folder: Path, device: torch.device, collectives: Collectives
 ) -> tuple[LoadedPlan, LoadedPlan]:
-    """Load the layers and the head, and bind weights that are inputs."""
+    """Load the plans of layers and head, and bind weights that are inputs."""
     module = find_runtime(sidecar, folder)
     check_processor(sidecar, folder, device)
     for file in (sidecar.layers.file, sidecar.head.file, sidecar.weights):
@@ -116,7 +115,12 @@ def _load_plans(
 
 def _allocate(loader: RankLoader, sidecar: Sidecar, num_adapter_pages: int, is_recorded: bool) -> RowCache:
     """Allocate the rows, and blocks in the remaining memory."""
-    config, held, device, agree = loader.config, loader.held, loader.device, loader.options.agree
+    config, held, device, min_over_ranks = (
+        loader.config,
+        loader.held,
+        loader.device,
+        loader.options.min_over_ranks,
+    )
     settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
     slots, size = config.max_num_sequences, config.tokens_per_block
     of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)
@@ -132,9 +136,11 @@ def _allocate(loader: RankLoader, sidecar: Sidecar, num_adapter_pages: int, is_r
         of_rows / 2**20,
     )  # fmt: skip
     if config.shares_blocks:
-        num_blocks = count_blocks(config, held, loader.max_sequence_length, dtype, device, reserved, agree)
+        num_blocks = count_blocks(
+            config, held, loader.max_sequence_length, dtype, device, reserved, min_over_ranks
+        )
     else:
-        num_blocks = agree(count_row_blocks(config, loader.max_sequence_length))
+        num_blocks = min_over_ranks(count_row_blocks(config, loader.max_sequence_length))
         _logger.info(
             "no blocks are kept beside rows: sequences share nothing (block reuse is off, and beams are)"
         )

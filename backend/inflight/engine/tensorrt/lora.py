@@ -2,8 +2,8 @@
 
     y += B (A x where mask, else 0)     A [ranks, in], B [out, ranks], mask [rows, ranks]
 
-`ranks` are those of all adapters together; there may be none. The mask is 1 where a rank belongs to the row's own
-adapter. The results of other ranks are replaced by 0, not multiplied by it, as they may be infinite.
+`ranks` is the sum of all adapters' ranks, possibly 0. The mask is 1 where a rank belongs to the row's own adapter.
+The results of other ranks may be infinite, so they are replaced by 0 instead of multiplied by 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inflight.models import DecoderConfig
 
 
 class NetworkAdapters:
-    """The adapter inputs of a network; does nothing if it is built without adapters.
+    """The adapter inputs of a network; a network that is built without adapters has none.
 
     Args:
         graph: The graph in which they are defined.

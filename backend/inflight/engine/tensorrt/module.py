@@ -1,6 +1,6 @@
 """Finds TensorRT: `tensorrt`, or `tensorrt_rtx` (TensorRT for RTX). Both define and build the same networks.
 
-They have no type stubs, so the module and everything made from it is Any.
+The modules have no type stubs, so a module and its objects have the type Any.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def find_module(name: str | None = None) -> Any:
     """Import the module of this name; None: the first that is installed.
 
     Raises:
-        ConfigError: None is installed, or its libraries cannot be loaded.
+        ConfigError: No such module is installed, or its libraries cannot be loaded.
     """
     reasons: list[str] = []
     for wanted in MODULES if name is None else (name,):
@@ -33,16 +33,16 @@ def find_module(name: str | None = None) -> Any:
             try:
                 return importlib.import_module(package)
             except ModuleNotFoundError as error:
-                if error.name != package:  # it is installed, but one of its imports is not
+                if error.name != package:  # the module is installed, but one of its imports is not
                     reasons.append(f"{package}: {error}")
             except (ImportError, OSError, RuntimeError) as error:
                 reasons.append(f"{package}: {error}")
     if reasons:
-        raise ConfigError(f"TensorRT is installed and cannot be loaded: {'; '.join(reasons)}")
+        raise ConfigError(f"TensorRT is installed but cannot be loaded: {'; '.join(reasons)}")
     missing = f"neither {' nor '.join(MODULES)} is" if name is None else f"{name} is not"
     raise ConfigError(
         f"{missing} installed: pip install -e '.[tensorrt-rtx]' in the "
-        "checkout brings TensorRT for RTX; TensorRT itself is in NVIDIA's containers"
+        "checkout installs TensorRT for RTX; TensorRT itself is in NVIDIA's containers"
     )
 
 
@@ -59,7 +59,7 @@ def module_version(module: Any) -> str:
 def make_logger(module: Any) -> Any:
     """Return a logger for TensorRT that writes to this package's log and keeps errors in the attribute `errors`.
 
-    TensorRT keeps the first logger of a process for good.
+    TensorRT uses a process's first logger as long as the process lives.
     """
 
     class Logger(module.ILogger):

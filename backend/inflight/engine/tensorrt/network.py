@@ -1,8 +1,8 @@
 """A decoder as two networks: the layers, from token ids to hidden states, and the head, from these to logits.
 
-It computes the same as `engine/layers/decoder.py`, operation by operation; differences between families are in the
-DecoderConfig. Rows enter and leave in the order of the batch; in between they are in the order of their slots,
-which is how caches are written.
+The networks compute what `engine/layers/decoder.py` computes, operation by operation; differences between families
+are in the DecoderConfig. Inputs and outputs have rows in the order of the batch; in between rows are in the
+order of their slots, in which caches are written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.models.sharding import Part
 
 
 def lacking(config: DecoderConfig) -> tuple[str, ...]:
-    """Return the components of a model that TensorRT's layers cannot express, or only by copying the cache."""
+    """Return the components of a model that TensorRT's layers cannot express, or only with a copy of the cache."""
     experts = config.experts
     found = {
         **only_by_torch(config),
@@ -149,18 +149,18 @@ class _Layers:
         return x
 
     def _look_up_own(self, table: Any) -> Any:
-        """Return embeddings of the ids that this rank has, zeros for others."""
+        """Return the embeddings of ids that this rank has, and zeros for other ids."""
         graph = self._graph
         begin, end = self._part.shard.split(self._config.vocab_size)
         own = graph.subtract(self._token_ids, graph.constant(begin, "int32", 1))
         zero, last = graph.constant(0, "int32", 1), graph.constant(end - begin - 1, "int32", 1)
         inside = graph.minimum(graph.maximum(own, zero), last)
-        is_out = graph.unsqueeze(graph.subtract(own, inside), 1)  # 0 for ids that are here
+        is_out = graph.unsqueeze(graph.subtract(own, inside), 1)  # 0 for ids that this rank has
         is_here = graph.cast(graph.equal(is_out, graph.constant(0, "int32", 2)), self._settings.dtype)
         return graph.multiply(graph.gather(table, inside), is_here)
 
     def _rotary_tables(self, rope: RopeConfig | None) -> tuple[Any, Any, int] | None:
-        """Return cos and sin, and the number of rotated dimensions of a head."""
+        """Return tables of cos and sin, and the number of rotated dimensions of a head; None without rotation."""
         if rope is None:
             return None
         cos, sin = rope_tables(rope, self._config.rotary_head_dim, self._settings.max_seq_len)
@@ -178,7 +178,7 @@ class _Layers:
         queries = self._head(queries, heads, layer.query_norm, f"{name}.query_norm", self._config.num_heads)
         keys = self._head(keys, kv_heads, layer.key_norm, f"{name}.key_norm", self._config.num_kv_heads)
         tables = self._tables[self._config.ropes[index]]
-        queries, keys = self._turn(queries, tables), self._turn(keys, tables)
+        queries, keys = self._rotate(queries, tables), self._rotate(keys, tables)
         queries = graph.multiply(queries, made.number(held.score_scale, 3, "float32"))
         dtype = self._settings.dtype
         read = self._attention.attend(
@@ -187,7 +187,7 @@ class _Layers:
         return self._row_parallel(read, layer.output, index, f"{name}.output")
 
     def _head(self, x: Any, heads: int, norm: Norm | None, name: str, all_heads: int) -> Any:
-        """Return a product's heads, float32 [rows, heads, head_dim], after their norm."""
+        """Split a projection's output into heads and apply `norm`; return float32 [rows, heads, head_dim]."""
         graph, made, dim = self._graph, self._made, self._held.head_dim
         if norm is None:
             return graph.reshape(graph.cast(x, "float32"), -1, heads, dim)
@@ -195,7 +195,7 @@ class _Layers:
             return graph.cast(made.norm(graph.reshape(x, -1, heads, dim), norm, name), "float32")
         if self._num_ranks == 1:
             return graph.reshape(graph.cast(made.norm(x, norm, name), "float32"), -1, heads, dim)
-        # If there are fewer heads than ranks, several ranks have the same head, which counts once.
+        # If there are fewer heads than ranks, several ranks have the same head, which is counted once.
         wide = graph.cast(x, "float32")
         count = max(1, self._num_ranks // all_heads) * all_heads * dim
         squares = made.summed(graph.sum(graph.multiply(wide, wide), 1))
@@ -205,7 +205,7 @@ class _Layers:
         rounded = graph.cast(normed, self._settings.dtype)
         return graph.reshape(graph.cast(rounded, "float32"), -1, heads, dim)
 
-    def _turn(self, x: Any, tables: tuple[Any, Any, int] | None) -> Any:
+    def _rotate(self, x: Any, tables: tuple[Any, Any, int] | None) -> Any:
         """Rotate float32 [rows, heads, head_dim] by the rows' positions."""
         if tables is None:
             return x
@@ -254,6 +254,6 @@ def check_additional_outputs(names: tuple[str, ...], num_layers: int) -> None:
         meaning = meaning_of(name)
         if meaning.kind is not OutputKind.HIDDEN_STATES or not 0 <= meaning.number <= num_layers:
             raise ConfigError(
-                f"additional output {name}, expected hidden_states_0 to hidden_states_{num_layers}: others "
-                "need no output of their own"
+                f"additional output {name}, expected hidden_states_0 to hidden_states_{num_layers}: other "
+                "additional outputs need no output of the plan"
             )

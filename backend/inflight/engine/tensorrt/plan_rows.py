@@ -2,8 +2,8 @@
 
 A plan computes rows in the order of their slots, and within a slot by position. Generation rows are attended to by
 slot, at most one per slot; context chunks separately, padded to the longest. A chunk of a single row is computed
-as a generation row, which gives the same result. Everything is in tensors, so that a recorded batch uses the slots
-and positions that it reads at a replay. Knows no model. Used on the loop thread.
+as a generation row, which gives the same result. All inputs are tensors, so that a replay of a recorded batch
+reads the current slots and positions. Independent of the model. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PlacedRows:
     Attributes:
         slots: [rows] int64 on the device; rows of a slot are ordered by position.
         positions: [rows] int64 on the device.
-        fixed: Rows of chunks and rows of generation; a slot has at most one generation row.
+        fixed: The rows that belong to chunks, and the generation rows, at most one per slot.
     """
 
     slots: Tensor
@@ -36,7 +36,7 @@ class PlacedRows:
 
 
 def place_rows(slots: Tensor, positions: Tensor, chunks: Sequence[PackedChunk]) -> PlacedRows:
-    """Return rows without padding: those of chunks first, then generation rows."""
+    """Return rows without padding: chunks' rows first, then generation rows."""
     count = len(slots)
     long = [chunk for chunk in chunks if chunk.end - chunk.begin > 1]
     widest = max((chunk.end - chunk.begin for chunk in long), default=1)
@@ -53,9 +53,9 @@ def fill_up(
 ) -> PlacedRows:
     """Return the rows of a padded batch, with places for the padding rows.
 
-    A plan has no spare row for padding. So padding rows are written after the sequences of the batch, in the first
-    slots with room: these positions are written again before they are read. In a batch of padding rows only, any
-    slot will do.
+    A plan has no spare slot for padding. So padding rows are written after the sequences of the batch, in the
+    first slots with unused positions, which are written again before they are read. A batch of padding rows
+    only may use any slot.
 
     Args:
         slots: [rows] int64.
@@ -63,7 +63,7 @@ def fill_up(
         fixed: The kinds of the rows.
         null_slot: The slot of padding rows.
         num_slots: The plan's number of slots.
-        length: Number of positions of a slot's cache; `RowCache.has_room_beside` tells whether they suffice.
+        length: Number of positions of a slot's cache; `RowCache.has_room_beside` has checked that they suffice.
     """
     is_filler = slots == null_slot
     own = torch.where(is_filler, num_slots, slots)
@@ -83,18 +83,18 @@ def fill_up(
 
 @dataclass(frozen=True, slots=True)
 class PlanRows:
-    """A plan's inputs about its rows, int32 on the device; the names are the plan's.
+    """A plan's inputs about its rows, int32 on the device; attributes have the names of the inputs.
 
     Attributes:
         slot_order: [rows] for each of the plan's rows, its index in the batch.
         packed_order: [rows] for each of the batch's rows, its index in the plan.
-        write_indices: [slots] position of a slot's first row; 0 if it has none.
-        update_lengths: [slots + 1] number of rows of the slots before.
-        kv_lengths: [slots] number of positions of a slot including its rows; 0 if it has none.
+        write_indices: [slots] position of a slot's first row; 0 for a slot without rows.
+        update_lengths: [slots + 1] number of rows of all slots before each slot.
+        kv_lengths: [slots] number of positions of a slot, including its rows; 0 for a slot without rows.
         ctx_slots: [chunks] slot of each chunk of several rows.
         ctx_q_gather: [chunks, longest] the plan's rows of each chunk, padded by repeating the last one.
-        gen_q_gather: [slots] the plan's row of a slot in generation; 0 for other slots.
-        gen_kv_lengths: [slots] number of positions that this row reads; 1 for other slots.
+        gen_q_gather: [slots] the plan's generation row of each slot; 0 for slots without one.
+        gen_kv_lengths: [slots] number of positions that the generation row reads; 1 for slots without one.
         o_gather: [rows] for each of the plan's rows, the index of its attention output: slots first, then chunks
             row by row; arbitrary for padding rows.
     """
@@ -153,10 +153,10 @@ def lay_out_for_plan(rows: PlacedRows, num_slots: int) -> PlanRows:
 
 
 def tile_limits(num_rows: int, max_chunks: int, longest: int) -> TileLimits:
-    """Return the tile limits of a recorded batch: a plan computes tiles like chunks, padded to at most twice its
-    rows.
+    """Return the tile limits of a recorded batch: a plan computes tiles like chunks, padded to at most twice the
+    batch's rows.
 
-    Half as many chunks as tiles always fit, and so does a single one.
+    Any batch fits that has a single chunk, or at most half as many chunks as tiles.
 
     Args:
         num_rows: Number of rows of the batch.
@@ -188,7 +188,7 @@ class BatchPart:
     Attributes:
         begin: The first row.
         end: The row after the last.
-        chunks: Context chunks, or pieces of one, with rows relative to this part.
+        chunks: Context chunks, or pieces of chunks, with row indices relative to this part.
     """
 
     begin: int
@@ -207,9 +207,9 @@ def cut_batch(
 
     Args:
         chunks: The batch's context chunks.
-        num_rows: Number of rows of the batch; each row after the chunks is a sequence of its own.
-        adapters: [rows] first page of each row's adapter, -1 for none; None: no row has one.
-        adapter_ranks: The rank of each of these adapters.
+        num_rows: Number of rows of the batch; each row after the chunks belongs to another sequence.
+        adapters: [rows] first page of each row's adapter, -1 without one; None: no row has an adapter.
+        adapter_ranks: The rank of each of these adapters, by its first page.
         limits: The limits of a part.
     """
     pieces = [

@@ -1,11 +1,11 @@
-"""The linear KV caches of a plan, one row per slot, and the blocks that rows are copies of.
+"""The linear KV caches of a plan, one row per slot, and the blocks from which rows are copied.
 
     rows    [layers, 2, slots, kv_heads, length, head_dim]; 2 is keys, values
     blocks  as `engine.kv_cache` has them, [layers, 2, blocks, tokens_per_block, kv_heads, head_dim]
 
-A plan reads and writes rows only. The copies that `RowResidency` asks for are made here, in a few operations over
-all layers, as rows and blocks are one tensor each. If sequences cannot share blocks, there are only rows, and
-block ids are just numbers for the scheduler. Used on the loop thread.
+A plan reads and writes rows only. This module makes the copies that `RowResidency` asks for, in a few operations
+over all layers, as rows are one tensor and blocks another. If sequences cannot share blocks, there are only rows,
+and block ids are just numbers for the scheduler. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from inflight.engine.tensorrt.row_residency import RowChange, RowResidency
 from inflight.models import DecoderConfig
 from inflight.sampling.transfer import upload
 
-_TOKENS_AT_ONCE = 256  # of all layers together: 32 MiB for a model with 128 KiB per token
+_TOKENS_AT_ONCE = 256  # tokens copied at a time: 32 MiB for a model with 128 KiB per token
 
 
 def row_bytes(held: DecoderConfig, max_seq_len: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a slot's row over all layers."""
+    """Return the size of a slot's row over all layers in bytes."""
     return 2 * held.num_layers * held.kv_size * max_seq_len * dtype.itemsize
 
 
@@ -103,19 +103,19 @@ class RowCache:
         self._known_blocks().clear(block_ids)
 
     def has_room_beside(self, slots: Numbers, positions: Numbers, num_rows: int) -> bool:
-        """See `BlockCache`: whether `fill_up` finds room for padding rows after these slots' sequences."""
+        """See `BlockCache`: whether `fill_up` finds enough unused positions for `num_rows` padding rows."""
         lengths = np.full(self.num_slots, self.length, dtype=np.int64)
         lengths[slots] = 0
         np.maximum.at(lengths, slots, np.asarray(positions) + 1)
         return int((self.length - lengths).sum()) >= num_rows
 
     def prepare(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> None:
-        """Fill the rows with the data that the batch's rows read; called after the batch's block copies.
+        """Copy to the cache's rows the data that the batch reads; called after the batch's block copies.
 
-        Arguments are those of `RowResidency.apply`.
+        For the arguments see `RowResidency.apply`.
 
         Raises:
-            ValueError: A row needs another one's data, and there are no blocks.
+            ValueError: A row needs the data of another row, and there are no blocks.
         """
         changes = self._residency.apply(batch, num_tokens)
         for change in changes:
@@ -132,9 +132,9 @@ class RowCache:
         """Copy the keys and values that a batch has written from rows to blocks.
 
         Args:
-            slots: [n] int64, on the device like the others.
-            positions: [n] int64, in the rows.
-            places: [n] int64, in the blocks: block * tokens_per_block + offset.
+            slots: [n] int64 on the device.
+            positions: [n] int64 on the device: positions in the slots' rows.
+            places: [n] int64 on the device: places in the blocks, block * tokens_per_block + offset.
         """
         if self._blocks is None:
             return

@@ -1,16 +1,17 @@
-"""Tracks which KV blocks each slot's row of a linear cache holds, and which copies a row needs before it is read.
+"""Tracks which KV blocks each slot's row of a linear cache contains, and which copies a row needs before it is
+read.
 
-TensorRT's caches are linear: a slot has a row with room for the longest sequence, with position p of its sequence
-at p. The scheduler uses blocks, which sequences share and which outlive them. So the blocks hold the valid data:
-each batch's new keys and values are written to rows and, after the batch, copied to the blocks. A row is a copy of
-the blocks in its slot's block table, column by column; a column holds one block.
+TensorRT's caches are linear: a slot has a row for the longest sequence, with position p of the slot's sequence
+at p. The scheduler uses blocks, which several sequences share and which stay after a sequence has ended. So the
+blocks have the valid data: each batch's new keys and values are written to rows and, after the batch, copied to
+the blocks. A row consists of columns; column i is a copy of block i in the slot's block table.
 
-A column is valid if it was read from, or written with, the block that the table has there, in the block's current
+A column is valid if it was copied from, or to, the block at this place of the table, in the block's current
 **version**. A block gets a new version when copies in rows may no longer be valid: when it is the target of a
-copy, when another row than before writes to it, and when it is written after a row has read it. Ordinary
-generation causes none of these and costs nothing here.
+copy, when another row than before writes to it, and when it is written after a row has read it. In ordinary
+generation none of these happens, and no copy is made.
 
-Numbers on the host only; knows neither a device nor a model. Used on the loop thread.
+Only numbers on the host; independent of device and model. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class ColumnLoad:
 
 @dataclass(frozen=True, slots=True)
 class RowChange:
-    """The changes to a slot's row before a batch runs: first cleared, then loaded.
+    """The changes to a slot's row before a batch runs: the end of the row is cleared, then blocks are copied to
+    it.
 
     Attributes:
         slot: The slot of the row.
-        cleared_from: The position from which the row is to be zeroed; None: nothing is cleared. A sequence that
-            takes over a slot must not see the previous one's values: positions beyond its end are masked, which
-            multiplies them by zero, but that is not enough if they are infinite.
+        cleared_from: The position from which the row is to be zeroed; None: nothing is cleared. The values of a
+            slot's previous sequence must not affect the next one: masked positions are multiplied by zero,
+            which is not enough if a value is infinite.
         loads: The copies from blocks.
     """
 
@@ -76,7 +78,7 @@ class RowResidency:
         self._writers = np.full(num_blocks, _NOBODY, dtype=np.int64)
         self._was_read = np.zeros(num_blocks, dtype=np.bool_)
         self._taken: set[int] = set()  # slots with a sequence
-        self._untouched: set[int] = set()  # of these, slots whose sequence had no row in a batch yet
+        self._untouched: set[int] = set()  # taken slots whose sequence had no row in a batch yet
 
     def apply(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> list[RowChange]:
         """Apply a batch; return the changes to rows to make before it runs, after its block copies.
@@ -134,7 +136,7 @@ class RowResidency:
         return moved
 
     def _prepare(self, slot: int, num_tokens: int) -> Iterable[RowChange]:
-        """Make a row hold the first `num_tokens` tokens of its slot's sequence; `_write` follows."""
+        """Return the changes after which a row has the first `num_tokens` tokens of its slot's sequence."""
         count = min(-(-num_tokens // self._size), int(self._lengths[slot]))
         block_ids = self._tables[slot, :count]
         is_held = self._blocks[slot, :count] == block_ids
@@ -157,13 +159,13 @@ class RowResidency:
         return (RowChange(slot, cleared_from, tuple(loads)),)
 
     def _write(self, slot: int, begin: int, end: int) -> None:
-        """Record that positions `begin` to `end` are written to the row, and to the blocks it is a copy of."""
+        """Record that positions `begin` to `end` are written to the row, and then to the slot's blocks."""
         last = min(-(-end // self._size), int(self._lengths[slot]))
         columns = np.arange(begin // self._size, last)
         block_ids = self._tables[slot, columns]
         self._renew(block_ids[(self._writers[block_ids] != slot) | self._was_read[block_ids]])
         self._writers[block_ids] = slot
-        # It is the only row that writes this version, so it has all of it.
+        # This row alone writes this version, so it has all of the version's tokens.
         self._hold(slot, columns, block_ids)
 
     def _hold(self, slot: int, columns: NDArray[np.int64], block_ids: NDArray[np.int64]) -> None:
@@ -171,7 +173,7 @@ class RowResidency:
         self._versions[slot, columns] = self._current[block_ids]
 
     def _renew(self, block_ids: int | NDArray[np.int64]) -> None:
-        """Give blocks a new version: rows with their old content are out of date."""
+        """Give blocks a new version, which invalidates columns with their old content."""
         self._current[block_ids] += 1
         self._writers[block_ids] = _NOBODY
         self._was_read[block_ids] = False

@@ -1,4 +1,4 @@
-"""Runs plans: all calls of TensorRT while a model is served are here.
+"""Runs plans: the only module that calls TensorRT while a model is served.
 
 A plan reads and writes torch tensors in place. A TensorRT **execution context** keeps the shapes, addresses and
 optimization profile of a call. There is one for each profile, and one for each recording (CUDA graph), as a
@@ -26,7 +26,7 @@ _TORCH_NAMES = {"int4": "uint8"}  # two values per byte
 
 
 class Runtime:
-    """Loads TensorRT's plans on one device, and has the memory and stream that they share.
+    """Loads TensorRT's plans on one device, and owns the memory and stream that the plans share.
 
     Args:
         module: The TensorRT module.
@@ -47,7 +47,7 @@ class Runtime:
         """Load a plan. All plans of a runtime must be loaded before one of them runs.
 
         Raises:
-            ConfigError: TensorRT refuses it, or it does not match its description `plan`.
+            ConfigError: TensorRT refuses the plan, or it does not match its description `plan`.
         """
         path = folder / plan.file.name
         self._logger.errors.clear()
@@ -62,7 +62,7 @@ class Runtime:
         return LoadedPlan(self, engine, plan)
 
     def new_context(self, engine: Any, profile: int) -> Any:
-        """Create a context for a profile. Raises RuntimeError if TensorRT does not."""
+        """Create a context for a profile. Raises RuntimeError if TensorRT refuses."""
         strategy = self._module.ExecutionContextAllocationStrategy.USER_MANAGED
         with self.stream() as stream:
             context = engine.create_execution_context(strategy)
@@ -79,7 +79,7 @@ class Runtime:
     def stream(self) -> Generator[int]:
         """Yield the stream to run on, ordered after the work queued on the current stream.
 
-        TensorRT waits for the device when given the default stream, so it gets another one.
+        With the default stream TensorRT would wait for the device, so another stream is used.
         """
         if self._stream is None:
             yield 0
@@ -128,7 +128,7 @@ class LoadedPlan:
         self._contexts: dict[tuple[int, Hashable], Any] = {}
         self._fixed: dict[str, Tensor] = {}
         self._aliased = {alias.output: alias.input for alias in spec.aliases}
-        # The address for empty tensors.
+        # The memory for empty tensors, as TensorRT needs an address.
         self._nothing = torch.zeros(64, dtype=torch.int64, device=runtime.device)
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
@@ -146,11 +146,11 @@ class LoadedPlan:
 
         Args:
             inputs: All inputs that are not bound.
-            recording: The recording that this call belongs to; None: none.
+            recording: The recording that this call belongs to; None: the call is not recorded.
 
         Raises:
-            ValueError: An input is missing, does not match the plan, or is too large for its profiles.
-            RuntimeError: TensorRT does not run it, or it cannot be captured in a CUDA graph.
+            ValueError: An input is missing, does not match the plan, or is too large for the plan's profiles.
+            RuntimeError: TensorRT does not run the plan, or cannot capture it in a CUDA graph.
         """
         names = {spec.name for spec in self.spec.inputs} - self._fixed.keys()
         if names != set(inputs):
@@ -170,7 +170,7 @@ class LoadedPlan:
             self._set_address(context, spec.name, outputs[spec.name])
         with self._runtime.stream() as stream:
             if recording is not None and not _can_be_recorded(context, stream):
-                raise RuntimeError("TensorRT says that this plan cannot be captured in a CUDA graph")
+                raise RuntimeError("TensorRT cannot capture this plan in a CUDA graph")
             if not context.execute_async_v3(stream):
                 raise RuntimeError(f"TensorRT does not run the plan: {self._runtime.last_error}")
         return outputs
@@ -187,7 +187,7 @@ class LoadedPlan:
         return self._contexts[key]
 
     def _find_profile(self, inputs: Mapping[str, Tensor]) -> int:
-        """Return the first profile that has room for these shapes."""
+        """Return the index of the first profile that allows these shapes."""
         profiles = self.spec.profiles
         misfits = [_misfit(profile, inputs) for profile in profiles]
         if None in misfits:
@@ -208,7 +208,7 @@ class LoadedPlan:
                 f"{spec.name} is {tensor.dtype} {list(shape)}, expected {spec.dtype} {list(spec.shape)}"
             )
         if tensor.device.type != self._runtime.device.type or not tensor.is_contiguous():
-            raise ValueError(f"{spec.name} has to be contiguous, on {self._runtime.device}")
+            raise ValueError(f"{spec.name} must be contiguous and on {self._runtime.device}")
 
     def _set_address(self, context: Any, name: str, tensor: Tensor) -> None:
         self._check_accepted(
@@ -221,7 +221,7 @@ class LoadedPlan:
 
 
 def _can_be_recorded(context: Any, stream: int) -> bool:
-    """Whether TensorRT can capture the context in a CUDA graph; True if this version cannot tell."""
+    """Whether TensorRT can capture the context in a CUDA graph; True if this version has no such query."""
     ask: Callable[[int], bool] | None = getattr(context, "is_stream_capturable", None)
     return ask is None or ask(stream)
 
@@ -231,7 +231,8 @@ def _dtype(spec: PlanTensor) -> torch.dtype:
 
 
 def _misfit(profile: Profile, inputs: Mapping[str, Tensor]) -> str | None:
-    """Return a description of the first input that does not fit a profile; None if all do."""
+    """Return a description of the first input whose shape a profile does not allow; None if all shapes are
+    allowed."""
     for each in profile.ranges:
         if each.name not in inputs:
             continue
@@ -246,7 +247,7 @@ def _misfit(profile: Profile, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def _check(engine: Any, plan: Plan, path: Path) -> None:
-    """Raise ConfigError if the engine's tensors or aliases differ from its description."""
+    """Raise ConfigError if the engine's tensors or aliases differ from the description `plan`."""
     names = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)}
     expected = {spec.name for spec in plan.inputs + plan.outputs}
     if names != expected:

@@ -1,6 +1,6 @@
-"""The description beside a rank's plans: their inputs and outputs, and what they were built from. JSON.
+"""The description of a rank's plans, a JSON file: their inputs and outputs, and what they were built from.
 
-It cannot be read from a plan without a GPU, so it is written when the networks are defined. Pure.
+Without a GPU a plan cannot be queried, so the description is written when the networks are defined. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from inflight.errors import ConfigError
 
 FORMAT = 1
-"""The format's number; other formats are refused."""
+"""The number of the file's format; files with another number are refused."""
 
 _READ_AT_ONCE = 1 << 22
 
@@ -24,9 +24,9 @@ class PlanTensor:
     """An input or output of a plan.
 
     Attributes:
-        name: Unique within a plan.
+        name: The tensor's name, unique within a plan.
         dtype: float32, float16, bfloat16, int32, bool, int8, float8_e4m3fn or int4 (two per byte).
-        shape: -1 for dimensions that differ from batch to batch.
+        shape: The tensor's shape, with -1 for dimensions that differ from batch to batch.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ShapeRange:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """An optimization profile, in the order of `Plan.profiles`; inputs of fixed shape are left out."""
+    """An optimization profile: the ranges of all inputs except those of fixed shape."""
 
     name: str
     ranges: tuple[ShapeRange, ...]
@@ -62,11 +62,11 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file beside the sidecar.
+    """A file in the sidecar's folder.
 
     Attributes:
-        name: Its name, in the same folder.
-        digest: Its `file_digest`.
+        name: The file's name, in the sidecar's folder.
+        digest: The file's `file_digest`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Plan:
     def most_rows(self, name: str) -> int:
         """Return the largest first dimension that a profile allows for an input.
 
-        Raises ValueError if there is none.
+        Raises ValueError if no profile has this input.
         """
         return max(each.max[0] for profile in self.profiles for each in profile.ranges if each.name == name)
 
@@ -137,8 +137,8 @@ class ModelFacts:
 
     Attributes:
         num_kv_heads: Number of this rank's key heads.
-        sliding_windows: By layer, the number of keys that a token sees, itself included; None: all before it. A
-            window as long as max_seq_len is None.
+        sliding_windows: For each layer, the number of keys that a token sees, its own included; None: all
+            keys up to its own. A window as long as max_seq_len is None.
     """
 
     hidden_size: int
@@ -156,7 +156,7 @@ class GpuTargets:
 
     Attributes:
         exactly: Capabilities, such as 89 for 8.9.
-        and_later: Whether GPUs later than the last of them run it too.
+        and_later: Whether later GPUs than the last of `exactly` run the plan too.
     """
 
     exactly: tuple[int, ...]
@@ -178,11 +178,11 @@ class Sidecar:
     Attributes:
         format: `FORMAT`.
         module: tensorrt or tensorrt_rtx.
-        module_version: The version that has built the plans, and must run them.
+        module_version: The version of the module that built the plans; the same version must run them.
         rank: The tensor-parallel rank.
-        checkpoint_digest: `checkpoint_digest` of the checkpoint.
+        checkpoint_digest: The result of `checkpoint_digest` for the checkpoint.
         settings: The settings of the build.
-        model: The model.
+        model: Facts about the model.
         processors: The GPUs that the plans run on.
         layers: The plan from token ids to the last layer's output.
         head: The plan from that output to logits.
@@ -232,7 +232,7 @@ class _Version:
 
 
 def sidecar_name(rank: int | str) -> str:
-    """Return the file name of a rank's sidecar; `*`: a pattern for all ranks."""
+    """Return the file name of a rank's sidecar; with `*` for the rank, a pattern of all ranks' names."""
     return f"rank{rank}.json"
 
 

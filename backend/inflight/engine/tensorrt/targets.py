@@ -1,7 +1,7 @@
 """The GPUs that a plan is built for.
 
-portable   GPUs on which a plan of TensorRT for RTX without a target runs: 8.0, 8.6, 8.9, 12.0 and later
-sm89 …     GPUs of these compute capabilities alone; several with commas between
+portable   GPUs that run a plan of TensorRT for RTX built without a target: 8.0, 8.6, 8.9, 12.0 and later
+sm89 …     GPUs of these compute capabilities alone; several are separated by commas
 current    the GPU of this machine
 """
 
@@ -46,7 +46,8 @@ def find_processors(module: Any, settings: Settings) -> GpuTargets:
 
 
 def set_target(module: Any, config: Any, processors: GpuTargets) -> None:
-    """Set the target GPUs in TensorRT's configuration. Raises ConfigError if it does not build for one of them."""
+    """Set the target GPUs in TensorRT's configuration. Raises ConfigError if TensorRT does not build for one of
+    them."""
     if processors.and_later or not _can_choose(module):
         return  # TensorRT's default
     config.num_compute_capabilities = len(processors.exactly)
@@ -65,7 +66,7 @@ def _can_choose(module: Any) -> bool:
 
 
 def _known(module: Any) -> list[str]:
-    """Return the compute capabilities that it has names for, such as sm89."""
+    """Return the compute capabilities that this TensorRT knows by name, such as sm89."""
     names = (
         name.lower() for name in dir(getattr(module, "ComputeCapability", None)) if name.startswith("SM")
     )
@@ -74,7 +75,7 @@ def _known(module: Any) -> list[str]:
 
 def _own_capability() -> int:
     if not torch.cuda.is_available():
-        raise ConfigError("target is current, the GPU of this machine, which has none")
+        raise ConfigError("target is current, the GPU of this machine, but this machine has none")
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
@@ -89,6 +90,6 @@ def _check_types(processors: GpuTargets, settings: Settings) -> None:
     ):
         if used == kind and least < first:
             raise ConfigError(
-                f"{kind} is not for compute capability {least / 10:.1f}, which is in the target "
+                f"{kind} is not supported by compute capability {least / 10:.1f}, which is in the target "
                 f"{settings.target}: expected {first / 10:.1f} or later, or portable"
             )

@@ -1,7 +1,7 @@
 """A model's matrices in the form of TensorRT's networks: floating point or quantized by rows, experts flattened.
 
-They are read by the same loader as the torch engine's, so that every family and every quantized checkpoint has one
-layout (`inflight.models.decoder_weights`).
+The loader of the torch engine reads them, so that every family and every quantized checkpoint has one layout
+(`inflight.models.decoder_weights`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, Sink, StoredMatrix
 
 INT4 = "int4"
-"""Keeps matrices that are 4-bit in the checkpoint."""
+"""The data type that keeps the checkpoint's 4-bit matrices."""
 
-_MIDDLE = 8  # the middle of levels 0 to 15; TensorRT's are -8 to 7
+_MIDDLE = 8  # subtracted from levels 0 to 15, as TensorRT's levels are -8 to 7
 _LEAST_GROUP, _MOST_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
 _log = logging.getLogger(__name__)
 
@@ -37,14 +37,14 @@ class NetworkMatrix:
 
     Attributes:
         weight: [outputs, inputs] floating point; or int8 or float8_e4m3fn levels, where row i stands for weight[i]
-            * scales[i]; or 4-bit levels, uint8 [outputs, inputs / 2], each of which is multiplied by the scale of
-            its group. The first of two values in a byte is the lower half.
+            * scales[i]; or 4-bit levels, uint8 [outputs, inputs / 2], where each level is multiplied by its
+            group's scale. The first of the two levels in a byte is the lower half.
         bias: [outputs], or None.
         scales: float32 [outputs], or for 4 bits [outputs, groups] in the type of activations; None: the weight is
             floating point.
         offsets: [outputs, groups], in the type of scales: a constant added to each weight of a group, for zero
             points in the checkpoint; None: there are none.
-        order: [inputs] int32, the input that belongs to each column; None: in order.
+        order: [inputs] int32, the input that belongs to each column; None: columns have the order of inputs.
     """
 
     weight: Tensor
@@ -58,7 +58,7 @@ Weights = DecoderWeights[Layer[NetworkMatrix], NetworkMatrix]
 
 
 class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
-    """Rounds each matrix to `weight_dtype` as it is read, or for int4 keeps the checkpoint's 4-bit levels."""
+    """Quantizes each matrix to `weight_dtype` as it is read; for int4, keeps the checkpoint's 4-bit levels."""
 
     def __init__(self, dtype: torch.dtype, weight_dtype: str) -> None:
         self._dtype, self._weight_dtype = dtype, weight_dtype
@@ -71,19 +71,19 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
     def stack(
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> NetworkMatrix:
-        """Return all experts as one matrix: their outputs, or for the second matrix their inputs, are
-        concatenated.
+        """Return all experts as one matrix, concatenated along their outputs, or along inputs for the second
+        matrix.
 
-        A row's experts are then two products, with their weights applied in between.
+        All experts are then two products, between which the router's weights are applied.
         """
-        assert bias is None, "checked: experts with biases are refused"
+        assert bias is None, "experts with biases are refused before"
         return self._joined(list(matrices), 0 if is_gated else 1, None)
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
         if matrix.kind is not MatrixKind.INT4:
             return f"it is in {matrix.kind.value}"
         if is_stack and matrix.order is not None:
-            return "each expert has its inputs in an order of its own"
+            return "each expert has another order of inputs"
         if _group_size(matrix) < _LEAST_GROUP:
             return f"{matrix.group_size} inputs share a scale, expected a multiple of {_LEAST_GROUP}"
         return ""
@@ -92,7 +92,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         return layer
 
     def _joined(self, matrices: Sequence[StoredMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
-        """Return matrices concatenated along an axis, all of them numbers or all of them levels."""
+        """Return matrices concatenated along an axis; either all of them are quantized or none is."""
         if levels := [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]:
             return self._kept(levels, axis, bias)
         numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
@@ -110,7 +110,7 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
     def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
         """Return 4-bit matrices concatenated along an axis.
 
-        Scales are rounded to the type of activations, which like theirs is float16 in most checkpoints.
+        Scales are converted to the type of activations; in most checkpoints both are float16.
         """
         parts = [matrix.in_groups_of(_group_size(matrix)) for matrix in matrices]
         order = parts[0].order

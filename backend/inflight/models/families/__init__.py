@@ -1,4 +1,4 @@
-"""The families of models: meaning of each family's config.json, and names of its tensors.
+"""The families of models: the meaning of each family's config.json, and the names of its tensors.
 
 A new family is an entry in one of the tables, with a function that reads its config.json and the names of its
 tensors. These functions return general components of decoders; no other code depends on families.

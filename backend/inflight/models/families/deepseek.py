@@ -88,9 +88,9 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
 def read_routed_experts(
     config: ConfigFile, alias: str, layers: tuple[bool, ...] | None = None
 ) -> ExpertsConfig:
-    """Read the keys of experts, except those of groups; `alias` is another name of n_routed_experts.
+    """Read the keys of experts, except keys of groups of experts; `alias` is another name of n_routed_experts.
 
-    `layers`: whether each layer has experts; None: as `first_k_dense_replace` says.
+    `layers`: whether each layer has experts; None: read from `first_k_dense_replace`.
     """
     width = config.positive_int("moe_intermediate_size")
     if layers is None:
@@ -109,7 +109,8 @@ def read_routed_experts(
 
 
 def read_expert_groups(config: ConfigFile, experts: ExpertsConfig, scores_per_group: int) -> ExpertsConfig:
-    """Return `experts` with groups; raise ConfigError if they do not divide or have too few experts per token."""
+    """Return `experts` with groups; raise ConfigError if experts cannot be divided into them, or if the groups
+    of a token have fewer experts than it needs."""
     num_groups, chosen = config.positive_int("n_group"), config.positive_int("topk_group")
     each, rest = divmod(experts.count, num_groups)
     if rest or each < scores_per_group:
@@ -174,7 +175,8 @@ def read_v3(
 ) -> DecoderConfig:
     """Read the config of V3: normalized sigmoid probabilities, a bias for the choice, and groups of experts.
 
-    As in transformers, null counts as false and an absent key as true. `layers`: see `read_routed_experts`.
+    As in transformers, a key with null counts as false, and an absent key as true. `layers`: see
+    `read_routed_experts`.
     """
     experts = read_routed_experts(config, "num_local_experts", layers)
     experts = replace(
@@ -190,7 +192,7 @@ def read_v3(
 
 
 def read_num_draft_layers(config: ConfigFile) -> int:
-    """Return the number of draft layers; 1 if neither name of the key is present."""
+    """Return the number of draft layers, which the key has under one of two names; 1 if neither is present."""
     found = 1
     for key in ("num_mtp_layers", "num_nextn_predict_layers"):
         if config.has(key):

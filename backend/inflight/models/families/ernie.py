@@ -30,7 +30,7 @@ _MOE_NEUTRAL: NeutralKeys = {
     "moe_gate": (None, "topk"),
     "moe_use_aux_free": (None, True),
     "moe_norm_min": (None, 1e-12),
-    "moe_capacity": ANY,  # of training
+    "moe_capacity": ANY,  # used in training only
     "num_nextn_predict_layers": ANY,  # draft layers, which are left out
 }
 

@@ -1,6 +1,6 @@
 """A family of models: the reader of its config.json, and the names of its tensors.
 
-Shared parts of the readers, such as sliding windows, are here too.
+This module also has the shared parts of the readers, such as sliding windows.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 _DEFAULT_WINDOW = 4096  # transformers' default if the key is absent; null means no window
 DEFAULT_FULL_LAYERS = 28
 WINDOWS_UNUSED: NeutralKeys = {"sliding_window": ANY, "max_window_layers": ANY}
-"""Keys that `use_sliding_window: false` switches off, in families with Qwen's keys."""
+"""The keys, in families with Qwen's keys, that have no effect with `use_sliding_window: false`."""
 
-# Prefixes of tensors of the other parts of multimodal models: what comes before the text part, and draft layers.
+# Prefixes of tensors of multimodal models' other parts: encoders and projectors before the text part, draft
+# layers.
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
@@ -45,20 +46,26 @@ _OTHER_PARTS = (
     "mtp.",
 )
 
+FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+"""Names of Llama's modules in checkpoints or adapters that fuse projections."""
+
+GRANITE_GATE_UP = "shared_mlp.input_linear"
+"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
-    """Tensors that contain a matrix of each expert of a layer, by their whole names below the layer.
+    """Names of the tensors that contain the matrices of all experts of a layer: whole names below the layer.
 
-    Their biases, if experts have any, have the same names with `_bias`.
+    The tensors of experts' biases, if there are any, have these names with `_bias` appended.
 
     Attributes:
         up: Gate and up projections.
         down: Down projection.
-        router: Name of the router in such checkpoints, if it differs from that beside single experts.
-        transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: if its shape is not that of
-            the latter.
-        interleaved: Whether outputs of `up` alternate between gate and up; otherwise all of gate come first.
+        router: Name of the router in such checkpoints; "": the same as in checkpoints with single experts.
+        transposed: Whether each matrix is stored [in, out] instead of [out, in]; None: decided by its shape.
+        interleaved: Whether outputs of `up` alternate between gate and up; otherwise all outputs of gate come
+            first.
     """
 
     up: str = "mlp.experts.gate_up_proj"
@@ -92,8 +99,8 @@ class LatentNames:
     Attributes:
         query: Projection of hidden states to queries, if the model has no `query_rank`.
         query_down: Projection of hidden states to the vector of width `query_rank`.
-        query_down_norm: Norm over that vector.
-        query_up: Projection of that vector to queries.
+        query_down_norm: Norm over the vector of width `query_rank`.
+        query_up: Projection of the vector of width `query_rank` to queries.
         kv_down: Projection to the compressed latent and the shared key.
         kv_down_norm: Norm over the compressed latent.
         kv_up: Projection to keys and values, head by head.
@@ -114,8 +121,9 @@ class AttentionNames:
 
     Attributes:
         output: Output projection.
-        qkv: One module for each of query, key and value, or one for all three; empty with latent attention.
-        qkv_by_head: Whether that one module has query, key and value of one head, then those of the next head.
+        qkv: One module for each of query, key and value, or one module for all three; empty with latent attention.
+        qkv_by_head: Whether one module for all three has query, key and value of the first head, then of
+            the next head.
         query_norm: Norm over query heads; "" if there is none.
         key_norm: Norm over key heads; "" if there is none.
         sinks: Whole name of the tensor with the heads' learned scores; "" if there are none.
@@ -138,7 +146,7 @@ class MlpNames:
     """Names of an MLP's modules.
 
     Attributes:
-        up: Gate and up if the MLP is gated, else up; or one module for both.
+        up: Modules of gate and up, or one module for both; of up alone if the MLP is not gated.
         down: Down projection.
         fused: Whether `up` is one module that fuses gate and up, in this order.
     """
@@ -150,7 +158,7 @@ class MlpNames:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNormNames:
-    """Names of the norms of a layer whose experts are beside its MLP, below the layer.
+    """Names of the norms of a layer with both experts and an MLP, below the layer.
 
     Attributes:
         router: Whole name of the weight of the norm on the router's input.
@@ -170,12 +178,12 @@ class LayerInputNames:
     """Names of the modules of per-layer embeddings.
 
     Attributes:
-        embedding: The embedding of all layers' inputs, below the model's `base`, as are the next two.
-        projection: The projection of ordinary embeddings.
-        norm: The norm on each layer's part of that projection.
-        gate: In each layer, the projection of the residual stream, below the layer, as are the next two.
-        output: The projection of the product with the layer's input.
-        output_norm: The norm on that.
+        embedding: The table with per-layer embeddings of all layers, below the model's `base`.
+        projection: The projection of ordinary embeddings, below `base`.
+        norm: The norm on each layer's part of the projection's result, below `base`.
+        gate: The projection of the residual stream, below each layer.
+        output: The projection of the product with the per-layer embedding, below each layer.
+        output_norm: The norm on the output projection's result, below each layer.
     """
 
     embedding: str
@@ -194,16 +202,16 @@ class ExpertNames:
         router: The router.
         prefix: Prefix of an expert; `{}` stands for its index.
         each: Modules of an expert, below `prefix`.
-        stacks: Tensors of checkpoints that store all experts of a layer in one; None: the family has none.
+        stacks: Tensors of checkpoints that store all experts of a layer in one tensor; None: no such checkpoints.
         shared: The shared MLP; None if there is none.
         shared_gate: The gate that multiplies the shared MLP's result; "" if there is none.
         choice_bias: Whole name of the biases that are added to probabilities when experts are chosen; "" if there
             are none.
         has_choice_bias_row: Whether these biases are stored as a row, [1, experts], instead of a vector.
-        norms: Names of norms of their own; None if there are none.
-        scales: Whole name of the factors of the experts' weights; "" if there are none.
-        latent: The projections to the vectors that experts read, and from those that they write; empty if there
-            are none.
+        norms: Names of the norms of router, experts and shared MLP; None if there are none.
+        scales: Whole name of the factors by which experts' weights are multiplied; "" if there are none.
+        latent: The projections of hidden states to the experts' inputs, and of the experts' outputs to
+            hidden states; empty if there are none.
     """
 
     router: str
@@ -225,7 +233,7 @@ class RecurrentNames:
 
     Attributes:
         product: Modules of the input projection, each with its number of `RecurrentConfig.sections`, in order.
-        conv: The convolution; or one module for each of `RecurrentConfig.conv_sections`.
+        conv: The convolution, or one module for each of `RecurrentConfig.conv_sections`.
         output: Output projection.
         decay: Whole name of the tensor with the logarithm of the negated decay; "" if there is none.
         step_bias: Whole name of the bias of step sizes; "" if there is none.
@@ -233,8 +241,8 @@ class RecurrentNames:
         norm: Norm on the output; "" if there is none.
         step_up: Second projection of step sizes; "" if there is none.
         gate_up: Second projection of the output's gates; "" if there is none.
-        by_key_head: Whether a module of the input projection has all sections of one key head, then those of the
-            next head.
+        by_key_head: Whether a module of the input projection has all sections of the first key head, then
+            of the next key head.
     """
 
     product: tuple[tuple[str, int], ...]
@@ -251,10 +259,10 @@ class RecurrentNames:
 
 @dataclass(frozen=True, slots=True)
 class WeightNames:
-    """Names of modules; `.weight` and `.bias` are appended to look a tensor up.
+    """Names of modules; with `.weight` or `.bias` appended they are names of tensors.
 
     Attributes:
-        base: Prefix of everything but lm_head; checkpoints of the bare decoder omit it.
+        base: Prefix of all names except lm_head's; checkpoints of a decoder without lm_head omit it.
         embedding: Token embedding, below `base`.
         final_norm: Norm before the output projection, below `base`.
         layers: Prefix of a layer, below `base`; `{}` stands for its index.
@@ -263,16 +271,16 @@ class WeightNames:
         mlp: MLP of each layer without experts.
         experts: Experts of the layers that have them; None if there are none.
         recurrent: Modules of the recurrent layers; None if there are none.
-        recurrent_norms: Norms of the recurrent layers, if they differ from those of other layers.
+        recurrent_norms: Norms of the recurrent layers; None: they have the names in `norms`.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
         transposed: Whether linear weights are stored [in, out].
         layer_inputs: Modules of per-layer embeddings; None if there are none.
         activation: Prefix, below the layer, of the learned parameters of xIELU; "" if the activation has none.
-        layer_scale: Whole name of the number, below the layer, by which its output is multiplied; "" if there is
-            none.
+        layer_scale: Whole name, below the layer, of the factor of the residual stream after the layer; ""
+            if there is none.
         ignored: Suffixes of tensors that some versions save but no forward pass needs.
-        left_out: Prefixes of tensors that are not read, such as those of draft layers.
+        left_out: Prefixes of tensors that are not read, such as tensors of draft layers.
     """
 
     base: str
@@ -296,10 +304,10 @@ class WeightNames:
 
 
 class NoMap(ConfigError):
-    """A feature of a family's checkpoint that is not implemented here, and may be in transformers' own code.
+    """The error for a feature of a checkpoint that this package does not implement, but transformers' code may.
 
     Attributes:
-        key: The key of config.json that asks for it.
+        key: The key of config.json that requires the feature.
     """
 
     def __init__(self, config: ConfigFile, key: str, expected: str) -> None:
@@ -309,18 +317,20 @@ class NoMap(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How checkpoints of one class of transformers are read: its keys of config.json and names of tensors.
+    """How checkpoints of one class of transformers are read: their keys in config.json and names of tensors.
 
     Attributes:
         model_type: config.json's `model_type`.
         architecture: The class in config.json's `architectures`.
-        read_config: Translates config.json; end ids and dtype, read alike for all families, are added later.
-            Raises NoMap for a checkpoint that is to be treated as one of an unknown family.
-        names: Names of its tensors.
-        neutral: Keys with the values that change nothing where `read_config` does not read the key; `ANY` for a
-            key that never matters, or that another key switches off. Those of all families are in
+        read_config: Translates config.json; end ids and dtype, which are read in the same way for all
+            families, are added later. Raises NoMap for a checkpoint that is to be treated as one of an unknown
+            family.
+        names: Names of the family's tensors.
+        neutral: Keys that `read_config` does not read, each with its values that change nothing; `ANY` for
+            a key that never matters, or that another key switches off. Neutral keys of all families are in
             `neutral_keys.py`.
-        quantizations: Further values of `quant_method` that its checkpoints may have, for stacked experts.
+        quantizations: Further values of `quant_method` that the family's checkpoints may have, for stacked
+            experts.
     """
 
     model_type: str
@@ -340,9 +350,9 @@ def names_in_multimodal(names: WeightNames) -> WeightNames:
 def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:
     """Return the prefixes that replace `names.base` in layouts of multimodal models, the most specific first.
 
-    The first two are those of transformers' modules and of most published files, the third that of models without
-    an output projection. The last ones are those of text models, which files of Qwen2-VL have too: of files, of
-    modules, and of models without an output projection.
+    The first prefix is used by transformers' modules, the second by most published files, the third by models
+    without an output projection. The last three are prefixes of text models, which files of Qwen2-VL use too:
+    in files, in modules, and in models without an output projection.
     """
     bases = (
         "model.language_model.",
@@ -369,7 +379,8 @@ def read_activation(config: ConfigFile, key: str, default: str) -> Activation:
 
 
 def read_size(config: ConfigFile, key: str, alias: str, default: int | None = None) -> int:
-    """Return an integer of at least 1, from the family's own key or from other families' name of it."""
+    """Return an integer of at least 1, from the family's own key or from `alias`, other families' name of the
+    key."""
     own, other = config.int_or_none(key), config.int_or_none(alias)
     if own is not None and other is not None and own != other:
         raise config.error(alias, f"{own}, as {key} says, or no such key")
@@ -388,7 +399,8 @@ def read_positions(config: ConfigFile) -> int:
 
 
 def read_head_dim(config: ConfigFile, default: int) -> int:
-    """Return the width of a head: `default` if the key is absent, and if it is null what the heads divide."""
+    """Return the width of a head: `default` if the key is absent; hidden_size over num_attention_heads if it is
+    null."""
     if "head_dim" in config.values and config.value("head_dim") is None:
         return config.positive_int("hidden_size") // config.positive_int("num_attention_heads")
     return config.int_or_none("head_dim") or default
@@ -412,7 +424,7 @@ def read_no_windows(config: ConfigFile) -> tuple[None, ...]:
 
 
 def read_windows_of_all(config: ConfigFile) -> tuple[int | None, ...]:
-    """Return Mistral's windows: `sliding_window` in every layer, or in those that `layer_types` names."""
+    """Return Mistral's windows: `sliding_window` in every layer, or in the layers that `layer_types` names."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
     window = read_window(config)
@@ -436,7 +448,7 @@ def read_windows_if_used(config: ConfigFile) -> tuple[int | None, ...]:
 
 
 def uses_windows(config: ConfigFile, types: tuple[str, ...]) -> bool:
-    """Return Qwen's `use_sliding_window`; without windows `WINDOWS_UNUSED` change nothing."""
+    """Return Qwen's `use_sliding_window`; if it is false, the keys `WINDOWS_UNUSED` have no effect."""
     if config.boolean("use_sliding_window", False):
         return True
     if "sliding_attention" in types:

@@ -30,13 +30,13 @@ from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_l
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import read_layer_type_ropes
 
-_HEAD_DIM = 256  # if the key is absent, like the defaults below
+_HEAD_DIM = 256  # this and the following are defaults of absent keys
 _QUERY_SCALAR = 256
 _WINDOW = 4096
 _KV_HEADS = 4
 _KEYS_OF_EXPERTS4 = ("num_experts", "top_k_experts", "moe_intermediate_size")
 _SLIDING_PATTERN = 6  # in Gemma 3, every sixth layer has no window
-_THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # of Gemma 3
+_THETAS = {"full_attention": 1e6, "sliding_attention": 1e4}  # Gemma 3's defaults
 
 _NAMES = replace(
     LLAMA_NAMES,
@@ -54,7 +54,8 @@ def _read_gemma(
     types: tuple[str, ...],
     ropes: tuple[RopeConfig, ...] | None = None,
 ) -> DecoderConfig:
-    """Read a config with norms before and after attention and MLP, stored less 1, and scaled embeddings."""
+    """Read a config with norms before and after attention and MLP, whose weights are stored minus 1, and scaled
+    embeddings."""
     hidden_size = config.positive_int("hidden_size")
     attention_bias = config.boolean("attention_bias", False)
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
@@ -95,7 +96,10 @@ def _read_gemma2(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_gemma3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms."""
+    """Read the config of Gemma 3: windows with their own base of positions in most layers; query and key norms.
+
+    `max_position_embeddings`, and its default, are the length after linear scaling.
+    """
     if config.boolean("use_bidirectional_attention", False):
         raise config.error("use_bidirectional_attention", "false: attention here is causal")
     num_layers = config.positive_int("num_hidden_layers")
@@ -150,8 +154,8 @@ _ROPES4: dict[str, Any] = {
 def _read_gemma4(config: ConfigFile) -> DecoderConfig:
     """Read the config of Gemma 4: full layers with wider and fewer heads, whose keys may be values.
 
-    The last layers may read an earlier layer's keys and values; layers may have inputs of their own for each
-    token, and experts beside the MLP.
+    The last layers may read an earlier layer's keys and values; layers may have per-layer embeddings, and experts
+    besides the MLP.
     """
     if config.text_or_none("use_bidirectional_attention") not in (None, "vision"):
         raise config.error("use_bidirectional_attention", "null or vision: attention here is causal")
@@ -196,7 +200,7 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_types4(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
-    """Return the types of layers: without the key, every sixth is full; the last one always is."""
+    """Return the types of layers: without the key, every sixth has full attention; the last one always has."""
     types = read_layer_types(config, num_layers) or tuple(
         "full_attention" if (layer + 1) % _SLIDING_PATTERN == 0 else "sliding_attention"
         for layer in range(num_layers)
@@ -207,7 +211,7 @@ def _read_types4(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
 def _read_kv_layers4(config: ConfigFile, types: tuple[str, ...]) -> tuple[int, ...]:
     """Return the layer whose keys and values each layer reads; empty if every layer has its own.
 
-    The last `num_kv_shared_layers` layers read those of the last layer before them that has their type.
+    Each of the last `num_kv_shared_layers` layers reads from the last layer before all of them that has its type.
     """
     num_shared = config.count("num_kv_shared_layers", 0) if config.has("num_kv_shared_layers") else 0
     if num_shared >= len(types):
@@ -224,8 +228,8 @@ def _read_kv_layers4(config: ConfigFile, types: tuple[str, ...]) -> tuple[int, .
 def _read_sizes4(
     config: ConfigFile, types: tuple[str, ...], kv_layers: tuple[int, ...]
 ) -> tuple[LayerSizes, ...]:
-    """Return the sizes of each layer. Heads depend on its type; in layers that read another layer's keys and
-    values, the MLP may be twice as wide."""
+    """Return the sizes of each layer. Heads depend on the layer's type; in layers that read another layer's
+    keys and values, the MLP may be twice as wide."""
     heads = {
         "sliding_attention": (
             config.int_or_none("num_key_value_heads") or _KV_HEADS,
@@ -250,9 +254,9 @@ def _read_sizes4(
 def _read_full_heads4(
     config: ConfigFile, types: tuple[str, ...], kv_heads: int, head_dim: int
 ) -> tuple[int, int]:
-    """Return number and width of the key heads of full layers, from either form of the keys.
+    """Return number and width of the key heads of layers with full attention, from either form of the keys.
 
-    transformers 5 writes `per_layer_config`, and then ignores the two other keys. null stands for an empty one.
+    transformers 5 writes `per_layer_config`, and then ignores the two other keys. null counts as an empty object.
     """
     wide = config.int_or_none("global_head_dim") or _GLOBAL_HEAD_DIM4
     few = config.int_or_none("num_global_key_value_heads")
@@ -280,7 +284,7 @@ def _read_full_heads4(
 
 
 def _read_experts4(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:
-    """Return the experts that are beside the MLP of every layer; None if there are none."""
+    """Return the experts that every layer has besides the MLP; None if there are none."""
     if not config.boolean("enable_moe_block", False):
         return None
     if missing := [key for key in _KEYS_OF_EXPERTS4 if not config.has(key)]:

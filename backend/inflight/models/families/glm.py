@@ -86,7 +86,7 @@ def _read_glm4_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_glm4_moe_lite(config: ConfigFile) -> DecoderConfig:
-    """Read the config of GLM-4.7-Flash: DeepSeek-V3's, but `mlp_layer_types` says which layers have experts."""
+    """Read the config of GLM-4.7-Flash: DeepSeek-V3's, but with `mlp_layer_types` for the layers with experts."""
     num_layers = config.positive_int("num_hidden_layers")
     kinds = config.value("mlp_layer_types")
     if kinds is None:

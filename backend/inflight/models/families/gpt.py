@@ -150,7 +150,7 @@ _OPT_NAMES = WeightNames(
 
 
 def _read_opt(config: ConfigFile) -> DecoderConfig:
-    """Read the config of OPT: learned positions whose embedding has two rows before that of position 0."""
+    """Read the config of OPT: learned positions, whose embedding has two rows before the row of position 0."""
     hidden_size = config.positive_int("hidden_size")
     for key, needed in (
         ("do_layer_norm_before", True),

@@ -32,7 +32,7 @@ def _read_gpt_oss(config: ConfigFile) -> DecoderConfig:
         count=read_size(config, "num_local_experts", "num_experts", 128),
         num_per_token=_read_num_per_token(config),
         intermediate_size=config.positive_int("intermediate_size"),
-        is_normalized=True,  # a softmax over the chosen ones' scores is the one over all, divided by its sum
+        is_normalized=True,  # equal to the family's softmax over the scores of the chosen experts
         layers=(True,) * num_layers,
         has_router_bias=True,
         has_bias=True,
@@ -79,7 +79,8 @@ def _read_rope(config: ConfigFile) -> RopeConfig:
 
 
 def _read_windows(config: ConfigFile, num_layers: int) -> tuple[int | None, ...]:
-    """Return a window for the layers that `layer_types` names, else for every other layer from the first on."""
+    """Return a window for the layers that `layer_types` names; without it, for every other layer from the first
+    on."""
     types = read_layer_types(config, num_layers) or tuple(
         "full_attention" if index % 2 else "sliding_attention" for index in range(num_layers)
     )

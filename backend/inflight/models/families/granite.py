@@ -1,4 +1,4 @@
-"""Granite: Llama with four scales; and its form with windows and learned sinks, with and without experts.
+"""Granite: Llama with four scales; and Granite SWA, with windows and learned sinks, with and without experts.
 
 Granite's hybrids are in `recurrent.py`.
 """
@@ -24,7 +24,7 @@ from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_ll
 
 _SWA_KV_HEADS, _SWA_EPS = 4, 1e-5  # if the keys are absent, like the values below
 _WINDOW = 128
-_FULL_INTERVAL = 4  # the first of so many layers has no window
+_FULL_INTERVAL = 4  # the first of every four layers has no window
 _EXPERTS = 8
 
 GRANITE_MLP = MlpNames(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear", fused=True)
@@ -64,7 +64,8 @@ def _read_granite_swa(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_granitemoe_swa(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Granite MoE SWA: Granite SWA with experts, and an MLP beside them if it has a width."""
+    """Read the config of Granite MoE SWA: Granite SWA with experts, and a shared MLP if the config has its
+    width."""
     shared = config.count("shared_intermediate_size", 0)
     experts = ExpertsConfig(
         count=read_size(config, "num_local_experts", "num_experts", _EXPERTS),
@@ -78,7 +79,7 @@ def _read_granitemoe_swa(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_with_windows(config: ConfigFile, **settings: Any) -> DecoderConfig:
-    """Read the keys that both have; `settings` as in `read_llama_like`."""
+    """Read the keys that Granite SWA and Granite MoE SWA share; `settings` as in `read_llama_like`."""
     num_layers, attention_bias = (
         config.positive_int("num_hidden_layers"),
         config.boolean("attention_bias", False),
@@ -103,9 +104,9 @@ def _read_with_windows(config: ConfigFile, **settings: Any) -> DecoderConfig:
 
 
 def _read_ropes(config: ConfigFile, ropes: tuple[RopeConfig | None, ...]) -> tuple[RopeConfig | None, ...]:
-    """Return the rotary positions of each layer, given those of the file, with the bases in `layer_rope_theta`.
+    """Return the rotary positions of each layer: `ropes` with the bases in `layer_rope_theta`.
 
-    0 stands for none.
+    A base of 0 means that the layer has no rotary positions.
     """
     thetas: Any = config.value("layer_rope_theta")
     if thetas is None:

@@ -29,7 +29,7 @@ _MOE_NAMES = replace(
         ),
     ),
 )
-# About a classifier, about pictures, and about features that are off.
+# Keys of a classifier, of images, and of features that are off.
 _WITHOUT_EFFECT = """
     dense_list pool_type cla_share_factor org_vocab_size attention_head_dim pad_id im_start_id im_end_id
     im_newline_id text_start_id text_end_id mask_init_id
@@ -57,7 +57,7 @@ _NEUTRAL_BESIDE_ALPHA: NeutralKeys = dict.fromkeys(
 
 
 def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
-    """Read the keys common to the dense and the MoE class: Llama's, with norms on query and key heads after
+    """Read the keys that the dense and the MoE class share: Llama's, with norms on query and key heads after the
     rotation."""
     attention_bias = config.boolean("attention_bias", False)
     return read_llama_like(
@@ -72,7 +72,7 @@ def _read_hunyuan(config: ConfigFile, **changes: Any) -> DecoderConfig:
 
 
 def _with_stretched_base(config: ConfigFile) -> ConfigFile:
-    """Replace "dynamic" scaling with a fixed alpha by the larger rotary base that it equals."""
+    """Replace "dynamic" scaling with a fixed alpha by the equivalent larger rotary base."""
     for key in ("rope_scaling", "rope_parameters"):
         if not config.value(key):
             continue
@@ -113,9 +113,10 @@ def _read_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_of_layers(config: ConfigFile, key: str, default: int, alias: str | None = None) -> int:
-    """Return an integer of at least 1 that may be given for each layer, where all must be equal.
+    """Return an integer of at least 1, which config.json may give for each layer if all layers have the same
+    value.
 
-    `alias`: other families' name of the key; both must agree.
+    `alias`: other families' name of the key; if both keys are present, their values must be equal.
     """
     given, other = config.value(key), config.int_or_none(alias) if alias else None
     if is_list(given) and given and all(type(one) is int and one == given[0] for one in given):

@@ -13,8 +13,8 @@ from inflight.models.families.family import ExpertNames, Family, MlpNames, Recur
 from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 from inflight.models.recurrent import KimiDelta
 
-_INTERVAL = 4  # without a list, every fourth layer from the fifth on has attention
-# Names of keys in files of Kimi Linear, and those of DeepSeek-V3.
+_INTERVAL = 4  # by default, every fourth layer from the fifth on has attention
+# Names of keys in files of Kimi Linear, with DeepSeek-V3's names of these keys.
 _SAME = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -45,7 +45,8 @@ _DEFAULTS: dict[str, Any] = {
 
 
 def _read_kimi_linear(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Kimi Linear; its attention and experts have DeepSeek-V3's keys or other names of them."""
+    """Read the config of Kimi Linear, whose keys of attention and experts are DeepSeek-V3's, some under other
+    names."""
     num_layers = config.positive_int("num_hidden_layers")
     recurrent_layers = _read_layers(config, num_layers)
     renamed = _renamed(config)
@@ -68,7 +69,7 @@ def _read_kimi_linear(config: ConfigFile) -> DecoderConfig:
 
 
 def _renamed(config: ConfigFile) -> dict[str, Any]:
-    """Return the values of keys that have other names here, by DeepSeek-V3's names."""
+    """Return the values of the keys that this family has under other names, by DeepSeek-V3's names."""
     found: dict[str, Any] = {}
     for own, theirs in _SAME.items():
         value, others = config.value(own), (found.get(theirs), config.value(theirs))
@@ -82,9 +83,8 @@ def _renamed(config: ConfigFile) -> dict[str, Any]:
 
 
 def _read_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer is recurrent: by `layer_types`, else by the lists of `linear_attn_config`.
-
-    These count layers from 1.
+    """Return whether each layer is recurrent: by `layer_types`, otherwise by the lists in `linear_attn_config`,
+    which count layers from 1.
     """
     types = config.texts("layer_types")
     section = config.child("linear_attn_config") if config.has("linear_attn_config") else None
@@ -104,7 +104,7 @@ def _read_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ...]:
 
 
 def _read_mixer(config: ConfigFile, norm_eps: float) -> KimiDelta:
-    """Read the sizes of a recurrent layer, from `linear_attn_config` or from keys beside it."""
+    """Read the sizes of a recurrent layer, from `linear_attn_config` or from keys at the top level."""
     section = config.child("linear_attn_config") if config.has("linear_attn_config") else None
 
     def read(key: str, beside: str, default: int) -> int:
@@ -118,7 +118,7 @@ def _read_mixer(config: ConfigFile, norm_eps: float) -> KimiDelta:
     return KimiDelta(num_heads, head_dim, conv_width, norm_eps)
 
 
-# Keys of `linear_attn_config` that are not read beside `layer_types`.
+# Keys of `linear_attn_config` that are not read if there is `layer_types`.
 _LISTS: NeutralKeys = {"full_attn_layers": ANY, "kda_layers": ANY}
 _NEUTRAL: NeutralKeys = {
     "head_dim": ANY,  # of ordinary attention

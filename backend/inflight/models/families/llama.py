@@ -59,11 +59,12 @@ def read_llama_like(
 
     Args:
         config: The whole file.
-        default_kv_heads: transformers' default of `num_key_value_heads`; None: the number of query heads, which is
-            also the meaning of null in every family.
+        default_positions: transformers' default of `max_position_embeddings`.
+        default_kv_heads: transformers' default of `num_key_value_heads`; None: the number of query heads. In every
+            family, null in the file means the number of query heads too.
         default_theta: transformers' default of `rope_theta`.
-        default_part: Rotated fraction of a head if the key is absent; None: heads are rotated whole.
-        ropes: Rotary positions of each layer, if they differ.
+        default_part: Rotated fraction of a head if the key is absent; None: all dimensions are rotated.
+        ropes: Rotary positions of each layer; None: read from the file, the same for all layers.
         changes: Other fields of the DecoderConfig.
     """
     num_layers = config.positive_int("num_hidden_layers")
@@ -120,7 +121,7 @@ NORMED_ATTENTION = replace(LLAMA_ATTENTION, query_norm="self_attn.q_norm", key_n
 
 
 def in_interleaved_pairs(decoder: DecoderConfig) -> DecoderConfig:
-    """Return the decoder with rotations of dimensions 2i and 2i + 1 together."""
+    """Return the decoder with rotary positions that rotate dimensions 2i and 2i + 1 together."""
     return replace(decoder, ropes=tuple(rope and replace(rope, interleaved=True) for rope in decoder.ropes))
 
 
@@ -139,9 +140,11 @@ def _read_llama(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_mistral(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Mistral: Llama with a sliding window in every layer or in those that `layer_types` names.
+    """Read the config of Mistral: Llama with a sliding window in every layer, or in the layers that `layer_types`
+    names.
 
-    transformers loads a Mistral with `layer_types` as a Ministral; without them the two are the same.
+    transformers loads a Mistral with `layer_types` as a Ministral; without `layer_types` the families do not
+    differ.
     """
     windows = read_windows_of_all(config)
     return read_llama_like(config, default_kv_heads=8, sliding_windows=windows)
@@ -150,8 +153,8 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
 def _read_ministral3(config: ConfigFile) -> DecoderConfig:
     """Read the config of Ministral 3: Mistral without windows by layer, and YaRN.
 
-    Its queries are also multiplied by a factor that grows with the position, and is 1 before
-    `original_max_position_embeddings`. There is no such factor here, so sequences end there.
+    The family's queries are also multiplied by a factor that grows with the position, and is 1 before
+    `original_max_position_embeddings`. This factor is not implemented, so sequences are limited to that length.
     """
     key = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
     if not config.has(key):
@@ -254,7 +257,8 @@ _SEED_OSS_HEAD_DIM = 128  # if the key is absent
 
 
 def _read_seed_oss(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Seed-OSS: Llama with biases of query, key and value, and another of the output."""
+    """Read the config of Seed-OSS: Llama with a key for the biases of query, key and value, and one for the
+    output's."""
     return read_llama_like(
         config,
         default_kv_heads=8,
@@ -304,8 +308,8 @@ def _read_olmo2(config: ConfigFile) -> DecoderConfig:
 
 
 _OLMO3_THETAS = {"full_attention": 5e5, "sliding_attention": 5e5}  # if the keys are absent
-_WINDOW = 4096  # likewise
-_PATTERN = 4  # likewise: every fourth layer has no window
+_WINDOW = 4096  # if the key is absent
+_PATTERN = 4  # if the key is absent: every fourth layer has no window
 
 
 def _read_olmo3(config: ConfigFile) -> DecoderConfig:
@@ -333,13 +337,14 @@ def _read_olmo3(config: ConfigFile) -> DecoderConfig:
 
 
 def _by_pattern(config: ConfigFile, every: int) -> tuple[str, ...]:
-    """Return the types of layers of which each `every`-th one has no window."""
+    """Return the types of layers in a model where every `every`-th layer has no window."""
     layers = range(1, config.positive_int("num_hidden_layers") + 1)
     return tuple("sliding_attention" if index % every else "full_attention" for index in layers)
 
 
 def _read_exaone4(config: ConfigFile) -> DecoderConfig:
-    """Read the config of EXAONE 4: norms on outputs and heads; beside windows, other layers have no positions."""
+    """Read the config of EXAONE 4: norms on outputs and heads; in models with windows, layers without a window
+    have no positions."""
     num_layers = config.positive_int("num_hidden_layers")
     window = config.int_or_none("sliding_window") if "sliding_window" in config.values else _WINDOW
     types = read_layer_types(config, num_layers)
@@ -404,7 +409,8 @@ def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ..
 def _read_smollm3_windows(
     config: ConfigFile, num_layers: int, rotates: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
-    """Return windows, if used, for layers that `layer_types` names, else for those without positions."""
+    """Return windows, if used, for the layers that `layer_types` names; without it, for the layers without
+    positions."""
     types, window = read_layer_types(config, num_layers), config.int_or_none("sliding_window")
     if not config.boolean("use_sliding_window", False) or window is None:
         if "sliding_attention" in types:

@@ -26,7 +26,7 @@ _EXPERTS = 16
 _INNER, _DENSE_INNER = 8192, 16384
 _NO_ROPE_INTERVAL = 4
 _CHUNK = 8192
-_INTERVAL, _GROWTH = 8192, 0.1  # of the temperature
+_INTERVAL, _GROWTH = 8192, 0.1  # fields of `AttentionTemperature`
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
@@ -68,7 +68,8 @@ def _read_rotating_layers(config: ConfigFile, num_layers: int) -> tuple[bool, ..
 
 
 def _read_chunks(config: ConfigFile, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """Return the length of chunks of layers that `layer_types` names, else of those with rotary positions."""
+    """Return the length of chunks for the layers that `layer_types` names; without it, for the layers with rotary
+    positions."""
     types = config.texts("layer_types")
     if config.has("layer_types") and (len(types) != len(rotates) or set(types) - {_CHUNKED, _FULL}):
         expected = f"{_CHUNKED} or {_FULL} for each of num_hidden_layers, {len(rotates)}"
@@ -85,14 +86,15 @@ def _read_chunks(config: ConfigFile, rotates: tuple[bool, ...]) -> tuple[int | N
 def _read_temperature(config: ConfigFile) -> AttentionTemperature | None:
     interval = config.number_or_none("floor_scale") or _INTERVAL
     growth = config.number_or_none("attn_scale") or _GROWTH
-    tuned = config.value("attn_temperature_tuning")  # in some files a number
+    tuned = config.value("attn_temperature_tuning")  # a number in some files
     if tuned is not None and type(tuned) not in (bool, int):
         raise config.error("attn_temperature_tuning", "true or false")
     return None if tuned in (False, 0) else AttentionTemperature(growth, interval)
 
 
 def _read_experts(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:
-    """Return the experts, and the shared MLP beside them, of the layers that `moe_layers` or a step names."""
+    """Return the experts and shared MLP, in the layers that `moe_layers` lists or `interleave_moe_layer_step`
+    selects."""
     step = config.int_or_none("interleave_moe_layer_step") or 1
     listed: Any = config.value("moe_layers")
     if listed is not None and (not is_list(listed) or any(type(each) is not int for each in listed)):

@@ -1,4 +1,4 @@
-"""Families of Mamba-2 and attention other than Granite's: Nemotron-H and Falcon-H1."""
+"""Families with Mamba-2 and attention, except Granite's hybrids: Nemotron-H and Falcon-H1."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def _read_nemotron_h(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_kinds(config: ConfigFile) -> tuple[str, ...]:
-    """Return the kind of each layer, by `layers_block_type` or the letters of `hybrid_override_pattern`."""
+    """Return the kind of each layer, given by `layers_block_type` or by the letters of
+    `hybrid_override_pattern`."""
     key = next(filter(config.has, ("layers_block_type", "layer_types")), "layers_block_type")
     pattern = config.text_or_none("hybrid_override_pattern")
     if config.has(key):
@@ -86,7 +87,8 @@ def _read_kinds(config: ConfigFile) -> tuple[str, ...]:
 
 
 def _read_mixer(config: ConfigFile, eps: float) -> Mamba2:
-    """Read the sizes of Mamba-2; transformers' least step size is `time_step_min`, and there is no largest."""
+    """Read the sizes of Mamba-2; as in transformers, step sizes are at least `time_step_min`, without an upper
+    limit."""
 
     def read(key: str, old_key: str, default: int) -> int:
         return config.int_or_none(old_key) or config.int_or_none(key) or default
@@ -109,7 +111,7 @@ def _read_mixer(config: ConfigFile, eps: float) -> Mamba2:
 
 
 def _read_experts(config: ConfigFile, kinds: Sequence[str]) -> ExpertsConfig:
-    """Read the experts, which have no gates, and the MLP beside them, which has a width of its own."""
+    """Read the experts, which have no gates, and the shared MLP, which has another width."""
     experts = ExpertsConfig(
         count=read_size(config, "n_routed_experts", "num_local_experts", 8),
         num_per_token=config.int_or_none("num_experts_per_tok") or 2,
@@ -127,7 +129,7 @@ def _read_experts(config: ConfigFile, kinds: Sequence[str]) -> ExpertsConfig:
     return read_expert_groups(config.with_values(groups), experts, scores_per_group=2)
 
 
-# Keys without effect in transformers: of the initialization, of draft layers, and of experts if there are none.
+# Keys without effect in transformers: for initialization, for draft layers, and for experts if there are none.
 _NEMOTRON_H_UNUSED = (
     "time_step_max",
     "time_step_floor",
@@ -192,7 +194,7 @@ _MAMBA_WIDTH = 1024  # if the key is absent
 
 
 def _read_falcon_h1(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Falcon-H1: Mamba-2 beside attention in every layer, and fixed factors of activations."""
+    """Read the config of Falcon-H1: Mamba-2 and attention in every layer, and fixed factors of activations."""
     num_layers, attention_bias = (
         config.positive_int("num_hidden_layers"),
         config.boolean("attention_bias", False),
@@ -237,7 +239,7 @@ def _read_falcon_h1(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_factors(config: ConfigFile, key: str, count: int) -> tuple[float, ...]:
-    """Return a list of factors; 1 for each if the key is absent."""
+    """Return the list of `count` factors in `key`; all are 1 if the key is absent."""
     found = config.numbers(key) if config.has(key) else (1.0,) * count
     if len(found) != count:
         raise config.error(key, f"{count} numbers > 0")

@@ -51,7 +51,7 @@ _MOE_NAMES_WITH_QK_NORM = replace(_MOE_NAMES, attention=NORMED_ATTENTION)
 _QWEN3_MOE_NAMES = replace(
     _MOE_NAMES_WITH_QK_NORM, experts=replace(QWEN_EXPERT_NAMES, stacks=ExpertStacks(transposed=None))
 )
-# This family always has these norms, and either all of its layers have the window or none has.
+# In this family query and key norms are always used, and either all layers have the window or none has.
 _QWEN3_NEUTRAL: NeutralKeys = {"use_qk_norm": (None, True), **WINDOWS_UNUSED}
 
 
@@ -78,7 +78,8 @@ def _read_mixtral(config: ConfigFile) -> DecoderConfig:
 def read_qwen_experts(
     config: ConfigFile, default_count: int, default_per_token: int, default_width: int
 ) -> ExpertsConfig:
-    """Return the experts of a config with Qwen's keys, without the shared MLP; `default_*`: for absent keys."""
+    """Return the experts of a config with Qwen's keys, without the shared MLP; `default_*`: values of absent
+    keys."""
     num_layers = config.positive_int("num_hidden_layers")
     step = config.int_or_none("decoder_sparse_step") or 1
     plain: Any = config.value("mlp_only_layers") or []
@@ -107,7 +108,8 @@ def _read_qwen2_moe(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_qwen2_moe_windows(config: ConfigFile) -> tuple[int | None, ...]:
-    """Return windows, if used: where `layer_types` says, or in every other layer below `max_window_layers`."""
+    """Return windows, if used: in the layers that `layer_types` names; without it, in every other layer below
+    `max_window_layers`."""
     num_layers = config.positive_int("num_hidden_layers")
     types = read_layer_types(config, num_layers)
     if not uses_windows(config, types):
@@ -173,12 +175,12 @@ _MINIMAX_M2_NEUTRAL: NeutralKeys = {
     "layernorm_linear_attention_beta": (None, 1),
     "layernorm_mlp_beta": (None, 1),
     "use_mtp": (None, True, False),
-    # Of layers that predict further tokens and are not read, of an MLP that no layer has, and of shared experts.
+    # Keys of draft layers, which are not read, of an MLP that no layer has, and of shared experts.
     **dict.fromkeys(
         ("num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"), ANY
     ),
 }
-_MINIMAX_M2_THETA = 5e6  # if the key is absent, like the number below
+_MINIMAX_M2_THETA = 5e6  # this and the following are defaults of absent keys
 _MINIMAX_M2_HEAD_DIM = 128
 
 

@@ -37,7 +37,8 @@ _ATTENTION = ("full_attention", "attention")
 
 
 def _read_recurrent_layers(config: ConfigFile, *names: str, key: str = "layer_types") -> tuple[bool, ...]:
-    """Return whether each layer is recurrent: one of `names`, instead of full_attention or attention."""
+    """Return for each layer whether it is recurrent: its type is one of `names`, not full_attention or
+    attention."""
     num_layers, types = config.positive_int("num_hidden_layers"), config.texts(key)
     if len(types) != num_layers or set(types) - {*names, *_ATTENTION}:
         kinds = ", ".join((*_ATTENTION, *names))
@@ -77,7 +78,8 @@ def _read_qwen_delta(config: ConfigFile, default_kv_heads: int = 4) -> DecoderCo
 
 
 def _read_gated_delta(config: ConfigFile, defaults: GatedDelta) -> GatedDelta:
-    """Read the sizes of a layer of gated DeltaNet; `defaults` has those of absent keys, and all else."""
+    """Read the sizes of a layer of gated DeltaNet; `defaults` has the values of absent keys and of all other
+    fields."""
     found = replace(
         defaults,
         num_key_heads=config.int_or_none("linear_num_key_heads") or defaults.num_key_heads,
@@ -233,7 +235,7 @@ def _read_granite_hybrid(config: ConfigFile) -> DecoderConfig:
 
 
 def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | None:
-    """Read the experts beside a shared MLP of width `shared`; None if `num_local_experts` is 0 or null."""
+    """Read the experts of layers with a shared MLP of width `shared`; None if `num_local_experts` is 0 or null."""
     count = config.value("num_local_experts")
     if "num_local_experts" not in config.values:
         count = _GRANITE_EXPERTS
@@ -252,7 +254,7 @@ def _read_granite_experts(config: ConfigFile, shared: int) -> ExpertsConfig | No
 def read_mamba2(config: ConfigFile, width: int | None = None) -> Mamba2:
     """Read the sizes of a layer of Mamba-2.
 
-    `width` is that of all heads together; None: as `mamba_expand` says.
+    `width` is the width of all heads together; None: `mamba_expand` * hidden_size.
     """
     num_heads = config.int_or_none("mamba_n_heads") or 128
     expanded = config.positive_int("hidden_size") * (config.int_or_none("mamba_expand") or 2)
@@ -385,7 +387,7 @@ _LFM3_ROPE: dict[str, Any] = {
 
 
 def _read_lfm3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of LFM3: LFM2 with windows, gates of heads, and norms of layers' results too."""
+    """Read the config of LFM3: LFM2 with windows, gates of heads, and additional norms on layers' results."""
     num_layers, hidden = config.positive_int("num_hidden_layers"), config.positive_int("hidden_size")
     types = config.texts("layer_types") or tuple(map(_lfm3_type, range(num_layers)))
     known = ("full_attention", "sliding_attention", "conv")
@@ -466,7 +468,7 @@ _LFM2_MOE_NAMES = replace(
 )
 
 
-# Keys of Qwen3.5's files that transformers does not read: gates, always there, and draft layers.
+# Keys of Qwen3.5's files that transformers does not read: for gates, which it always uses, and for draft layers.
 _QWEN3_5_NEUTRAL: NeutralKeys = {
     "attn_output_gate": (None, True),
     "output_gate_type": (None, "swish"),
@@ -474,16 +476,16 @@ _QWEN3_5_NEUTRAL: NeutralKeys = {
     "mtp_num_hidden_layers": (None, *range(10)),
     "mtp_use_dedicated_embeddings": (None, True, False),
 }
-# Of the initialization.
+# Keys for the initialization.
 _OLMO_HYBRID_NEUTRAL: NeutralKeys = dict.fromkeys(
     ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"), ANY
 )
 _GRANITE_HYBRID_NEUTRAL: NeutralKeys = {
-    "mamba_chunk_size": ANY,  # how a chunk is divided
-    "num_experts_per_tok": ANY,  # without experts
+    "mamba_chunk_size": ANY,  # how the computation is divided
+    "num_experts_per_tok": ANY,  # in models without experts
 }
-_LFM2_MOE_NEUTRAL: NeutralKeys = {"full_attn_idxs": ANY}  # beside layer_types
-# Unless block_auto_adjust_ff_dim is true.
+_LFM2_MOE_NEUTRAL: NeutralKeys = {"full_attn_idxs": ANY}  # not used if there is layer_types
+# These have no effect unless block_auto_adjust_ff_dim is true.
 _LFM2_NEUTRAL: NeutralKeys = {**_LFM2_MOE_NEUTRAL, "block_multiple_of": ANY, "block_ffn_dim_multiplier": ANY}
 
 RECURRENT_FAMILIES = (

@@ -225,7 +225,7 @@ def test_the_check_at_load_accepts_both_kernels_for_chunks(zoo: Zoo, windows: An
 
 def test_heads_that_are_too_wide_are_refused(zoo: Zoo) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=264)
-    with pytest.raises(CannotAttend, match="head_dim up to 256; this model has 264"):
+    with pytest.raises(CannotAttend, match="heads of at most 256 values, and the model's have 264"):
         KernelAttention(decoder)
 
 

@@ -81,7 +81,7 @@ def test_the_check_at_load_reports_wrong_results_and_errors(monkeypatch: pytest.
         return result
 
     monkeypatch.setattr(grouped, "multiply", wrong)
-    assert "its results of 1 rows are off by" in why_not(linear, CPU)
+    assert "its results of 1 rows are wrong by" in why_not(linear, CPU)
 
     def broken(*arguments: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory\nand more")

@@ -142,7 +142,7 @@ def test_a_load_detects_each_wrong_or_raising_kernel(
     given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU
     check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, with_one_wrong_number(getattr(layers, name)))
-    with pytest.raises(IsOff, match=r"of 3 rows is off by 0\.3"):
+    with pytest.raises(IsOff, match=r"of 3 rows is wrong by 0\.3"):
         check_operations(*given)
     monkeypatch.setattr(kernel_operations, name, lambda *_: 1 / 0)
     with pytest.raises(IsOff, match="division"):
@@ -189,9 +189,9 @@ def test_a_wrong_kernel_alone_is_left_out_and_logged(
     assert isinstance(found, KernelLayerOperations) and found.parts == {HEADS}
     assert type(find_row_kernels(300, gpu)) is RowKernels
     first, second, third = caplog.messages
-    assert "kernel for activation is left out" in first and "division" in first
-    assert "kernel for sum and norm is left out" in second and "off by 0.3" in second
-    assert "kernel for the highest logit is left out" in third
+    assert "kernel for activation is not used" in first and "division" in first
+    assert "kernel for sum and norm is not used" in second and "wrong by 0.3" in second
+    assert "kernel for the highest logit is not used" in third
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_float8_rounding_equals_that_of_torch_for_most_numbers(size: int, dtype:
 
 def test_a_rounding_kernel_with_other_levels_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
-    assert "rounds to float8 is left out" in caplog.text
+    assert "kernel for float8 quantization is not used" in caplog.text
 
 
 def test_a_rounding_kernel_with_the_same_levels_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ struct TileInstructions {
   static void store(void* rows, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(rows), "r"(stride), "i"(kTile) : "memory");
   }
-  // Sums += rows * pairs of columns: bfloat16, or unsigned by signed bytes.
+  // Adds rows * columns to the sums, pair by pair: products of bfloat16, or of unsigned and signed bytes.
   template <int kSums, int kRows, int kColumns>
   static void multiply_bfloat16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kRows), "i"(kColumns));
@@ -70,7 +70,7 @@ struct TileInstructions {
 
 #else
 
-// The manual's semantics in plain C++. INFLIGHT_AMX_STAND_IN is 1, or requests a fault: 2: a wrong sum; 3: a crash.
+// The stand-in: the manual's semantics in plain C++. INFLIGHT_AMX_STAND_IN is 1; 2 requests a wrong sum, 3 a crash.
 class TileInstructions {
  public:
   static void configure(const TileConfig& config) {

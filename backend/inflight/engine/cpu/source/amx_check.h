@@ -77,7 +77,7 @@ bool tiles_are_right() {
   const auto byte = [](uint8_t stored, bool is_signed) {
     return is_signed ? static_cast<double>(static_cast<int8_t>(stored)) : static_cast<double>(stored);
   };
-  // Products with more inputs than one part takes carry their sums from part to part.
+  // If a product has more inputs than one part of a panel, sums are kept from part to part.
   for (int inner : {6, 100, static_cast<int>(kCache / 100)})
     if (!multiplies_right<E, float>(inner, true, bfloat16, whole) ||
         !multiplies_right<Int8, int32_t>(2 * inner, true, byte, [&](bool) { return random() % 256; }))

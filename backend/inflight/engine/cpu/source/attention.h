@@ -2,13 +2,13 @@
 //
 // A span is consecutive rows of one sequence: a context chunk, or the single row of a sequence in generation. The query
 // heads of one key head are processed together, some rows at a time, as a tile of up to 12 query vectors, so that every
-// key is loaded once for all of them. Within a block, keys are stored in pairs along head_dim, 16 keys side by side
+// key is loaded once for the whole tile. Within a block, keys are stored in pairs along head_dim, 16 keys side by side
 // (a lane is a key: scores need no horizontal sum), and values in pairs along tokens (a lane is a part of head_dim):
 //
 //     keys    [blocks][kv_heads][head_dim / pair][tokens_per_block][pair]
 //     values  [blocks][kv_heads][ceil(tokens_per_block / pair)][head_dim][pair]
 //
-// A cache of levels has the same order, and also a scale for each token's key and value:
+// A cache of 8-bit levels has this order too, and a scale for each token's key and value:
 //
 //     scales  [blocks][kv_heads][tokens_per_block]
 #pragma once
@@ -60,13 +60,13 @@ struct LayerCache {
   const float *key_scales, *value_scales;
 };
 
-// A layer's part of a cache of levels, to be written to.
+// A layer's part of a cache of 8-bit levels, for writing.
 struct LevelsOfLayer {
   uint8_t *keys, *values;
   float *key_scales, *value_scales;
 };
 
-// A row's keys followed by its values, [2][kv_heads][head_dim], rounded head by head; block, offset: their place.
+// Quantizes a row's keys and values, [2][kv_heads][head_dim], head by head, and stores them at block, offset.
 template <class E, class Levels>
 void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64_t block, int64_t offset,
                   const typename E::Stored* keys) {
@@ -81,7 +81,7 @@ void store_levels(const AttentionShape& shape, const LevelsOfLayer& layer, int64
     for (int d = 0; d < head_dim; d += E::kPair)
       std::memcpy(key + static_cast<int64_t>(d) * size, levels + d, E::kPair);
     layer.value_scales[scale] = round_head<E, Levels>(values + static_cast<int64_t>(head) * head_dim, head_dim, levels);
-    // The other token of a pair belongs to another row and maybe thread, so a single byte is written.
+    // The other token of a pair belongs to another row, maybe of another thread, so only one byte is written.
     uint8_t* value = layer.values + at + offset / E::kPair * head_dim * E::kPair + offset % E::kPair;
     for (int d = 0; d < head_dim; ++d) value[d * E::kPair] = levels[d];
   }
@@ -108,8 +108,8 @@ struct KeyGroups {
   int count = 0;
 };
 
-// Reads the part of a layer's cache that a tile attends to, piece by piece. The pieces that are summed together are the
-// same for every row and batch.
+// Reads the part of a layer's cache to which a tile attends, piece by piece. Pieces that are summed together do not
+// depend on the row or the batch.
 template <class C>
 class CacheReader {
  public:
@@ -181,8 +181,8 @@ inline void in_ranges(int count, const F& f) {
     f(GroupRange{begin, std::min(begin + kGroupsInCache, count)});
 }
 
-// scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. With
-// kFetchesValues, prefetches the same tokens' values meanwhile.
+// Computes scores[m][g * 16 + lane] for kGroups groups of 16 keys, whose first pairs of head_dim are at keys[g]. With
+// kFetchesValues, prefetches these tokens' values meanwhile.
 template <class E, class C, int kRows, int kGroups>
 inline void score(const TileState<E>& state, float (*scores)[kGroupsAtOnce * kLanes], int first_row, int first_group,
                   const KeyGroups<C>& groups, int head_dim, int64_t pair_stride, float scale) {
@@ -242,7 +242,7 @@ inline void fetch_lines(const Stored* first, int num_lines, int64_t stride) {
 }
 
 // sums[m][d] += weights[m][key] * values[key][d] for kParts registers of d from `first_d` on, the last limited by
-// `last_mask`. Meanwhile prefetches the same d of the keys that come next.
+// `last_mask`. Meanwhile prefetches the keys at `ahead`, which are read next.
 template <class E, class C, int kRows, int kParts>
 inline void add_values(TileState<E>& state, int first_row, int first_d, const KeyGroups<C>& groups,
                        const GroupRange& range, const KeyGroups<C>& ahead, int head_dim, int64_t pair_stride,
@@ -255,7 +255,7 @@ inline void add_values(TileState<E>& state, int first_row, int first_d, const Ke
   int fetched = ahead.count * range.begin / groups.count;  // of the groups ahead
   for (int g = range.begin; g < range.end; ++g) {
     for (; ahead.count && fetched < ahead.count * (g + 1) / groups.count; ++fetched)
-      // Two groups of levels share a line.
+      // Two groups of 8-bit levels share a cache line.
       if (!C::kHasScales || reinterpret_cast<uintptr_t>(ahead.keys[fetched]) % kLine == 0)
         fetch_lines(ahead.keys[fetched] + first_d / E::kPair * pair_stride, kParts * kLanes / E::kPair, pair_stride);
     const typename C::Stored* v = groups.values[g] + static_cast<int64_t>(first_d) * E::kPair;
@@ -383,9 +383,9 @@ inline void soften(TileState<E>& state, int num_vectors, const KeyGroups<C>& gro
   }
 }
 
-// Attends to everything that `reader` returns, and meanwhile prefetches the first part of `next`, if there is one.
+// Attends to all keys that `reader` returns, and meanwhile prefetches the first part of `next`, if it is not null.
 //
-//   queries, out   [rows, ...] with row strides in elements; the head's part is found by its index
+//   queries, out   [rows, ...] with row strides in elements; the tile's head is selected by its index
 template <class E, class C>
 void attend_tile(TileState<E>& state, const AttentionShape& shape, const Tile& tile, CacheReader<C>& reader,
                  CacheReader<C>* next, const typename E::Stored* queries, int64_t query_stride,

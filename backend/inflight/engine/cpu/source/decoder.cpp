@@ -1,8 +1,8 @@
-// The functions that Python calls; one computes any number of a decoder's layers for all rows of a packed batch.
+// The functions that Python calls. `run` computes any number of a decoder's layers for all rows of a packed batch.
 //
 // Called through ctypes by `inflight.engine.cpu`. Weights, caches and tables are in the caller's memory. A call runs on
-// the caller's thread and on those of the decoder's team, and returns when all is done; only one call at a time for
-// each decoder.
+// the caller's thread and on the threads of the decoder's team, and returns when all have finished. Only one call at a
+// time for each decoder.
 #include "decoder.h"
 #ifdef INFLIGHT_AMX
 #include "amx_check.h"
@@ -86,8 +86,8 @@ const Constant kConstants[] = {
 
 #pragma GCC visibility push(default)
 extern "C" {
-// Whether this library's products are correct here, as a ProductCheck; called before anything else, and tried only
-// once.
+// Returns whether this library's products are correct on this machine, as a ProductCheck. Called before all other
+// functions; the products are tried only once.
 int check_products() {
 #ifdef INFLIGHT_AMX
   static const ProductCheck found = check_tiles<Element>();

@@ -90,7 +90,7 @@ class Decoder {
   }
 
   // Computes layers first .. last - 1 on x [rows, hidden] in place. With `partial` it computes one half of one layer (0
-  // attention, 1 MLP), whose contribution is written there, [rows, hidden], without the output's bias.
+  // attention, 1 MLP), whose contribution [rows, hidden] is written to `partial`, without the output's bias.
   bool run(const Batch& batch, Stored* x, int first, int last, Stored* partial, int half) {
     if (!reserve(batch, first, last)) return false;
     team_.run([&](int thread) {
@@ -157,7 +157,7 @@ class Decoder {
     });
   }
 
-  // Masks logits [any, columns] in place; tokens [count]: the most likely allowed ones.
+  // Masks logits [any, columns] in place; tokens [count] receives the most likely allowed token of each row.
   void apply_masks(float* logits, int columns, const MaskedRows& of, int64_t* tokens) {
     each(of.count, of.count > 2, [&](int64_t i, int) {
       tokens[i] = apply_mask(logits + of.rows[i] * columns, columns, of.masks + i * of.pieces);
@@ -192,7 +192,7 @@ class Decoder {
   // Totals over the layers with experts so far.
   const Routed& routed() const { return routed_; }
 
-  // Unpacks columns as rows: out[i] = column ids[i]. A few take less time than waking the other threads.
+  // Unpacks columns as rows: out[i] = column ids[i]. On the caller's thread alone if there are too few to wake others.
   void unpack_rows(const Linear& linear, const int64_t* ids, int64_t count, Stored* out) {
     const Packed<E> packed{static_cast<const Stored*>(linear.data), linear.columns, linear.inner};
     const int width = shape_.hidden;
@@ -279,7 +279,7 @@ class Decoder {
     return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMostRowsOfTask * kPanel * team_.size());
   }
   static constexpr int kScratchRows = kRowsAtOnce + 2;
-  // bfloat16 and float32 take at least as many pairs as int8, and as int4 with its scales.
+  // A row in bfloat16 or float32 has at least as many pairs as in int8, and as in int4 with its scales.
   int64_t pairs_of_widest() const {
     const int widest = std::max({shape_.hidden, shape_.inner, shape_.expert_inner, shape_.shared_inner, read_width(),
                                  shape_.recurrent.output});
@@ -414,7 +414,7 @@ class Decoder {
     }
   }
 
-  // added [rows of the task, 32] = B h, for a panel's columns, of those rows first .. last - 1 that have an adapter.
+  // added [rows of the task, 32] = B h for a panel's columns, in those of the rows first .. last - 1 with an adapter.
   __attribute__((noinline)) void expand_rows(const Product& product, int panel, int64_t first, int64_t last,
                                              float* added) {
     by_adapter_.within(first, last, [&](const Adapter* adapter, const int64_t* group, int count) {
@@ -449,7 +449,7 @@ class Decoder {
   static void store_panel(Stored* row, int panel, int width, Floats low, Floats high) {
     Stored* target = row + panel * kPanel;
     const int left = width - panel * kPanel;
-    if (left >= kPanel) {  // faster than masks that let everything through
+    if (left >= kPanel) {  // faster than with a mask of all lanes
       E::store(target, low);
       E::store(target + kLanes, high);
       return;
@@ -466,8 +466,8 @@ class Decoder {
     }, with_bias);
   }
 
-  // The end of a half layer: the product of rows from `read_row` (as in `load_operand`), `width` elements each, goes
-  // through `post_norm` and is added to x, or is stored in `partial` to be summed over ranks first.
+  // The end of half a layer: multiplies rows from `read_row` (as in `load_operand`), `width` elements each, applies
+  // `post_norm` and adds the result to x; with `partial`, stores the product there instead, to be summed over ranks.
   template <class ReadRow>
   void contribute(const Product& product, int width, int64_t rows, const Norm& post_norm, Stored* x, Stored* partial,
                   int thread, const ReadRow& read_row) {
@@ -698,7 +698,7 @@ class Decoder {
                [&](int64_t row, Stored*) -> const Stored* { return read_.get() + row * read_width(); });
   }
 
-  // The queries of rows, with both parts of every head.
+  // The queries of rows for latent attention, with both parts of every head.
   struct LatentQueries {
     Stored* data;
     int64_t stride;  // of rows
@@ -725,7 +725,7 @@ class Decoder {
     return static_cast<Stored*>(layer.keys) + (block * size + position % size) * latent_.cached();
   }
 
-  // read_ of the rows whose queries attend to the latents.
+  // Computes read_, attention's results, for the rows in the absorbed form.
   void attend_absorbed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
                        const LatentQueries& queries, int thread) {
     const LatentLayer& latent = layer.latent;
@@ -776,7 +776,7 @@ class Decoder {
     team_.barrier();
   }
 
-  // read_ of the rows for which latents are projected to keys and values, those of some heads at a time.
+  // Computes read_, attention's results, for the rows in the decompressed form, some heads at a time.
   void attend_decompressed(const Layer& layer, const Batch& batch, const AttentionShape& attention,
                            const LatentQueries& queries, int thread) {
     const auto& keys = latent_forms_.keys();
@@ -825,9 +825,9 @@ class Decoder {
     }
   }
 
-  // Number of floats of an absorbed query, whose padding to whole panels is zeros.
+  // Number of floats of an absorbed query, which is padded with zeros to whole panels.
   int64_t latent_stride() const { return (latent_.rank + kPanel - 1) / kPanel * kPanel; }
-  // Number of heads whose keys and values are in memory at once.
+  // Number of heads whose decompressed keys and values are in memory at a time.
   int heads_at_once() const {
     const int64_t of_head = static_cast<int64_t>(latent_forms_.keys().size()) * latent_.unfolded() * sizeof(Stored);
     return static_cast<int>(std::clamp<int64_t>(kUnfoldedBytes / std::max<int64_t>(of_head, 1), 1, shape_.heads));
@@ -942,7 +942,8 @@ class Decoder {
     return has_norm ? normalized_.get() : x;
   }
 
-  // out [rows, hidden] = the MLP `up`, `down` with inner width `inner`, of rows that read_row(row, scratch) returns.
+  // out [rows, hidden] = the MLP `up`, `down` with inner width `inner` for the rows that read_row(row, scratch)
+  // returns.
   template <class ReadRow>
   void run_mlp(const Product& up, const Tasks& of_up, const Product& down, const Tasks& of_down, int64_t rows,
                int inner, int thread, Stored* out, const ReadRow& read_row) {

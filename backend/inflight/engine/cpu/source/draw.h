@@ -118,13 +118,13 @@ class Drawer {
     return candidates_.back().token;  // only reached with NaN weights
   }
 
-  // Rounding must not select a token without weight.
+  // Clamps the target below the total: by rounding it might otherwise select a token without weight.
   static double within(double target, double total) {
     return std::max(0.0, std::min(target, std::nextafter(total, 0)));
   }
 
-  // Finds the keys of the `count` highest logits in descending order. The `count` highest maxima of blocks are as many
-  // logits, so no logit below the least of these maxima is among the results.
+  // Finds the keys of the `count` highest logits in descending order. The `count` highest maxima of blocks are logits
+  // themselves, so a logit below the least of these maxima is not among the results.
   void find_likeliest(const float* logits, int columns, int count) {
     maxima_.clear();
     for (int begin = 0; begin < columns; begin += kBlock)
@@ -164,7 +164,7 @@ class Drawer {
     }
   }
 
-  // The order of keys is that of the values; of equal values, the first token has the highest key.
+  // Keys have the order of the values; among equal values, the first token has the highest key.
   static int64_t key_of(const float* logits, int token) {
     const float value = logits[token] + 0.0f;  // turns -0 into 0
     const int32_t bits = bits_of(value);

@@ -11,8 +11,8 @@
 namespace inflight {
 
 // Stores the values of one token, or of two, in pairs along tokens. The place after a sequence's last token becomes
-// zero, because another sequence may have left NaN there. A token that is the second of its pair joins the stored
-// first one.
+// zero, because another sequence may have left NaN there. If `is_second`, the token is stored as the second of its
+// pair, whose first token stays.
 inline void store_pairs(uint16_t* target, const uint16_t* first, const uint16_t* second, bool is_second, int count) {
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);

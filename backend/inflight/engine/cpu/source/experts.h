@@ -53,13 +53,14 @@ class Routing {
   float gate(int64_t row) { return scores(row)[experts_]; }
 
   // Finds a row's experts and their weights, by probabilities from its scores. The experts have the highest
-  // probabilities plus `bias` [experts], if there is one, in the best groups; of equal ones the lower index is taken.
+  // probabilities plus `bias` [experts], if there is one, in the best groups; among equal values the lower index wins.
   // NaN scores give NaN weights.
   void choose(int64_t row, const float* bias) {
     float* wanted = scores(row);
     float* probabilities = probabilities_.get() + row * width();
     find_probabilities(wanted, probabilities);
-    // A softmax alone keeps the order of scores, and very small ones differ more than their probabilities.
+    // A softmax keeps the order of scores, so experts are chosen by scores, which differ even where probabilities
+    // vanish.
     for (int i = 0; (by_sigmoid_ || bias || limits_groups()) && i < experts_; ++i)
       wanted[i] = probabilities[i] + (bias ? bias[i] : 0.0f);
     int32_t* chosen = chosen_.get() + row * per_row_;
@@ -112,11 +113,11 @@ class Routing {
   // Number of experts that have rows.
   int64_t num_read() const { return num_read_; }
 
-  // The row of the visit at a place in that order.
+  // The row of the visit at a place in the order by expert.
   int64_t row_at(int64_t place) const { return rows_of_.get()[place]; }
 
-  // 16 values, from `column` on, of the weighted sum of a row's experts' results `given` [visits, width], in that
-  // order.
+  // 16 values, from `column` on, of the weighted sum of a row's experts' results `given` [visits, width], which are in
+  // the order by expert.
   template <class E>
   Floats mix(int64_t row, const typename E::Stored* given, int width, int column) const {
     Floats sum = floats(0.0f);
@@ -154,7 +155,7 @@ class Routing {
     }
   }
 
-  // Returns a row's groups, ascending: those with the highest sums of what their best experts are chosen by.
+  // Returns a row's groups, ascending: the groups whose best experts have the highest sums of `wanted`.
   const int32_t* choose_groups(int64_t row, const float* wanted) {
     const int size = experts_ / groups_;
     float* of_groups = of_groups_.get() + row * groups_;

@@ -90,7 +90,7 @@ void pack_row(const void* source, int64_t num_pairs, void* packed, const RowBloc
 
 // With the first block of rows, half of the data after the current part of a panel is prefetched, with the second block
 // the other half. A part that does not follow another is prefetched while it is multiplied. A single block prefetches
-// nothing: it is as fast as memory, and the processor's own prefetching serves it better.
+// nothing: its speed is limited by memory, and the processor's own prefetching is better then.
 inline Ahead look_ahead(const char* data, int64_t bytes, int64_t block, int64_t num_blocks, bool is_first) {
   const char* next = data + bytes;
   if (num_blocks == 1 || block > 1) return {data, data, 0};
@@ -105,8 +105,8 @@ struct Part {
   int begin, end, inner;
 };
 
-// Sums that are kept until their panel's next part. They are restored unchanged: cutting a panel does not affect
-// results.
+// Sums that are kept until their panel's next part. They are restored unchanged, so that dividing a panel into parts
+// does not affect results.
 template <class E>
 struct Waiting {
   typename E::Sums sums[kMostRowsOfTask][2];
@@ -136,7 +136,7 @@ inline void run_rows(const typename E::Operand* block, int row, const Packed<E>&
   }
 }
 
-// The same as `run_rows`, with tiles.
+// Does what `run_rows` does, with tiles.
 template <class E, class TilesOfThread, class Done>
 inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row, int rows, const Packed<E>& w, int panel,
                       const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
@@ -201,7 +201,7 @@ class Tasks {
         chunks_(std::max((blocks_.count + blocks_.at_once() - 1) / blocks_.at_once(),
                          panels_ >= 2 * num_threads ? 1 : std::min<int64_t>(num_threads, blocks_.count))) {}
 
-  // For several consecutive matrices of `panels` panels each: the rows of each are adjacent, in the order of `of`.
+  // For several consecutive matrices of `panels` panels each, whose rows are in the order of `of`, matrix by matrix.
   Tasks(const std::vector<MatrixRows>& of, int panels)
       : blocks_(0, false), panels_(panels), chunks_(static_cast<int64_t>(of.size())), of_(&of) {}
 
@@ -238,7 +238,7 @@ class Tasks {
   const std::vector<MatrixRows>* of_ = nullptr;
 };
 
-// The whole product of packed rows; called by every thread of a team after the tasks were dealt. Calls
+// Computes the product of packed rows; called by every thread of a team after the tasks were dealt. Calls
 // begin(panel index, first row, row after the last) before the rows' sums for a panel are computed.
 template <class E, class Begin, class Done>
 void multiply(const RowOperand<E>* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,

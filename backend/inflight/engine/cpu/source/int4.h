@@ -6,7 +6,7 @@
 // contribution. Then it is scaled in float32 and added to the sums of the preceding groups.
 //
 // Layout of a panel's weights, group by group: a word for each of 32 columns, then [inputs / 8][32 columns][4 bytes].
-// Each byte has the level of an input in its lower half and that of the fourth input after it in its upper half. A
+// Each byte has the level of an input in its lower half and the level of the fourth input after it in its upper half. A
 // word is the float32 scale, whose 5 lowest bits are replaced by the zero point, 0 .. 16: scales of 16 bits have
 // zeros there. Floats are converted to twice their value plus 16, so that they need no zero points; their scale is
 // half a power of two, and its word, in bfloat16, is half as long.

@@ -24,7 +24,7 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
   return most / 127.0f;
 }
 
-// Quantizes a row of a weight matrix to -127 .. 127, with the same bits as `quantize_int8` of engine/quantize.py.
+// Quantizes a row of a weight matrix to -127 .. 127, bit for bit like `quantize_int8` of engine/quantize.py.
 template <class E>
 void quantize_weights(const typename E::Stored* source, int count, int8_t* target, float* scale, int32_t* sum) {
   *scale = largest_magnitude<E>(source, count) / 127.0f;

@@ -1,8 +1,8 @@
 // Sixteen float32 values at a time, `Floats`, sixteen integers, `Ints`, and a selection of lanes, a `Mask`.
 //
 // Kernels are written with these types and their functions; each target implements them with its registers: AVX-512
-// one, AVX2 two, NEON four, and any other processor as many as the compiler chooses. Otherwise only the products'
-// innermost loops differ between targets (products.h).
+// one, AVX2 two, NEON four, and any other processor as many as the compiler chooses. Besides these types, only the
+// innermost loops of products differ between targets (products.h).
 #pragma once
 
 #include <cstddef>

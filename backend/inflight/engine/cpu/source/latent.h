@@ -1,12 +1,12 @@
-// Latent attention (DeepSeek's MLA): the cache has one vector for each token, of which the keys and values of all heads
-// are projections: its latent [rank], followed by a rotated key [rope] that all heads share.
+// Latent attention (DeepSeek's MLA): for each token, the cache has a latent [rank], of which the keys and values of all
+// heads are projections, followed by a rotated key [rope] that all heads share.
 //
 //     cached  [blocks][tokens_per_block][rank + rope]
 //
-// There are two forms of the same sums. In the absorbed one, queries are multiplied by the projection of keys, and
-// attend to the latents, which are also the values; the result is multiplied by the projection of values. In the
-// decompressed one, the latents are projected to keys and values of each head, which queries attend to. Each span takes
-// the form with fewer multiplications, so that a row's form depends on no other sequence.
+// There are two equivalent forms. In the absorbed form, queries are multiplied by the projection of keys, and attend to
+// the latents, which are also the values; the result is multiplied by the projection of values. In the decompressed
+// form, the latents are projected to keys and values of each head, to which queries attend. Each span takes the form
+// with fewer multiplications, so that a row's form does not depend on other sequences.
 //
 // Sums are float32, with lanes along the vectors: in both forms, keys and values are rows.
 #pragma once
@@ -35,7 +35,7 @@ struct LatentShape {
   int unfolded() const { return nope + value; }
 };
 
-// Whether a span takes fewer multiplications if the latents that it attends to are projected to keys and values.
+// Whether a span takes fewer multiplications in the decompressed form.
 inline bool takes_fewer_decompressed(const LatentShape& shape, const Span& span) {
   const int64_t rows = span.end - span.begin, keys = span.start + rows;
   const int64_t pairs = rows * span.start + rows * (rows + 1) / 2;
@@ -143,8 +143,8 @@ class LatentTile {
   void set_shared(int vector, const Stored* source) { widen(source, rope_, own(vector) + shared_at_); }
   void set_position(int vector, int64_t position) { positions_[vector] = position; }
 
-  // Attends to keys 0 .. `last` with `count` vectors. find(first, keys) finds the keys from `first` on; `width` is that
-  // of the keys' own part, `value` that of values.
+  // Attends to keys 0 .. `last` with `count` vectors. find(first, keys) finds the keys from `first` on; `width` is the
+  // width of the part of a key that is not shared, `value` the width of a value.
   template <class FindKeys>
   void attend(const AttentionShape& shape, int count, int width, int value, int64_t last, const FindKeys& find) {
     for (int m = 0; m < count; ++m) {

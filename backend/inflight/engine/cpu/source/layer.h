@@ -38,7 +38,7 @@ struct RankRange {
 };
 
 // An adapter's delta to a product, computed in low_rank.h. The ranks of the product's modules are stored one after the
-// other, each module's in whole pairs.
+// other; each module's ranks are padded to whole pairs.
 struct LowRank {
   const void* a;            // [ranks / 4][inner / 16 pairs][4][16 pairs], padded with zeros
   const void* b;            // registers of 16 columns for a pair of ranks each, those of the first columns first
@@ -58,7 +58,7 @@ struct Adapter {
 
 struct LatentShape;  // in latent.h
 
-// A layer's weights of latent attention (latent.h), besides its first and last projections.
+// A layer's weights of latent attention (latent.h), other than its first and last projections.
 struct LatentLayer {
   Norm query_norm, kv_norm;  // on the vector that queries are projected from, and on the latent
   Linear query_up;           // without data: queries are projected from hidden states
@@ -82,7 +82,7 @@ struct RecurrentShape {
   float least_step, most_step;  // Mamba-2
 };
 
-// A recurrent layer besides its projections, which are the layer's `qkv` and `output`, and its part of the states.
+// A recurrent layer's weights other than projections, which are the layer's `qkv` and `output`, and its states.
 struct Recurrent {
   const float* conv;       // [conv_width, conv_columns], for the present token last; null in a layer with attention
   const float* conv_bias;  // [conv_columns], or null
@@ -98,7 +98,7 @@ struct Segment {
   int64_t state;       // index of the sequence's state
   int64_t begin, end;  // rows; those of the next segment may continue the same sequence
   int64_t saved;       // index of the state that receives a copy after the last row; -1: none
-  int64_t kept;        // of drafts, which leave the state as it is: place of their first row among kept rows; else -1
+  int64_t kept;        // place of the first row of drafts, which leave the state as it is, among kept rows; -1: no drafts
 };
 
 struct Layer {

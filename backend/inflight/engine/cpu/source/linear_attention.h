@@ -1,9 +1,9 @@
 // Linear attention with decay, token by token: the recurrence of gated DeltaNet and Mamba-2.
 //
-// A head's state S [key_dim, value_dim] maps keys to values. Each token decays it, adds its value at its key, and reads
-// it at its query; `engine/recurrent/linear_attention.py` has the formulas. Columns of S do not depend on each other:
-// 32 at a time are advanced by up to `kTokensAtOnce` tokens, while they are in the first-level cache. They are stored
-// together, [key_dim, 32], the last ones of a head [key_dim, columns left].
+// A head's state S [key_dim, value_dim] maps keys to values. For each token, the state decays, the token's value is
+// added at its key, and the result is read at its query; `engine/recurrent/linear_attention.py` has the formulas.
+// Columns of S do not depend on each other: 32 at a time are advanced by up to `kTokensAtOnce` tokens, while they are
+// in the first-level cache. These 32 columns are stored together, [key_dim, 32]; a head's last columns [key_dim, rest].
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ struct HeadTokens {
 };
 
 // Advances a state [key_dim, columns] of up to 32 columns by some tokens. values [count, columns], rows `stride` apart:
-// the tokens' values, which are replaced by the results. With kDelta a token writes only the difference from what the
-// state has at its key.
+// the tokens' values, which are replaced by the results. With kDelta, the value that the state has at a token's key is
+// subtracted from the token's value before it is added.
 template <bool kDelta, bool kWhole>
 inline void attend_columns(const HeadTokens& tokens, int key_dim, float* state, int columns, float* values,
                            int64_t stride) {

@@ -2,8 +2,8 @@
 //
 // h = A x is computed from a row's plain elements before these are packed for W x (`shrink`), and stored in the
 // activations' type. B h is computed for a panel's 32 columns before the panel is multiplied (`expand`), and added to
-// each of its sums. Up to kRowsAtOnce rows of one adapter are processed together, so that its matrices are read once
-// for all of them; the order of a sum does not depend on the other rows.
+// each of the panel's sums. Up to kRowsAtOnce rows of one adapter are processed together, so that its matrices are read
+// once for all these rows; the order of a sum does not depend on the other rows.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace inflight {
 constexpr int kRanksAtOnce = 4;  // rows of A that are multiplied together; packing.py pads them with zeros
 constexpr int kAheadInA = 4096;  // bytes: the processor's own prefetching stops at the end of a page
 
-// The rows of a batch ordered by adapter, first those without one.
+// The rows of a batch ordered by adapter; rows without an adapter come first.
 class RowsByAdapter {
  public:
   // Sorts the rows of a batch with adapters; throws bad_alloc.
@@ -191,8 +191,8 @@ __attribute__((noinline)) void shrink(const LowRank& low_rank, int count, const 
   });
 }
 
-// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Prefetches the same amount of B for the
-// next panel.
+// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Prefetches as much of B for the next
+// panel.
 template <class E>
 __attribute__((noinline)) void expand(const LowRank& low_rank, int panel, int count,
                                       const typename E::Stored* const* h, float* const* sums) {

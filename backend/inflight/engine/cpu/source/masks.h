@@ -1,4 +1,4 @@
-// Bans tokens that a mask does not allow in a row of logits, and finds the most likely of the rest, in one pass.
+// Bans the tokens in a row of logits that a mask does not allow, and finds the most likely other token, in one pass.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ inline int64_t apply_mask(float* logits, int columns, const uint16_t* pieces) {
   Highest highest;
   for (int i = 0; i < whole; i += kLanes) {
     const uint16_t allowed = pieces[i / kLanes];
-    if (!allowed && is_aligned) {  // bypasses the cache, without reading first, as there are many
+    if (!allowed && is_aligned) {  // bypasses the cache and reads nothing, as there are many such tokens
       stream(logits + i, banned);
       continue;
     }

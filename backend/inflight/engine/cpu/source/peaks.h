@@ -10,20 +10,20 @@ namespace inflight {
 
 struct Peak {
   float highest;  // NaN if any logit of the row is NaN
-  int64_t token;  // the first of equal ones
+  int64_t token;  // the first token with this logit
 };
 
 // Finds the highest of all logits passed to it, 16 at a time in the order of their tokens.
 class Highest {
  public:
-  // Takes the `logits` in the mask; the first lane is the logit of the token `first`.
+  // Adds the `logits` in the mask; the first lane is the logit of the token `first`.
   void see(Floats logits, Mask mask, int first) {
     const Mask higher = greater(mask, logits, best_);
     best_ = select(higher, logits, best_);
     firsts_ = select(higher, ints(first), firsts_);
   }
 
-  // -inf and token 0 if it has seen nothing higher.
+  // The highest logit so far; -inf and token 0 if no logit was higher than -inf.
   Peak peak() const {
     const Ints lanes = lane_numbers();
     const float highest = largest_of(best_);

@@ -58,7 +58,7 @@ class Penalizer {
     return std::clamp(value - frequency, -kLargestLogit, kLargestLogit);
   }
 
-  // Rounded separately, not fused into the sum that it is added to: torch's operators give the same bits.
+  // The product is rounded before it is added, not fused into a multiply-add, as with torch's operators.
   static float times(float a, double b) { return static_cast<float>(a * b); }
 
   std::vector<int32_t> counts_;  // per token; zeros between rows

@@ -29,7 +29,8 @@ class Tiles {
     if (rows_) TileInstructions::release();
   }
 
-  // sums [rows][2 of 16 columns] (+)= rows * a panel, over `inner` values, in whole tiles unless they are the last.
+  // Computes sums [rows][2 of 16 columns] = rows * a panel, or adds to them, over `inner` values, in whole tiles unless
+  // they are the last values.
   template <class E>
   void multiply(const typename E::Stored* a, int rows, const typename E::Stored* panel, int inner, bool is_first,
                 Ahead ahead, typename E::Sums (*sums)[2]) {

@@ -140,7 +140,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   }
 }
 
-// Loads the words of 8 columns, widened to the length of those for integers.
+// Loads the words of 8 columns; words of floats are widened to the length of words of integers.
 template <class Type>
 __m256i words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return load_register(words);
@@ -156,7 +156,7 @@ __m256i levels_of(__m256i bytes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
 }
 
-// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
+// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
 //
 // Two products of a level and an activation are at most 2 * 15 * 127, or 2 * 28 * 127 with floats: eight, or four, such
 // sums fit in 16 bits.

@@ -102,7 +102,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   }
 }
 
-// Loads the words of 16 columns, widened to the length of those for integers.
+// Loads the words of 16 columns; words of floats are widened to the length of words of integers.
 template <class Type>
 __m512i words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return _mm512_loadu_si512(words);
@@ -118,7 +118,7 @@ __m512i levels_of(__m512i bytes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
 }
 
-// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
+// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, __m512 (*totals)[2]) {

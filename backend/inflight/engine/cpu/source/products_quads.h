@@ -1,5 +1,5 @@
 // The products of products.h in quads (lanes_quads.h): up to 6 rows by as many quads of columns as there are
-// registers for the sums. products_generic.h and products_neon.h define that number, and include this file.
+// registers for the sums. products_generic.h and products_neon.h define the number of registers, and include this file.
 //
 // Packed activations are loaded for up to four rows together, a word each. This file has the pairs for processors
 // without special instructions: bfloat16 is widened to float32, the first of a pair by a shift and the second by a
@@ -202,7 +202,7 @@ inline __attribute__((always_inline)) void multiply_panel(const typename E::Oper
   });
 }
 
-// Loads the words of a quad of columns, widened to the length of those for integers.
+// Loads the words of a quad of columns; words of floats are widened to the length of words of integers.
 template <class Type>
 IntQuad words_of_columns(const uint8_t* words) {
   if constexpr (!Type::kIsFloat) return load_quad<IntQuad>(words);
@@ -272,7 +272,7 @@ inline __attribute__((always_inline)) void multiply_group(const uint8_t* a, cons
   });
 }
 
-// The same as `multiply_panel` for the 4-bit layout of int4.h; `totals` hold sums until their panel's next part.
+// Like `multiply_panel`, for the 4-bit layout of int4.h; `totals` keeps sums until their panel's next part.
 template <class Type, int kRows>
 inline __attribute__((always_inline)) void multiply_groups(const uint8_t* a, const uint8_t* panel, int inner, int group,
                                                            const Ahead& ahead, Floats (*totals)[2]) {

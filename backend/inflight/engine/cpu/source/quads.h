@@ -1,4 +1,4 @@
-// Registers of 16 bytes in GCC's vector extensions, which Clang has too.
+// Registers of 16 bytes in GCC's vector extensions, which Clang supports too.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Recurrent layers between their input and output projections: a gated short convolution, gated DeltaNet or Mamba-2, as
 // `engine/recurrent/mixers.py` computes them.
 //
-// The convolution is shared out by columns, linear attention by heads, and the rest by rows. A thread takes a
+// Threads share the convolution by columns, linear attention by heads, and the rest by rows. A thread computes a
 // sequence's rows one after the other, so that results do not depend on the chunks in which they are computed.
 #pragma once
 
@@ -197,7 +197,7 @@ class RecurrentLayers {
     return {count, queries, keys, key_dim, decays, weights, 0.0f};
   }
 
-  // Decays and step sizes; queries and keys are those of the head's group.
+  // Decays and step sizes; queries and keys of the head's group.
   HeadTokens mamba_tokens(const Recurrent& layer, int head, int count, const Stored* projected, const float* convolved,
                           float* scratch) const {
     float *decays = scratch, *weights = decays + kTokensAtOnce;

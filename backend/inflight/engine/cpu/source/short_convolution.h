@@ -1,4 +1,4 @@
-// The causal convolution of recurrent layers: each column over the inputs of the last few tokens.
+// The causal convolution of recurrent layers: for each column, over the inputs of the last few tokens.
 //
 // A thread computes some columns for all rows of a sequence, so that it needs nothing from other threads.
 #pragma once

@@ -1,8 +1,8 @@
-// The threads that compute one product after another. They meet at barriers every few microseconds.
+// The threads that compute one product after another and wait for each other at barriers every few microseconds.
 //
 // A waiting thread spins for a moment and then sleeps: if other programs want the processors too, a spinning thread may
-// occupy the processor of the thread that it waits for. The moment is measured by a clock, because the length of a pause
-// differs between processors by two orders of magnitude.
+// occupy the processor of the thread that it waits for. Spinning is limited by a clock, because the duration of a pause
+// instruction differs between processors by two orders of magnitude.
 #pragma once
 
 #include <linux/futex.h>

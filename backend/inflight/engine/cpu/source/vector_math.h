@@ -5,7 +5,7 @@
 
 namespace inflight {
 
-// Within 2 units in the last place for the arguments that occur (-inf to 88).
+// With an error of at most 2 units in the last place, for arguments from -inf to 88.
 inline Floats exp_ps(Floats x) {
   const Floats low = floats(-104.0f), high = floats(88.72283f);
   const Mask vanishes = less(x, low);  // exp is 0 there; -inf - -inf would be NaN
@@ -35,7 +35,7 @@ inline Floats soft_cap_ps(Floats x, float cap) {
   return mul(floats(cap), sub(mul(two, sigmoid_ps(twice)), one));
 }
 
-// Within 2^-13, at half the cost: for results that are rounded to bfloat16.
+// With an error below 2^-13, in half the time: for results that are rounded to bfloat16.
 inline Floats rough_sigmoid_ps(Floats x) {
   const Floats y = mul(x, floats(-1.44269504088896341f));
   const Floats n = rounded(y);

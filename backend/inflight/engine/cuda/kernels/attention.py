@@ -7,8 +7,8 @@ not change results. A chunk's rows see keys in tiles that begin at the same posi
 chunked.
 
 Scores and sums are float32. Products use the queries' dtype, and float32 is not rounded to TF32. 8-bit keys and
-values are converted to that dtype as they are read. Keys after the last row of a sequence are never read, so
-blocks may hold anything there.
+values are converted to the queries' dtype as they are read. Keys after the last row of a sequence are never
+read, so the rest of a block may contain anything.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_HEAD_DIM = 256
 """For wider heads, a tile of keys does not fit into a processor's shared memory."""
 
 _TILE_KEYS = 64  # for heads of up to 128, in half precision
-_TILE_BYTES = 8192  # of rows for which 4 warps have enough registers; larger ones get 8 warps
-_LEAST_PART = 256  # in keys; adding up shorter parts costs more than they save
+_TILE_BYTES = 8192  # size of a tile of rows for which 4 warps have enough registers; larger tiles get 8 warps
+_LEAST_PART = 256  # keys; combining shorter parts costs more than splitting saves
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
 _LEAST_SHARING = (
     # Programs per row and key head, so that among many short rows a long one is not read by a single program.
@@ -40,7 +40,7 @@ _LEAST_DOT = 16  # rows of the smallest product that Triton compiles
 def num_parts(num_kv_heads: int, longest: int) -> int:
     """Return the maximum number of parts of a generation row's keys: about 256 programs for a single long row.
 
-    With sequences of at most `longest` tokens there are no more parts than those need.
+    `longest` is the maximum length of a sequence in tokens, which limits the number of parts.
     """
     parts = max(4, min(64, power_of_two(256 // num_kv_heads)))
     return min(parts, power_of_two(-(-longest // _LEAST_PART)))
@@ -57,9 +57,9 @@ def _see(
     """Add a tile of keys to rows' running softmaxes.
 
     `best` [rows], `total` [rows] and `read` [rows, WIDTH] are the maximum score, the sum of exponentials and the
-    weighted sum of values so far. `places` [keys] are positions; those in `is_read` [keys] are read, and rows see
-    those in `visible`, [rows, keys], or [1, keys] for all rows alike. With ALL_VISIBLE every row sees every key of
-    the tile, and both masks are ignored.
+    weighted sum of values so far. `places` [keys] are the keys' positions. `is_read` [keys] masks the keys to
+    read, and `visible` the keys that each row sees: [rows, keys], or [1, keys] if all rows see the same keys.
+    With ALL_VISIBLE every row sees every key of the tile, and both masks are ignored.
     """
     columns = tl.arange(0, WIDTH)
     if ALL_VISIBLE:
@@ -136,7 +136,7 @@ def _attend_generation(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         read = tl.zeros([ROWS, WIDTH], tl.float32)
-        if SINKS > 0:  # noqa: SIM102 - settled when it is compiled, and the other as it runs
+        if SINKS > 0:  # noqa: SIM102 - this condition is evaluated at compile time, the inner one at run time
             if part == 0:
                 end_of_sinks = tl.minimum(first, SINKS)
                 for begin in range(0, end_of_sinks, TILE):
@@ -192,7 +192,7 @@ def _add_up(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + head).to(tl.float32) - best)
     result = tl.zeros([WIDTH], tl.float32)
-    # A few at a time: most rows have few parts, and a tile for the maximum would be nearly empty.
+    # A few parts at a time: most rows have few, and a tile for the maximum number would be nearly empty.
     for first in range(0, num_parts, AT_ONCE):
         some = first + tl.arange(0, AT_ONCE)
         decay = tl.exp(tl.load(parts_best + place + some, mask=some < num_parts, other=float("-inf")) - best)
@@ -256,8 +256,8 @@ def _attend_chunk(
             )  # fmt: skip
     begin_masked = first
     if RECENT == 0 and not queries.dtype.element_ty.is_fp32():
-        # Tiles that every row sees completely need no mask. In float32, two loops need more registers than there
-        # are.
+        # Tiles that every row sees completely need no mask. In float32 there is one loop, as two loops would
+        # need more registers than there are.
         begin_masked = (start + 1) // TILE * TILE
         for begin in range(0, begin_masked, TILE):
             places = begin + tl.arange(0, TILE)
@@ -364,8 +364,8 @@ def attend_chunks(
 
     Args:
         results: Written at the rows of `tiles`.
-        queries: Queries of these rows and possibly others.
-        pages: The stored keys and values, including those of the chunks.
+        queries: Queries of the rows of `tiles`, and possibly of other rows.
+        pages: The stored keys and values, including the chunks' own.
         tables: See `attend_generation`.
         tiles: See `FixedRows.tiles`.
         window: See `attend_generation`.
@@ -393,8 +393,8 @@ def attend_chunks(
 def chunk_tiling(width: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return the keys per tile of `_attend_chunk`, the number of warps, and the number of pipeline stages.
 
-    In half precision, 4 warps: Hopper's products have 64 rows, which 4 warps own. With 8 warps, a prompt of 8,192
-    tokens with heads of 128 took 3.8 ms per layer on an H100 instead of 2.0.
+    Half precision uses 4 warps, as many as share one of Hopper's products of 64 rows. With 8 warps, a prompt of
+    8,192 tokens with heads of 128 took 3.8 ms per layer on an H100 instead of 2.0.
     """
     keys, num_warps = _tiling(TILE_ROWS, width, dtype)
     if dtype.itemsize > 2 or width > 128:
@@ -405,13 +405,13 @@ def chunk_tiling(width: int, dtype: torch.dtype) -> tuple[int, int, int]:
 def _tiling(rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
     """Return the keys per tile for this many rows, and the number of warps.
 
-    Small enough that tiles fit into shared memory and sums into registers: `test_triton_kernels.py` checks the
-    compiled kernels.
+    Tiles must fit into shared memory and sums into registers, as `test_triton_kernels.py` checks for the compiled
+    kernels.
     """
     keys = _TILE_KEYS // (2 if width > 128 else 1) // (2 if dtype.itemsize > 2 else 1)
     return max(_LEAST_DOT, keys), 4 if rows * width * dtype.itemsize <= _TILE_BYTES else 8
 
 
 def _or_nothing(sinks: Tensor | None, any_tensor: Tensor) -> Tensor:
-    """Return `sinks`, or any tensor if None: a kernel's tensor argument is required even if it is not read."""
+    """Return `sinks`, or `any_tensor` if None, as a kernel needs a tensor argument even if it does not read it."""
     return any_tensor if sinks is None else sinks

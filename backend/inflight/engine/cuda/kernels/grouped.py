@@ -1,7 +1,7 @@
 """Products with quantized matrices unpacked inside the kernel: levels, with scales for groups of inputs.
 
 A group's levels minus its zero point are integers, or 8-bit or 4-bit floats, which half precision represents
-exactly. They are multiplied as such, and the float32 sums are scaled group by group.
+exactly. The kernel multiplies these unscaled values, and scales the float32 sums group by group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _multiply(
 ):  # fmt: skip
     """Compute a tile of the results. Grid: tiles of outputs, tiles of rows.
 
-    INPUTS divides the size of a group. With 4 bits, INPUTS consecutive bytes have the first INPUTS inputs in their
-    lower halves and the next INPUTS inputs in their upper halves.
+    INPUTS divides the size of a group. With 4 bits, INPUTS consecutive bytes contain INPUTS inputs in their lower
+    halves and the next INPUTS inputs in their upper halves.
     """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -55,7 +55,7 @@ def _multiply(
             stored = tl.load(
                 of_outputs + inputs[:, None], mask=is_input[:, None] & is_output[None, :], other=0
             )
-            if FLOAT8:  # read as float16 of a 256th, for processors without float8
+            if FLOAT8:  # read as float16 of 1/256 of the value, for processors without float8
                 byte = stored.to(tl.int16)
                 half = ((byte & 128) << 8) | ((byte & 127) << 7)
                 levels = half.to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -88,8 +88,8 @@ def multiply(
         zeros: [outputs, groups] uint8, contiguous; None: all are 0.
         group_size: Number of inputs of a group.
         bits: 4 or 8.
-        tile: Number of inputs multiplied at a time: a power of two >= 16 that divides `group_size`, or any such if
-            there is a single group.
+        tile: Number of inputs multiplied at a time: a power of two >= 16 that divides `group_size`; with a single
+            group, any power of two >= 16.
     """
     num_rows, num_inputs = x.shape
     num_outputs, num_groups = scales.shape

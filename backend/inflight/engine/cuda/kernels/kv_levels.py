@@ -1,7 +1,7 @@
 """Keys and values in 8 bits inside kernels: conversion of a head's values to levels and a scale, and back.
 
-The same arithmetic as `kv_rounding.py`. The bits of float8 are converted by integer operations, as older GPUs have
-no instructions for it, and Triton's interpreter has no correct ones.
+The arithmetic of `kv_rounding.py`. float8 is converted by integer operations on its bits, as older GPUs have no
+instructions for the conversion, and Triton's interpreter computes it wrongly.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def levels_of(stored: torch.dtype) -> int:
 
 
 def or_any(scales: tuple[Tensor, Tensor] | None, pages: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `scales`, or any tensors if None: a kernel's tensor arguments are required even if they are not
-    read."""
+    """Return `scales`, or any tensors if None, as a kernel needs tensor arguments even if it does not read
+    them."""
     return pages if scales is None else scales
 
 
@@ -38,7 +38,7 @@ def load_tokens(
 ):  # fmt: skip
     """Load one head of some tokens' keys or values [tokens, columns], in the dtype of `any_result`.
 
-    `scales` and `tokens` tell where each token's scale is.
+    `scales` + `tokens` are the addresses of the tokens' scales.
     """
     numbers = tl.load(page + rows[:, None] + columns[None, :], mask=inside, other=0)
     if LEVELS == 0:

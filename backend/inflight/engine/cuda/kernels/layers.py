@@ -1,7 +1,7 @@
 """The operations of a decoder layer between its matrix products, each in one kernel.
 
-They compute in float32 and round where torch's operators round, so that results are the same except for the order
-of sums.
+The kernels compute in float32 and round where torch's operators round, so that results differ from torch's only
+by the order of sums.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import PER_BATCH, launch, power_of_two
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
-"""The activations of `gated_activation`, by their name in DecoderConfig."""
+"""The activations that `gated_activation` supports, by their names in DecoderConfig."""
 
 _COLUMNS = 1024  # columns of an activation per program
 
@@ -78,7 +78,7 @@ def _rotate_and_write(
             factors = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
             other_factors = tl.load(weight + partner, mask=is_partner, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(result * result, axis=0) / HEAD_DIM + eps)
-            # Rounded like the norm's result before the rotation.
+            # Rounded, as torch rounds the norm's result before the rotation.
             result = (result * scale * factors).to(numbers.dtype).to(tl.float32)
             others = (others * scale * other_factors).to(numbers.dtype).to(tl.float32)
         if ROTARY_DIM > 0:
@@ -122,7 +122,7 @@ def _gated_activation(
 
 
 def add_norm(x: Tensor, computed: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return x + computed and its RMSNorm, [rows, size] each, in their dtype.
+    """Return x + computed and the RMSNorm of this sum, each [rows, size] in the dtype of `x`.
 
     Args:
         x: [rows, size], the last dimension contiguous.

@@ -80,7 +80,7 @@ def find_peaks(logits: Tensor) -> Peaks:
 
 
 class KernelRowKernels(RowKernels):
-    """`RowKernels` on a GPU: the highest logits by the kernels here, everything else by torch's operators."""
+    """`RowKernels` on a GPU: the highest logits by this module's kernels, everything else by torch's operators."""
 
     def find_peaks(self, logits: Tensor) -> Peaks:
         return find_peaks(logits)

@@ -1,7 +1,7 @@
 """Products with 8-bit weights, int8 or float8, whose levels are converted to half precision inside the kernel.
 
-Weights are read once for up to 256 rows, so few rows take half the time of half-precision weights. The order of a
-result's sum does not depend on the other rows.
+Weights are read once for up to 256 rows, so with few rows a product takes half as long as with half-precision
+weights. The order in which a result is summed does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch
 
 FEW_ROWS = 32
-"""Up to this many rows `float8_product` is faster than torch's operator on an H100, which is made for many
+"""Up to this many rows, `float8_product` is faster on an H100 than torch's operator, which is made for many
 rows."""
 
-_NARROW = 8192  # in outputs; with tiles of 32, matrices with fewer do not fill the processors of a GPU twice
-_PARTS = 4  # of the inputs, for matrices with few outputs
+_NARROW = 8192  # outputs; with tiles of 32, a matrix with fewer does not fill a GPU's processors twice
+_PARTS = 4  # into which inputs are divided, for matrices with few outputs
 _SUMMED = 256  # outputs per program of `_add_parts`
 
 
@@ -53,10 +53,10 @@ def _multiply_levels(
 ):  # fmt: skip
     """Compute a tile of results [num_rows, num_outputs]: x times levels [num_outputs, size], times scales.
 
-    Grid: tiles of rows, tiles of outputs, and with IS_SHARED parts: `results` are then the parts' unscaled sums,
-    [PARTS, num_rows, num_outputs] float32. With HAS_ROW_SCALES x is float8, and its rows have scales too. Levels
-    are the left operand of the product, as only that may come from registers, where they are converted, on every
-    processor.
+    Grid: tiles of rows, tiles of outputs and, with IS_SHARED, parts; `results` are then the parts' unscaled sums,
+    [PARTS, num_rows, num_outputs] float32. With HAS_ROW_SCALES x is float8, and its rows have scales too.
+    Levels are converted in registers, and are the left operand of the product: on some processors the right
+    operand cannot come from registers.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     outputs = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -66,7 +66,7 @@ def _multiply_levels(
     level_places = levels + outputs[:, None] * size + inputs[None, :]
     is_result = is_output[:, None] & is_row[None, :]
     places = rows[None, :] * num_outputs + outputs[:, None]
-    part_size = tl.cdiv(tl.cdiv(size, 256), PARTS) * 256  # the same parts whatever INPUTS is
+    part_size = tl.cdiv(tl.cdiv(size, 256), PARTS) * 256  # independent of INPUTS
     total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for part in range(tl.program_id(2), PARTS, tl.num_programs(2)):
         added = tl.zeros([OUTPUTS, ROWS], tl.float32)
@@ -75,7 +75,7 @@ def _multiply_levels(
             is_level = is_output[:, None] & inside[None, :]
             is_number = is_row[None, :] & inside[:, None]
             if HAS_ROW_SCALES:
-                # Half precision represents every float8, and products of two are exact in float32.
+                # Half precision represents every float8, and the product of two float8 is exact in float32.
                 some_levels = tl.load(level_places + first, mask=is_level, other=0.0)
                 some_x = tl.load(x_places + first, mask=is_number, other=0.0).to(tl.float16)
             else:
@@ -168,10 +168,10 @@ def _launch(
 
 
 def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """Return the tiling of `int8_product`, the fastest of those tried on an H100 with matrices of an 8B model.
+    """Return the tiling of `int8_product`: the fastest tiling tried on an H100 with matrices of an 8B model.
 
-    With few rows, reading weights dominates, so many reads are in flight. If there are few outputs, several
-    programs share the inputs of each, as otherwise too few warps convert levels.
+    With few rows, reading weights dominates, so many reads are in flight. With few outputs, several programs share
+    the inputs of each tile, as otherwise too few warps would convert levels.
     """
     if num_outputs <= _NARROW:
         # The same number of parts for any number of rows, so that each row's sum is made in the same order.
@@ -187,7 +187,7 @@ def int8_tiling(num_rows: int, num_outputs: int) -> Tiling:
 
 
 def float8_tiling(num_rows: int, num_outputs: int) -> Tiling:
-    """Return the tiling of `float8_product`, measured like that of `int8_product`."""
+    """Return the tiling of `float8_product`, chosen by measurements like `int8_tiling`."""
     rows = 16 if num_rows <= 16 else 32
     if num_outputs <= _NARROW:
         return Tiling(rows, 16, 512, 1, False, 2, 3)

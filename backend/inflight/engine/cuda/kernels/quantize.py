@@ -1,4 +1,6 @@
-"""Rounds rows to float8, each with its own scale, in one kernel."""
+# Triton's language: parameters have no Python types.
+# pyright: standard
+"""Quantizes rows to float8, each with its own scale, in one kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def _quantize_rows(
 ):  # fmt: skip
     """Compute a row's levels and its scale. Grid: rows.
 
-    Triton's `/` is off by a bit at times, which may change a level.
+    Multiplies by OF_LARGEST, as Triton's `/` is at times wrong by a bit, which may change a level.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
