@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from benchmarks.measuring.options import Options, kv_cache_tokens
 from benchmarks.measuring.workload import BenchRequest
-from inflight.engine.kv_rounding import SCALE_BYTES
+from inflight.engine.kv_quantization import SCALE_BYTES
 from inflight.models import DecoderConfig
 
 _BYTES = {"int4": 0.5, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}

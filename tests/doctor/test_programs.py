@@ -17,7 +17,7 @@ import torch
 
 from inflight.doctor import programs
 from inflight.doctor.finding import Level
-from inflight.engine import room
+from inflight.engine import capacity
 from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING
 from inflight.engine.attention.paged import PagedAttention
 from inflight.errors import ConfigError
@@ -92,7 +92,7 @@ def test_attention_on_a_gpu_is_reported(
             say("no kernel for %d", 24)
         return found
 
-    monkeypatch.setattr(room, "find_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(capacity, "find_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("inflight.engine.attention.find.find_attention", find)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     finding = only(programs.check_attention(None))

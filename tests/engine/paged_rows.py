@@ -11,7 +11,7 @@ from torch import Tensor
 from inflight.engine.attention.check import fixed_rows, pack_rows
 from inflight.engine.attention.gathering import by_plain_products
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
@@ -31,7 +31,7 @@ class Rows:
         seed: int,
         device: torch.device = CPU,
         sequences: int = 3,
-        rounding: KvRounding | None = None,
+        rounding: KvQuantization | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
 

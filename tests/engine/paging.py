@@ -15,7 +15,7 @@ from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cuda.iteration_graphs import Capture
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.engine.load import make_engine
@@ -44,7 +44,7 @@ def load_paged(
     collectives: Collectives = ALONE,
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
-    rounding: KvRounding | None = None,
+    rounding: KvQuantization | None = None,
     dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> ModelEngine:

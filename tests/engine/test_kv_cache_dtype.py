@@ -25,7 +25,7 @@ from inflight.engine.attention.find import torch_paged_attention
 from inflight.engine.attention.gathering import by_plain_products, gathering
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS
 from inflight.engine.load import load_engine as load_model_engine
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine import load, room
+from inflight.engine import capacity, load
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.load import load_stage
 from inflight.engine.memory import (
@@ -191,7 +191,7 @@ def test_an_engine_logs_how_many_adapters_fit(
     decoder = read_model_description(zoo["llama"].folder).decoder
     blocks = 2 * 10 * block_bytes(decoder, 8, torch.float32)
     answers = iter([free_kib * 1024] if changes.get(LORA_FRACTION) != 0 else [])
-    monkeypatch.setattr(room, "free_memory", lambda device: next(answers, blocks))
+    monkeypatch.setattr(capacity, "free_memory", lambda device: next(answers, blocks))
     with caplog.at_level("INFO"):
         limits = load_engine(zoo["llama"].folder, **changes).limits
     assert (limits.num_adapter_pages, limits.max_adapter_rank) == (num_pages, 64 if num_pages else 0)
@@ -232,7 +232,7 @@ def test_ranks_agree_on_the_smallest_capacity(zoo: Zoo) -> None:
 def test_ranks_on_a_host_share_its_memory(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = read_model_description(zoo["llama"].folder).decoder
     size = block_bytes(decoder, 8, torch.float32)
-    monkeypatch.setattr(room, "free_memory", lambda device: 601 * size)
+    monkeypatch.setattr(capacity, "free_memory", lambda device: 601 * size)
     counts = [
         load_engine(
             zoo["llama"].folder, ranks_on_host=ranks, kv_cache_free_cpu_mem_fraction=0.5

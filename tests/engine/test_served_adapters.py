@@ -31,7 +31,6 @@ from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.core.scheduler import Scheduler
-from inflight.engine import room
 from tests.core.integrity import check_integrity
 from tests.engine.kernels import DEFAULT, TORCH, by_default_and
 from tests.engine.lora import Adapter, make_adapter, stored
@@ -198,7 +197,7 @@ def alone(model: ZooModel, kernels: str | None, count: int | None = None) -> dic
 @contextmanager
 def few_pages(count: int = NUM_PAGES) -> Iterator[None]:
     """Limit the adapter pages of engines that are loaded meanwhile."""
-    with mock.patch.object(room, "choose_num_adapter_pages", lambda *arguments: count):
+    with mock.patch.object(capacity, "choose_num_adapter_pages", lambda *arguments: count):
         yield
 
 

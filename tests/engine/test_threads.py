@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from inflight.engine import room
-from inflight.engine.room import default_threads, set_threads
+from inflight.engine import capacity
+from inflight.engine.capacity import default_threads, set_threads
 from inflight.processors import Processors
 
 CPUS = tuple(range(8))
@@ -32,8 +32,8 @@ def test_threads_follow_torch_the_cores_and_the_quota(
 ) -> None:
     was_set = [of_torch]
     monkeypatch.setattr(Processors, "here", lambda: processors)
-    monkeypatch.setattr(room.torch, "get_num_threads", lambda: was_set[-1])
-    monkeypatch.setattr(room.torch, "set_num_threads", was_set.append)
+    monkeypatch.setattr(capacity.torch, "get_num_threads", lambda: was_set[-1])
+    monkeypatch.setattr(capacity.torch, "set_num_threads", was_set.append)
     assert default_threads() == expected
     with caplog.at_level(logging.INFO):
         set_threads(None)

@@ -90,8 +90,8 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
+    from inflight.engine.capacity import find_device, longest_sequence
     from inflight.engine.load_decoder import computed_dtype
-    from inflight.engine.room import find_device, longest_sequence
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
     from inflight.models.loader import num_parameters, num_weight_bytes
@@ -132,7 +132,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
 def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     """Report whether TensorRT plans would run here, by the checks that are made before plans are loaded."""
-    from inflight.engine.room import find_device
+    from inflight.engine.capacity import find_device
     from inflight.engine.tensorrt.checks import (
         check_model,
         check_processor,
@@ -229,7 +229,7 @@ def _check_path(
 
     from inflight.config import INT8, QUANTIZED
     from inflight.engine.cpu.library import CannotBuild, describe_target, foresee
-    from inflight.engine.kv_rounding import find_rounding
+    from inflight.engine.kv_quantization import find_kv_quantization
     from inflight.engine.load_decoder import check_native, keeps_levels, kept_by_compiled_layers
     from inflight.models.loader import quantized_kinds
 
@@ -238,7 +238,7 @@ def _check_path(
     computed = torch.bfloat16 if kinds else dtype
     try:
         check_native(config, description.decoder, computed, device)
-        is_rounded = find_rounding(config.kv_cache_dtype) is not None
+        is_rounded = find_kv_quantization(config.kv_cache_dtype) is not None
         is_int8 = config.dtype == INT8 or bool(kinds)
         name = str(computed).removeprefix("torch.")
         target, where = describe_target(name, is_int8), foresee(name, is_int8, is_rounded)
@@ -279,12 +279,12 @@ def _check_room(
     """
     from inflight.config import MMAP
     from inflight.engine.kv_cache import block_bytes
-    from inflight.engine.kv_rounding import find_rounding
+    from inflight.engine.kv_quantization import find_kv_quantization
     from inflight.engine.load_decoder import runs_compiled
     from inflight.engine.memory import check_room, free_memory
     from inflight.errors import ConfigError
 
-    rounding = find_rounding(config.kv_cache_dtype)
+    rounding = find_kv_quantization(config.kv_cache_dtype)
     free, on_gpu = free_memory(device), device.type == "cuda"
     where = "of GPU memory" if on_gpu else "of memory"
     size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], rounding)

@@ -27,7 +27,7 @@ def check_torch(has_gpu: bool) -> Iterator[Finding]:
     """Report torch's version and build, and whether it sees the machine's GPU."""
     import torch
 
-    from inflight.engine.room import default_threads
+    from inflight.engine.capacity import default_threads
 
     cuda = torch.version.cuda
     build = f"built for CUDA {cuda}" if cuda else "built without CUDA"
@@ -76,8 +76,8 @@ def check_attention(
 
     from inflight.config import EngineConfig
     from inflight.engine.attention.find import find_attention
+    from inflight.engine.capacity import find_device
     from inflight.engine.load_decoder import computed_dtype
-    from inflight.engine.room import find_device
     from inflight.models import read_model_description
     from inflight.models.registry import UnknownFamily
     from inflight.server.repository import default_repository

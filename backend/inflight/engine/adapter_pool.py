@@ -133,8 +133,8 @@ class ActiveAdapters:
         pages = self.layers[index]
         return replace(
             layer,
-            qkv_or_none=layer.qkv_or_none and self._adapt(layer.qkv, pages.qkv),
-            output_or_none=layer.output_or_none and self._adapt(layer.output, pages.output),
+            input_projection=layer.input_projection and self._adapt(layer.qkv, pages.qkv),
+            output_projection=layer.output_projection and self._adapt(layer.output, pages.output),
             up=layer.up and self._adapt(layer.up, pages.up),
             down=layer.down and self._adapt(layer.down, pages.down),
         )

@@ -2,10 +2,11 @@
 
 Layout: [layers, 2, blocks, tokens_per_block, kv_heads, head_dim], where 2 stands for keys and values; with latent
 attention the size is 1, as values are part of the keys. If keys and values are quantized to 8 bits
-(`kv_rounding.py`), this tensor has bytes, and another one has their scales, [layers, 2, blocks, tokens_per_block,
-kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that a block takes no
-more memory than its layers need. Layers that read another layer's keys and values are not counted. Compiled layers
-have their own order inside a block (cpu/source/attention.h) and use neither `write` nor `gather`.
+(`kv_quantization.py`), this tensor has bytes, and another one has their scales, [layers, 2, blocks,
+tokens_per_block, kv_heads]. If layers differ in heads, each group of equal layers has tensors of its own, so that
+a block takes no more memory than its layers need. Layers that read another layer's keys and values are not
+counted. Compiled layers have their own order inside a block (cpu/source/attention.h) and use neither `write` nor
+`gather`.
 
 The cache does not know which sequence has which block. The null block, which is additional to the scheduler's
 blocks, is zero and pads block tables of shorter sequences. With CUDA graphs, whose attention never reads past a
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.host_memory import zeros
-from inflight.engine.kv_rounding import KvRounding, head_bytes
+from inflight.engine.kv_quantization import KvQuantization, head_bytes
 from inflight.engine.packing import PackedBatch
 from inflight.engine.recurrent.states import RecurrentStates
 from inflight.models import DecoderConfig
@@ -31,7 +32,7 @@ Numbers = NDArray[np.int64] | list[int]
 
 
 def block_bytes(
-    decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvRounding | None = None
+    decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvQuantization | None = None
 ) -> int:
     """Return the size of one block over all layers in bytes, scales included."""
     of_layers = (decoder.at(layer) for layer in decoder.cached_layers)
@@ -41,7 +42,7 @@ def block_bytes(
     )
 
 
-def describe_rounding(decoder: DecoderConfig, rounding: KvRounding) -> str:
+def describe_rounding(decoder: DecoderConfig, rounding: KvQuantization) -> str:
     """Describe the format of keys and values and the memory that it saves."""
     whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
     return (
@@ -82,7 +83,7 @@ class KvCache:
         tokens_per_block: int,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: KvRounding | None = None,
+        rounding: KvQuantization | None = None,
         states: RecurrentStates | None = None,
     ) -> None:
         self.states = states

@@ -12,12 +12,19 @@ import torch
 
 from inflight.config import MMAP, QUANTIZED, EngineConfig
 from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.capacity import (
+    allocate_states,
+    count_adapter_pages,
+    count_blocks,
+    find_device,
+    longest_sequence,
+)
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.cuda.iteration_graphs import Capture, RecordedKinds
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_cache import KvCache, block_bytes
-from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.transformers_decoder import TransformersModel
 from inflight.engine.load_decoder import (
@@ -32,13 +39,6 @@ from inflight.engine.load_decoder import (
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
 from inflight.engine.rank_loader import RankLoader, prepare_device
-from inflight.engine.room import (
-    allocate_states,
-    count_adapter_pages,
-    count_blocks,
-    find_device,
-    longest_sequence,
-)
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
@@ -188,7 +188,7 @@ class _Loader(RankLoader):
             return
         num_bytes = _weight_bytes(config, model, self.part)
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
-        dtype, rounding = computed_dtype(config, model), find_rounding(config.kv_cache_dtype)
+        dtype, rounding = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
         size = block_bytes(self.held, config.tokens_per_block, dtype, rounding)
         on_gpu = device.type == "cuda"
         check_room(config, num_bytes, self.max_sequence_length, size, free_bytes, on_gpu, are_mapped)
@@ -252,7 +252,7 @@ class _Loader(RankLoader):
             self.options.min_over_ranks,
             mapped,
         )
-        rounding, size = find_rounding(config.kv_cache_dtype), config.tokens_per_block
+        rounding, size = find_kv_quantization(config.kv_cache_dtype), config.tokens_per_block
         num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
         with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
             return KvCache(held, num_blocks, size, dtype, device, rounding, states)

@@ -25,7 +25,7 @@ from inflight.engine.cpu.packed_file import Mapped, PackedFile
 from inflight.engine.cpu.packing import PackedLayer, PackedLinear, Packer
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.host_memory import Arena
-from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import KeepingLevels
 from inflight.engine.layers.layer_check import find_operations
@@ -116,7 +116,7 @@ def load_decoder(
         config.tokens_per_block,
         part,
         collectives,
-        find_rounding(config.kv_cache_dtype),
+        find_kv_quantization(config.kv_cache_dtype),
         packed.num_bytes,
     )
 
@@ -140,7 +140,7 @@ def _load_torch_decoder(
         part,
         collectives,
         find_attention(config, held, windows, dtype, device),
-        find_operations(held, dtype, device, find_rounding(config.kv_cache_dtype)),
+        find_operations(held, dtype, device, find_kv_quantization(config.kv_cache_dtype)),
         find_row_kernels(model.decoder.vocab_size, device),
     )
 
@@ -306,7 +306,10 @@ def _find_library(
 ) -> CompiledCode:
     """Return the compiled code; raises CannotBuild if torch's operators are configured or must be used."""
     check_native(config, decoder, dtype, device, shard)
-    is_rounded, name = find_rounding(config.kv_cache_dtype) is not None, str(dtype).removeprefix("torch.")
+    is_rounded, name = (
+        find_kv_quantization(config.kv_cache_dtype) is not None,
+        str(dtype).removeprefix("torch."),
+    )
     library = load_library(name, int8, is_rounded)
     _log.info("the layers run on compiled code for %s", library.description)
     return library
@@ -330,7 +333,7 @@ def check_native(
     if device.type != "cpu":
         raise CannotBuild(f"compiled layers run on CPUs only; the device is {device.type}")
     _check_components(decoder, shard)
-    if decoder.latent is not None and find_rounding(config.kv_cache_dtype) is not None:
+    if decoder.latent is not None and find_kv_quantization(config.kv_cache_dtype) is not None:
         raise CannotBuild("compiled layers do not round the cache of latent attention")
     _check_sizes(decoder, config.tokens_per_block, dtype)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from inflight.config import EngineConfig
+from inflight.engine.capacity import count_snapshots, find_device, make_limits, offer_outputs, set_threads
 from inflight.engine.cuda.graph_capture import agree_on_capture, find_capture
 from inflight.engine.cuda.iteration_graphs import Capture
 from inflight.engine.debug_tensors import DebugTensors
 from inflight.engine.interfaces import BlockCache, RunnerDecoder
 from inflight.engine.load_options import LoadOptions
-from inflight.engine.room import count_snapshots, find_device, make_limits, offer_outputs, set_threads
 from inflight.engine.runner import ModelRunner
 from inflight.models import DecoderConfig
 from inflight.models.sharding import Part

@@ -151,16 +151,16 @@ class Layer(Generic[LinearT]):
     Attributes:
         attention_norm: Norm before attention; None if there is none.
         attention_post_norm: Norm on attention's output; None if there is none.
-        qkv_or_none: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size, hidden_size];
-            without value heads if keys are values; without key and value heads if the layer reads another layer's.
-            With `attention_gate`, the gates of all query heads come first, [query_size, hidden_size]. With latent
-            attention: queries, or the vector from which they are projected, the compressed latent and the shared
-            key. In a recurrent layer: the input projection, the rows of `RecurrentConfig.sections`. None in a
-            layer with neither attention nor a recurrent part.
+        input_projection: Query heads, key heads, value heads, in this order: [query_size + 2 * kv_size,
+            hidden_size]; without value heads if keys are values; without key and value heads if the layer reads
+            another layer's. With `attention_gate`, the gates of all query heads come first, [query_size,
+            hidden_size]. With latent attention: queries, or the vector from which they are projected, the
+            compressed latent and the shared key. In a recurrent layer: the input projection, the rows of
+            `RecurrentConfig.sections`. None in a layer with neither attention nor a recurrent part.
         query_norm: Norm over each query head [head_dim], or over all [query_size]; None without qk_norm.
         key_norm: Norm over each key head [head_dim], or over all [kv_size]; None without qk_norm, or without keys.
-        output_or_none: [hidden_size, num_heads * output_head_dim], or the output projection of a recurrent layer.
-            None in a layer with neither attention nor a recurrent part.
+        output_projection: [hidden_size, num_heads * output_head_dim], or the output projection of a recurrent
+            layer. None in a layer with neither attention nor a recurrent part.
         mlp_norm: Norm before the MLP; None if there is none.
         mlp_post_norm: Norm on the MLP's output; None if there is none.
         experts: The layer's experts; None in a layer without experts.
@@ -172,8 +172,8 @@ class Layer(Generic[LinearT]):
         head_gates: Projection of attention's input to the gates of heads, [num_heads, hidden_size]; None if there
             are none.
         recurrent: Weights of the recurrent part other than projections; None in a layer without one.
-        beside: Input and output projections of the recurrent part, in a layer with attention too; None in
-            other layers.
+        recurrent_projections: Input and output projections of the recurrent part, in a layer with attention too;
+            None in other layers.
         inputs: Weights for per-layer embeddings; None if there are none.
         activation: [4], the parameters of xIELU (`xielu` in `engine/layers/layer_operations.py`); None if the
             activation has no parameters.
@@ -181,10 +181,10 @@ class Layer(Generic[LinearT]):
     """
 
     attention_norm: Norm | None
-    qkv_or_none: LinearT | None
+    input_projection: LinearT | None
     query_norm: Norm | None
     key_norm: Norm | None
-    output_or_none: LinearT | None
+    output_projection: LinearT | None
     attention_post_norm: Norm | None
     mlp_norm: Norm | None
     up: LinearT | None
@@ -195,22 +195,22 @@ class Layer(Generic[LinearT]):
     sinks: Tensor | None = None
     head_gates: Linear | None = None
     recurrent: RecurrentWeights | None = None
-    beside: tuple[LinearT, LinearT] | None = None
+    recurrent_projections: tuple[LinearT, LinearT] | None = None
     inputs: LayerInputWeights | None = None
     activation: Tensor | None = None
     scale: Tensor | None = None
 
     @property
     def qkv(self) -> LinearT:
-        """`qkv_or_none`, of a layer with attention or a recurrent part."""
-        assert self.qkv_or_none is not None, "the layer has neither attention nor a recurrent part"
-        return self.qkv_or_none
+        """`input_projection`, of a layer with attention or a recurrent part."""
+        assert self.input_projection is not None, "the layer has neither attention nor a recurrent part"
+        return self.input_projection
 
     @property
     def output(self) -> LinearT:
-        """`output_or_none`, of a layer with attention or a recurrent part."""
-        assert self.output_or_none is not None, "the layer has neither attention nor a recurrent part"
-        return self.output_or_none
+        """`output_projection`, of a layer with attention or a recurrent part."""
+        assert self.output_projection is not None, "the layer has neither attention nor a recurrent part"
+        return self.output_projection
 
     @property
     def has_mlp(self) -> bool:
@@ -220,7 +220,7 @@ class Layer(Generic[LinearT]):
     @property
     def first_norm(self) -> Norm | None:
         """The norm on the layer's input."""
-        return self.mlp_norm if self.qkv_or_none is None else self.attention_norm
+        return self.mlp_norm if self.input_projection is None else self.attention_norm
 
 
 LayerWeights = Layer[Linear]

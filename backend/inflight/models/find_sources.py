@@ -145,7 +145,7 @@ class _Finder:
             sinks=self._sinks(prefix) if decoder.learned_sinks and has_attention else None,
             head_gates=self._head_gates(prefix) if decoder.head_gates and has_attention else None,
             recurrent=self._recurrent(prefix) if has_state else None,
-            beside=(self._recurrent_product(prefix), self._recurrent_output(prefix))
+            recurrent_projections=(self._recurrent_product(prefix), self._recurrent_output(prefix))
             if has_state and has_attention
             else None,
             inputs=None if decoder.layer_inputs is None else self._layer_inputs(prefix, decoder.layer_inputs),

@@ -103,7 +103,7 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
         return Layer(
-            qkv_or_none=None if sources.qkv is None else self._projection(sources.qkv),
+            input_projection=None if sources.qkv is None else self._projection(sources.qkv),
             latent=None if sources.latent is None else self._latent(sources.latent),
             up=None if sources.up is None else self._projection(sources.up),
             down=None if sources.down is None else self._projection(sources.down),
@@ -111,16 +111,19 @@ class WeightReader(Generic[LayerT, LinearT]):
             attention_norm=self._norm_or_none(sources.attention_norm),
             query_norm=self._norm_or_none(sources.query_norm),
             key_norm=self._norm_or_none(sources.key_norm),
-            output_or_none=None if sources.output is None else self._projection(sources.output),
+            output_projection=None if sources.output is None else self._projection(sources.output),
             attention_post_norm=self._norm_or_none(sources.attention_post_norm),
             mlp_norm=self._norm_or_none(sources.mlp_norm),
             mlp_post_norm=self._norm_or_none(sources.mlp_post_norm),
             sinks=self._vector(sources.sinks),
             head_gates=None if sources.head_gates is None else self._linear(sources.head_gates),
             recurrent=None if sources.recurrent is None else self._recurrent(sources.recurrent),
-            beside=None
-            if sources.beside is None
-            else (self._projection(sources.beside[0]), self._projection(sources.beside[1])),
+            recurrent_projections=None
+            if sources.recurrent_projections is None
+            else (
+                self._projection(sources.recurrent_projections[0]),
+                self._projection(sources.recurrent_projections[1]),
+            ),
             inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
             activation=None if sources.activation is None else self._xielu(sources.activation),
             scale=self._vector(sources.scale),

@@ -218,7 +218,7 @@ class LayerSources:
     sinks: TensorSource | None
     head_gates: LinearSource | None
     recurrent: RecurrentSources | None
-    beside: tuple[LinearSource, LinearSource] | None
+    recurrent_projections: tuple[LinearSource, LinearSource] | None
     inputs: LayerInputSources | None
     activation: XieluSources | None
     scale: TensorSource | None

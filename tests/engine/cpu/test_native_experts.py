@@ -154,8 +154,8 @@ class Layer:
         packed_down = packer.stack(iter(down.weight), down.weight.shape, down.bias)
         packed = replace(
             self.weights,
-            qkv_or_none=pack(self.weights.qkv),
-            output_or_none=pack(self.weights.output),
+            input_projection=pack(self.weights.qkv),
+            output_projection=pack(self.weights.output),
             up=self.weights.up and pack(self.weights.up, is_gated=True),
             down=self.weights.down and pack(self.weights.down),
             experts=replace(experts, up=packed_up, down=packed_down),
@@ -174,10 +174,10 @@ class Layer:
         shared = case.shared
         return decoder_weights.Layer(
             attention_norm=None,
-            qkv_or_none=Linear(self._random(6, hidden)),
+            input_projection=Linear(self._random(6, hidden)),
             query_norm=None,
             key_norm=None,
-            output_or_none=Linear(torch.zeros(hidden, 2, dtype=self.dtype)),
+            output_projection=Linear(torch.zeros(hidden, 2, dtype=self.dtype)),
             attention_post_norm=None,
             mlp_norm=None if case.norms == "after" else self._draw_norm(),
             up=Linear(self._random(2 * shared, hidden)) if shared else None,

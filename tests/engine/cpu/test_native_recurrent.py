@@ -100,10 +100,10 @@ class Layer:
         )
         layer = decoder_weights.Layer(
             attention_norm=self.norm,
-            qkv_or_none=packed(self.projection),
+            input_projection=packed(self.projection),
             query_norm=None,
             key_norm=None,
-            output_or_none=packed(self.output),
+            output_projection=packed(self.output),
             attention_post_norm=None,
             mlp_norm=None,
             up=packed(zero[0]),

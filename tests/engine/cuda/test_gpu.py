@@ -20,7 +20,7 @@ from inflight.engine.attention.find import torch_paged_attention, triton_attenti
 from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING, GatheringAttention
 from inflight.engine.cuda.row_kernels import check_peaks_of
 from inflight.engine.engine import ModelEngine
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
 from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
 from inflight.engine.layers.layer_check import find_operations
 from inflight.engine.layers.quantized_linear import (
@@ -180,7 +180,7 @@ def test_every_layer_kernel_passes_the_check_at_load(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])
 def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
-    zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvRounding, caplog: pytest.LogCaptureFixture
+    zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvQuantization, caplog: pytest.LogCaptureFixture
 ) -> None:
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 

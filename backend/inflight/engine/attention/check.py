@@ -18,7 +18,7 @@ from torch import Tensor
 from inflight.engine.attention.gathering import by_plain_products
 from inflight.engine.attention.interface import Attention
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.packing import FixedRows, PackedBatch, PackedChunk, cut_into_tiles
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
@@ -40,7 +40,7 @@ def check_attention(
     windows: Sequence[AttentionWindow | None],
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvRounding | None = None,
+    rounding: KvQuantization | None = None,
 ) -> None:
     """Compare `attention` with plain matrix products on generation rows, alone and beside chunks.
 

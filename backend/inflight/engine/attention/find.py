@@ -17,7 +17,7 @@ from inflight.engine.attention.check import CannotAttend, check_attention
 from inflight.engine.attention.gathering import by_plain_products, gathering
 from inflight.engine.attention.interface import Attention
 from inflight.engine.attention.paged import PagedAttention, VarlenAttention
-from inflight.engine.kv_rounding import KvRounding, find_rounding
+from inflight.engine.kv_quantization import KvQuantization, find_kv_quantization
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
@@ -44,7 +44,7 @@ def find_attention(
     """
     if device.type != "cuda":
         return gathering(held)
-    rounding = find_rounding(config.kv_cache_dtype)
+    rounding = find_kv_quantization(config.kv_cache_dtype)
     tried = config.tokens_per_block, windows, dtype, device, rounding
     kinds = [held.only(layer) for layer in held.cached_layers] or [held]
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
@@ -106,7 +106,7 @@ def _find_gathering(
 
 
 def torch_paged_attention(
-    device: torch.device, decoder: DecoderConfig, rounding: KvRounding | None = None
+    device: torch.device, decoder: DecoderConfig, rounding: KvQuantization | None = None
 ) -> PagedAttention:
     """Return torch's own paged attention, by FlashAttention 2, or 3 where installed and supported by the
     processor.

@@ -35,7 +35,7 @@ from inflight.engine.cpu.structs import (
 )
 from inflight.engine.host_memory import Recycled
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
 from inflight.engine.layers.decoder import embed
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
@@ -106,7 +106,7 @@ class NativeDecoder:
         tokens_per_block: int,
         part: Part,
         collectives: Collectives = ALONE,
-        rounding: KvRounding | None = None,
+        rounding: KvQuantization | None = None,
         num_mapped_bytes: int = 0,
     ) -> None:
         self.config = config

@@ -116,7 +116,7 @@ class Decoder:
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
         first = weights.layers[0]
-        any_linear = first.qkv_or_none or first.up or (first.experts and first.experts.router)
+        any_linear = first.input_projection or first.up or (first.experts and first.experts.router)
         assert any_linear is not None, "every layer has a linear layer"
         self.dtype, self._device = any_linear.dtype, any_linear.weight.device
         self._section_factors = self._find_section_factors()
@@ -190,7 +190,7 @@ class Decoder:
                 layer = active.adapt(index, layer)
             following = weights.layers[index + 1].first_norm if index + 1 < len(weights.layers) else None
             beside = self._norm(x, layer.mlp_norm) if self.config.parallel_residual else None
-            if layer.qkv_or_none is not None:
+            if layer.input_projection is not None:
                 mixed = self._recur(read, index, layer, cache)
                 if self._held.has_attention(index):
                     rotation = rotations.get(self._layer_ropes[index])
@@ -286,7 +286,7 @@ class Decoder:
         if mixer is None:
             return None
         assert cache.states is not None, "a model with recurrent layers has states"
-        into, out = layer.beside or (layer.qkv, layer.output)
+        into, out = layer.recurrent_projections or (layer.qkv, layer.output)
         projected = into(_times(x, factors and factors.recurrent_input))
         if self._section_factors is not None:
             projected = projected * self._section_factors

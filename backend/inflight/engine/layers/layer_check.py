@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inflight.engine.cuda.trial import IsOff, has_triton, log_not_used
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import KvRounding
+from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, Norm
 
@@ -26,7 +26,7 @@ _TOKENS_PER_BLOCK = 16
 
 
 def find_operations(
-    decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvRounding | None = None
+    decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvQuantization | None = None
 ) -> LayerOperations:
     """Return the operations of a model's layers, by kernels where these are correct.
 
@@ -56,7 +56,7 @@ def _is_right(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvRounding | None,
+    rounding: KvQuantization | None,
 ) -> bool:
     try:
         check_operations(make(), torchs, dtype, device, rounding)
@@ -71,7 +71,7 @@ def check_operations(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvRounding | None = None,
+    rounding: KvQuantization | None = None,
 ) -> None:
     """Compare all operations with torch's. Raises IsOff if one raises or gives other results."""
     for num_rows in _ROWS:
@@ -96,7 +96,7 @@ def _results(
     dtype: torch.dtype,
     device: torch.device,
     draw: torch.Generator,
-    rounding: KvRounding | None,
+    rounding: KvQuantization | None,
 ) -> Iterator[tuple[str, Tensor]]:
     def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=draw, device=device).to(of)
@@ -150,7 +150,7 @@ def _heads(
     dtype: torch.dtype,
     device: torch.device,
     random: Callable[..., Tensor],
-    rounding: KvRounding | None,
+    rounding: KvQuantization | None,
 ) -> Iterator[tuple[str, Tensor]]:
     num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
     cache = KvCache(decoder, num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
 from inflight.engine.adapter_pool import page_bytes
+from inflight.engine.capacity import count_adapter_pages, count_blocks
 from inflight.engine.collectives import Collectives
 from inflight.engine.cuda.iteration_graphs import RecordedKinds
 from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import allocating
 from inflight.engine.rank_loader import RankLoader, prepare_device
-from inflight.engine.room import count_adapter_pages, count_blocks
 from inflight.engine.runner import ModelRunner
 from inflight.engine.tensorrt.checks import (
     check_digest,

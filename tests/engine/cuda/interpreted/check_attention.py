@@ -17,7 +17,7 @@ from inflight.engine.attention.check import CannotAttend, check_attention, pack_
 from inflight.engine.attention.gathering import by_plain_products
 from inflight.engine.attention.paged import PagedAttention
 from inflight.engine.cuda.kernels import attention as kernels
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
 from inflight.engine.layers.kernel_operations import KernelLayerOperations
 from inflight.engine.packing import PackedChunk
 from inflight.engine.windows import AttentionWindow
@@ -80,7 +80,7 @@ def test_results_are_those_of_plain_products(
     tokens_per_block: int,
     window: Any,
     dtype: torch.dtype,
-    rounding: KvRounding | None,
+    rounding: KvQuantization | None,
 ) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **changes)
     rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed, rounding=rounding), random.Random(seed)
@@ -111,7 +111,9 @@ def test_results_are_right_at_edges_of_tiles_and_blocks(
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
-def test_a_generation_row_is_the_same_alone_and_among_others(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_a_generation_row_is_the_same_alone_and_among_others(
+    zoo: Zoo, rounding: KvQuantization | None
+) -> None:
     """Results are bitwise equal, for any number of programs that share the row's parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
@@ -140,7 +142,7 @@ def test_results_of_a_context_do_not_depend_on_its_chunks(zoo: Zoo, window: Atte
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, rounding: KvRounding | None) -> None:
+def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, rounding: KvQuantization | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)

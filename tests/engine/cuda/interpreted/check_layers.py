@@ -25,7 +25,7 @@ from inflight.engine.cuda.kernels.linear_attention import PIECE
 from inflight.engine.cuda.kernels.peaks import KernelRowKernels
 from inflight.engine.cuda.row_kernels import check_peaks_of, find_row_kernels
 from inflight.engine.kv_cache import KvCache
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS, KvRounding
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
 from inflight.engine.layers import kernel_operations, layer_check, quantized_linear
 from inflight.engine.layers.kernel_operations import (
     ACTIVATION,
@@ -86,7 +86,7 @@ def test_results_are_those_of_torchs_operators(
     zoo: Zoo,
     changes: Any,
     dtype: torch.dtype,
-    rounding: KvRounding | None,
+    rounding: KvQuantization | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (1, 9))
@@ -99,7 +99,7 @@ def test_results_are_those_of_torchs_operators(
 
 @pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 30.0])
-def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvRounding, spread: float) -> None:
+def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvQuantization, spread: float) -> None:
     """Rounding is bitwise torch's for numbers of all magnitudes, zeros and NaN."""
     decoder = replace(decoder_of(zoo, head_dim=24), num_layers=1)
     kv_heads, rows = decoder.num_kv_heads, 40

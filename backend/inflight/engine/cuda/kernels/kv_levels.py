@@ -1,7 +1,7 @@
 """Keys and values in 8 bits inside kernels: conversion of a head's values to levels and a scale, and back.
 
-The arithmetic of `kv_rounding.py`. float8 is converted by integer operations on its bits, as older GPUs have no
-instructions for the conversion, and Triton's interpreter computes it wrongly.
+The arithmetic of `kv_quantization.py`. float8 is converted by integer operations on its bits, as older GPUs have
+no instructions for the conversion, and Triton's interpreter computes it wrongly.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
-from inflight.engine.kv_rounding import FP8_LEVELS, INT8_LEVELS
+from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS
 from inflight.shared_constants import LEAST_SCALE
 
 AS_COMPUTED, INT8, FP8 = 0, 1, 2

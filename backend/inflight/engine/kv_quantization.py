@@ -25,7 +25,7 @@ _FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
-class KvRounding:
+class KvQuantization:
     """An 8-bit format of keys and values.
 
     Attributes:
@@ -54,16 +54,16 @@ class KvRounding:
         return known.float().mul_(scales[..., None]).to(dtype)
 
 
-INT8_LEVELS = KvRounding(INT8, torch.int8, 127.0)
-FP8_LEVELS = KvRounding(FP8, torch.uint8, torch.finfo(_FLOAT8).max)
+INT8_LEVELS = KvQuantization(INT8, torch.int8, 127.0)
+FP8_LEVELS = KvQuantization(FP8, torch.uint8, torch.finfo(_FLOAT8).max)
 
 
-def find_rounding(kv_cache_dtype: str) -> KvRounding | None:
+def find_kv_quantization(kv_cache_dtype: str) -> KvQuantization | None:
     """Return the format that the parameter names; None: keys and values are not quantized."""
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
-def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvRounding | None) -> int:
+def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvQuantization | None) -> int:
     """Return the size of one head's key, or value, of one token in bytes, its scale included."""
     if rounding is None:
         return head_dim * dtype.itemsize

@@ -17,7 +17,7 @@ from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.additional_outputs import offer
 from inflight.engine.kv_cache import block_bytes, describe_rounding
-from inflight.engine.kv_rounding import find_rounding
+from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.memory import (
     allocating,
     beside_mapped,
@@ -168,7 +168,7 @@ def count_blocks(
     `reserved` bytes are left for later allocations on the device, and `mapped` bytes for mapped weights.
     """
     on_gpu = device.type == "cuda"
-    rounding = find_rounding(config.kv_cache_dtype)
+    rounding = find_kv_quantization(config.kv_cache_dtype)
     size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
     free_bytes = beside_mapped(free_bytes, mapped)
