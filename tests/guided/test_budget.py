@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
-from time import thread_time
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from inflight.core.request.guide import Guide, GuideKind
 from inflight.errors import InvalidArgument
 from inflight.guided import budget, llguidance_backend
 from inflight.guided.backend import GuideBackend, MaskJob
-from inflight.guided.budget import Budget, BudgetedMatcher, try_out
+from inflight.guided.budget import Budget, BudgetedMatcher, try_out, work_time
 from inflight.guided.grammars import Grammars, MaskRows
 from inflight.guided.make_backend import make_backend
 from tests.engine.serving import config_of, serve
@@ -66,7 +66,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the clock, so that only counts of calls bound a guide, on any machine."""
-    monkeypatch.setattr(budget, "thread_time", Clock(0.0))
+    monkeypatch.setattr(budget, "work_time", Clock(0.0))
 
 
 def allowed_by(mask: np.ndarray) -> list[int]:
@@ -145,9 +145,29 @@ def test_the_budget_is_a_fixed_time_and_a_time_per_token(
     grammars = grammars_with(LETTERS, name=name)
     num_calls, added_s = 2 * (1 + num_drafts), Budget.of_vocabulary(tiny_vocabulary()).token_s
     for share, expected in ((0.9, 100), (3.0, 100 / (2 * 5))):
-        monkeypatch.setattr(budget, "thread_time", Clock(share * added_s / num_calls))
+        monkeypatch.setattr(budget, "work_time", Clock(share * added_s / num_calls))
         num_steps = steps_until_over(grammars, (LETTER,) * num_drafts, 100)
         assert num_steps == pytest.approx(expected, abs=1)
+
+
+def test_garbage_collections_do_not_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def pass_time(phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            now_s[0] += 10.0
+
+    monkeypatch.setattr(budget, "thread_time", lambda: now_s[0])
+    began_s = work_time()
+    gc.callbacks.append(pass_time)
+    try:
+        gc.collect()
+        gc.collect()
+    finally:
+        gc.callbacks.remove(pass_time)
+    now_s[0] += 1.0
+    assert now_s[0] >= 21.0
+    assert work_time() - began_s == 1.0
 
 
 @pytest.mark.parametrize("name", ["llguidance", "xgrammar"])
@@ -157,7 +177,7 @@ def test_a_guide_over_its_budget_does_not_affect_others(
     name: str, num_drafts: int, num_others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other guides make two calls per token, which take exactly the time that a token adds."""
-    monkeypatch.setattr(budget, "thread_time", Clock(0.0025))
+    monkeypatch.setattr(budget, "work_time", Clock(0.0025))
     grammars = grammars_with(LETTERS, name=name)
     matchers = [grammars.matcher(LETTERS) for _ in range(num_others + 1)]
     matchers[0] = BudgetedMatcher(matchers[0].matcher, Budget(token_s=0.0), left_s=0.03)
@@ -242,7 +262,7 @@ def follow_with_drafts(guide: Guide, num_drafts: int, num_tokens: int) -> int:
 def test_xgrammar_ends_a_guide_with_growing_steps(
     guide: Guide, num_drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "thread_time", thread_time)
+    monkeypatch.setattr(budget, "work_time", work_time)
     with pytest.raises(InvalidArgument, match=TOO_MUCH):
         follow_with_drafts(guide, num_drafts, 2000)
 
@@ -261,7 +281,7 @@ def test_a_guide_is_tried_before_its_request_starts(name: str, monkeypatch: pyte
     backend = tiny_backend(name)
     compiled = backend.compile(LETTERS)
     for call_s, is_too_slow in ((0.008, False), (0.02, True)):
-        monkeypatch.setattr(budget, "thread_time", Clock(call_s))
+        monkeypatch.setattr(budget, "work_time", Clock(call_s))
         if is_too_slow:
             with pytest.raises(InvalidArgument, match=TOO_MUCH):
                 try_out(backend, tiny_vocabulary(), LETTERS, compiled)
@@ -275,7 +295,7 @@ def test_other_requests_get_their_tokens_beside_hostile_guides(
 ) -> None:
     """Runs with and without prompt lookup."""
     pytest.importorskip(name, reason="the other library is not installed")
-    monkeypatch.setattr(budget, "thread_time", thread_time)
+    monkeypatch.setattr(budget, "work_time", work_time)
     model, letters = zoo["llama-gqa"], Guide(GuideKind.REGEX, "[a-z]{30}")
     others = [make_request(n, model.prompt(5 + n, n), letters, 40) for n in range(3)]
     hostile = [

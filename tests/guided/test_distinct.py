@@ -36,7 +36,7 @@ LISTS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop the clock, so that no budget is exceeded on a slow machine."""
-    monkeypatch.setattr(budget, "thread_time", lambda: 0.0)
+    monkeypatch.setattr(budget, "work_time", lambda: 0.0)
 
 
 def grammars() -> Grammars:

@@ -1,13 +1,15 @@
 """A budget of processor time for one sequence's guide, for both grammar libraries.
 
-Every call of a matcher is measured in processor time of its thread, which does not depend on other load. A
-sequence that exceeds its budget ends with an error, so that it cannot slow down other sequences. A library
-may limit a single call; the budget limits all calls of a sequence together.
+Every call of a matcher is measured in processor time of its thread, which hardly depends on other load. A garbage
+collection during a call is not counted. A sequence that exceeds its budget ends with an error, so that it cannot
+slow down other sequences. A library may limit a single call; the budget limits all calls of a sequence together.
 """
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +29,32 @@ _A_TOKEN_AND_WORD_S = 1e-7
 _TRIAL_TOKENS = 8
 _ALL = -1
 """A word of a mask that allows every token."""
+
+
+class _CollectionTime(threading.local):
+    """Processor time of this thread in garbage collections, in seconds."""
+
+    began = 0.0
+    total = 0.0
+
+
+_collections = _CollectionTime()
+
+
+def _record_collection(phase: str, _: dict[str, int]) -> None:
+    """Record the time of a collection, which runs on the thread that happens to start it."""
+    if phase == "start":
+        _collections.began = thread_time()
+    else:
+        _collections.total += thread_time() - _collections.began
+
+
+gc.callbacks.append(_record_collection)
+
+
+def work_time() -> float:
+    """Return the processor time of this thread without garbage collections, in seconds."""
+    return thread_time() - _collections.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +96,11 @@ class BudgetedMatcher:
 
     def consume(self, token_ids: Sequence[int]) -> None:
         """Advance by tokens like `Matcher.consume`, and add `token_s` to the budget for each."""
-        began_s = thread_time()
+        began_s = work_time()
         try:
             self.matcher.consume(token_ids)
         finally:
-            self._left_s += len(token_ids) * self._budget.token_s - (thread_time() - began_s)
+            self._left_s += len(token_ids) * self._budget.token_s - (work_time() - began_s)
             self._left_s = min(self._left_s, self._budget.at_once_s)
         if self.is_over:
             raise over_budget()
@@ -120,13 +148,13 @@ class BudgetedMatcher:
 
         If the guide reaches a dead end, the token is undone at once, and the mask allows every token.
         """
-        began_s = thread_time()
+        began_s = work_time()
         try:
             self.matcher.consume((token_id,))
         except InvalidArgument as failure:
             return failure
         finally:
-            self._left_s -= thread_time() - began_s
+            self._left_s -= work_time() - began_s
         error = self._fill_one(backend, row, masks)
         if isinstance(error, DeadEnd):
             self.matcher.rollback(1)
@@ -134,16 +162,16 @@ class BudgetedMatcher:
         return error
 
     def _fill_one(self, backend: GuideBackend, row: int, masks: NDArray[np.int32]) -> InvalidArgument | None:
-        began_s = thread_time()
+        began_s = work_time()
         errors = backend.fill([MaskJob(self.matcher, row)], masks)
-        self._left_s -= thread_time() - began_s
+        self._left_s -= work_time() - began_s
         return over_budget() if self.is_over else errors.get(0)
 
     def fork(self) -> BudgetedMatcher:
         """Return an independent matcher in the same state. The time for copying counts against the budget."""
-        began_s = thread_time()
+        began_s = work_time()
         forked = self.matcher.fork()
-        return BudgetedMatcher(forked, self._budget, self._left_s - (thread_time() - began_s))
+        return BudgetedMatcher(forked, self._budget, self._left_s - (work_time() - began_s))
 
 
 def try_out(backend: GuideBackend, vocabulary: GuideVocabulary, guide: Guide, compiled: bytes) -> None:
