@@ -15,8 +15,8 @@ LARGEST_LOGIT = 1e30
 PENALTY_NAMES = ("repetition", "presence", "frequency")
 """The float64 fields of a row's penalties."""
 
-LIMIT_NAMES = ("temperature", "top_k", "top_p", "min_p")
-"""The float64 fields of the limits of a row's tokens."""
+NUM_LIMITS = 4
+"""Number of float64 fields of the limits of a row's tokens (`LIMITS` in sampling/top_k_top_p.py)."""
 
 FEW_CANDIDATES = 128
 """Number of most likely tokens that are tried before a top-p is sought in the whole vocabulary."""

@@ -257,7 +257,7 @@ def test_the_kernels_that_will_compute_the_layers_are_reported(monkeypatch: pyte
     monkeypatch.setattr(library, "foresee", lambda *_: "kept from an earlier start")
     monkeypatch.setattr(load_decoder, "MAX_HEAD_DIM", 8)
     found = check(DEMO)["its layers"]
-    assert "heads of 8" in found.says and "--dtype" not in found.mend
+    assert "head_dim up to 8" in found.says and "--dtype" not in found.mend
     found = check(DEMO, kernels="native")["its layers"]
     assert found.level is RED and "leave out" in found.mend
 

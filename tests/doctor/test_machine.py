@@ -104,7 +104,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "INFLIGHT_CPU_PARTS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(library, "_PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(library, "_processor_flags", lambda: AVX512)
     return program

@@ -260,7 +260,7 @@ def test_calls_of_compiled_layers_end_where_hidden_states_are_kept(monkeypatch: 
         _first_layer=2,
         _collectives=ALONE,
         _handle=None,
-        _library=SimpleNamespace(plan=lambda *_: True),
+        _library=SimpleNamespace(prepare=lambda *_: True),
     )
     calls = []
 

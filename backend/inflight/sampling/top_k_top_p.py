@@ -23,7 +23,7 @@ from inflight.sampling.argmax import reduce_blocks, top_indices
 from inflight.sampling.rng import Purpose, uniforms
 from inflight.sampling.rows import Needs, Rows, select_rows
 from inflight.sampling.transfer import to_host
-from inflight.shared_constants import FEW_CANDIDATES, LIMIT_NAMES, LOW_DIGIT_BITS, WEIGHTS_PER_BLOCK
+from inflight.shared_constants import FEW_CANDIDATES, LOW_DIGIT_BITS, WEIGHTS_PER_BLOCK
 
 _CHUNK_BYTES = 1 << 20
 """On a CPU, rows are processed in groups of at most this size, or singly, so that they stay in its cache."""
@@ -35,7 +35,7 @@ _DIGITS = (
 """(lowest bit, number of values) of the digits into which a float32's bits are divided, highest first."""
 
 
-LIMITS = np.dtype([(name, np.float64) for name in LIMIT_NAMES])
+LIMITS = np.dtype([(name, np.float64) for name in ("temperature", "top_k", "top_p", "min_p")])
 """The limits of a row's tokens: a top_k of 0 and a top_p of 1 mean no limit."""
 
 

@@ -11,8 +11,8 @@ from inflight.shared_constants import (
     FEW_CANDIDATES,
     LARGEST_LOGIT,
     LEAST_SCALE,
-    LIMIT_NAMES,
     LOW_DIGIT_BITS,
+    NUM_LIMITS,
     PENALTY_NAMES,
     WEIGHTS_PER_BLOCK,
 )
@@ -99,7 +99,7 @@ _CONSTANTS = {
     "kWrongTokens": WRONG_TOKENS,
     "bits of kLargestLogit": _bits(LARGEST_LOGIT),
     "sizeof(MaskedRows)": ctypes.sizeof(structs.MaskedRowsStruct),
-    "sizeof(Chance)": 8 * (len(LIMIT_NAMES) + 1),  # and the random number
+    "sizeof(Chance)": 8 * (NUM_LIMITS + 1),  # and the random number
     "kFew": FEW_CANDIDATES,
     "kBlock": WEIGHTS_PER_BLOCK,
     "kLowDigitBits": LOW_DIGIT_BITS,
