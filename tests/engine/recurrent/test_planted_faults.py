@@ -101,7 +101,7 @@ FAST = [("generation in another slot", None), ("other snapshots", None), ("one d
 
 
 @pytest.mark.parametrize("case", with_all(["qwen3.5", "granite-hybrid", "lfm2"], ["qwen3.5"]))
-@pytest.mark.parametrize(("name", "kernels"), with_all(by_default_and(FAULTS, FAULTS), FAST))
+@pytest.mark.parametrize(("name", "kernels"), with_all(by_default_and(FAULTS, list(FAULTS)), FAST))
 def test_a_fault_in_the_states_is_detected(
     zoo: Zoo, case: str, name: str, kernels: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
