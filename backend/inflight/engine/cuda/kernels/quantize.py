@@ -1,5 +1,3 @@
-# Triton's language: parameters have no Python types.
-# pyright: standard
 """Quantizes rows to float8, each with its own scale, in one kernel."""
 
 from __future__ import annotations
