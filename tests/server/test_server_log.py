@@ -20,7 +20,10 @@ terminate called after throwing an instance of 'boost::interprocess::lock_except
   what():  boost::interprocess::lock_exception
 """
 UNHEALTHY = FAILED.replace("ValueError: no", "Internal: Stub process 'm_0_0' is not healthy.")
-GUARD = "E1121 07:32:05.438735 77 guard.py] the process of the model m has ended: the server ends\n"
+GUARD = (
+    "E1121 07:32:05.438735 77 guard.py] the process of the model tensorrt_llm has ended: the server ends\n"
+)
+FRONT_END_GUARD = GUARD.replace("tensorrt_llm", "preprocessing")
 DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 
 
@@ -75,6 +78,7 @@ def test_a_closed_output_does_not_stop_the_log() -> None:
 @pytest.mark.parametrize(
     ("log", "starved"),
     [(ABORTED, True), (UNHEALTHY, True), (FAILED, False), (FAILED + ABORTED, False), (GUARD + ABORTED, False)]
+    + [(FRONT_END_GUARD, True), (ABORTED + FRONT_END_GUARD, True), (FAILED + FRONT_END_GUARD, False)]
     + [("", False), ("all is well\n", False)],
 )
 def test_a_start_counts_as_starved_only_without_another_error(log: str, starved: bool) -> None:

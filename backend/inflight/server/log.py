@@ -23,6 +23,8 @@ _LIBEVENT = "[warn]"
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _STACK = "\n\nAt:\n"  # the text that pybind11 puts before a stack
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
+# The guard's record; the engine's process may also have been killed because memory ran out.
+_FRONT_END_ENDED = re.compile(r"guard\.py\] the process of the model (?!tensorrt_llm )\S+ has ended")
 # Lines that are logged at every start on a machine without a GPU, where they are harmless.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
@@ -162,12 +164,14 @@ def was_starved(text: str) -> bool:
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
     is late, which can happen on an overloaded machine, it abandons the process, which however keeps using
-    the shared memory of both. Usually tritonserver then aborts on a lock in this memory. If a model fails
-    with an error of its own, the log has the same lines, but also the model's error.
+    the shared memory of both. Usually tritonserver then aborts on a lock in this memory, or the process
+    crashes. If a model fails with an error of its own, the log has the same lines, but also the model's error.
     """
     said = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
-    errors = [error for error in said if "failed to load" in error] or said
-    return bool(_NO_SIGN_OF_LIFE.search(text)) and all(_NO_SIGN_OF_LIFE.search(error) for error in errors)
+    others = [error for error in said if not _FRONT_END_ENDED.search(error)]
+    errors = [error for error in said if "failed to load" in error] or others
+    has_sign = len(others) < len(said) or _NO_SIGN_OF_LIFE.search(text) is not None
+    return has_sign and all(_NO_SIGN_OF_LIFE.search(error) for error in errors)
 
 
 def _without_stack(error: str) -> str:
