@@ -68,41 +68,44 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> Completion:
-        """Like `Client.generate`. Cancelling the task cancels the request."""
+        """Generate an answer, as `Client.generate` does. Cancelling the task cancels the request."""
         call = self._call(prompt, False, request_id, max_tokens, options)
         return completion([delta async for delta in self._deltas(call)])
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 128, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[Delta]:
-        """Like `Client.stream`. `aclose()` of the iterator cancels the request."""
+        """Return the answer as a stream, as `Client.stream` does.
+
+        `aclose()` of the iterator cancels the request.
+        """
         return self._deltas(self._call(prompt, True, request_id, max_tokens, options))
 
     async def cancel(self, request_id: str, model: str | None = None) -> None:
-        """Like `Client.cancel`."""
+        """Cancel a request in flight, as `Client.cancel` does."""
         own = [call.model for call in list(self._in_flight) if call.request_id == request_id]
         model = model or (own[0] if own else self._model or TEXT_MODEL)
         async for _ in self._deltas(stop_call(model, request_id)):
             pass
 
     async def state(self, model: str | None = None) -> dict[str, Any]:
-        """Like `Client.state`."""
+        """Return the state of the server's batcher, as `Client.state` does."""
         call = state_call(model or self._model or IDS_MODEL)
         (state,) = [state async for state in self._received(call, read_state)]
         return state
 
     async def adapters(self, model: str | None = None) -> tuple[Adapter, ...]:
-        """Like `Client.adapters`."""
+        """Return the server's LoRA adapters, as `Client.adapters` does."""
         return await self._command(model, command="list")
 
     async def load_adapter(
         self, name: str, path: str | None = None, model: str | None = None
     ) -> tuple[Adapter, ...]:
-        """Like `Client.load_adapter`."""
+        """Load an adapter ahead of its first request, as `Client.load_adapter` does."""
         return await self._command(model, command="load", name=name, path=path)
 
     async def unload_adapter(self, adapter: str | int, model: str | None = None) -> tuple[Adapter, ...]:
-        """Like `Client.unload_adapter`."""
+        """Free an adapter's memory once it is unused, as `Client.unload_adapter` does."""
         return await self._command(model, command="unload", **name_or_id(adapter))
 
     async def _command(self, model: str | None, **command: Any) -> tuple[Adapter, ...]:

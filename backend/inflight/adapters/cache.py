@@ -65,7 +65,7 @@ class AdapterInfo:
 
 @dataclass(eq=False, slots=True)
 class _HeldAdapter:
-    """A stored adapter."""
+    """An adapter in host memory, and how many requests use it."""
 
     key: LoraRequest
     adapter: StoredAdapter

@@ -72,7 +72,7 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True, tag_field="record", tag="header"):
-    """The first record.
+    """The first record of a recording: the configuration that a replay needs.
 
     Attributes:
         config, limits: The scheduler's configuration.

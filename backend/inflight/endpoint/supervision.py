@@ -91,7 +91,7 @@ class Supervision:
             self._changed.notify_all()
 
     def attach(self, send: Send) -> SupervisorConnection:
-        """Add a supervisor.
+        """Add a supervisor of this engine, and return its connection.
 
         `send` sends a frame to the supervisor, and raises OSError if the connection has ended.
         """

@@ -243,10 +243,10 @@ class _NoGuard:
     """A guard that does nothing, because ranks end by themselves if their supervisor, this process, is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """Do nothing."""
+        """Ignore a started launcher."""
 
     def dismiss(self) -> None:
-        """Do nothing."""
+        """Ignore the end of the ranks."""
 
 
 class _NoPublisher:
@@ -255,7 +255,7 @@ class _NoPublisher:
     def put(
         self, stats: IterationCounts, metrics: MetricsSnapshot, wall_clock_s: float, memory: MemoryUsage
     ) -> None:
-        """Do nothing."""
+        """Drop the statistics of an iteration."""
 
     def start_over(self) -> None:
         """Do nothing, because there are no published values to reset."""

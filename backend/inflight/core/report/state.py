@@ -24,7 +24,7 @@ _NS_PER_MS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class WaitingState:
-    """A waiting sequence.
+    """A waiting sequence, as the state view reports it.
 
     Attributes:
         request_id: The engine's id of the request.

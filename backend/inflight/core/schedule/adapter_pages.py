@@ -60,7 +60,7 @@ class AdapterPages:
 
     @property
     def count(self) -> int:
-        """Number of pages."""
+        """Number of adapter pages on the device."""
         return self._limits.num_adapter_pages
 
     @property

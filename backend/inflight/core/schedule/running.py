@@ -65,7 +65,7 @@ class Slots:
 
 
 class Running:
-    """The running sequences.
+    """The running sequences, and the slots of the device that they occupy.
 
     Attributes:
         sequences: The sequences, in order of admission.

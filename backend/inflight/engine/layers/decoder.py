@@ -28,11 +28,12 @@ from inflight.engine.kv_cache import KvCache, cache_places
 from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
-from inflight.engine.recurrent.mixers import make_mixer
+from inflight.engine.recurrent.mixers import Mixer, make_mixer
 from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.decoder_config import LatentAttention, RopeConfig
 from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
+from inflight.models.recurrent import RecurrentWeights
 from inflight.models.rope import rope_tables
 from inflight.models.sharding import Part, Range
 from inflight.sampling.row_kernels import RowKernels
@@ -97,21 +98,7 @@ class Decoder:
         self._collectives = collectives
         self._first_layer = part.layers[0]
         self._places, self._state_places = _places(self._held), _state_places(self._held)
-        convolved = self._operations.activation
-        if config.recurrent_activation is not None:
-            convolved = ACTIVATIONS[config.recurrent_activation]
-        self._mixers = [
-            make_mixer(
-                self._held.recurrent,
-                layer.recurrent,
-                convolved,
-                collectives.all_reduce,
-                self._operations.linear_attention,
-            )
-            if self._held.recurrent is not None and layer.recurrent is not None
-            else None
-            for layer in weights.layers
-        ]
+        self._mixers = [self._make_mixer(layer.recurrent) for layer in weights.layers]
         self._layer_windows = layer_windows[slice(*part.layers)]
         self._windows = tuple(dict.fromkeys(self._layer_windows))
         self._weights = weights
@@ -132,6 +119,15 @@ class Decoder:
             for rope in dict.fromkeys(self._layer_ropes)
             if rope is not None
         }
+
+    def _make_mixer(self, weights: RecurrentWeights | None) -> Mixer | None:
+        """Return the recurrent part of a layer; None if the layer has none."""
+        if self._held.recurrent is None or weights is None:
+            return None
+        name = self.config.recurrent_activation
+        activation = self._operations.activation if name is None else ACTIVATIONS[name]
+        sum_over_ranks, attention = self._collectives.all_reduce, self._operations.linear_attention
+        return make_mixer(self._held.recurrent, weights, activation, sum_over_ranks, attention)
 
     def _find_section_factors(self) -> Tensor | None:
         """Return the factors of the outputs of recurrent layers' input projections, [columns]; None: all are 1."""
@@ -179,9 +175,8 @@ class Decoder:
         }
         temperature = self._temperature(packed.positions)
         read = self._norm(x, weights.layers[0].first_norm) if weights.layers else x
-        own: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # the rows' keys and values, by index of the layer among layers with attention
+        # The rows' keys and values, by index of the layer among layers with attention.
+        own: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in enumerate(weights.layers):
             if between is not None:
                 between.keep(self._first_layer + index, x)
@@ -204,15 +199,21 @@ class Decoder:
             if not layer.has_mlp:
                 continue
             computed = self._mlp(read if beside is None else beside, layer, x)
-            if layer.inputs is None and layer.scale is None:
-                x, read = self._add(x, computed, layer.mlp_post_norm, following)
-                continue
-            x, _ = self._add(x, computed, layer.mlp_post_norm, None)
-            if layer.inputs is not None and inputs is not None:
-                x = x + self._take_input(x, layer.inputs, inputs[:, index])
-            x = x if layer.scale is None else x * layer.scale
-            read = self._norm(x, following)
+            given = None if inputs is None else inputs[:, index]
+            x, read = self._end_layer(x, computed, layer, given, following)
         return x
+
+    def _end_layer(
+        self, x: Tensor, computed: Tensor, layer: LayerWeights, given: Tensor | None, following: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the MLP's output and the per-layer embeddings `given`, and scale the sum; return it and its norm."""
+        if layer.inputs is None and layer.scale is None:
+            return self._add(x, computed, layer.mlp_post_norm, following)
+        x, _ = self._add(x, computed, layer.mlp_post_norm, None)
+        if layer.inputs is not None and given is not None:
+            x = x + self._take_input(x, layer.inputs, given)
+        x = x if layer.scale is None else x * layer.scale
+        return x, self._norm(x, following)
 
     def forward_to_logits(self, packed: PackedBatch, cache: KvCache, hidden: Tensor | None = None) -> Tensor:
         """Run `forward` and return the `logits` of the sampled rows; at the last stage."""
