@@ -311,8 +311,8 @@ class EngineConfig:
     lora_cache_gpu_memory_fraction: float | None = parameter(
         None,
         share(),
-        "fraction of the device memory without weights for LoRA adapters, 0: no adapters; default: 0.05, "
-        "or 0 if that is too little for one adapter",
+        "fraction of the memory that is free after loading weights, for LoRA adapters, 0: no adapters; "
+        "default: 0.05, or 0 if that is too little for one adapter",
     )
     normalize_log_probs: bool = parameter(
         False,

@@ -1,13 +1,18 @@
 """Every error that this package raises on purpose, and its Triton code.
 
-    InflightError                     INTERNAL ├── RequestError                  an error of one request; no
-    other request is affected │   ├── InvalidArgument           INVALID_ARG │   │   ├── TooLong prompt and
-    output exceed the model or its KV cache │   │   └── BadAdapter            the LoRA adapter that the
-    request names cannot be used │   ├── Unsupported               UNSUPPORTED │   ├── AlreadyExists
-    ALREADY_EXISTS │   ├── NotFound                  NOT_FOUND │   ├── Unavailable               UNAVAILABLE
-    │   │   └── QueueFull             the queue of waiting requests is full │   ├── Cancelled CANCELLED │
-    └── StepFailed                INTERNAL: an exception in the iteration with the request └── ConfigError
-    INTERNAL: the model cannot be loaded
+    InflightError                     INTERNAL
+    ├── RequestError                  an error of one request; no other request is affected
+    │   ├── InvalidArgument           INVALID_ARG
+    │   │   ├── TooLong               prompt and output exceed the model or its KV cache
+    │   │   └── BadAdapter            the LoRA adapter that the request names cannot be used
+    │   ├── Unsupported               UNSUPPORTED
+    │   ├── AlreadyExists             ALREADY_EXISTS
+    │   ├── NotFound                  NOT_FOUND
+    │   ├── Unavailable               UNAVAILABLE
+    │   │   └── QueueFull             the queue of waiting requests is full
+    │   ├── Cancelled                 CANCELLED
+    │   └── StepFailed                INTERNAL: an exception in the iteration with the request
+    └── ConfigError                   INTERNAL: the model cannot be loaded
 
 The code is the name of a `TritonError` constant, so that packages below `inflight.triton` can choose one
 without importing Triton. In a message, names of inputs are `Name` objects, so that each protocol can replace

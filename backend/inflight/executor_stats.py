@@ -154,9 +154,10 @@ class RequestStats(_WithJson):
             of the request.
         scheduled: Whether the request was in the iteration's batch.
         paused: Whether the request is paused.
-        dis_serving_stats: None, because there is no disaggregated serving. alloc_total_blocks_per_request,
-        alloc_new_blocks_per_request, reused_blocks_per_request, missed_blocks_per_request,
-        kv_cache_hit_rate_per_request: KV blocks of the request's tokens at its start.
+        dis_serving_stats: None, because there is no disaggregated serving.
+        alloc_total_blocks_per_request, alloc_new_blocks_per_request, reused_blocks_per_request,
+            missed_blocks_per_request, kv_cache_hit_rate_per_request: KV blocks of the request's tokens at its
+            start.
     """
 
     id: int = 0

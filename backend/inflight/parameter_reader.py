@@ -34,8 +34,8 @@ OLD_NAMES: Mapping[str, str] = {
 def read_parameters(model_config: Mapping[str, Any], role: Role) -> Parameters:
     """Read a model's parameters from its configuration, as Triton passes it to `initialize`.
 
-    Raises ConfigError that lists every problem: the key, its value, the expected values, and the nearest
-        known key.
+    Raises a ConfigError that lists every problem: the key, its value, the expected values, and the nearest
+    known key.
     """
     problems: list[str] = []
     known = {spec.key: spec for spec in PARAMETERS if role in spec.roles}

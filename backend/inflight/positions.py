@@ -43,6 +43,8 @@ MINISTRAL3_SCALING: Mapping[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+"""`rope_parameters` of Ministral 3's files that have none."""
+
 GPT_OSS_SCALING: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -51,7 +53,7 @@ GPT_OSS_SCALING: Mapping[str, Any] = {
     "truncate": False,
     _ORIGINAL: 4096,
 }
-"""The `rope_parameters` of files that have none."""
+"""`rope_parameters` of gpt-oss's files that have none."""
 
 _UNKNOWN = _Positions(None, (_KEY, "n_positions", "n_ctx"))
 _FAMILIES = {

@@ -24,6 +24,7 @@ GUARD = (
     "E1121 07:32:05.438735 77 guard.py] the process of the model tensorrt_llm has ended: the server ends\n"
 )
 FRONT_END_GUARD = GUARD.replace("tensorrt_llm", "preprocessing")
+DRAFT_GUARD = GUARD.replace("tensorrt_llm", "tensorrt_llm_draft")
 DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 
 
@@ -79,10 +80,11 @@ def test_a_closed_output_does_not_stop_the_log() -> None:
     ("log", "starved"),
     [(ABORTED, True), (UNHEALTHY, True), (FAILED, False), (FAILED + ABORTED, False), (GUARD + ABORTED, False)]
     + [(FRONT_END_GUARD, True), (ABORTED + FRONT_END_GUARD, True), (FAILED + FRONT_END_GUARD, False)]
+    + [(GUARD, False), (DRAFT_GUARD, False), (GUARD + FRONT_END_GUARD, False)]
     + [("", False), ("all is well\n", False)],
 )
 def test_a_start_counts_as_starved_only_without_another_error(log: str, starved: bool) -> None:
-    assert was_starved(log) is starved
+    assert was_starved(log, {"tensorrt_llm", "tensorrt_llm_draft"}) is starved
 
 
 def test_running_out_of_descriptors_is_explained_once() -> None:

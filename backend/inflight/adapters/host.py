@@ -33,9 +33,8 @@ def make_adapter_cache(
         notify: Wakes the loop; called on any thread.
         folders: Folders that the server's operator has configured.
 
-        Raises:
-            ConfigError: One adapter of the largest rank does not fit into `max_bytes`, or a folder does not
-                exist.
+    Raises:
+        ConfigError: One adapter of the largest rank does not fit into `max_bytes`, or a folder does not exist.
     """
     largest = largest_adapter_bytes(model.decoder, max_rank, ITEM_SIZES[dtype])
     if max_bytes is None:

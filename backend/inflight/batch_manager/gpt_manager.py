@@ -108,9 +108,8 @@ class GptManager:
             self._inputs = LeadersInputs(scheduler, ranks)
         self._has_other_ranks = ranks is not None
         self._window = SendWindow(self._hand_over, wait_until_sent, clock_ns) if wait_until_sent else None
-        self._in_flight: deque[tuple[ScheduledBatch, Any]] = (
-            deque()
-        )  # each batch with the result or error of `forward`
+        # Each batch with the result or error of `forward`.
+        self._in_flight: deque[tuple[ScheduledBatch, Any]] = deque()
         self._return_stats = return_batch_manager_stats
         self._stats_period_ns = stats_period_ns
         self._next_stats_ns = 0
@@ -250,9 +249,8 @@ class GptManager:
         try:
             return self._scheduler.schedule()
         except Exception as error:  # a defect that one request triggers must not end the others
-            if (
-                self._has_other_ranks
-            ):  # other ranks may have made a batch, and cannot run it without this rank
+            # Other ranks may have made a batch, and cannot run it without this rank.
+            if self._has_other_ranks:
                 raise
             _log.exception("the scheduler failed: the faulty request is being searched for")
             failure = StepFailed(
@@ -326,9 +324,8 @@ def _drop(response: Response) -> None:
 def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
     """Log `error`, and return the error for a batch's requests; called while `error` is being handled."""
     log_arguments = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
-    if isinstance(
-        error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)
-    ):  # errors about a client's input
+    # Errors about a client's input.
+    if isinstance(error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)):
         _log.warning(*log_arguments, exc_info=True)
         return error
     _log.exception(*log_arguments)

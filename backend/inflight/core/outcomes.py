@@ -140,9 +140,8 @@ class Outcomes:
             if search is None:
                 continue
             if search.is_void:
-                if (
-                    len(group.slots) > 1
-                ):  # otherwise the row was the search's context, which is counted already
+                # Otherwise the row was the search's context, which is counted already.
+                if len(group.slots) > 1:
                     self.recovery.rows_came_back(search, 1)
                 continue
             failure = next((output.failures[slot] for slot in group.slots if slot in output.failures), None)

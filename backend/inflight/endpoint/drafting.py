@@ -372,7 +372,7 @@ class _Totals:
         log_probs = result.cum_log_probs
         summed = None if log_probs is None else (self._cum_log_prob + log_probs[0],)
         num_iterations = self._num_iterations + result.num_iterations
-        metrics = _joined(self._metrics, result.perf_metrics)
+        metrics = _merged(self._metrics, result.perf_metrics)
         if ends_round:
             self._cum_log_prob = summed[0] if summed else 0.0
             self._num_iterations, self._metrics = num_iterations, metrics
@@ -382,7 +382,7 @@ class _Totals:
         return replace(result, cum_log_probs=summed, num_iterations=num_iterations, perf_metrics=metrics)
 
 
-def _joined(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics | None:
+def _merged(before: PerfMetrics | None, now: PerfMetrics | None) -> PerfMetrics | None:
     """Combine a sequence's metrics with the metrics of one more round.
 
     Block counts are kept from the first round.

@@ -258,9 +258,8 @@ class EngineWatch:
         except TimeoutError:
             if time.monotonic() - begun_s < _STOPPED * self._timeout_s:
                 raise
-            body = read_frame(
-                self._socket
-            )  # this process was suspended, perhaps together with the engine: wait again
+            # This process was suspended, perhaps together with the engine: wait again.
+            body = read_frame(self._socket)
         return None if body is None else decode_from_engine(body)
 
 

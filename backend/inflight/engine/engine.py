@@ -136,9 +136,8 @@ class ModelEngine:
         """
         if isinstance(pending.result, Choice):
             output = self.sampler.finish(batch, pending.result, pending.positions)
-            if (
-                pending.result.host_slots
-            ):  # other slots have their next input, and their next rows may be in flight
+            # Other slots have their next input, and their next rows may be in flight.
+            if pending.result.host_slots:
                 self.runner.take_tokens(batch, output, pending.result.host_slots)
         else:
             output = self.sampler.decode(batch, pending.result, pending.positions)

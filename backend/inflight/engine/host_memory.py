@@ -80,9 +80,8 @@ def _map(size: int) -> Tensor:
 
 
 def _map_memory(size: int) -> mmap.mmap:
-    memory = mmap.mmap(
-        -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # private, as shared memory has small pages
+    # Private, as shared memory has small pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):  # not supported by this kernel
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -180,7 +180,7 @@ class _Loader(RankLoader):
         self._model = model
 
     def check_room(self) -> None:
-        """Raise ConfigError if the weights, or the smallest KV cache beside them, do not fit into free memory."""
+        """Raise ConfigError if the weights together with the smallest KV cache do not fit into free memory."""
         config, model, device = self.config, self._model, self.device
         free_bytes = free_memory(device) // (1 if device.type == "cuda" else config.ranks_on_host)
         self.options.min_over_ranks(free_bytes)  # all ranks have looked before any of them takes memory
@@ -229,7 +229,7 @@ class _Loader(RankLoader):
         return num_pages
 
     def allocate_cache(self, decoder: AnyDecoder, num_adapter_pages: int, capture: Capture | None) -> KvCache:
-        """Allocate the KV cache in the free memory, except an estimate for recordings."""
+        """Allocate the KV cache in the free memory, except for the estimated memory of recordings."""
         config, held, dtype, device = self.config, self.held, decoder.dtype, self.device
         states = allocate_states(config, held, dtype, device)
         reserved = 0
@@ -269,6 +269,6 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
         return 0
     dtype, device = computed_dtype(config, model), find_device(config.device)
     unchanged_kinds = kept_kinds(config, model, device)
-    has_int8_head = bool(unchanged_kinds) and runs_compiled(config, model, device)
+    has_int8_head = bool(unchanged_kinds) and runs_compiled(config, model, device, part.shard)
     of_linear = torch.int8 if config.dtype in QUANTIZED or has_int8_head else dtype
     return num_weight_bytes(model, dtype, of_linear, unchanged_kinds, part)

@@ -106,7 +106,7 @@ def load_decoder(
     packer = Packer(
         library, computed, is_int8, num_threads, is_int8 or has_levels, latent=model.decoder.latent
     )
-    packed = _load_packed(config, model, device, part, library, packer, has_levels)
+    packed = _load_packed(config, model, device, part, packer, has_levels)
     return NativeDecoder(
         model.decoder,
         packed.content,
@@ -150,7 +150,6 @@ def _load_packed(
     model: ModelDescription,
     device: torch.device,
     part: Part,
-    library: CompiledCode,
     packer: Packer,
     has_levels: bool,
 ) -> Mapped[DecoderWeights[PackedLayer, PackedLinear]]:
@@ -168,8 +167,7 @@ def _load_packed(
         packer.arena = Arena()  # the previous arena may be in a file, which is complete now
         return weights, levels
 
-    is_int8 = config.dtype == INT8
-    layout = (library.description, computed, is_int8, is_int8 or has_levels, part)
+    layout = (packer.library.description, computed, config.dtype == INT8, packer.has_int8_head, part)
     packed = _map_or_pack(config, model, layout, pack)
     weights, levels = packed.content
     if levels is not None:
@@ -306,11 +304,8 @@ def _find_library(
 ) -> CompiledCode:
     """Return the compiled code; raises CannotBuild if torch's operators are configured or must be used."""
     check_native(config, decoder, dtype, device, shard)
-    is_rounded, name = (
-        find_kv_quantization(config.kv_cache_dtype) is not None,
-        str(dtype).removeprefix("torch."),
-    )
-    library = load_library(name, int8, is_rounded)
+    is_quantized = find_kv_quantization(config.kv_cache_dtype) is not None
+    library = load_library(str(dtype).removeprefix("torch."), int8, is_quantized)
     _log.info("the layers run on compiled code for %s", library.description)
     return library
 

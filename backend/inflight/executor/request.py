@@ -307,8 +307,8 @@ class Request(Typed):
         lookahead_config, eagle_config: Sizes of drafting methods.
         kv_cache_retention_config: Retention of the request's KV blocks.
         logits_post_processor_name: Name of the executor's callable that changes the request's logits.
-        logits_post_processor: A callable that changes the request's logits. encoder_input_token_ids,
-        encoder_input_features, encoder_output_length: Input of an encoder.
+        logits_post_processor: A callable that changes the request's logits.
+        encoder_input_token_ids, encoder_input_features, encoder_output_length: Input of an encoder.
         cross_attention_mask, skip_cross_attn_blocks: Inputs of cross attention.
         client_id: Number of the client.
         return_all_generated_tokens: Whether every streamed response has all tokens generated so far.

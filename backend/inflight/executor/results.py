@@ -92,9 +92,8 @@ class Answers:
             return self._answer(response, (), count)
         history = self._history.setdefault(index, [])
         if result.is_cumulative:
-            del history[
-                1:
-            ]  # this result includes the earlier results, except the first one's context outputs
+            # This result includes the earlier results, except the first one's context outputs.
+            del history[1:]
         history.append(result)
         return self._answer(response, tuple(history), count)
 

@@ -88,7 +88,7 @@ class PlainSink(Sink[LayerWeights, Linear]):
         self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
     ) -> Linear:
         first = next(matrices)
-        assert isinstance(first, Tensor), "likewise"
+        assert isinstance(first, Tensor), "this sink accepts no levels"
         stacked = first.new_empty(shape)
         for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
             assert isinstance(matrix, Tensor), "this sink accepts no levels"

@@ -26,6 +26,11 @@ class StoredRows:
     rows: int
     ranges: tuple[Rows, ...]
 
+    @property
+    def num_read(self) -> int:
+        """Number of rows to read."""
+        return sum(len(range(*rows)) for rows in self.ranges)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
@@ -52,7 +57,7 @@ class TensorSource:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the loaded tensor, with only the selected rows and columns."""
-        rows = sum(len(range(*rows)) for part in self.parts for rows in part.ranges)
+        rows = sum(part.num_read for part in self.parts)
         return (rows,) if self.columns is None else (rows, self.kept[1] - self.kept[0])
 
     def num_bytes(self, dtype: torch.dtype) -> int:
@@ -61,9 +66,8 @@ class TensorSource:
 
     def share_read(self, part: StoredRows) -> float:
         """Return the fraction of a stored matrix that is read."""
-        assert self.columns is not None
-        rows = sum(len(range(*each)) for each in part.ranges)
-        return rows * (self.kept[1] - self.kept[0]) / (part.rows * self.columns)
+        assert self.columns is not None, "it is a matrix"
+        return part.num_read * (self.kept[1] - self.kept[0]) / (part.rows * self.columns)
 
     def stored_shape(self, rows: int) -> tuple[int, ...]:
         """Return the shape that a part with this number of rows has in the file."""

@@ -144,11 +144,12 @@ def _excess(raw: bytes) -> str:
     """Describe the first limit that JSON exceeds, estimated from its punctuation; "" if it exceeds none."""
     for count, most, name in (
         (raw.count(b","), MAX_VALUES, "values"),  # the last value of a list or object has no comma
+        # `_without_texts` keeps one quotation mark of each text.
         (
             raw.count(b'"'),
             MAX_TEXTS,
             "texts and keys",
-        ),  # `_without_texts` keeps one quotation mark of each text
+        ),
         (raw.count(b"[") + raw.count(b"{"), MAX_CONTAINERS, "lists and objects"),
     ):
         if count > most:

@@ -65,9 +65,8 @@ class RequestIds:
         if is_usable:
             try:
                 await self._app(scope, receive, send_with_id)
-            except (
-                Exception
-            ) as error:  # a bug: answered here, so that the answer has the id; the server logs it
+            except Exception as error:
+                # A bug: answered here, so that the answer has the id; the server logs it.
                 if not has_started:
                     await error_response(error)(scope, receive, send_with_id)
                 raise

@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 
 _LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_S = 60.0
-_TRY_S = (
-    1.0,
-    3.0,
-    9.0,
-)  # timeouts per address; rank 0 listens already, so the first is usually enough
+# Timeouts per address; rank 0 listens already, so the first is usually enough.
+_TRY_S = (1.0, 3.0, 9.0)
 _SECRET_BYTES = 32
 _CHALLENGE_BYTES = 32
 _CODE_BYTES = 32

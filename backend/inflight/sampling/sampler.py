@@ -362,9 +362,8 @@ class Sampler:
                 guesses.append(drawn)
         if len(rows.needing(Needs.BANS)):
             chosen = rows.logits.gather(-1, tokens[:, None]).squeeze(-1)
-            tokens.masked_fill_(
-                chosen == -torch.inf, NO_TOKEN
-            )  # if the sampled token is banned, all tokens are
+            # If the sampled token is banned, all tokens are.
+            tokens.masked_fill_(chosen == -torch.inf, NO_TOKEN)
         return tokens, guesses
 
     def _choose_likeliest(

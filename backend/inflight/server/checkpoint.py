@@ -41,9 +41,8 @@ def check_rank_sizes(checkpoint: Path, tp: int, pp: int, ep: int = 1) -> None:
         return
     if ep > 1:
         _check_experts(name, facts.num_experts, tp, ep)
-    sizes = tensor_parallel_sizes(
-        num_heads, num_kv_heads, inner * ep
-    )  # the ranks of one expert-parallel group divide each of its experts
+    # The ranks of one expert-parallel group divide each of its experts.
+    sizes = tensor_parallel_sizes(num_heads, num_kv_heads, inner * ep)
     if tp not in sizes:
         raise OptionError(
             f"--tp {tp}: does not divide {name}, which has {num_heads} heads, {num_kv_heads} key heads "

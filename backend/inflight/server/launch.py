@@ -30,7 +30,7 @@ from inflight.server.runtime_directory import PID_FILE
 from inflight.server.startup import Startup, is_ready, num_bytes
 
 _T = TypeVar("_T")
-_STARVED = "as one of its processes got no processor time for a second or more while a model was loaded"
+_STARVED = "probably because one of its processes got no processor time for a second or more while a model was loaded"
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
 _TRIES = 3  # attempts of `serve` if a start was starved
@@ -243,7 +243,7 @@ class TritonServer:
         if self._log:
             self._log.join(timeout=2)
         log = self.log_text()
-        if not self._ready and was_starved(log):
+        if not self._ready and was_starved(log, self.repository.endpoints):
             return Starved(
                 f"tritonserver ended before it was ready (exit status {self.returncode}), {_STARVED}:\n"
                 f"{find_cause(log)}"

@@ -7,7 +7,7 @@ import collections
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import IO, TextIO
 
 from inflight.server import descriptors
@@ -23,8 +23,7 @@ _LIBEVENT = "[warn]"
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _STACK = "\n\nAt:\n"  # the text that pybind11 puts before a stack
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
-# The guard's record; the engine's process may also have been killed because memory ran out.
-_FRONT_END_ENDED = re.compile(r"guard\.py\] the process of the model (?!tensorrt_llm )\S+ has ended")
+_PROCESS_ENDED = re.compile(r"guard\.py\] the process of the model (\S+) has ended")
 # Lines that are logged at every start on a machine without a GPU, where they are harmless.
 _WITHOUT_GPU = (
     "CudaDriverHelper has not been initialized",
@@ -159,19 +158,28 @@ def find_cause(text: str, most_lines: int = 40) -> str:
     return "\n".join(line for line in lines[-most_lines:] if line.strip())
 
 
-def was_starved(text: str) -> bool:
-    """Return whether a start failed because a model's process did not get processor time for too long.
+def was_starved(text: str, engines: Collection[str]) -> bool:
+    """Return whether a start probably failed because a model's process did not get processor time for too long.
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
     is late, which can happen on an overloaded machine, it abandons the process, which however keeps using
     the shared memory of both. Usually tritonserver then aborts on a lock in this memory, or the process
     crashes. If a model fails with an error of its own, the log has the same lines, but also the model's error.
+
+    Args:
+        text: The log.
+        engines: Names of the models with an engine. Their processes may also be killed because they take too
+            much memory, so their ends are no sign of starvation.
     """
+
+    def is_sign(error: str) -> bool:
+        ended = _PROCESS_ENDED.search(error)
+        return _NO_SIGN_OF_LIFE.search(error) is not None or (ended is not None and ended[1] not in engines)
+
     said = ["\n".join(record) for record in _records(text.splitlines()) if record[0][:1] in "EF"]
-    others = [error for error in said if not _FRONT_END_ENDED.search(error)]
-    errors = [error for error in said if "failed to load" in error] or others
-    has_sign = len(others) < len(said) or _NO_SIGN_OF_LIFE.search(text) is not None
-    return has_sign and all(_NO_SIGN_OF_LIFE.search(error) for error in errors)
+    errors = [error for error in said if "failed to load" in error] or said
+    has_sign = _NO_SIGN_OF_LIFE.search(text) is not None or any(map(is_sign, said))
+    return has_sign and all(map(is_sign, errors))
 
 
 def _without_stack(error: str) -> str:

@@ -31,9 +31,8 @@ of 5 MB overflows a stack of 8 MiB."""
 def _larger_stacks() -> tuple[str, ...]:
     """Return a command prefix that raises the stack limit; () if the limit is high enough or cannot be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    is_enough = (
-        soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES
-    )  # if there is no limit, threads have only 2 MiB
+    # If there is no limit, threads have only 2 MiB.
+    is_enough = soft != resource.RLIM_INFINITY and soft >= _STACK_BYTES
     may_be_raised = hard == resource.RLIM_INFINITY or hard >= _STACK_BYTES
     program = shutil.which("prlimit")
     if is_enough or not may_be_raised or program is None:

@@ -194,9 +194,8 @@ def find(zoo: Zoo, kernel: Any, other: Any = no_other) -> Any:
 
 
 def on_the_cpu(attention: Attention, *arguments: Any) -> None:
-    if not isinstance(
-        attention, FixedRowsAttention
-    ):  # which test_the_check_at_load_tries_recorded_batches tries
+    # test_the_check_at_load_tries_recorded_batches tries this one.
+    if not isinstance(attention, FixedRowsAttention):
         check_attention(attention, *arguments[:4], CPU)
 
 

@@ -66,9 +66,8 @@ def assert_equal(row: Row, other: Row) -> None:
 
 
 @pytest.mark.parametrize("rank", with_all([1, 3, 8, 64], [3]))
-@pytest.mark.parametrize(
-    "case", with_all(CASES, ["llama-gqa"])
-)  # test_mixed_ranks_and_magnitudes_equal_merged_weights runs all cases
+# test_mixed_ranks_and_magnitudes_equal_merged_weights runs all cases.
+@pytest.mark.parametrize("case", with_all(CASES, ["llama-gqa"]))
 def test_an_adapter_of_all_modules_equals_merged_weights(zoo: Zoo, case: str, rank: int) -> None:
     model = zoo[case]
     adapter = make_adapter(model, rank)

@@ -620,7 +620,7 @@ def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
         ("bits of kLeastScale", layout._bits(1e-31)),
         ("kFew", 64),
         ("kGelu", layout.ACTIVATIONS["relu"]),
-        ("kFp8Levels", layout.INT8_LEVELS),
+        ("kFp8Levels", layout.INT8_CACHE),
         ("kProductsCrash", layout.PRODUCTS_ARE_RIGHT),
         ("kWrongTokens", layout.NO_MEMORY),
         ("sizeof(Chance)", 32),

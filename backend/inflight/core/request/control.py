@@ -50,6 +50,7 @@ class ExecutorField:
         range: The allowed values of the field.
         note: The field's description in docs/executor-fields.md.
         name: The field's name in the Executor API's SamplingConfig; "": the control's name.
+        aliases: Further names of the field, from older versions of the API.
     """
 
     range: Range
@@ -94,6 +95,8 @@ class Control:
         body: The control's field in the OpenAI request body; None: there is none.
         executor: The control's field in the Executor API; None: there is none.
         client: The Python client's option; "": the control's name; None: there is none.
+        client_aliases: Further names of that option.
+        ends_answer: Whether the client lists the option among those that end the answer.
         on_command_line: Whether the client's command line has the option too.
         setting: The control's display in the playground; None: it is not shown.
     """

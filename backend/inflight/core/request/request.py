@@ -279,9 +279,8 @@ class Request:
         banning = {
             "logits_post_processor_name": bool(self.logits_post_processor_name),
             "embedding_bias": self.embedding_bias is not None,
-            "min_length": bool(
-                self.end_ids
-            ),  # only if the control is used and there are end ids, which it bans
+            # Only if the control is used and there are end ids, which it bans.
+            "min_length": bool(self.end_ids),
             "bad_words_list": bool(self.bad_words),
             "guided_decoding_guide": self.guide is not None,
         }

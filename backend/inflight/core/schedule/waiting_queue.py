@@ -72,9 +72,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[float, _PriorityQueue] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        self._followed: dict[
-            float, _PriorityQueue
-        ] = {}  # levels that were recently the first, the latest last
+        # Levels that were recently the first, the latest last.
+        self._followed: dict[float, _PriorityQueue] = {}
         self._size = 0
         self._num_new = 0
         self._clients: dict[int, _Client] = {}

@@ -50,7 +50,7 @@ from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array
 
-_CACHE_KINDS = {None: layout.AS_COMPUTED, INT8_LEVELS: layout.INT8_LEVELS, FP8_LEVELS: layout.FP8_LEVELS}
+_CACHE_KINDS = {None: layout.AS_COMPUTED, INT8_LEVELS: layout.INT8_CACHE, FP8_LEVELS: layout.FP8_CACHE}
 _ATTENTION, _MLP = 0, 1  # halves of a layer
 RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
     ShortConv: layout.SHORT_CONV,

@@ -45,7 +45,7 @@ NOT_RECURRENT, SHORT_CONV, GATED_DELTA, MAMBA2 = range(4)
 """Kinds of `RecurrentShapeStruct`."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 """The activations of `ShapeStruct`, by their name in DecoderConfig."""
-AS_COMPUTED, INT8_LEVELS, FP8_LEVELS = range(3)
+AS_COMPUTED, INT8_CACHE, FP8_CACHE = range(3)
 """The storage of keys and values, in `ShapeStruct`."""
 PENALIZED, NO_MEMORY, WRONG_TOKENS = range(3)
 """Results of `penalize`."""
@@ -110,8 +110,8 @@ _CONSTANTS = {
     "kRelu": ACTIVATIONS["relu"],
     "kRelu2": ACTIVATIONS["relu2"],
     "kAsComputed": AS_COMPUTED,
-    "kInt8Levels": INT8_LEVELS,
-    "kFp8Levels": FP8_LEVELS,
+    "kInt8Levels": INT8_CACHE,
+    "kFp8Levels": FP8_CACHE,
     "kProductsAreRight": PRODUCTS_ARE_RIGHT,
     "kTilesNotPermitted": TILES_NOT_PERMITTED,
     "kProductsAreOff": PRODUCTS_ARE_OFF,

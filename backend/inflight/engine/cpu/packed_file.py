@@ -184,9 +184,8 @@ class _PackedFileWriter:
     def map_region(self, size: int) -> Tensor:
         """Extend the file by `size` bytes and return them, mapped; raise OSError if the disk is full."""
         begin, size = _aligned(self.end, mmap.PAGESIZE), _aligned(size, mmap.PAGESIZE)
-        os.posix_fallocate(
-            self.file.fileno(), begin, size
-        )  # otherwise a full disk would kill the process later
+        # Otherwise a full disk would kill the process later.
+        os.posix_fallocate(self.file.fileno(), begin, size)
         region = torch.frombuffer(mmap.mmap(self.file.fileno(), size, offset=begin), dtype=torch.uint8)
         self.regions.append(region)
         self.places.append((region.data_ptr(), size, begin))

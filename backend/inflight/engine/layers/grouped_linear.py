@@ -213,7 +213,7 @@ class KeepingLevels(PlainSink):
         """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
         values, scales, zeros, order = parts
         assert values is not None and scales is not None, "every matrix has values and scales"
-        assert first[0] is not None and first[1] is not None, "likewise"
+        assert first[0] is not None and first[1] is not None, "every matrix has values and scales"
         if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
             product = self._float8.product(first[0], first[1][:, 0])
             by_row = scales[..., 0].contiguous()

@@ -11,9 +11,9 @@ from inflight.engine.cuda.kernels import linear_attention
 from inflight.engine.cuda.kernels.layers import ACTIVATIONS, add_norm, gated_activation, rotate_and_write
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.engine.recurrent.linear_attention import LinearAttention
+from inflight.engine.recurrent.linear_attention import BY_TORCH, LinearAttention
 from inflight.models import DecoderConfig, Norm
-from inflight.models.recurrent import GatedDelta, Mamba2
+from inflight.models.recurrent import GatedDelta, KimiDelta, Mamba2
 
 ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activation"
 LINEAR_ATTENTION = "linear attention"
@@ -42,12 +42,14 @@ class KernelLayerOperations(LayerOperations):
             ACTIVATION: decoder.gated_mlp
             and decoder.clamped_swiglu is None
             and decoder.activation in ACTIVATIONS,
-            # Kimi Delta Attention has a decay for each dimension of keys.
-            LINEAR_ATTENTION: isinstance(decoder.recurrent, (GatedDelta, Mamba2)),
+            LINEAR_ATTENTION: isinstance(decoder.recurrent, (GatedDelta, KimiDelta, Mamba2)),
         }
         self.parts = frozenset(part for part in parts if fitting[part])
         if LINEAR_ATTENTION in self.parts:
-            self.linear_attention = LinearAttention(linear_attention.step, linear_attention.scan)
+            # Kimi Delta Attention has a decay for each dimension of keys, which only one of the kernels takes.
+            by_dimension = isinstance(decoder.recurrent, KimiDelta)
+            scan = BY_TORCH.scan if by_dimension else linear_attention.scan
+            self.linear_attention = LinearAttention(linear_attention.step, scan)
 
     def add_norm(self, x: Tensor, computed: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
         """Compute sum and RMSNorm with one kernel; with a LayerNorm or no norm, use torch's operators."""

@@ -18,10 +18,12 @@ from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.models import DecoderConfig, Norm
+from inflight.models.recurrent import KimiDelta, Mamba2, RecurrentConfig
 
 _ROWS = (1, 63, 64, 65, 128, 129)
 _TOLERANCE = 0.05  # results are around 1, and half precision has errors of some hundredths of the largest
 _POSITIONS = 50
+_STEPS = 4  # sequences in generation; each has a state of its own
 _TOKENS_PER_BLOCK = 16
 
 
@@ -109,38 +111,43 @@ def _results(
         yield f"its norm (weights of {weight_dtype})", normed
     if decoder.latent is None:
         yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, rounding)
-    if decoder.recurrent is not None and decoder.recurrent.state_shape is not None:
-        yield from _linear_attention(operations, decoder.recurrent.state_shape, num_rows, random)
+    if decoder.recurrent is not None:
+        yield from _linear_attention(operations, decoder.recurrent, num_rows, random)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
     parameters = random(4) if decoder.activation == "xielu" else None
     yield "an activation", operations.activate(inner, parameters)
 
 
 def _linear_attention(
-    operations: LayerOperations,
-    state_shape: tuple[int, int, int],
-    num_rows: int,
-    random: Callable[..., Tensor],
+    operations: LayerOperations, recurrent: RecurrentConfig, num_rows: int, random: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    heads, key_dim, value_dim = state_shape
+    if recurrent.state_shape is None:
+        return
+    heads, key_dim, value_dim = recurrent.state_shape
 
     def draw(*shape: int) -> Tensor:
         return random(*shape, of=torch.float32)
 
     queries, keys = (F.normalize(draw(num_rows, heads, key_dim), dim=-1) for _ in range(2))
-    values, log_decay = draw(num_rows, heads, value_dim), -draw(num_rows, heads).abs() / 4
-    for beta, rule in (
-        (None, "without the delta rule"),
-        (draw(num_rows, heads).sigmoid(), "with the delta rule"),
-    ):
-        given = queries, keys, values, log_decay, beta
-        for function, state in (
-            (operations.linear_attention.scan, draw(*state_shape)),
-            (operations.linear_attention.step, draw(num_rows, *state_shape)),
-        ):
-            read, new_state = function(*given, state)
-            yield f"a {function.__name__} of linear attention {rule}", read
-            yield f"its state {rule}", new_state
+    values = draw(num_rows, heads, value_dim)
+    by_dimension = isinstance(recurrent, KimiDelta)
+    log_decay = -draw(num_rows, heads, *([key_dim] if by_dimension else [])).abs() / 4
+    beta = None if isinstance(recurrent, Mamba2) else draw(num_rows, heads).sigmoid()
+    given = queries, keys, values, log_decay, beta
+    read, state = operations.linear_attention.scan(*given, draw(heads, key_dim, value_dim))
+    yield "a prompt's linear attention", read
+    yield "a prompt's state of linear attention", state
+    states = draw(min(num_rows, _STEPS), heads, key_dim, value_dim)
+    read, states = operations.linear_attention.step(
+        queries[:_STEPS],
+        keys[:_STEPS],
+        values[:_STEPS],
+        log_decay[:_STEPS],
+        None if beta is None else beta[:_STEPS],
+        states,
+    )
+    yield "generation's linear attention", read
+    yield "generation's states of linear attention", states
 
 
 def _heads(

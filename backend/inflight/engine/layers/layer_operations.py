@@ -39,6 +39,7 @@ class LayerOperations:
         decoder: The argument of the same name.
         activation: The model's activation function; it raises ValueError for xIELU, whose parameters differ
             by layer.
+        linear_attention: The functions of recurrent layers with linear attention.
     """
 
     linear_attention = BY_TORCH

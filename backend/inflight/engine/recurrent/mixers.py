@@ -40,6 +40,7 @@ class Mixer(ABC):
     Args:
         weights: The layer's weights.
         activation: Activation after the convolution; not used by `ShortConvMixer`.
+        attention: The functions of linear attention, if the layer has it.
     """
 
     def __init__(
@@ -279,6 +280,7 @@ def make_mixer(
         weights: This rank's weights.
         activation: Activation after the convolution; not used by `ShortConv`.
         all_reduce: Sums a tensor over the ranks that share the layer.
+        attention: The functions of linear attention.
     """
     if isinstance(config, GatedDelta):
         return GatedDeltaMixer(config, weights, activation, attention)

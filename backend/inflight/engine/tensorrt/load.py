@@ -114,13 +114,9 @@ def _load_plans(
 
 
 def _allocate(loader: RankLoader, sidecar: Sidecar, num_adapter_pages: int, is_recorded: bool) -> RowCache:
-    """Allocate the rows, and blocks in the remaining memory."""
-    config, held, device, min_over_ranks = (
-        loader.config,
-        loader.held,
-        loader.device,
-        loader.options.min_over_ranks,
-    )
+    """Allocate the slots' rows, and KV blocks in the remaining memory."""
+    config, held, device = loader.config, loader.held, loader.device
+    min_over_ranks = loader.options.min_over_ranks
     settings, dtype = sidecar.settings, getattr(torch, sidecar.settings.dtype)
     slots, size = config.max_num_sequences, config.tokens_per_block
     of_rows = settings.max_batch_size * row_bytes(held, settings.max_seq_len, dtype)

@@ -69,9 +69,8 @@ class Place:
     def __init__(self, places: Places, schemas: list[tuple[Node, dict[str, Any]]]) -> None:
         self._places = places
         self._schemas = schemas
-        self._properties: dict[
-            str | None, Place
-        ] = {}  # None: the place of all properties that no schema names
+        # None: the place of all properties that no schema names.
+        self._properties: dict[str | None, Place] = {}
         self.is_distinct = any(words.get("uniqueItems") is True for _, words in schemas)
 
     @cached_property

@@ -243,9 +243,8 @@ def _modernise_bounds(known: dict[str, Any]) -> None:
 
 
 def _modernise_draft_3(node: Node, known: dict[str, Any]) -> None:
-    if isinstance(
-        known.get("required"), bool
-    ):  # a boolean is read by the schema that has this one as a property
+    # A boolean is read by the schema that has this one as a property.
+    if isinstance(known.get("required"), bool):
         del known["required"]
     properties = known.get("properties")
     if is_object(properties) and node.draft in (_ALL, 3):

@@ -13,7 +13,7 @@ from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import Activation, DecoderConfig
 from inflight.models.neutral_keys import ANY, NeutralKeys
-from inflight.positions import position_keys, stated_positions
+from inflight.positions import longest_sequence, position_keys, stated_positions
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -45,12 +45,6 @@ _OTHER_PARTS = (
     "image_newline",
     "mtp.",
 )
-
-FUSED_QKV, FUSED_GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-"""Names of Llama's modules in checkpoints or adapters that fuse projections."""
-
-GRANITE_GATE_UP = "shared_mlp.input_linear"
-"""The module of Granite 4 hybrids that fuses the MLP's gate and up projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +390,13 @@ def read_positions(config: ConfigFile) -> int:
     positions = stated_positions(config.values)
     assert positions is not None, "inflight.positions has every family"
     return positions
+
+
+def read_longest(config: ConfigFile) -> int:
+    """Return the longest sequence in tokens, with scaled positions."""
+    longest = longest_sequence(config.values)
+    assert longest is not None, "inflight.positions has every family"
+    return longest
 
 
 def read_head_dim(config: ConfigFile, default: int) -> int:

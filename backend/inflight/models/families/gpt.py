@@ -15,13 +15,13 @@ from inflight.models.families.family import (
     WeightNames,
     check_derived_head_dim,
     read_activation,
+    read_longest,
     read_positions,
     read_size,
 )
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
 from inflight.models.neutral_keys import NeutralKeys
 from inflight.models.rope import read_rope
-from inflight.positions import longest_sequence
 
 # ---------------------------------------------------------------------- GPT-2
 
@@ -117,7 +117,7 @@ def _read_neox(config: ConfigFile) -> DecoderConfig:
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         intermediate_size=config.positive_int("intermediate_size"),
-        max_positions=longest_sequence(config.values) or max_positions,
+        max_positions=read_longest(config),
         norm="layer",
         norm_eps=config.number_or_none("layer_norm_eps") or 1e-5,
         activation=read_activation(config, "hidden_act", "gelu"),

@@ -19,6 +19,7 @@ from inflight.models.families.family import (
     read_activation,
     read_head_dim,
     read_layer_types,
+    read_longest,
     read_no_windows,
     read_positions,
     read_windows_if_used,
@@ -26,7 +27,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import read_layer_type_ropes, read_rope
-from inflight.positions import MINISTRAL3_SCALING, longest_sequence
+from inflight.positions import MINISTRAL3_SCALING
 
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
@@ -59,7 +60,6 @@ def read_llama_like(
 
     Args:
         config: The whole file.
-        default_positions: transformers' default of `max_position_embeddings`.
         default_kv_heads: transformers' default of `num_key_value_heads`; None: the number of query heads. In every
             family, null in the file means the number of query heads too.
         default_theta: transformers' default of `rope_theta`.
@@ -81,7 +81,7 @@ def read_llama_like(
         num_kv_heads=config.int_or_none("num_key_value_heads") or kv_heads_if_absent or num_heads,
         head_dim=config.int_or_none("head_dim") or hidden_size // num_heads,
         intermediate_size=config.positive_int("intermediate_size"),
-        max_positions=longest_sequence(config.values) or max_positions,
+        max_positions=read_longest(config),
         norm="rms",
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-6,
         activation=read_activation(config, "hidden_act", "silu"),
@@ -165,7 +165,7 @@ def _read_ministral3(config: ConfigFile) -> DecoderConfig:
     original = "original_max_position_embeddings"
     if not config.has(original):
         scaling.positive_int(original)
-    longest = longest_sequence(config.values)
+    longest = read_longest(config)
     outside = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter has no effect there
     config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
     return read_llama_like(

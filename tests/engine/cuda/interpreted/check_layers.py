@@ -224,7 +224,7 @@ def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str, parts: set[str]) -
         assert row.generated == model.greedy(row.tokens[: row.prompt_length], len(row.generated))
 
 
-@pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid"])
+@pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid", "kimi-linear"])
 def test_tokens_of_recurrent_layers_equal_the_models(
     zoo: Zoo, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

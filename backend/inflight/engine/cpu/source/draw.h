@@ -29,7 +29,7 @@ struct Chance {
 // One per thread, with memory for rows of the reserved number of columns.
 class Drawer {
  public:
-  static constexpr int kFew = 128;        // candidates to try before top_p is applied to the whole vocabulary
+  static constexpr int kFew = 128;          // candidates to try before top_p is applied to the whole vocabulary
   static constexpr int kBlock = 64;         // weights summed in float32
   static constexpr int kLowDigitBits = 10;  // of the lower two of three digits that a float's bits are divided into
 

@@ -2,7 +2,7 @@
 //
 // A cache's type defines how its numbers become the pairs of a multiply-add. The conversion of levels is exact, in
 // bfloat16 too; scales are applied elsewhere: a key's scale to its score, a value's scale to the weight of the value.
-// `kv_rounding.py` defines levels and scales; the functions here give the same results, to the bit.
+// `kv_quantization.py` defines levels and scales; the functions here give the same results, to the bit.
 #pragma once
 
 #include <algorithm>

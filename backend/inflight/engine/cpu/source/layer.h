@@ -98,7 +98,8 @@ struct Segment {
   int64_t state;       // index of the sequence's state
   int64_t begin, end;  // rows; those of the next segment may continue the same sequence
   int64_t saved;       // index of the state that receives a copy after the last row; -1: none
-  int64_t kept;        // place of the first row of drafts, which leave the state as it is, among kept rows; -1: no drafts
+  // Place of the first row of drafts, which leave the state as it is, among kept rows; -1: no drafts.
+  int64_t kept;
 };
 
 struct Layer {

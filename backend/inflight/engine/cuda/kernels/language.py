@@ -20,9 +20,9 @@ else:
     constexpr = triton.language.constexpr
     """A parameter of a kernel that is known when it is compiled; Triton recognizes the name."""
 
-F = TypeVar("F", bound=Callable[..., object])
+_Kernel = TypeVar("_Kernel", bound=Callable[..., object])
 
 
-def jit(**options: Any) -> Callable[[F], F]:
+def jit(**options: Any) -> Callable[[_Kernel], _Kernel]:
     """Return the decorator `triton.jit`, by whose result other kernels are called like the function itself."""
-    return cast("Callable[[F], F]", triton.jit(**options))  # pyright: ignore[reportUnknownMemberType]
+    return cast("Callable[[_Kernel], _Kernel]", triton.jit(**options))  # pyright: ignore[reportUnknownMemberType]
