@@ -122,7 +122,7 @@ class Load:
             self.wrong.append((name, tokens, whole))
 
 
-@pytest.mark.parametrize("num_requests", with_all([60, 300, 2000], [60]))
+@pytest.mark.parametrize("num_requests", with_all([150, 300, 2000], [150]))
 def test_no_wrong_token_and_no_leak(
     engine: RunningEngine, expected: dict[str, list[int]], num_requests: int
 ) -> None:

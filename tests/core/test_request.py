@@ -182,7 +182,7 @@ def test_a_refusal_for_the_sequence_length_names_what_fits_it():
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_kv_room_is_the_most_new_tokens_that_fit_into_the_blocks(width):
+def test_room_is_the_most_new_tokens_that_fit_into_the_blocks(width):
     """`room` is the inverse of `max_kv_blocks`, also for prompts that are larger than the cache."""
     sampling = SamplingConfig(beam_width=width)
     for num_blocks in range(1, 7):

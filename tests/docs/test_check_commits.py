@@ -1,4 +1,4 @@
-"""The check of commits refuses subjects of another form, of commits that the remote does not have."""
+"""The check of commits refuses wrong subjects of commits that the remote does not have."""
 
 from __future__ import annotations
 

@@ -578,7 +578,7 @@ def test_defaults_of_a_configuration_equal_those_of_the_engine():
     assert packed.max_input_length == 64 < split.max_input_length == limits.max_sequence_length - 1
 
 
-@pytest.mark.exhaustive
+@pytest.mark.exhaustive  # starts a server twice
 def test_a_restarted_server_is_used_again(elsewhere: Path, tmp_path: Path):
     """The endpoint reads the server's description again, with the KV cache's size from the server's state."""
     settings = {

@@ -19,7 +19,7 @@ from inflight.server import runtime_directory
 from inflight.server.guard import SILENCE_S
 from inflight.testing.fake_server import make_fake_repository
 from tests.commands import Command, command
-from tests.tiers import examples
+from tests.tiers import examples, with_all
 
 from .clients import Stream, ask, infer, unary, wait_until
 from .conftest import DEMO_MODEL, REPOSITORY
@@ -174,8 +174,10 @@ def test_the_server_is_restarted_after_a_stream_that_mixes_models(serving):
     assert bystander.num_refusals > 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"])
+@pytest.mark.parametrize(
+    "model",
+    with_all(["ensemble", "tensorrt_llm_infer", "tensorrt_llm", "preprocessing"], ["tensorrt_llm"]),
+)
 def test_the_server_is_restarted_after_a_models_process_is_killed(serving, model):
     ready = serving.ready_line()
     (before,) = ask(ready["grpc"], "ensemble", text_input="def f", max_tokens=5)

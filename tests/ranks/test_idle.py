@@ -35,6 +35,10 @@ def test_idle_ranks_sleep_and_wake_up():
                 if max(wakes) < _MOST_WAKES:
                     break
             assert max(wakes) < _MOST_WAKES, wakes
+            before = [num_wakes(pid) for pid in pids]
+            time.sleep(_IDLE_S)
+            wakes = [num_wakes(pid) - earlier for pid, earlier in zip(pids, before)]
+            assert max(wakes) < _MOST_WAKES, wakes
             said, complained = ranks.communicate("go\ngo\nend\n", timeout=60)
         except BaseException:
             ranks.terminate()

@@ -30,7 +30,7 @@ from inflight.server.runtime_directory import PID_FILE
 from inflight.server.startup import Startup, is_ready, num_bytes
 
 _T = TypeVar("_T")
-_STARVED = "probably because one of its processes got no processor time for a second or more while a model was loaded"
+_STARVED = "probably because one of its processes got no processor time for a second while a model was loaded"
 _MAIN_ENGINE = "tensorrt_llm"
 _POLL_INTERVAL_S = 0.1
 _TRIES = 3  # attempts of `serve` if a start was starved

@@ -17,5 +17,7 @@ def _on(targets: list[object], by_default: list[str]) -> pytest.MarkDecorator:
 
 on_every_target = _on([OWN, GENERIC, *ARM], [OWN])
 on_own_and_generic = _on([OWN, GENERIC], [OWN])
-in_float32_on_others = _on([GENERIC, *ARM], ["neon"])  # float32 is the same for all of Arm's targets
+in_float32_on_others = _on(
+    [GENERIC, *ARM], ["neon"]
+)  # float32 is the same on all Arm targets; generic runs in fewer bits
 in_fewer_bits_on_others = _on([GENERIC, *ARM], [GENERIC])

@@ -225,7 +225,7 @@ def test_tokens_equal_those_of_the_model(zoo: Zoo, case: str, parts: set[str]) -
 
 
 @pytest.mark.parametrize("case", ["qwen3.5", "granite-hybrid", "kimi-linear"])
-def test_tokens_of_recurrent_layers_equal_the_models(
+def test_tokens_of_recurrent_layers_equal_those_of_the_model(
     zoo: Zoo, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in two chunks beside another sequence's generation."""
@@ -299,7 +299,7 @@ def test_a_layer_takes_the_documented_number_of_launches(
 @pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(3, 16, 24), (2, 128, 128), (4, 12, 40)])
 @pytest.mark.parametrize("num_tokens", [1, 2, PIECE - 1, PIECE, PIECE + 1, 5 * PIECE - 3])
 @pytest.mark.parametrize("has_beta", [False, True])
-def test_linear_attention_equals_torchs(
+def test_linear_attention_equals_that_of_torch(
     heads: int, key_dim: int, value_dim: int, num_tokens: int, has_beta: bool
 ) -> None:
     draw = torch.Generator().manual_seed(num_tokens)
