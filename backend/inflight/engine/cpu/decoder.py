@@ -76,6 +76,7 @@ class NativeDecoder:
         part: As for `Decoder`.
         collectives: As for `Decoder`.
         rounding: 8-bit format of the cache that every call passes; None: not quantized.
+        num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
 
     Raises:
         ConfigError: The threads cannot be started, or INFLIGHT_CPU_SPIN_US is not a number of microseconds.
@@ -87,7 +88,7 @@ class NativeDecoder:
         has_fixed_shapes: As for `Decoder`.
         needs_cleared_blocks: As for `Decoder`.
         row_kernels: As for `Decoder`.
-        num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
+        num_mapped_bytes: The argument of the same name.
     """
 
     kernels = "native"
