@@ -263,16 +263,23 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
     return is_asked_for or MatrixKind.FLOAT4 in quantized_kinds(model)
 
 
+def kept_kinds(
+    config: EngineConfig, model: ModelDescription, device: torch.device, shard: Shard = WHOLE
+) -> frozenset[MatrixKind]:
+    """Return the kinds of matrices that stay quantized as in the checkpoint, unless compiled code cannot be
+    compiled."""
+    kinds = kept_by_compiled_layers(config, model, device)
+    if _runs_compiled(config, model, device, shard, kinds):
+        return kinds
+    return frozenset(quantized_kinds(model)) if keeps_levels(config, model, device) else frozenset()
+
+
 def weight_bytes(config: EngineConfig, model: ModelDescription, device: torch.device, part: Part) -> int:
     """Return the memory that a rank's weights will take in bytes, unless compiled code cannot be compiled."""
-    dtype, kinds = computed_dtype(config, model), kept_by_compiled_layers(config, model, device)
-    is_compiled = _runs_compiled(config, model, device, part.shard, kinds)
-    head_dtype = torch.int8 if is_compiled and kinds else None
-    if not is_compiled:
-        kept = keeps_levels(config, model, device)
-        kinds = frozenset(quantized_kinds(model)) if kept else frozenset[MatrixKind]()
+    dtype, kinds = computed_dtype(config, model), kept_kinds(config, model, device, part.shard)
+    has_int8_head = bool(kinds) and _runs_compiled(config, model, device, part.shard, kinds)
     linear_dtype = torch.int8 if config.dtype in QUANTIZED else dtype
-    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype)
+    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, torch.int8 if has_int8_head else None)
 
 
 def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
