@@ -46,8 +46,8 @@ class ResidualStreams:
 
     @property
     def active(self) -> Tensor:
-        """The active stream, which is the next layer's input, [rows, hidden_size]."""
-        return self._streams[:, self._config.active]
+        """The active stream, the next layer's input [rows, hidden_size]; contiguous, as kernels need it."""
+        return self._streams[:, self._config.active].contiguous()
 
     def end_layer(self, computed: Tensor, contribution: Callable[[Tensor], Tensor]) -> Tensor:
         """Correct all streams by a layer's output `computed` [rows, hidden_size]; return the next layer's input.
