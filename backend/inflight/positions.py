@@ -108,6 +108,8 @@ _FAMILIES = {
     "gpt2": _Positions(1024, ("n_positions", _KEY)),
     "gpt_neox": _Positions(2048),
     "opt": _Positions(2048),
+    "falcon": _Positions(2048),
+    "bloom": _Positions(2048, ("seq_length",)),
     "stablelm": _Positions(4096),
     "starcoder2": _Positions(4096),
 }

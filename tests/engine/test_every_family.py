@@ -74,6 +74,8 @@ CASE_OF = {
     "gpt2": "gpt2",
     "gpt_neox": "neox",
     "opt": "opt",
+    "falcon": "falcon",
+    "bloom": "bloom",
     "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe_text": "qwen3.5-moe",
@@ -98,6 +100,7 @@ NEW = [
     "nemotron-h-dense",  # one group of heads, biases
     "gemma4-moe",
     "gemma4-shared",
+    "falcon-alibi",
 ]
 """The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
