@@ -426,6 +426,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1",
         {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "moe_topk": 2},
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=MAX_POSITIONS,
+                mscale=0.7,
+                mscale_all_dim=0.9,
+                llama_4_scaling_beta=0.1,
+            ),
+        },
+    ),
     "deepseek-v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek-v2-lite": (
         "DeepseekV2",

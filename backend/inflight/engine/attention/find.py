@@ -23,7 +23,7 @@ from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the only generation that FlashAttention 3 supports
-_NO_ALIBI = "it has no linear biases (ALiBi)"
+_NO_ALIBI = "it has no ALiBi"
 
 _Found = TypeVar("_Found", bound=Attention)
 

@@ -54,8 +54,8 @@ class GenerationMetadata:
         begin: First row.
         end: Row after the last.
         block_ids: [rows * blocks], the same number of blocks for every row.
-        mask: [rows, 1, 1, blocks * tokens_per_block], or with linear biases [rows, kv_heads, group, …]: 0 or a bias
-            where a row sees a key, and -inf elsewhere.
+        mask: [rows, 1, 1, blocks * tokens_per_block], or with linear biases [rows, kv_heads, group, blocks *
+            tokens_per_block]: 0 or a bias where a row sees a key, and -inf elsewhere.
     """
 
     begin: int

@@ -25,7 +25,7 @@ _ATTENTION = AttentionNames(
 _MLP = MlpNames(up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h")
 
 
-def _alibi_slopes(num_heads: int) -> tuple[float, ...]:
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """Return the slopes of a model's heads: 2 ** (-8 / n), its square, its cube, …, with the largest power of two
     n that is at most the number of heads; for further heads, every other slope of twice as many heads."""
     power = 1 << (num_heads.bit_length() - 1)
@@ -87,12 +87,12 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     bias, is_parallel = config.boolean("bias", False), _flag(config, "parallel_attn", True)
     if not is_parallel and _flag(config, "new_decoder_architecture", False):
         raise config.error("parallel_attn", "true with new_decoder_architecture")
-    rope = alibi = None
+    max_positions, rope, alibi = read_positions(config), None, None
     if config.boolean("alibi", False):
         scale = (hidden_size // num_heads) ** -0.5
-        alibi = Alibi(_alibi_slopes(num_heads), scale, is_rounded=True)
+        alibi = Alibi(alibi_slopes(num_heads), scale, is_rounded=True)
     else:
-        rope = read_rope(config, read_positions(config))
+        rope = read_rope(config, max_positions)
     return DecoderConfig(
         vocab_size=config.positive_int("vocab_size"),
         hidden_size=hidden_size,
@@ -157,7 +157,7 @@ def _read_bloom(config: ConfigFile) -> DecoderConfig:
         activation="gelu_tanh",
         gated_mlp=False,
         ropes=(None,) * num_layers,
-        alibi=Alibi(_alibi_slopes(num_heads)),
+        alibi=Alibi(alibi_slopes(num_heads)),
         embedding_norm=True,
         qkv_bias=True,
         output_bias=True,
