@@ -642,6 +642,8 @@ def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
 @functools.cache
 def _model_class(config_class: type) -> Any:
     """Return transformers' class of causal models; cached, because finding it takes long."""
+    if config_class is transformers.Mistral4Config:  # which the mapping lacks
+        return transformers.Mistral4ForCausalLM
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
