@@ -284,7 +284,7 @@ def _unpack_mxfp4(parts: _Parts) -> None:
 
 
 def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
-    """Replace a module's tensors in NVFP4 by its levels.
+    """Replace the tensors of a module in NVFP4 by one matrix of levels and scales (`Levels`).
 
     `packed` and `factor` are names of tensors. ModelOpt's factor multiplies scales, compressed-tensors' factor
     divides them.
@@ -306,7 +306,7 @@ def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
-    """Replace a matrix of int8 or float8 and its scales by its levels."""
+    """Replace an int8 or float8 matrix and the tensor of its scales by one matrix of both (`Levels`)."""
     parts.take("weight", (FLOAT8, "I8"), (None, None))
     outputs, inputs = parts.infos["weight"].shape
     parts.take(kind, _SCALE_DTYPES)

@@ -143,7 +143,7 @@ class Orchestrator:
         taken it over.
 
         Returns:
-            Whether no thread of the engine hangs in this process; always True.
+            Whether all threads of the engine in this process have ended; always True, as it has none.
         """
         with self._lock:
             if not self._awaits_successor:

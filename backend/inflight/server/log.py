@@ -159,7 +159,7 @@ def find_cause(text: str, most_lines: int = 40) -> str:
 
 
 def was_starved(text: str, engines: Collection[str]) -> bool:
-    """Return whether a start probably failed because a model's process did not get processor time for too long.
+    """Return whether a start probably failed because a model's process got no processor time for too long.
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
     is late, which can happen on an overloaded machine, it abandons the process, which however keeps using

@@ -26,7 +26,7 @@ class _Bytes:
     tokens = (*(bytes([each]) for each in range(256)), b"")
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return no ids. The library calls this for text that an expression forces."""
+        """Return no token ids. llguidance calls this with text for which an expression allows no alternative."""
         return []
 
 

@@ -238,7 +238,7 @@ class Tasks {
   const std::vector<MatrixRows>* of_ = nullptr;
 };
 
-// Computes the product of packed rows; called by every thread of a team after the tasks were dealt. Calls
+// Computes the product of packed rows; called by every thread of a team after tasks were assigned. Calls
 // begin(panel index, first row, row after the last) before the rows' sums for a panel are computed.
 template <class E, class Begin, class Done>
 void multiply(const RowOperand<E>* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,
