@@ -130,8 +130,8 @@ def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
 def test_batches_with_more_rows_or_chunks_than_recorded_run_without_a_recording(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MOST_CHUNKS", 2)
-    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MOST_ROWS", 40)
+    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MAX_CHUNKS", 2)
+    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MAX_ROWS", 40)
     model, tape = zoo["llama"], Tape()
     driver = Driver(load_paged(model.folder, 200, 8, tape, FixedRowsAttention()))
     rows = [driver.start(model.prompt(5 + length, length)) for length in range(3)]

@@ -25,9 +25,9 @@ from heapq import heapify, heappop, heappush
 
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
-_MOST_ABSENT = 1024
+_MAX_ABSENT = 1024
 """Maximum number of clients without requests whose accounts are kept because they had more than their share."""
-_MOST_FOLLOWED = 8
+_MAX_FOLLOWED = 8
 """Maximum number of priorities whose turns are updated at every charge, as there may be as many as requests."""
 
 
@@ -265,7 +265,7 @@ class WaitingQueue:
             self._absent.clear()
         elif settled > self._virtual_time:
             self._absent[client] = settled
-            if len(self._absent) > _MOST_ABSENT:
+            if len(self._absent) > _MAX_ABSENT:
                 del self._absent[next(iter(self._absent))]
 
     def _enter(self, client: int) -> _Client:
@@ -282,7 +282,7 @@ class WaitingQueue:
                 self._push_turn(level, client)
 
     def _follow(self, priority: float, level: _PriorityQueue) -> None:
-        if len(self._followed) == _MOST_FOLLOWED:
+        if len(self._followed) == _MAX_FOLLOWED:
             del self._followed[next(iter(self._followed))]
         self._followed[priority] = level
         self._order_turns(level)

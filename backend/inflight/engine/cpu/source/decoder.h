@@ -1,6 +1,6 @@
 // A decoder's layers for all rows of a packed batch. Every thread of a team computes a share of each step of a layer.
 //
-// Weights, caches and tables are in the caller's memory; intermediate results are the decoder's.
+// The caller owns the memory of weights, caches and tables; the decoder owns that of intermediate results.
 #pragma once
 
 #include <algorithm>

@@ -136,7 +136,7 @@ inline void run_rows(const typename E::Operand* block, int row, const Packed<E>&
   }
 }
 
-// Does what `run_rows` does, with tiles.
+// Like `run_rows`, but multiplies with AMX tiles.
 template <class E, class TilesOfThread, class Done>
 inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row, int rows, const Packed<E>& w, int panel,
                       const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
