@@ -119,7 +119,7 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
     add("--requests", type=positive, help="requests of each run; default: 4 per stream, at least 16")
     add("--dtype", help="default: the checkpoint's")
     add("--threads", type=positive, help="threads of the forward pass; default: the number of cores")
-    add("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    add("--max-num-tokens", type=positive, default=2048, help="maximum tokens per iteration")
     add(
         "--rounds",
         type=positive,

@@ -72,7 +72,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[float, _PriorityQueue] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        # Levels that were recently the first, the latest last.
+        # Levels that recently were the highest, in the order in which they were.
         self._followed: dict[float, _PriorityQueue] = {}
         self._size = 0
         self._num_new = 0
@@ -90,7 +90,7 @@ class WaitingQueue:
 
     @property
     def num_new_at_all(self) -> int:
-        """Number of sequences of requests that never ran."""
+        """Number of sequences that never ran, of any priority."""
         return self._num_new
 
     # ---------------------------------------------------------------- entering and leaving
@@ -309,8 +309,10 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue: not if it is held or a sibling computes its
-    prompt."""
+    """Whether a sequence that does not run belongs in the queue.
+
+    It does not if it is held, or if another sequence of its request computes the prompt.
+    """
     if llm_request.group.is_held:
         return False
     if llm_request.state is RequestState.WAITING:

@@ -1,4 +1,4 @@
-"""Iterations as recorded operations: a forward pass is one call to the device instead of hundreds.
+"""Records forward passes and replays them, each with one call to the device instead of hundreds (CUDA graphs).
 
 A recording has a fixed number of rows, and reads and writes fixed memory. So several numbers of rows are recorded.
 A batch is padded to the next recorded number with rows of the null slot, which write to the null block, and its

@@ -53,10 +53,10 @@ struct Packed {
 struct RowBlocks {
   RowBlocks(int64_t rows, bool by_tiles)
       : rows(rows),
-        most(by_tiles ? kMostTiledRows : kMaxRows),
+        most(by_tiles ? kMaxTiledRows : kMaxRows),
         count(std::max<int64_t>((rows + most - 1) / most, rows > kFewRows && !by_tiles ? 2 : 1)) {}
   // Maximum number of blocks in a task.
-  int64_t at_once() const { return kMostRowsOfTask / most; }
+  int64_t at_once() const { return kMaxRowsOfTask / most; }
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 
@@ -109,7 +109,7 @@ struct Part {
 // does not affect results.
 template <class E>
 struct Waiting {
-  typename E::Sums sums[kMostRowsOfTask][2];
+  typename E::Sums sums[kMaxRowsOfTask][2];
   Tiles tiles;
 };
 
