@@ -239,7 +239,7 @@ def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _unpack_packed(parts: _Parts) -> None:
-    """Replace the tensors of a module in compressed-tensors' format `pack-quantized` by its levels."""
+    """Replace the tensors of a module in compressed-tensors' format `pack-quantized` by one matrix (`Levels`)."""
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))
@@ -270,7 +270,7 @@ def _unpack_packed(parts: _Parts) -> None:
 
 
 def _unpack_mxfp4(parts: _Parts) -> None:
-    """Replace the tensors of a module in compressed-tensors' format `mxfp4-pack-quantized` by its levels."""
+    """Replace the tensors of a module in compressed-tensors' `mxfp4-pack-quantized` by one matrix (`Levels`)."""
     parts.take("weight_packed", _HALVES, (None, None))
     outputs, inputs = parts.infos["weight_packed"].shape[0], 2 * parts.infos["weight_packed"].shape[1]
     if inputs % _MXFP4_GROUP:
