@@ -162,5 +162,5 @@ def test_targets_equal_the_modules_that_peft_adapts(
 
 def test_every_field_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
-    table = page.split("## What is followed of adapter_config.json")[1].split("## ")[0]
+    table = page.split("## Fields of adapter_config.json")[1].split("## ")[0]
     assert {name for name in [*HONOURED, *HARMLESS, *REFUSED] if f"`{name}`" not in table} == set()
