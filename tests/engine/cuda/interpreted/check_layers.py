@@ -40,7 +40,7 @@ from inflight.engine.layers.layer_check import (
     find_operations,
 )
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.engine.layers.quantized_linear import find_float8_rounding, float8_reference, quantize_float8
+from inflight.engine.layers.quantized_linear import find_float8_quantizer, float8_reference, quantize_float8
 from inflight.engine.packing import pack
 from inflight.engine.quantize import quantize_int8
 from inflight.engine.recurrent.linear_attention import BY_TORCH
@@ -363,13 +363,13 @@ def test_float8_rounding_equals_that_of_torch_for_most_numbers(size: int, dtype:
 
 
 def test_a_rounding_kernel_with_other_levels_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
+    assert find_float8_quantizer(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
     assert "kernel for float8 quantization is not used" in caplog.text
 
 
 def test_a_rounding_kernel_with_the_same_levels_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, least_scale: quantize_float8(x))
-    found = find_float8_rounding(CPU, torch.float32)
+    found = find_float8_quantizer(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
 
 
