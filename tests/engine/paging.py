@@ -45,7 +45,7 @@ def load_paged(
     collectives: Collectives = ALONE,
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
-    rounding: KvQuantization | None = None,
+    quantization: KvQuantization | None = None,
     dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> ModelEngine:
@@ -71,7 +71,7 @@ def load_paged(
         row_kernels or RowKernels(),
     )
     held = part.held_config(model.decoder)
-    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, rounding)
+    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, quantization)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,

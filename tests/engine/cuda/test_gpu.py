@@ -176,11 +176,11 @@ def test_every_layer_kernel_passes_the_check_at_load(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+@pytest.mark.parametrize("quantization", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])
 def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
-    zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvQuantization, caplog: pytest.LogCaptureFixture
+    zoo: Zoo, case: str, dtype: torch.dtype, quantization: KvQuantization, caplog: pytest.LogCaptureFixture
 ) -> None:
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
@@ -190,9 +190,9 @@ def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
         shape = replace(decoder, head_dim=head_dim)
         for tokens_per_block in (8, 32):
             check_attention(
-                triton_attention(shape), shape, tokens_per_block, windows, dtype, device, rounding
+                triton_attention(shape), shape, tokens_per_block, windows, dtype, device, quantization
             )
-        operations = find_operations(shape, dtype, device, rounding)
+        operations = find_operations(shape, dtype, device, quantization)
         assert operations.parts == KernelLayerOperations(shape).parts
     assert not caplog.records
 
