@@ -43,9 +43,14 @@ def check_weights(model: ModelDescription) -> None:
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
-    """Return the dtype of the checkpoint's weights; raise ConfigError if there are none."""
+    """Return the dtype of the checkpoint's weights; raise ConfigError if there are none.
+
+    It is the dtype in config.json; without one, the dtype of the first tensor that is read.
+    """
     with Checkpoint(model.folder) as checkpoint:
-        return _stored_dtype(fitted(model, checkpoint), checkpoint)
+        model = fitted(model, checkpoint)
+        first = next(iter(tensor_shapes(model)))
+        return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)
 
 
 def quantized_kinds(model: ModelDescription) -> Counter[MatrixKind]:
@@ -138,9 +143,3 @@ def load_weights_into(
         num_bytes = sum(tensor.num_bytes(dtype) for tensor in tensors(sources))
         with load_progress(f"Loading {checkpoint_name(model.folder)}", num_bytes) as advance:
             return WeightReader(checkpoint, dtype, device, sink, kept, advance).read(sources)
-
-
-def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in config.json; without one, the dtype of the first tensor that is read."""
-    first = next(iter(tensor_shapes(model)))
-    return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)

@@ -44,7 +44,8 @@ def load_weights(
         device: Device of the weights.
         part: The part that is read; None: the whole model.
         weight_dtype: int8 or fp8: matrices are quantized to it; any other value: they are not.
-        kept: If set, matrices that the checkpoint has quantized stay so where that is supported.
+        kept: If set, matrices that the checkpoint has quantized stay so where that is supported; not together
+            with int8 or fp8.
 
     Raises:
         ConfigError: As `load_weights_into`; or matrices are to be fp8, and the GPU does not multiply float8.
@@ -126,7 +127,7 @@ class TorchSink(Sink[LayerWeights, Linear]):
     def _is_multiplied_by_row(self, kind: MatrixKind) -> bool:
         """Whether a `QuantizedLinear` computes matrices of this format."""
         if kind is MatrixKind.INT8_BY_ROW:
-            # Not with int8 of a checkpoint in float16, in which sums of levels before scaling may overflow.
+            # Not a checkpoint's levels: their sums, not yet scaled, may overflow in float16.
             return self.weight_dtype == INT8
         is_float8 = kind is MatrixKind.FLOAT8_BY_ROW
         return is_float8 and (self.weight_dtype == FP8 or not self._products.why_no_float8)
