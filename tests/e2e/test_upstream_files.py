@@ -48,8 +48,13 @@ def test_the_filled_in_repository_serves_text_and_logs_parameters_without_effect
     answer = generate(filled_server.http, text_input="import os\n", max_tokens=8, bad_words="", stop_words="")
     assert answer["text_output"].startswith("import os\n")
     log = filled_server.log_text()
-    assert "parameter decoding_mode is 'auto' and has no effect: every request says so for itself" in log
-    assert "parameter triton_backend is 'tensorrtllm' and has no effect: there is one" in log
+    assert (
+        "parameter decoding_mode is 'auto' and has no effect: it follows from the controls of each request"
+        in log
+    )
+    assert (
+        "parameter triton_backend is 'tensorrtllm' and has no effect: there is only one implementation" in log
+    )
 
 
 def test_tritons_configuration_has_the_filled_in_values(filled_server: TritonServer) -> None:

@@ -59,7 +59,7 @@ RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
 }
 """Kinds of recurrent layers that the compiled code supports, by the types of their configurations."""
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
-_SPIN_US, _MOST_SPIN_US = 50, 1_000_000
+_SPIN_US, _MAX_SPIN_US = 50, 1_000_000
 
 
 class NativeDecoder:
@@ -417,7 +417,7 @@ def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
 
 
 def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:
-    """Describe a rank's part of the recurrent layers."""
+    """Return the sizes of a rank's part of the recurrent layers, for the library."""
     shape = RecurrentShapeStruct(
         RECURRENT_KINDS[type(config)],
         conv_width=config.conv_width,
@@ -449,6 +449,6 @@ def _spin_us() -> int:
         ConfigError: The variable's value is not a number from 0 to a million.
     """
     text = os.environ.get(_SPIN_VARIABLE) or str(_SPIN_US)
-    if not (text.isascii() and text.isdigit() and int(text) <= _MOST_SPIN_US):
-        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MOST_SPIN_US} (microseconds)")
+    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_SPIN_US):
+        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MAX_SPIN_US} (microseconds)")
     return int(text)

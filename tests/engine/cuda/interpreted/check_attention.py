@@ -37,7 +37,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make kernels divide even short sequences into parts, as they divide long ones."""
-    monkeypatch.setattr(kernels, "_LEAST_PART", 16)
+    monkeypatch.setattr(kernels, "_MIN_PART", 16)
     monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
     monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads, longest: 4)
 

@@ -58,7 +58,10 @@ def store_head(
     cache: Value, target: Value, scales: Value, place: Value, numbers: Value, inside: Value,
     LEVELS: constexpr,
 ):  # fmt: skip
-    """Store a key or value of one head, 0 where not `inside`: unchanged, or as levels and a scale at `place`."""
+    """Store a key or value of one head, unchanged or (with LEVELS) as levels and a scale at `place`.
+
+    `inside` masks the head's `numbers`, which are 0 outside of it.
+    """
     if LEVELS == 0:
         tl.store(cache + target, numbers, mask=inside)
     else:
