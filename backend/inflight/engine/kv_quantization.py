@@ -63,8 +63,8 @@ def find_kv_quantization(kv_cache_dtype: str) -> KvQuantization | None:
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
-def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvQuantization | None) -> int:
+def head_bytes(head_dim: int, dtype: torch.dtype, quantization: KvQuantization | None) -> int:
     """Return the size of one head's key, or value, of one token in bytes, its scale included."""
-    if rounding is None:
+    if quantization is None:
         return head_dim * dtype.itemsize
-    return head_dim * rounding.stored.itemsize + SCALE_BYTES
+    return head_dim * quantization.stored.itemsize + SCALE_BYTES

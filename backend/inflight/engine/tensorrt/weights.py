@@ -14,8 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from inflight.config import FP8, INT8
-from inflight.engine.quantize import quantize_float8, quantize_int8
+from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, ModelDescription
 from inflight.models.levels import GroupedMatrix, MatrixKind
@@ -96,16 +95,11 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         if levels := [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]:
             return self._kept(levels, axis, bias)
         numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        return self._matrix(numbers[0] if len(numbers) == 1 else torch.cat(numbers, axis), bias)
-
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> NetworkMatrix:
-        if self._weight_dtype == INT8:
-            levels, scales = quantize_int8(weight)
-        elif self._weight_dtype == FP8:
-            levels, scales = quantize_float8(weight)
-        else:
-            return NetworkMatrix(weight, bias)
-        return NetworkMatrix(levels, bias, scales)
+        whole = numbers[0] if len(numbers) == 1 else torch.cat(numbers, axis)
+        stored = quantize_matrix(whole, self._weight_dtype)
+        if isinstance(stored, Tensor):
+            return NetworkMatrix(stored, bias)
+        return NetworkMatrix(stored.values, bias, stored.scales[:, 0])
 
     def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
         """Return 4-bit matrices concatenated along an axis.
