@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.shared_constants import LEAST_SCALE
+from inflight.shared_constants import MIN_SCALE
 
 SCALE_BYTES = 4
 _FLOAT8 = torch.float8_e4m3fn
@@ -42,7 +42,7 @@ class KvQuantization:
         """Quantize `numbers` [..., head_dim]; return levels of the same shape, in dtype `stored`, and their scales
         [...] float32."""
         wide = numbers.float()
-        scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(LEAST_SCALE)
+        scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(MIN_SCALE)
         levels = (wide / scales[..., None]).nan_to_num_(0.0)
         if self.name == FP8:
             return levels.to(_FLOAT8).view(self.stored), scales

@@ -10,7 +10,7 @@ from torch import Tensor
 from inflight.config import FP8, INT8
 from inflight.models.levels import GroupedMatrix
 from inflight.models.sink import StoredMatrix
-from inflight.shared_constants import LEAST_SCALE
+from inflight.shared_constants import MIN_SCALE
 
 RowQuantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 """A function that quantizes rows [rows, inner]; it returns levels of this shape, and a float32 scale per row."""
@@ -26,7 +26,7 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 levels [rows, inner] and a float32 scale per row; a row's largest magnitude becomes 127."""
     wide = weight.float()
     scales = wide.abs().amax(1) / INT8_LEVELS
-    return (wide / scales.clamp_min(LEAST_SCALE)[:, None]).round_().to(torch.int8), scales
+    return (wide / scales.clamp_min(MIN_SCALE)[:, None]).round_().to(torch.int8), scales
 
 
 def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ def quantize_float8(values: Tensor) -> tuple[Tensor, Tensor]:
     448."""
     wide = values.float()
     # Multiplied by the reciprocal, as torch on a GPU divides by constants, so that all devices give equal scales.
-    scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(LEAST_SCALE)
+    scales = wide.abs().amax(1).mul_(_OF_LARGEST).clamp_min_(MIN_SCALE)
     return (wide / scales[:, None]).to(FLOAT8), scales
 
 

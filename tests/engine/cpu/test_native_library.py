@@ -619,7 +619,7 @@ def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
     ("name", "wrong"),
     [
         ("bits of kLargestLogit", layout._bits(1e31)),
-        ("bits of kLeastScale", layout._bits(1e-31)),
+        ("bits of kMinScale", layout._bits(1e-31)),
         ("kFew", 64),
         ("kGelu", layout.ACTIVATIONS["relu"]),
         ("kFp8Levels", layout.INT8_CACHE),

@@ -207,7 +207,7 @@ def test_operations_of_layers_compile_for_a_gpu(capability: int, shared_kib: int
         of_cache = types | dict.fromkeys(("key_cache", "value_cache"), STORED[levels])
         made = compiled(layers._rotate_and_write, capability, of_cache, constants | {"LEVELS": levels})
         assert made.spilled <= 64
-    rounding = {"OF_LARGEST": 1 / 448, "LEAST": 1e-30, "BLOCK": 4096}
+    rounding = {"OF_LARGEST": 1 / 448, "MIN_SCALE": 1e-30, "BLOCK": 4096}
     if capability >= 89:  # which have float8
         pointers = {"x": f"*{dtype}", "levels": "*fp8e4nv", "scales": "*fp32"}
         made = compiled(quantize._quantize_rows, capability, pointers, rounding)

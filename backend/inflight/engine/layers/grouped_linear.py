@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix, Levels, float4_pairs
 
-LEAST_GROUP = 16
+MIN_GROUP = 16
 """The smallest tile of inputs; it must divide the group size."""
 _POWERS = torch.float8_e8m0fnu  # powers of 2 in a byte: scales of 4-bit floats
 _NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
@@ -133,7 +133,7 @@ class GroupedLinear(Linear):
 
 def tile_of(group_size: int, num_groups: int) -> int:
     """Return the number of inputs of a tile of the kernel; 0: the kernel does not support such groups."""
-    sizes = (64,) if num_groups == 1 else (64, 32, LEAST_GROUP)
+    sizes = (64,) if num_groups == 1 else (64, 32, MIN_GROUP)
     return next((size for size in sizes if num_groups == 1 or group_size % size == 0), 0)
 
 

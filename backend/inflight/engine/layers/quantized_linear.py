@@ -24,7 +24,7 @@ from torch import Tensor
 from inflight.config import FP8, INT8
 from inflight.engine.quantize import FLOAT8, RowQuantizer, quantize_float8
 from inflight.models import Linear
-from inflight.shared_constants import LEAST_SCALE
+from inflight.shared_constants import MIN_SCALE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of x [rows, in], levels [out, in] and scales [out] float32, which returns the product [rows, out] in
@@ -199,7 +199,7 @@ def find_float8_quantizer(device: torch.device, dtype: torch.dtype) -> RowQuanti
         x[-1, 0] = 1000
         expected = quantize_float8(x)
         try:
-            found = kernels.quantize_float8(x, LEAST_SCALE)
+            found = kernels.quantize_float8(x, MIN_SCALE)
             is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
             reason = "" if is_right else f"its results of {shape[0]} rows differ"
         except Exception as error:  # an unsupported kernel may raise anything
@@ -209,7 +209,7 @@ def find_float8_quantizer(device: torch.device, dtype: torch.dtype) -> RowQuanti
                 "the kernel for float8 quantization is not used, torch's operators replace it: %s", reason
             )
             return quantize_float8
-    return partial(kernels.quantize_float8, least_scale=LEAST_SCALE)
+    return partial(kernels.quantize_float8, min_scale=MIN_SCALE)
 
 
 def _reference(dtype: torch.dtype) -> Product:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.engine.layers.grouped_linear import LEAST_GROUP, GroupedLinear, tile_of, why_not
+from inflight.engine.layers.grouped_linear import MIN_GROUP, GroupedLinear, tile_of, why_not
 from inflight.engine.layers.quantized_linear import Products, QuantizedLinear
 from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
@@ -105,7 +105,7 @@ class TorchSink(Sink[LayerWeights, Linear]):
 
     def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
         if not tile_of(matrix.group_size, matrix.scales.shape[1]):
-            return f"groups of {matrix.group_size} inputs, not a multiple of {LEAST_GROUP}"
+            return f"groups of {matrix.group_size} inputs, not a multiple of {MIN_GROUP}"
         if matrix.zeros is not None and (matrix.zeros.min() < 0 or matrix.zeros.max() > 255):
             return "zero points that are not bytes"
         return ""

@@ -26,7 +26,7 @@ INT4 = "int4"
 """The data type that keeps the checkpoint's 4-bit matrices."""
 
 _MIDDLE = 8  # subtracted from levels 0 to 15, as TensorRT's levels are -8 to 7
-_LEAST_GROUP, _MOST_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
+_MIN_GROUP, _MAX_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
 _log = logging.getLogger(__name__)
 
 
@@ -83,8 +83,8 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
             return f"it is in {matrix.kind.value}"
         if is_stack and matrix.order is not None:
             return "each expert has another order of inputs"
-        if _group_size(matrix) < _LEAST_GROUP:
-            return f"{matrix.group_size} inputs share a scale, expected a multiple of {_LEAST_GROUP}"
+        if _group_size(matrix) < _MIN_GROUP:
+            return f"{matrix.group_size} inputs share a scale, expected a multiple of {_MIN_GROUP}"
         return ""
 
     def layer(self, layer: Layer[NetworkMatrix]) -> Layer[NetworkMatrix]:
@@ -153,4 +153,4 @@ def load_matrices(model: ModelDescription, dtype: torch.dtype, weight_dtype: str
 
 def _group_size(matrix: GroupedMatrix) -> int:
     """Return the number of inputs that share a scale in TensorRT; it divides the checkpoint's group size."""
-    return gcd(matrix.group_size, _MOST_GROUP)
+    return gcd(matrix.group_size, _MAX_GROUP)

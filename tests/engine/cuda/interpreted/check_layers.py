@@ -372,7 +372,7 @@ def test_a_rounding_kernel_with_other_levels_is_not_used(caplog: pytest.LogCaptu
 
 
 def test_a_rounding_kernel_with_the_same_levels_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, least_scale: quantize_float8(x))
+    monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, min_scale: quantize_float8(x))
     found = find_float8_quantizer(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
 
