@@ -124,7 +124,7 @@ def test_adapters_of_some_modules_and_of_mixed_ranks_give_pefts_tokens(
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_tokens_of_a_batch_with_base_and_two_adapters_are_pefts(
+def test_a_batch_with_base_and_two_adapters_gives_pefts_tokens(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
     model = zoo[case]
@@ -155,7 +155,7 @@ def test_tokens_of_a_batch_with_base_and_two_adapters_are_pefts(
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_beams_of_a_batch_with_base_and_two_adapters_are_pefts(
+def test_a_batch_with_base_and_two_adapters_gives_pefts_beams(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
     model, width, num_tokens = zoo[case], 3, 12

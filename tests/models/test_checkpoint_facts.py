@@ -153,7 +153,7 @@ def test_an_error_says_where_the_key_of_a_text_part_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_sizes_that_a_text_part_omits_are_transformers_defaults(kind: str) -> None:
+def test_sizes_that_a_text_part_omits_have_the_defaults_of_transformers(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
     for key, value in DEFAULTS[kind].items():
         if key == "rope_theta":

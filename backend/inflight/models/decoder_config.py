@@ -230,7 +230,7 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are projections of one vector.
 
     For each token, the cache has this vector, the compressed latent, and one key that all heads share. A head's
-    queries and keys have two parts: a part without positions, whose keys are projected from the latent, and a
+    queries and keys have two parts: a part without rotation, whose keys are projected from the latent, and a
     rotated part, whose key is the shared key.
 
     Instead of projecting the latents to keys and values, one can multiply queries by the key projection, and the
@@ -242,7 +242,7 @@ class LatentAttention:
         query_rank: Width of the vector from which queries are projected; None: queries are projected from hidden
             states.
         kv_rank: Width of the compressed latent.
-        nope_head_dim: Width of a head's part without positions.
+        nope_head_dim: Width of a head's part without rotation (no position embedding).
         rope_head_dim: Width of the rotated part of a head, and of the shared key.
         value_head_dim: Width of a head's values.
         interleaved: Whether dimensions 2i and 2i + 1 are rotated together, instead of i and i + rope_head_dim / 2.

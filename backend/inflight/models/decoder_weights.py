@@ -102,7 +102,7 @@ class LatentWeights:
     Attributes:
         query_norm: Norm over the vector from which queries are projected, [query_rank]; None if queries are
             projected from hidden states.
-        query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
+        query_up: [heads * query_head_dim, query_rank], in each head the part without rotation first; None if
             queries are projected from hidden states.
         kv_norm: Norm over the compressed latent, [kv_rank].
         kv_up: [heads * (nope_head_dim + value_head_dim), kv_rank], in each head keys first.

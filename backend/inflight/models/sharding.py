@@ -97,7 +97,10 @@ class Shard:
             )
 
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
-        """Return the MLP widths that the number of ranks must divide; for experts, the ranks of one group."""
+        """Return the MLP widths that the number of ranks must divide.
+
+        Widths of experts must be divisible by `size` / `moe_ep_size`, the number of ranks that share experts.
+        """
         widths = [decoder.dense_width] if decoder.dense_width else []
         widths += [layer.intermediate_size for layer in decoder.layer_sizes if decoder.dense_width]
         experts = decoder.experts

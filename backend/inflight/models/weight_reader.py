@@ -212,7 +212,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
 
     def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
-        """Yield each expert's levels, given the first expert's; raise _NotKept for an expert of another form."""
+        """Yield the levels of all experts, beginning with `first`; raise _NotKept if one has another form."""
         for index, of_expert in enumerate(source.matrices):
             matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
             if matrix is None or matrix.form != first.form:

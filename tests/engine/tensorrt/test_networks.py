@@ -139,7 +139,7 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, one: One, case: str, dtype: s
 def test_quantized_weights_equal_rounded_matrices(
     zoo: Zoo, one: One, case: str, dtype: str, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> None:
-    """Compared with transformers with each row of its matrices rounded in the same way, from bfloat16 on."""
+    """Compared with transformers, whose matrices are converted to bfloat16 and then rounded in the same way."""
     model = zoo[case]
     oracle = copy.deepcopy(model.oracle)
     with torch.no_grad():

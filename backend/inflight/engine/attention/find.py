@@ -45,12 +45,12 @@ def find_attention(
     """
     if device.type != "cuda":
         return gathering(held)
-    rounding = find_kv_quantization(config.kv_cache_dtype)
-    tried = config.tokens_per_block, windows, dtype, device, rounding
+    quantization = find_kv_quantization(config.kv_cache_dtype)
+    tried = config.tokens_per_block, windows, dtype, device, quantization
     kinds = [held.only(layer) for layer in held.cached_layers] or [held]
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
-    if rounding is not None:
-        of_blocks += f" in {rounding.name}"
+    if quantization is not None:
+        of_blocks += f" in {quantization.name}"
     reasons: list[str] = []
 
     def check(attention: Attention) -> None:
@@ -66,7 +66,7 @@ def find_attention(
             reasons.append(str(reason))
             return None
 
-    torchs = find(lambda: torch_paged_attention(device, held, rounding))
+    torchs = find(lambda: torch_paged_attention(device, held, quantization))
     if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
         _log.info("attention of %s uses %s", of_blocks, kernels.name)
         return kernels
@@ -107,7 +107,7 @@ def _find_gathering(
 
 
 def torch_paged_attention(
-    device: torch.device, decoder: DecoderConfig, rounding: KvQuantization | None = None
+    device: torch.device, decoder: DecoderConfig, quantization: KvQuantization | None = None
 ) -> PagedAttention:
     """Return torch's own paged attention, by FlashAttention 2, or 3 where installed and supported by the
     processor.
@@ -116,8 +116,8 @@ def torch_paged_attention(
         CannotAttend: This torch has no paged attention, or it cannot compute this model's scores or read
             this KV cache.
     """
-    if rounding is not None:
-        raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
+    if quantization is not None:
+        raise CannotAttend(f"it does not read KV blocks in {quantization.name}")
     if decoder.attention_soft_cap is not None:
         raise CannotAttend("it has no cap on scores")
     if decoder.alibi is not None:

@@ -28,7 +28,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
 _TILE_ROWS = 16  # divides the number of rows of every kernel's tiles
-_MOST_SCORES = 1 << 26  # 256 MiB in float32
+_MAX_SCORES = 1 << 26  # 256 MiB in float32
 
 
 Kernel = Callable[..., Tensor]
@@ -211,7 +211,7 @@ def by_products(
         attn_mask = torch.full((num_rows, num_keys), -torch.inf, device=query.device).triu_(1)
     masks = attn_mask.expand(num_entries, num_heads, num_rows, num_keys)
     ends = masks[..., :0] if sinks is None else sinks.expand(masks.shape[:3])[..., None]
-    size = max(1, _MOST_SCORES // (num_heads * num_rows * num_keys))
+    size = max(1, _MAX_SCORES // (num_heads * num_rows * num_keys))
     parts: list[Tensor] = []
     for part in zip(*(torch.split(tensor, size) for tensor in (query, key, value, masks, ends)), strict=True):
         queries, keys, values, mask, end = (tensor.float() for tensor in part)

@@ -126,7 +126,7 @@ class _Preparation:
         self._biases = biases
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
         # Quantized keys and values are always read from the cache, so that results do not depend on the chunks.
-        self._reads_own_rows = cache.rounding is None
+        self._reads_own_rows = cache.quantization is None
 
     def make(self) -> GatheringMetadata:
         """Return the metadata of all rows."""

@@ -323,7 +323,7 @@ _PATTERN = 4  # if the key is absent: every fourth layer has no window
 
 
 def _read_olmo3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of OLMo 3: OLMo 2 with windows in most layers, which have unscaled positions."""
+    """Read the config of OLMo 3: OLMo 2 with windows in most layers, whose rotary embedding is not scaled."""
     attention_bias = config.boolean("attention_bias", False)
     types = read_layer_types(config, config.positive_int("num_hidden_layers")) or _by_pattern(
         config, _PATTERN
@@ -387,7 +387,7 @@ _SMOLLM3_INTERVAL = 4  # if `no_rope_layer_interval` is absent: every fourth lay
 
 
 def _read_smollm3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of SmolLM3: Llama with some layers without positions."""
+    """Read the config of SmolLM3: Llama with some layers that have no position embeddings (NoPE)."""
     num_layers = config.positive_int("num_hidden_layers")
     rotates = _read_rotating_layers(config, num_layers)
     attention_bias = config.boolean("attention_bias", False)
