@@ -98,6 +98,8 @@ def test_an_adapter_gives_pefts_tokens_and_logits(
                 *(("llama-gqa", config) for config in MORE),
                 ("gpt-oss", "attention-alone"),
                 ("ernie4.5", "patterns-dora"),
+                ("falcon", "rank-8"),
+                ("bloom", "dora"),
             )
             for kernels in (None, "torch")
         ],

@@ -89,7 +89,7 @@ def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "Bloom"])
 def test_the_longest_sequence_is_that_of_a_load(tmp_path: Path, case: str, stated: bool) -> None:
     """Also without the keys: then the number is that of transformers."""
     values, defaults = make_config(case).to_dict(), type(make_config(case))().to_dict()

@@ -284,6 +284,23 @@ class AttentionTemperature:
 
 
 @dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention with linear biases (ALiBi), in place of rotary or learned positions.
+
+    To each score, a head adds its slope times the key's position, minus the same for the query's position.
+
+    Attributes:
+        slopes: The slope of each query head.
+        scale: Factor of the products of slopes and positions.
+        is_rounded: Whether slopes, positions and their products are rounded to bfloat16.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float = 1.0
+    is_rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Multipliers:
     """Fixed factors of activations in every layer (maximal update parametrization); a factor of 1 has no effect.
 
@@ -370,10 +387,12 @@ class DecoderConfig:
             attends to the keys of its chunk up to its own; None: no chunks in this layer. Empty: no layer has
             chunks.
         attention_temperature: Temperature of attention; None: queries are the same at every position.
+        alibi: Linear biases of attention scores; None: there are none.
         tied_embeddings: Whether the embedding is also the output projection, unless the checkpoint has
             another one.
         learned_positions: Whether a learned embedding of each position is added to the input.
         position_offset: Number of rows of the position embedding before the row of position 0.
+        embedding_norm: Whether embeddings have a norm.
         norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs
             before the addition to the residual stream, or both.
         norm_offset: Added to the stored weights of norms.
@@ -436,10 +455,12 @@ class DecoderConfig:
     tied_embeddings: bool
     attention_chunks: tuple[int | None, ...] = ()
     attention_temperature: AttentionTemperature | None = None
+    alibi: Alibi | None = None
     qk_norm: QkNorm | None = None
     norms_rotated: bool = False
     learned_positions: bool = False
     position_offset: int = 0
+    embedding_norm: bool = False
     norm_placement: NormPlacement = "before"
     norm_offset: float = 0.0
     norm_bias: bool = True

@@ -241,6 +241,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         final_norm: Norm before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
         token_inputs: Weights that make per-layer embeddings; None if there are none.
+        embedding_norm: Norm on embeddings; None if there is none, and after the first stage.
     """
 
     embedding: Tensor | None
@@ -249,6 +250,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     final_norm: Norm | None
     lm_head: LinearT | None
     token_inputs: TokenInputWeights | None = None
+    embedding_norm: Norm | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

@@ -120,6 +120,8 @@ class Shard:
             decoder,
             experts=experts,
             num_heads=decoder.num_heads // self.size,
+            alibi=decoder.alibi
+            and replace(decoder.alibi, slopes=decoder.alibi.slopes[slice(*self.split(decoder.num_heads))]),
             num_kv_heads=max(1, decoder.num_kv_heads // self.size),
             intermediate_size=decoder.intermediate_size // self.size,
             layer_sizes=tuple(

@@ -77,11 +77,13 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
         """Return the weights of a part of a model, as converted by the sink."""
-        embedding = position_embedding = final_norm = lm_head = None
+        embedding = position_embedding = embedding_norm = final_norm = lm_head = None
         if sources.embedding is not None:
             embedding = self._plain(sources.embedding)
         if sources.position_embedding is not None:
             position_embedding = self._plain(sources.position_embedding)
+        if sources.embedding_norm is not None:
+            embedding_norm = self._norm(sources.embedding_norm, self._plain)
         if sources.final_norm is not None:
             table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
             assert table is not None, "the last stage has the output projection or the tied embedding"
@@ -92,7 +94,9 @@ class WeightReader(Generic[LayerT, LinearT]):
             final_norm = self._norm(sources.final_norm, self._plain)
         token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
-        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head, token_inputs)
+        return DecoderWeights(
+            embedding, position_embedding, layers, final_norm, lm_head, token_inputs, embedding_norm
+        )
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
         return TokenInputWeights(

@@ -245,6 +245,7 @@ class DecoderSources:
 
     embedding: TensorSource | None
     position_embedding: TensorSource | None
+    embedding_norm: NormSource | None
     lm_head: TensorSource | None
     final_norm: NormSource | None
     token_inputs: TokenInputSources | None

@@ -49,6 +49,7 @@ EXACT = 2e-4
 BOUND = {"bfloat16": 0.08, "float16": 0.01}
 """As in test_precision.py: root mean square error of the logits over their standard deviation."""
 REFUSED = {
+    "mistral4",
     "deepseek-v2",
     "deepseek-v2-lite",
     "deepseek-v3",
@@ -84,6 +85,9 @@ REFUSED = {
     "nemotron-h-wide-experts",
     "falcon-h1",
     "falcon-h1-norm",
+    "falcon-alibi",
+    "bloom",
+    "bloom-12-heads",
 }
 
 

@@ -23,6 +23,7 @@ from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the only generation that FlashAttention 3 supports
+_NO_ALIBI = "it has no ALiBi"
 
 _Found = TypeVar("_Found", bound=Attention)
 
@@ -119,6 +120,8 @@ def torch_paged_attention(
         raise CannotAttend(f"it does not read KV blocks in {quantization.name}")
     if decoder.attention_soft_cap is not None:
         raise CannotAttend("it has no cap on scores")
+    if decoder.alibi is not None:
+        raise CannotAttend(_NO_ALIBI)
     try:
         from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
@@ -150,8 +153,10 @@ def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None =
     `for_chunks` computes the chunks of batches that are not recorded; None: the kernels compute them too.
 
     Raises:
-        CannotAttend: The package `triton` is missing, or the model's heads are too wide.
+        CannotAttend: The package `triton` is missing, or the kernels do not compute this model's scores.
     """
+    if decoder.alibi is not None:
+        raise CannotAttend(_NO_ALIBI)
     if importlib.util.find_spec("triton") is None:
         raise CannotAttend("the package triton is not installed")
     from inflight.engine.attention.by_kernels import KernelAttention  # imports triton
