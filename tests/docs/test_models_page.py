@@ -45,7 +45,7 @@ def test_readme_lists_the_families_of_the_table() -> None:
         found = expected
     assert found.strip() == expected
     num_multimodal = len(MULTIMODAL)
-    assert f"| {len(FAMILIES)} families and the text of {num_multimodal} multimodal ones" in head
+    assert f"| {len(FAMILIES)} families, the text part of {num_multimodal} multimodal ones" in head
 
 
 def test_the_page_lists_the_multimodal_classes() -> None:

@@ -50,6 +50,7 @@ CASE_OF = {
     "qwen2_moe": "qwen2-moe",
     "qwen3_moe": "qwen3-moe",
     "olmoe": "olmoe",
+    "mistral4": "mistral4",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "arcee": "arcee",
@@ -75,6 +76,8 @@ CASE_OF = {
     "gpt2": "gpt2",
     "gpt_neox": "neox",
     "opt": "opt",
+    "falcon": "falcon",
+    "bloom": "bloom",
     "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe_text": "qwen3.5-moe",
@@ -100,6 +103,7 @@ NEW = [
     "gemma3n-widths",
     "gemma4-moe",
     "gemma4-shared",
+    "falcon-alibi",
 ]
 """The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
@@ -136,6 +140,8 @@ OF_KNOWN_COMPONENTS = [
     "exaone4",
     "glm4-moe",
     "glm4-moe-lite",
+    "mistral4",
+    "falcon",
     "ernie4.5",
     "ernie4.5-moe",
     "granite-swa",

@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
-from inflight.models.loader import check_weights, load_weights
+from inflight.models.loader import check_weights
 from inflight.models.registry import UnknownFamily
 from inflight.multimodal import MULTIMODAL as CLASSES
 from tests.engine.driver import alone, load_engine

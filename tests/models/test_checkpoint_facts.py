@@ -97,7 +97,7 @@ def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "Bloom"])
 def test_the_longest_sequence_is_that_of_a_load(tmp_path: Path, case: str, stated: bool) -> None:
     """Also without the keys: then the number is that of transformers."""
     values, defaults = make_config(case).to_dict(), type(make_config(case))().to_dict()
@@ -161,7 +161,7 @@ def test_an_error_says_where_the_key_of_a_text_part_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_sizes_that_a_text_part_omits_are_transformers_defaults(kind: str) -> None:
+def test_sizes_that_a_text_part_omits_have_the_defaults_of_transformers(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
     for key, value in DEFAULTS[kind].items():
         if key == "rope_theta":

@@ -33,7 +33,7 @@ _LLAMA_7B = {
     "intermediate_size": 11008,
 }
 _NUM_FILES = 3
-_MOST_READ = 16 << 20
+_MAX_READ = 16 << 20
 """Bytes of a file that may be in memory: the header, and the kernel's read-ahead."""
 
 
@@ -118,7 +118,7 @@ def test_tensors_that_do_not_fit_are_found_in_the_files_headers(
     with pytest.raises(ConfigError) as error:
         load_engine(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
     assert message in str(error.value)
-    assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
+    assert all(_bytes_in_memory(path) < _MAX_READ for path in paths)
 
 
 def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> N
     model = read_model_description(tmp_path)
     paths = _write(tmp_path, tensor_shapes(model))
     check_weights(model)
-    assert all(_bytes_in_memory(path) < _MOST_READ for path in paths)
+    assert all(_bytes_in_memory(path) < _MAX_READ for path in paths)
     with paths[0].open("rb") as file:
-        file.read(2 * _MOST_READ)
-    assert _bytes_in_memory(paths[0]) >= 2 * _MOST_READ
+        file.read(2 * _MAX_READ)
+    assert _bytes_in_memory(paths[0]) >= 2 * _MAX_READ

@@ -118,6 +118,7 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
+    "mistral3-mistral4": ("Mistral3", "mistral4", CASES["mistral4"][1]),
     "llama4-vision": ("Llama4", "llama4_text", CASES["llama4"][1]),
     "qwen2-vl": (
         "Qwen2VL",

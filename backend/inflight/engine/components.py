@@ -26,6 +26,8 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "experts with weighted inputs": experts is not None and experts.weighs_inputs,
         "attention in chunks": any(decoder.attention_chunks),
         "attention whose temperature depends on the position": decoder.attention_temperature is not None,
+        "ALiBi": decoder.alibi is not None,
+        "a norm on embeddings": decoder.embedding_norm,
         "norms without weights": decoder.qk_norm == "unweighted",
         "attention beside recurrent layers": any(map(decoder.has_state, layers))
         and not all(map(decoder.is_recurrent, filter(decoder.has_state, layers))),

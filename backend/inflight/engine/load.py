@@ -188,8 +188,8 @@ class _Loader(RankLoader):
             return
         num_bytes = _weight_bytes(config, model, self.part)
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
-        dtype, rounding = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
-        size = block_bytes(self.held, config.tokens_per_block, dtype, rounding)
+        dtype, quantization = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
+        size = block_bytes(self.held, config.tokens_per_block, dtype, quantization)
         on_gpu = device.type == "cuda"
         check_room(config, num_bytes, self.max_sequence_length, size, free_bytes, on_gpu, are_mapped)
         if are_mapped and num_bytes > free_bytes:
@@ -252,10 +252,10 @@ class _Loader(RankLoader):
             self.options.min_over_ranks,
             mapped,
         )
-        rounding, size = find_kv_quantization(config.kv_cache_dtype), config.tokens_per_block
-        num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
+        quantization, size = find_kv_quantization(config.kv_cache_dtype), config.tokens_per_block
+        num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, quantization)
         with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
-            return KvCache(held, num_blocks, size, dtype, device, rounding, states)
+            return KvCache(held, num_blocks, size, dtype, device, quantization, states)
 
 
 def _stored_bytes(config: EngineConfig) -> int:

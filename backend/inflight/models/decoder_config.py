@@ -230,7 +230,7 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are projections of one vector.
 
     For each token, the cache has this vector, the compressed latent, and one key that all heads share. A head's
-    queries and keys have two parts: a part without positions, whose keys are projected from the latent, and a
+    queries and keys have two parts: a part without rotation, whose keys are projected from the latent, and a
     rotated part, whose key is the shared key.
 
     Instead of projecting the latents to keys and values, one can multiply queries by the key projection, and the
@@ -242,7 +242,7 @@ class LatentAttention:
         query_rank: Width of the vector from which queries are projected; None: queries are projected from hidden
             states.
         kv_rank: Width of the compressed latent.
-        nope_head_dim: Width of a head's part without positions.
+        nope_head_dim: Width of a head's part without rotation (no position embedding).
         rope_head_dim: Width of the rotated part of a head, and of the shared key.
         value_head_dim: Width of a head's values.
         interleaved: Whether dimensions 2i and 2i + 1 are rotated together, instead of i and i + rope_head_dim / 2.
@@ -281,6 +281,23 @@ class AttentionTemperature:
 
     growth: float
     interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention with linear biases (ALiBi), in place of rotary or learned positions.
+
+    To each score, a head adds its slope times the key's position, minus the same for the query's position.
+
+    Attributes:
+        slopes: The slope of each query head.
+        scale: Factor of the products of slopes and positions.
+        is_rounded: Whether slopes, positions and their products are rounded to bfloat16.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float = 1.0
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +407,12 @@ class DecoderConfig:
             attends to the keys of its chunk up to its own; None: no chunks in this layer. Empty: no layer has
             chunks.
         attention_temperature: Temperature of attention; None: queries are the same at every position.
+        alibi: Linear biases of attention scores; None: there are none.
         tied_embeddings: Whether the embedding is also the output projection, unless the checkpoint has
             another one.
         learned_positions: Whether a learned embedding of each position is added to the input.
         position_offset: Number of rows of the position embedding before the row of position 0.
+        embedding_norm: Whether embeddings have a norm.
         norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs
             before the addition to the residual stream, or both.
         norm_offset: Added to the stored weights of norms.
@@ -462,10 +481,12 @@ class DecoderConfig:
     tied_embeddings: bool
     attention_chunks: tuple[int | None, ...] = ()
     attention_temperature: AttentionTemperature | None = None
+    alibi: Alibi | None = None
     qk_norm: QkNorm | None = None
     norms_rotated: bool = False
     learned_positions: bool = False
     position_offset: int = 0
+    embedding_norm: bool = False
     norm_placement: NormPlacement = "before"
     norm_offset: float = 0.0
     norm_bias: bool = True

@@ -149,7 +149,7 @@ class LatentWeights:
     Attributes:
         query_norm: Norm over the vector from which queries are projected, [query_rank]; None if queries are
             projected from hidden states.
-        query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
+        query_up: [heads * query_head_dim, query_rank], in each head the part without rotation first; None if
             queries are projected from hidden states.
         kv_norm: Norm over the compressed latent, [kv_rank].
         kv_up: [heads * (nope_head_dim + value_head_dim), kv_rank], in each head keys first.
@@ -293,6 +293,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
         token_inputs: Weights that make per-layer embeddings; None if there are none.
         streams: Weights for several residual streams; None if there is one.
+        embedding_norm: Norm on embeddings; None if there is none, and after the first stage.
     """
 
     embedding: Tensor | None
@@ -302,6 +303,7 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     lm_head: LinearT | None
     token_inputs: TokenInputWeights | None = None
     streams: StreamWeights | None = None
+    embedding_norm: Norm | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

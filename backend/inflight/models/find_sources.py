@@ -55,13 +55,15 @@ class _Finder:
     def decoder(self) -> DecoderSources:
         decoder, names, part = self._decoder, self._names, self._part
         vocabulary = part.shard.split(decoder.vocab_size)
-        embedding = position_embedding = lm_head = final_norm = None
+        embedding = position_embedding = embedding_norm = lm_head = final_norm = None
         if part.is_first_stage:
             embedding = self._table(names.base + names.embedding, decoder.vocab_size, vocabulary)
             if decoder.learned_positions:
                 positions = decoder.max_positions + decoder.position_offset
                 name = names.base + names.position_embedding
                 position_embedding = self._table(name, positions, (0, positions))
+            if decoder.embedding_norm:
+                embedding_norm = self._norm(names.base + names.embedding_norm, decoder.hidden_size)
         if part.is_last_stage:
             if not (decoder.tied_embeddings and embedding is not None):
                 name = names.base + names.embedding if decoder.tied_embeddings else names.lm_head
@@ -71,7 +73,14 @@ class _Finder:
         streams = None if decoder.altup is None else self._streams(decoder.altup)
         layers = tuple(self._layer(index) for index in range(*part.layers))
         return DecoderSources(
-            embedding, position_embedding, lm_head, final_norm, token_inputs, streams, layers
+            embedding,
+            position_embedding,
+            embedding_norm,
+            lm_head,
+            final_norm,
+            token_inputs,
+            streams,
+            layers,
         )
 
     def _table(self, name: str, rows: int, own: Range) -> TensorSource:
@@ -508,14 +517,18 @@ class _Finder:
         return self._linear(parts, hidden, (0, hidden), bias, is_gated)
 
     def _rows_by_head(self, name: str) -> StoredRows:
-        """Return this shard's rows of a matrix ordered by head, reordered to all queries, all keys, all values."""
-        size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
-        ranges = (
-            ((3 * head + kind) * size, (3 * head + kind + 1) * size)
-            for kind in range(3)
-            for head in range(first, last)
-        )
-        return StoredRows(name, 3 * self._decoder.query_size, tuple(ranges))
+        """Return this shard's rows of a matrix ordered by key head, reordered to all queries, all keys, all
+        values."""
+        decoder, shard = self._decoder, self._part.shard
+        group = decoder.num_heads // decoder.num_kv_heads
+        keys = range(*shard.share(decoder.num_kv_heads))
+        heads = [
+            *(head // group * (group + 2) + head % group for head in range(*shard.split(decoder.num_heads))),
+            *(key * (group + 2) + group for key in keys),
+            *(key * (group + 2) + group + 1 for key in keys),
+        ]
+        ranges = (_scaled((head, head + 1), decoder.head_dim) for head in heads)
+        return StoredRows(name, decoder.query_size + 2 * decoder.kv_size, tuple(ranges))
 
     def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
         hidden = self._decoder.hidden_size

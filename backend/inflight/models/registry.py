@@ -73,7 +73,11 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
-    names = family.names if config.multimodal is None else names_in_multimodal(family.names)
+    names = family.names
+    if family.read_norms is not None:
+        names = replace(names, norms=family.read_norms(config))
+    if config.multimodal is not None:
+        names = names_in_multimodal(names)
     return ModelDescription(config.path.parent, decoder, names, quantization, config.multimodal)
 
 

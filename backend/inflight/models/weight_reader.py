@@ -83,11 +83,13 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
         """Return the weights of a part of a model, as converted by the sink."""
-        embedding = position_embedding = final_norm = lm_head = None
+        embedding = position_embedding = embedding_norm = final_norm = lm_head = None
         if sources.embedding is not None:
             embedding = self._plain(sources.embedding)
         if sources.position_embedding is not None:
             position_embedding = self._plain(sources.position_embedding)
+        if sources.embedding_norm is not None:
+            embedding_norm = self._norm(sources.embedding_norm, self._plain)
         if sources.final_norm is not None:
             table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
             assert table is not None, "the last stage has the output projection or the tied embedding"
@@ -100,7 +102,14 @@ class WeightReader(Generic[LayerT, LinearT]):
         streams = None if sources.streams is None else self._streams(sources.streams)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
         return DecoderWeights(
-            embedding, position_embedding, layers, final_norm, lm_head, token_inputs, streams
+            embedding,
+            position_embedding,
+            layers,
+            final_norm,
+            lm_head,
+            token_inputs,
+            streams,
+            embedding_norm,
         )
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
@@ -240,7 +249,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
 
     def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
-        """Yield each expert's levels, given the first expert's; raise _NotKept for an expert of another form."""
+        """Yield the levels of all experts, beginning with `first`; raise _NotKept if one has another form."""
         for index, of_expert in enumerate(source.matrices):
             matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
             if matrix is None or matrix.form != first.form:

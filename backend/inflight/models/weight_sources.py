@@ -90,7 +90,10 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """Stored weight and bias of a linear layer; `is_gated`: whether its rows are gate above up of a gated MLP."""
+    """Stored weight and bias of a linear layer.
+
+    `is_gated`: whether the rows are the fused projections of a gated MLP, first the gate's, then those of up.
+    """
 
     weight: TensorSource
     bias: TensorSource | None
@@ -272,6 +275,7 @@ class DecoderSources:
 
     embedding: TensorSource | None
     position_embedding: TensorSource | None
+    embedding_norm: NormSource | None
     lm_head: TensorSource | None
     final_norm: NormSource | None
     token_inputs: TokenInputSources | None

@@ -51,6 +51,7 @@ REFUSED = {
     "llama4_text": "experts with weighted inputs, attention in chunks",
     "granite_swa": "learned sinks",
     "granitemoe_swa": "learned sinks",
+    "mistral4": "latent attention",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "glm4_moe_lite": "latent attention",
@@ -74,6 +75,7 @@ REFUSED = {
     "nemotron_h": "layers without attention or without an MLP",
     "falcon_h1": "attention beside recurrent layers, fixed factors of activations",
     "kimi_linear": "latent attention, recurrent layers",
+    "bloom": "ALiBi, a norm on embeddings",
 }
 FAMILY_NAMES = [family.model_type for family in FAMILIES]
 

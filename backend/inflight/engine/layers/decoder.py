@@ -281,7 +281,8 @@ class Decoder:
 
     def _embed(self, packed: PackedBatch) -> Tensor:
         learned = self._weights.position_embedding
-        return embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+        x = embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+        return self._norm(x, self._weights.embedding_norm)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"

@@ -116,8 +116,8 @@ class AttentionNames:
     Attributes:
         output: Output projection.
         qkv: One module for each of query, key and value, or one module for all three; empty with latent attention.
-        qkv_by_head: Whether one module for all three has query, key and value of the first head, then of
-            the next head.
+        qkv_by_head: Whether one module for all three has the first key head's queries, its key and its value,
+            then those of the next key head.
         query_norm: Norm over query heads; "" if there is none.
         key_norm: Norm over key heads; "" if there is none.
         sinks: Whole name of the tensor with the heads' learned scores; "" if there are none.
@@ -306,6 +306,7 @@ class WeightNames:
         recurrent_norms: Norms of the recurrent layers; None: they have the names in `norms`.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
+        embedding_norm: Norm on embeddings, below `base`; "" if there is none.
         transposed: Whether linear weights are stored [in, out].
         layer_inputs: Modules of per-layer embeddings; None if there are none.
         altup: Modules of several residual streams; None if there is one.
@@ -329,6 +330,7 @@ class WeightNames:
     recurrent_norms: NormNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
+    embedding_norm: str = ""
     transposed: bool = False
     layer_inputs: LayerInputNames | None = None
     altup: AltUpNames | None = None
@@ -367,6 +369,8 @@ class Family:
             `neutral_keys.py`.
         quantizations: Further values of `quant_method` that the family's checkpoints may have, for stacked
             experts.
+        read_norms: Returns the names of a layer's norms, in a family in which they depend on config.json; None:
+            they are those of `names`.
     """
 
     model_type: str
@@ -375,6 +379,7 @@ class Family:
     names: WeightNames
     neutral: NeutralKeys = field(default_factory=dict[str, tuple[Any, ...]])
     quantizations: tuple[str, ...] = ()
+    read_norms: Callable[[ConfigFile], NormNames] | None = None
 
 
 def names_in_multimodal(names: WeightNames) -> WeightNames:
