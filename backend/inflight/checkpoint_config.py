@@ -306,7 +306,13 @@ class CheckpointFacts:
         return self._config.child(key) if self._config.has(key) else None
 
     def _size(self, *keys: str) -> int | None:
-        return next(filter(None, (positive_int(self._config.value(key)) for key in keys)), None)
+        """Return the first size that is stated; of a list with a size for each layer, the largest."""
+        for key in keys:
+            value = self._config.value(key)
+            sizes = [positive_int(each) or 0 for each in (value if is_list(value) else [value])]
+            if largest := max(sizes, default=0):
+                return largest
+        return None
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:

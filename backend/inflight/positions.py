@@ -106,6 +106,7 @@ _FAMILIES = {
     "gpt_oss": _Positions(131072, scaling=GPT_OSS_SCALING),
     "gemma2": _Positions(8192),
     "gemma3_text": _Positions(131072, is_scaled=True),
+    "gemma3n_text": _Positions(32768, is_scaled=True),
     "gemma4_text": _Positions(131072, is_scaled=True),
     "cohere2": _Positions(8192),
     "qwen3_5_text": _Positions(32768),

@@ -70,6 +70,20 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": 61,
     "final_logit_softcapping": 9.0,
 }
+_GEMMA3N = {
+    **{key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"},
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 61,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.4, 0.0],
+    "final_logit_softcapping": 9.0,
+}
 _DEEPSEEK = {
     **{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -293,6 +307,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gpt_neox": {
         "vocab_size": 61,
@@ -600,6 +615,9 @@ VALUES: dict[str, list[Any]] = {
     ],
     "hybrid_override_pattern": ["ME*-", "M*", "M?"],
     "mtp_layers_block_type": [["attention", "mlp"]],
+    "altup_num_inputs": [1, 2, 4],
+    "altup_active_idx": [1, 2, 3],
+    "activation_sparsity_pattern": [[0.5, 0.5, 0.0, 0.0], [0.0] * 4, [0.5], [0.5, 0.5, 1.0, 0.0], 0.5],
     "unheard_of": [1, "on", True, False, [], {}],
 }
 

@@ -19,7 +19,18 @@ from tests.engine.lora import Adapter, lora_config, make_adapter, stored, weight
 from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import examples, with_all
 
-CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "glm4", "gemma4", "gemma4-shared"]
+CASES = [
+    "llama-gqa",
+    "qwen2",
+    "mistral-window",
+    "gpt2",
+    "phi3",
+    "gemma2",
+    "glm4",
+    "gemma3n",
+    "gemma4",
+    "gemma4-shared",
+]
 NUM_TOKENS = examples(fast=14, all=24)
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 1},

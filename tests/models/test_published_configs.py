@@ -73,7 +73,8 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
         assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
     dense_key = "intermediate_size_mlp" if hasattr(config, "intermediate_size_mlp") else "intermediate_size"
     for key in (dense_key, "ffn_dim", "ffn_hidden_size"):
-        assert ours.intermediate_size == getattr(config, key, ours.intermediate_size)
+        width = getattr(config, key, ours.intermediate_size)
+        assert ours.intermediate_size == (max(width) if isinstance(width, list) else width)
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         assert ours.norm_eps == getattr(config, key, ours.norm_eps)
     assert ours.tied_embeddings == config.tie_word_embeddings

@@ -168,7 +168,7 @@ def make_config(case: str) -> Any:
     }
     for name in foreign.get(family, ()):
         del values[name]
-    has_text_config = family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    has_text_config = family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     return getattr(transformers, config_name)(**{**values, **changes}, architectures=[class_name])
@@ -180,11 +180,26 @@ def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
     config_class = getattr(transformers, f"{family}Config")
     config = config_class(text_config=text, tie_word_embeddings=False, **OTHER_PARTS[family])
     config.text_config._experts_implementation = "eager"
-    oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
+    with _without_timm():
+        oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
     if family == "Kimi_K25":
         rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
     return ZooModel(folder, oracle)
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Replace the vision tower of Gemma 3n, which needs the package timm, by a linear layer."""
+    make = transformers.AutoModel.from_config
+
+    def from_config(config: Any, **options: Any) -> Any:
+        if config.model_type == "gemma3n_vision":
+            return torch.nn.Linear(config.hidden_size, config.hidden_size)
+        return make(config, **options)
+
+    with patch.object(transformers.AutoModel, "from_config", from_config):
+        yield
 
 
 def rename(folder: Path, pattern: str, name: str) -> None:

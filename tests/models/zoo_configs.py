@@ -51,6 +51,22 @@ _GEMMA = {
     "query_pre_attn_scalar": 9,
 }
 
+_GEMMA3N = {
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 19,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "altup_num_inputs": 3,
+    "laurel_rank": 10,
+    "activation_sparsity_pattern": [0.7, 0.0, 0.5, 0.7, 0.0],
+    "final_logit_softcapping": 9.0,
+}
+
 _GEMMA4 = {
     "tie_word_embeddings": False,
     "num_key_value_heads": 4,
@@ -490,6 +506,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
+    "gemma3n-widths": (
+        "Gemma3n",
+        {
+            **_GEMMA3N,
+            "intermediate_size": [96, 64, 96, 64, 96],
+            "altup_num_inputs": 4,
+            "altup_active_idx": 2,
+            "altup_correct_scale": False,
+            "vocab_size_per_layer_input": 150,
+            "num_kv_shared_layers": 0,
+        },
     ),
     "gemma4": ("Gemma4", _GEMMA4),
     "gemma4-shared": (

@@ -40,4 +40,7 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "experts of projected hidden states": experts is not None and experts.latent_size > 0,
         "xIELU": decoder.activation == "xielu",
         "gates of heads": decoder.head_gates,
+        "several residual streams (AltUp)": decoder.altup is not None,
+        "low-rank branches beside attention (LAuReL)": decoder.laurel_rank > 0,
+        "sparse gates of MLPs": any(decoder.gate_sparsity),
     }

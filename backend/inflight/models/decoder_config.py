@@ -344,12 +344,32 @@ class LayerInputsConfig:
     Attributes:
         size: Width of one layer's embedding.
         vocab_size: Number of rows of the separate table.
-        virtual_id: The token whose row of the separate table is used for virtual tokens.
+        virtual_id: The token whose row of the separate table is used for virtual tokens, and for tokens without
+            a row.
     """
 
     size: int
     vocab_size: int
     virtual_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Alternating updates (AltUp): several residual streams, of which each layer reads and changes one.
+
+    Before a layer, every stream is predicted as a mixture of all streams. The layer computes a new value of one
+    of them, the active stream. Its difference from the predicted value, times factors that depend on the new
+    value, corrects all streams.
+
+    Attributes:
+        num_streams: Number of streams, at least 2.
+        active: Index of the active stream.
+        has_output_scale: Whether per-layer embeddings read the corrected active stream times a learned vector.
+    """
+
+    num_streams: int
+    active: int
+    has_output_scale: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,6 +451,12 @@ class DecoderConfig:
             equal sizes; then it has neither key nor value projection. Empty: every layer reads its own.
         layer_scales: Whether the residual stream after each layer is multiplied by a learned number.
         layer_inputs: Per-layer embeddings; None: there are none.
+        altup: Several residual streams, in a model with per-layer embeddings; None: there is one stream.
+        laurel_rank: Inner width of a low-rank branch beside attention, which reads attention's input; the sum of
+            residual stream and both results is divided by the square root of 2 (LAuReL). 0: there is none.
+        gate_sparsity: For each layer, the expected fraction of the MLP's gates that a threshold, which depends on
+            the row's mean and deviation, sets to 0 before the activation; with 0 there is no threshold. Empty: no
+            layer has one.
         eos_token_ids: End ids from generation_config.json, otherwise from config.json.
         dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
@@ -490,6 +516,9 @@ class DecoderConfig:
     kv_layers: tuple[int, ...] = ()
     layer_scales: bool = False
     layer_inputs: LayerInputsConfig | None = None
+    altup: AltUpConfig | None = None
+    laurel_rank: int = 0
+    gate_sparsity: tuple[float, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
 

@@ -63,11 +63,6 @@ def read_model_description(folder: Path | str) -> ModelDescription:
             feature; the message has the file, the key, its value and the expected values.
     """
     config = read_config_file(folder).text_part()
-    if config.multimodal is not None and config.multimodal.lacking:
-        raise ConfigError(
-            f"{config.path}: {config.multimodal.architecture} is not served: its text part needs "
-            f"{config.multimodal.lacking}, which this server does not have"
-        )
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
     try:

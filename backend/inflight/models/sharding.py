@@ -197,6 +197,7 @@ class Part:
             mlp_layers=decoder.mlp_layers[begin:end],
             layer_sizes=part.layer_sizes[begin:end],
             keys_are_values=decoder.keys_are_values[begin:end],
+            gate_sparsity=decoder.gate_sparsity[begin:end],
             kv_layers=tuple(layer - begin for layer in decoder.kv_layers[begin:end]),
         )
 

@@ -14,32 +14,38 @@ from torch import Tensor
 
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import (
+    AltUpWeights,
     DecoderWeights,
     ExpertNorms,
     ExpertWeights,
     LatentWeights,
+    LaurelWeights,
     Layer,
     LayerInputWeights,
     LayerT,
     Linear,
     LinearT,
     Norm,
+    StreamWeights,
     TokenInputWeights,
 )
 from inflight.models.levels import GroupedMatrix, stack_rows
 from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_sources import (
+    AltUpSources,
     DecoderSources,
     ExpertNormSources,
     ExpertSources,
     LatentSources,
+    LaurelSources,
     LayerInputSources,
     LayerSources,
     LinearSource,
     NormSource,
     RecurrentSources,
     StackSource,
+    StreamSources,
     TensorSource,
     TokenInputSources,
     XieluSources,
@@ -93,9 +99,17 @@ class WeightReader(Generic[LayerT, LinearT]):
             del table
             final_norm = self._norm(sources.final_norm, self._plain)
         token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
+        streams = None if sources.streams is None else self._streams(sources.streams)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
         return DecoderWeights(
-            embedding, position_embedding, layers, final_norm, lm_head, token_inputs, embedding_norm
+            embedding,
+            position_embedding,
+            layers,
+            final_norm,
+            lm_head,
+            token_inputs,
+            streams,
+            embedding_norm,
         )
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
@@ -103,6 +117,11 @@ class WeightReader(Generic[LayerT, LinearT]):
             embedding=self._plain(sources.embedding),
             projection=Linear(self._plain(sources.projection.weight)),
             norm=self._norm(sources.norm, self._plain),
+        )
+
+    def _streams(self, sources: StreamSources) -> StreamWeights:
+        return StreamWeights(
+            split=Linear(self._plain(sources.split.weight)), join=Linear(self._plain(sources.join.weight))
         )
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
@@ -131,6 +150,24 @@ class WeightReader(Generic[LayerT, LinearT]):
             inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
             activation=None if sources.activation is None else self._xielu(sources.activation),
             scale=self._vector(sources.scale),
+            altup=None if sources.altup is None else self._altup(sources.altup),
+            laurel=None if sources.laurel is None else self._laurel(sources.laurel),
+        )
+
+    def _altup(self, sources: AltUpSources) -> AltUpWeights:
+        return AltUpWeights(
+            router=self._linear(sources.router),
+            router_norm=self._norm(sources.router_norm, self._tensor),
+            prediction=self._linear(sources.prediction),
+            correction=self._linear(sources.correction),
+            output_scale=self._tensor(sources.output_scale),
+        )
+
+    def _laurel(self, sources: LaurelSources) -> LaurelWeights:
+        return LaurelWeights(
+            down=self._linear(sources.down),
+            up=self._linear(sources.up),
+            norm=self._norm(sources.norm, self._tensor),
         )
 
     def _xielu(self, sources: XieluSources) -> Tensor:

@@ -185,6 +185,34 @@ class TokenInputSources:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpSources:
+    """Stored weights of a layer for several residual streams."""
+
+    router: LinearSource
+    router_norm: NormSource
+    prediction: LinearSource
+    correction: LinearSource
+    output_scale: TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelSources:
+    """Stored weights of a low-rank branch beside attention."""
+
+    down: LinearSource
+    up: LinearSource
+    norm: NormSource
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSources:
+    """Stored weights outside of layers for several residual streams."""
+
+    split: LinearSource
+    join: LinearSource
+
+
+@dataclass(frozen=True, slots=True)
 class XieluSources:
     """Stored parameters of the activation xIELU."""
 
@@ -229,6 +257,8 @@ class LayerSources:
     inputs: LayerInputSources | None
     activation: XieluSources | None
     scale: TensorSource | None
+    altup: AltUpSources | None
+    laurel: LaurelSources | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +279,7 @@ class DecoderSources:
     lm_head: TensorSource | None
     final_norm: NormSource | None
     token_inputs: TokenInputSources | None
+    streams: StreamSources | None
     layers: tuple[LayerSources, ...]
 
 

@@ -57,6 +57,8 @@ REFUSED = {
     "glm4-moe-lite",
     "gpt-oss",
     "gemma2",
+    "gemma3n",
+    "gemma3n-widths",
     "gemma4",
     "gemma4-moe",
     "gemma4-shared",

@@ -61,6 +61,7 @@ REFUSED = {
     "hunyuan_v1_moe": "norms of rotated heads",
     "minimax_m2": "experts chosen otherwise than by softmax",
     "gemma2": "soft caps of attention",
+    "gemma3n_text": "norms of values, layers that read another layer's keys and values, per-layer embeddings",
     "gemma4_text": "heads or MLPs that differ from layer to layer, keys that are also values",
     "gpt_oss": "learned sinks, clamped SwiGLU, biases of experts",
     "qwen3_5_text": "recurrent layers, gates of attention",

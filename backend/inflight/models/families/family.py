@@ -189,6 +189,44 @@ class LayerInputNames:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Names of the modules of several residual streams.
+
+    Attributes:
+        split: The projections of the embedding, below the model's `base`; `{}` stands for the index.
+        join: The projections before the final norm, below `base`; `{}` stands for the index.
+        router: The projection of the active stream, below each layer.
+        router_norm: The norm on the router's input, below each layer.
+        prediction: The projection to the weights of predictions, below each layer.
+        correction: The projection to the factors of corrections, below each layer.
+        output_scale: Whole name, below each layer, of the factors of the active stream.
+    """
+
+    split: str
+    join: str
+    router: str
+    router_norm: str
+    prediction: str
+    correction: str
+    output_scale: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelNames:
+    """Names of the modules of a low-rank branch beside attention, below the layer.
+
+    Attributes:
+        down: The projection of attention's input.
+        up: The projection back to hidden states.
+        norm: The norm on the result.
+    """
+
+    down: str
+    up: str
+    norm: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Names of the modules of a layer with experts, below the layer.
 
@@ -271,6 +309,8 @@ class WeightNames:
         embedding_norm: Norm on embeddings, below `base`; "" if there is none.
         transposed: Whether linear weights are stored [in, out].
         layer_inputs: Modules of per-layer embeddings; None if there are none.
+        altup: Modules of several residual streams; None if there is one.
+        laurel: Modules of a low-rank branch beside attention; None if there is none.
         activation: Prefix, below the layer, of the learned parameters of xIELU; "" if the activation has none.
         layer_scale: Whole name, below the layer, of the factor of the residual stream after the layer; ""
             if there is none.
@@ -293,6 +333,8 @@ class WeightNames:
     embedding_norm: str = ""
     transposed: bool = False
     layer_inputs: LayerInputNames | None = None
+    altup: AltUpNames | None = None
+    laurel: LaurelNames | None = None
     activation: str = ""
     layer_scale: str = ""
     ignored: tuple[str, ...] = ()
