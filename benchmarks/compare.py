@@ -175,7 +175,7 @@ def _check(peer: Side, model: Path, dtype: str) -> None:
         raise ValueError(f"--peer-python {peer.python}: expected an interpreter")
     if peer.model is None and peer.name in CONVERTED:
         raise ValueError(
-            f"--peer {peer.name}: expected a --peer-model after it, the checkpoint in its own form"
+            f"--peer {peer.name}: expected a --peer-model after it, the checkpoint in this system's format"
         )
     if peer.model is not None:
         check_peer_model(peer.model, model, dtype)

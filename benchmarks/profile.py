@@ -1,9 +1,9 @@
 """Profile iterations by stage, speed against concurrency, and KV blocks over time; write JSON and plots.
 
-Runs in this process, with a server's loop, instruments and client. Functions of the program are timed to
-divide generation iterations into stages. The workload W runs with more and more requests in flight, and then
-twice in a KV cache that holds half of it: with all requests at once, and with four fifths of the rate that
-the engine reached. Prints the tables of docs/performance.md.
+Runs the engine in this process, with the loop, metrics and client that a server uses. Functions of the loop
+are timed to divide generation iterations into stages. The workload W runs with more and more requests in
+flight, and then twice with a KV cache that has room for half of it: once all requests arrive at the same time,
+and once at four fifths of the highest rate that the engine reached. Prints the tables of docs/performance.md.
 """
 
 from __future__ import annotations

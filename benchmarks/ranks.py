@@ -29,7 +29,10 @@ _SETUPS = ("tp=1,pp=1", "tp=2,pp=1", "tp=1,pp=2")
 
 @dataclass(frozen=True)
 class Work:
-    """The work of each rank. `prompt` and `tokens` are lengths per stream, `threads` is the number per rank."""
+    """A workload that the ranks run, with `tp` × `pp` ranks of `threads` threads each.
+
+    Each of `streams` sequences has `prompt` prompt tokens and generates `tokens` tokens.
+    """
 
     model: str
     dtype: str

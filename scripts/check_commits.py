@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_CHARACTERS = 72
+MAX_CHARACTERS = 72
 
 _AREA = r"[a-z0-9_.-]+(?:/[a-z0-9_.-]+)*"
 _SUBJECT = re.compile(rf"{_AREA}(?:, ?{_AREA})*: \S+ \S.*")
@@ -20,7 +20,7 @@ _SUBJECT = re.compile(rf"{_AREA}(?:, ?{_AREA})*: \S+ \S.*")
 
 def is_accepted(subject: str) -> bool:
     """Return whether a commit's subject has the form."""
-    return len(subject) <= MOST_CHARACTERS and _SUBJECT.fullmatch(subject) is not None
+    return len(subject) <= MAX_CHARACTERS and _SUBJECT.fullmatch(subject) is not None
 
 
 def new_subjects(folder: Path) -> list[str]:
@@ -48,7 +48,7 @@ def main(folder: Path) -> int:
     if refused:
         print(
             f"{len(refused)} subjects are not of the form `area: verb the thing` with at most"
-            f" {MOST_CHARACTERS} characters (docs/contributing.md)",
+            f" {MAX_CHARACTERS} characters (docs/contributing.md)",
             file=sys.stderr,
         )
     return 1 if refused else 0

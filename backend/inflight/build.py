@@ -88,7 +88,7 @@ class RunningEngine:
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
         """Refuse new requests, finish or end requests in flight, end all threads, free the device. Idempotent.
 
-        May be called on any thread except the loop's. Takes at most `timeout_s` seconds, and up to seven
+        May be called on any thread except the loop thread. Takes at most `timeout_s` seconds, and up to seven
         more if the device hangs. The other ranks, if there are any, end too.
 
         Args:
@@ -117,7 +117,7 @@ class RunningEngine:
     def fail(self, error: InflightError) -> None:
         """Answer every request with `error`, including requests from other processes, even if the loop hangs.
 
-        May be called on any thread except the loop's. The engine cannot be used afterwards. Waits for a few
+        May be called on any thread except the loop thread. The engine cannot be used afterwards. Waits for a few
         seconds at most, because a loop that hangs while it delivers a response blocks all other deliveries.
         """
 

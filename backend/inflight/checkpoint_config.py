@@ -251,7 +251,7 @@ class CheckpointFacts:
     @property
     def hidden_size(self) -> int | None:
         """Width of the hidden states."""
-        return self._size("hidden_size", "n_embd")
+        return self._size("hidden_size", "n_embd", "n_embed")
 
     @property
     def num_heads(self) -> int | None:
@@ -261,13 +261,21 @@ class CheckpointFacts:
     @property
     def num_kv_heads(self) -> int | None:
         """Number of key and value heads of a layer; the number of attention heads if not stated."""
-        return self._size("num_key_value_heads") or self.num_heads
+        values = self._config.values
+        is_falcon = values.get("model_type") == "falcon"
+        if is_falcon and not values.get("new_decoder_architecture") and values.get("multi_query", True):
+            return 1
+        return self._size("num_key_value_heads", "num_kv_heads") or self.num_heads
 
     @property
     def mlp_size(self) -> int | None:
         """Inner width of an MLP, or of a shared one beside experts; four times the hidden size if not stated."""
         stated = self._size(
-            "intermediate_size_mlp", "intermediate_size", "n_inner", "shared_expert_intermediate_size"
+            "intermediate_size_mlp",
+            "intermediate_size",
+            "n_inner",
+            "ffn_hidden_size",
+            "shared_expert_intermediate_size",
         )
         return stated or (self.hidden_size and 4 * self.hidden_size)
 
@@ -298,7 +306,13 @@ class CheckpointFacts:
         return self._config.child(key) if self._config.has(key) else None
 
     def _size(self, *keys: str) -> int | None:
-        return next(filter(None, (positive_int(self._config.value(key)) for key in keys)), None)
+        """Return the first size that is stated; of a list with a size for each layer, the largest."""
+        for key in keys:
+            value = self._config.value(key)
+            sizes = [positive_int(each) or 0 for each in (value if is_list(value) else [value])]
+            if largest := max(sizes, default=0):
+                return largest
+        return None
 
 
 def read_config_file(folder: Path | str) -> ConfigFile:

@@ -243,7 +243,7 @@ class EngineConfig:
     implementation: str | None = parameter(
         None,
         choice("torch", "transformers", "tensorrt"),
-        "torch: own layers of this server; transformers: its slower modelling code, for all other families; "
+        "torch: the layers of this server; transformers: its modelling code, slower, for all other families; "
         "tensorrt: plans of scripts/build; default: by the checkpoint's family",
         key="engine",
     )
@@ -285,7 +285,7 @@ class EngineConfig:
     kv_cache_dtype: str = parameter(
         "auto",
         choice("auto", INT8, FP8),
-        "of stored keys and values: int8 and fp8 (e4m3) are rounded and need half the memory; auto: dtype",
+        "dtype of stored keys and values: int8 and fp8 (e4m3) round them and halve the memory; auto: dtype",
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None, integer(1), "size of the KV cache in tokens; default: by the fraction of free memory"
@@ -412,7 +412,7 @@ class Parameters:
     stream_interval: int = parameter(
         1,
         integer(1),
-        "number of tokens in a streamed response, except the first and the last; more save time for the model",
+        "number of tokens in a streamed response, except the first and the last; more leave the model more time",
         _MODELS,
     )
     repeat_log_probs: bool = parameter(

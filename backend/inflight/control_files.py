@@ -153,7 +153,7 @@ def _docstring(text: str) -> list[str]:
 
 
 def _described(control: Control, field: ExecutorField) -> list[str]:
-    text = f"{field.name}: {control.meaning}. Here: {field.note}."
+    text = f"{field.name}: {control.meaning}. In this API: {field.note}."
     return textwrap.wrap(text, 108, initial_indent=" " * 8, subsequent_indent=" " * 12)
 
 

@@ -23,7 +23,7 @@ def is_engine_folder(folder: str | Path) -> bool:
 def num_slots(folder: str | Path) -> int | None:
     """Return the number of slots of a folder's plans.
 
-    Returns None if it cannot be read, which loading the plans reports.
+    Returns None if it cannot be read; loading the plans then reports the error.
     """
     try:
         description = json.loads((Path(native(folder)) / _FIRST).read_bytes())

@@ -46,13 +46,13 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "decoding_mode",
         choice("auto", "top_k", "top_p", "top_k_top_p", "beam_search"),
         "how tokens are chosen",
-        "every request says so for itself",
+        "it follows from the controls of each request",
     ),
     _no_effect(
         "triton_backend",
         choice("tensorrtllm", "python"),
-        "of tensorrtllm_backend, which implementation",
-        "there is one",
+        "implementation of tensorrtllm_backend",
+        "there is only one implementation",
     ),
     _no_effect("executor_worker_path", TEXT, "program of a worker rank", "ranks run this package"),
     _no_effect(
@@ -64,32 +64,38 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
     _no_effect(
         "encoder_input_features_data_type",
         DATA_TYPES,
-        "of the input encoder_input_features",
+        "data type of the input encoder_input_features",
         "no model here has an encoder",
     ),
     _no_effect(
-        "max_num_images", integer(0), "most images of a prompt", "no model here takes any", _PREPROCESSING
+        "max_num_images",
+        integer(0),
+        "maximum number of images in a prompt",
+        "no model here takes images",
+        _PREPROCESSING,
     ),
-    _no_effect("hf_model_path", TEXT, "checkpoint of an image model", "no model here is one", _PREPROCESSING),
+    _no_effect(
+        "hf_model_path", TEXT, "checkpoint of an image model", "no model here takes images", _PREPROCESSING
+    ),
     _no_effect(
         "tokenizer_type",
         TEXT,
-        "of older versions of tensorrtllm_backend",
-        "tokenizer.json says it",
+        "type of the tokenizer, in older versions of tensorrtllm_backend",
+        "tokenizer.json has the type",
         frozenset({Role.PREPROCESSING, Role.POSTPROCESSING}),
     ),
 )
 
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
-    _unbuilt("visual_model_path", TEXT, "its name in older versions", roles=_PREPROCESSING),
+    _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
     _unbuilt("multimodal_encoders_name", TEXT, "model that encodes images", roles=frozenset({Role.BLS})),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
     _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
     _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
-    _unbuilt("recv_poll_period_ms", integer(0), "of the leader", 0),
+    _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls", 0),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),
     _unbuilt("num_nodes", integer(1), "nodes of an orchestrator", 1),
     _unbuilt("speculative_decoding_fast_logits", BOOLEAN, "draft logits over MPI", False),

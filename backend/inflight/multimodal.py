@@ -34,7 +34,6 @@ class Multimodal:
         may_be_flat: Whether files without `text_config` have the text part's keys at the top, such as older
             files of Qwen2-VL.
         inputs: The inputs of the model's other parts, for messages.
-        lacking: Components of the text part that are not implemented here; "" if it is served.
     """
 
     model_type: str
@@ -44,12 +43,12 @@ class Multimodal:
     tied_by_text: bool = False
     may_be_flat: bool = False
     inputs: str = "pictures"
-    lacking: str = ""
 
 
 _VIDEO, _ALL = "pictures and videos", "pictures, videos and sound"
 MULTIMODAL = (
     Multimodal("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    Multimodal("gemma3n", "Gemma3nForConditionalGeneration", "gemma3n_text", tied=True, inputs=_ALL),
     Multimodal("gemma4", "Gemma4ForConditionalGeneration", "gemma4_text", tied=True, inputs=_ALL),
     Multimodal(
         "gemma4_unified",
@@ -90,14 +89,6 @@ MULTIMODAL = (
     Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
     Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
     Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text"),
-    Multimodal(
-        "gemma3n",
-        "Gemma3nForConditionalGeneration",
-        "gemma3n_text",
-        tied=True,
-        inputs=_ALL,
-        lacking="several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
-    ),
 )
 
 # Families of text parts whose model_type is not the name of a family.
@@ -138,6 +129,14 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 26,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
+    },
+    "gemma3n_text": {
+        "vocab_size": 262400,
+        "hidden_size": 2048,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 35,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
     },
     "gemma4_text": _GEMMA4_DEFAULTS,
     "gemma4_unified_text": {

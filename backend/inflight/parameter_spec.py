@@ -46,7 +46,7 @@ def integer(minimum: int) -> ParameterKind:
 
 
 def share(above: bool = False) -> ParameterKind:
-    """Return the kind of a number in [0, 1], or with `above` in ]0, 1]."""
+    """Return the kind of a number in [0, 1]; if `above` is true, 0 is excluded."""
     return ParameterKind(
         f"a number {'>' if above else '>='} 0 and <= 1",
         float,

@@ -45,6 +45,19 @@ MINISTRAL3_SCALING: Mapping[str, Any] = {
 }
 """`rope_parameters` of Ministral 3's files that have none."""
 
+MISTRAL4_SCALING: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    _ORIGINAL: 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""`rope_parameters` of Mistral 4's files that have none."""
+
 GPT_OSS_SCALING: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -80,6 +93,7 @@ _FAMILIES = {
     "qwen3_moe": _Positions(32768),
     "olmoe": _Positions(4096),
     "minimax_m2": _Positions(196608),
+    "mistral4": _Positions(1048576, scaling=MISTRAL4_SCALING),
     "deepseek_v2": _Positions(2048),
     "deepseek_v3": _Positions(4096),
     "glm4": _Positions(131072),
@@ -92,6 +106,7 @@ _FAMILIES = {
     "gpt_oss": _Positions(131072, scaling=GPT_OSS_SCALING),
     "gemma2": _Positions(8192),
     "gemma3_text": _Positions(131072, is_scaled=True),
+    "gemma3n_text": _Positions(32768, is_scaled=True),
     "gemma4_text": _Positions(131072, is_scaled=True),
     "cohere2": _Positions(8192),
     "qwen3_5_text": _Positions(32768),
@@ -108,6 +123,8 @@ _FAMILIES = {
     "gpt2": _Positions(1024, ("n_positions", _KEY)),
     "gpt_neox": _Positions(2048),
     "opt": _Positions(2048),
+    "falcon": _Positions(2048),
+    "bloom": _Positions(2048, ("seq_length",)),
     "stablelm": _Positions(4096),
     "starcoder2": _Positions(4096),
 }

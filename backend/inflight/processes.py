@@ -21,7 +21,7 @@ STATE, PARENT, MINOR_FAULTS, MAJOR_FAULTS = 0, 1, 7, 9
 _START_TIME = 19
 
 
-_MOST_DESCRIPTORS = 65_536
+_MAX_DESCRIPTORS = 65_536
 
 
 def raise_descriptor_limit() -> None:
@@ -31,7 +31,7 @@ def raise_descriptor_limit() -> None:
     possible descriptor would take very long.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _PATIENCE_S = 1.0  # a shorter step is not displayed
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 5.0  # limits of the pause between log lines
 _GB = 1e9
 _WEIGHTS = re.compile(
     r"(?P<who>rank \d+: )?(?:INFO )?(?P<title>Loading .+?): (?P<done>[\d.]+) (?P<kind>of|GB in) (?P<total>[\d.]+)"
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 def pause_s(elapsed_s: float) -> float:
     """Return the seconds until the next log line of a step that has taken `elapsed_s` seconds so far."""
-    return min(max(elapsed_s / 10, _LEAST_PAUSE_S), _MOST_PAUSE_S)
+    return min(max(elapsed_s / 10, _MIN_PAUSE_S), _MAX_PAUSE_S)
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
         what: The kind of layers that are compiled, such as "bfloat16".
     """
     begun_s = time.monotonic()
-    next_s = begun_s + _MOST_PAUSE_S
+    next_s = begun_s + _MAX_PAUSE_S
     title = f"compiling the decoder's layers ({what})"
     bar = Bar(sys.stderr) if sys.stderr.isatty() else None
     _log.info("%s, once on this machine", title)
@@ -101,7 +101,7 @@ def compile_progress(what: str) -> Generator[Callable[[], None], None, None]:
             bar.show(title, 0, None)
         elif now >= next_s:
             _log.info("%s, once on this machine: %.0f s so far", title, now - begun_s)
-            next_s = now + _MOST_PAUSE_S
+            next_s = now + _MAX_PAUSE_S
 
     try:
         yield tick

@@ -6,7 +6,7 @@ torch.
 
 from __future__ import annotations
 
-LEAST_SCALE = 1e-30
+MIN_SCALE = 1e-30
 """The least scale by which values are divided when they are rounded to 8 bits, as all of them may be 0."""
 
 LARGEST_LOGIT = 1e30

@@ -33,7 +33,7 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 
 _STREAMS = (1, 16, 64)
-_LEAST_REQUESTS, _REQUESTS_OF_STREAM = 16, 4
+_MIN_REQUESTS, _REQUESTS_OF_STREAM = 16, 4
 _ERROR_CHARACTERS = 2000
 
 
@@ -119,7 +119,7 @@ def parser(name: str, docstring: str | None) -> argparse.ArgumentParser:
     add("--requests", type=positive, help="requests of each run; default: 4 per stream, at least 16")
     add("--dtype", help="default: the checkpoint's")
     add("--threads", type=positive, help="threads of the forward pass; default: the number of cores")
-    add("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    add("--max-num-tokens", type=positive, default=2048, help="maximum tokens per iteration")
     add(
         "--rounds",
         type=positive,
@@ -147,7 +147,7 @@ def options(given: argparse.Namespace) -> Options:
 
 def num_requests(asked: int | None, streams: int) -> int:
     """Return the number of requests of a run with this number of streams."""
-    return asked or max(_LEAST_REQUESTS, _REQUESTS_OF_STREAM * streams)
+    return asked or max(_MIN_REQUESTS, _REQUESTS_OF_STREAM * streams)
 
 
 def compare(

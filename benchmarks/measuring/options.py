@@ -114,14 +114,14 @@ def add_options(parser: argparse.ArgumentParser, concurrency: int) -> None:
         "--concurrency",
         type=not_negative,
         default=concurrency,
-        help="most requests in flight; 0: all at once; always 1 for lone",
+        help="maximum number of requests in flight; 0: all at once; always 1 for lone",
     )
     parser.add_argument("--dtype", help="default: the checkpoint's")
     parser.add_argument("--kernels", choices=("native", "torch"), help="default: the engine's choice")
     parser.add_argument(
         "--threads", type=positive, help="threads of the forward pass; default: the number of cores"
     )
-    parser.add_argument("--max-num-tokens", type=positive, default=2048, help="most tokens of an iteration")
+    parser.add_argument("--max-num-tokens", type=positive, default=2048, help="maximum tokens per iteration")
     parser.add_argument("--rounds", type=positive, default=1, help="rounds; figures are their medians")
     parser.add_argument(
         "--set",

@@ -98,10 +98,10 @@ class Figures:
         ttft_ms: Time to first token in milliseconds.
         itl_ms: Milliseconds between the responses of a request.
         gflop_per_s: GFLOP per second of all linear layers and the output projection, without attention.
-        prefill_gflop_per_s: GFLOP of all prompts divided by the sum of their times to first token; only for
-            lone requests.
-        decode_gflop_per_s: GFLOP of one token divided by the median gap; only for lone requests. With 16-bit
-            weights it equals the GB/s at which weights are read.
+        prefill_gflop_per_s: GFLOP of all prompts divided by the sum of their times to first token; only if
+            requests run one at a time.
+        decode_gflop_per_s: GFLOP of one token divided by the median gap; only if requests run one at a time.
+            With 16-bit weights it equals the GB/s at which weights are read.
         memory_gb_per_s: Measured memory bandwidth.
         resources: Resources that the engine used.
     """

@@ -20,7 +20,7 @@ _GREY = "#808080"
 _BLUE, _ORANGE, _GREEN, _RED = "#3b82f6", "#e8830c", "#1fa35c", "#e0455e"
 _SHADES = ("#9467bd", "#17a2b8", "#e8830c", "#1fa35c", "#e0455e", "#b8860b", "#808080")
 _WIDTH, _HEIGHT = 8.4, 3.4  # inches
-_MOST_POINTS = 150
+_MAX_POINTS = 150
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "inflight",
@@ -137,6 +137,6 @@ def _draw_cache(runs: Sequence[CacheRun], axes: Sequence[Axes]) -> None:
 
 
 def _thin(samples: Sequence[CacheSample]) -> list[CacheSample]:
-    """Return about _MOST_POINTS of the samples, including the last, or all if there are fewer."""
-    step = -(-len(samples) // _MOST_POINTS)
+    """Return about _MAX_POINTS of the samples, including the last, or all if there are fewer."""
+    step = -(-len(samples) // _MAX_POINTS)
     return [*samples[:-1:step], *samples[-1:]]

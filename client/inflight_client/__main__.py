@@ -165,7 +165,7 @@ def _add_request(generate: argparse.ArgumentParser) -> None:
     )
     generate.add_argument("--stream", action="store_true", help="print tokens as they are generated")
     generate.add_argument(
-        "--max-tokens", type=int, default=128, metavar="N", help="most tokens to generate (128)"
+        "--max-tokens", type=int, default=128, metavar="N", help="maximum number of tokens to generate (128)"
     )
     generate.add_argument(
         "--lora", type=_name_or_id, metavar="NAME|ID", help="the LoRA adapter to answer with"

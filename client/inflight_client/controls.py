@@ -11,7 +11,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "beam_width",
         "int32",
         0,
-        "beams of a beam search; 1: none",
+        "number of beams of a beam search; 1: no beam search",
     ),
     "num_return_sequences": (
         "num_return_sequences",
@@ -102,21 +102,21 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "presence_penalty",
         "float32",
         0,
-        "taken once from the logits of tokens seen, prompt included; 0: none",
+        "subtracted once from the logits of tokens seen, prompt included; 0: none",
     ),
     "frequency_penalty": (
         "frequency_penalty",
         "frequency_penalty",
         "float32",
         0,
-        "taken from a token's logit for each time it was seen, prompt included; 0: none",
+        "subtracted from a token's logit for each time it was seen, prompt included; 0: none",
     ),
     "min_length": (
         "min_length",
         "min_length",
         "int32",
         0,
-        "minimum number of tokens before an end id; 0",
+        "minimum number of tokens before an end id; 0 by default",
     ),
     "no_repeat_ngram_size": (
         "no_repeat_ngram_size",
@@ -130,7 +130,7 @@ CONTROLS: dict[str, tuple[str, str, str, int, str]] = {
         "len_penalty",
         "float32",
         0,
-        "exponent of a beam's length, which its score is divided by; 0",
+        "a beam's score is divided by its length to this power; 0 by default",
     ),
     "early_stopping": (
         "early_stopping",

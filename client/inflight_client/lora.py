@@ -173,7 +173,7 @@ def _scale(fields: Mapping[str, Any], name: str, rank: int) -> float:
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, from a dot on."""
+    """Return the value of the first pattern that matches a module's name, or the end of it after a dot."""
     matching = (value for each, value in (patterns or {}).items() if re.match(rf"(.*\.)?({each})$", name))
     return next(matching, default)
 

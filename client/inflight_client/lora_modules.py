@@ -41,5 +41,6 @@ MODULE_IDS = {
     "mlp.dense_4h_to_h": 6,
     "fc1": 5,
     "fc2": 6,
+    "self_attention.dense": 4,
 }
 """By the layers' names in checkpoints."""

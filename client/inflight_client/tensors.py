@@ -29,7 +29,7 @@ from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"
 IDS_MODEL = "tensorrt_llm"
-# Models with the tensor names of the id models that also take text.
+# Models whose tensors have TensorRT-LLM's names, such as input_ids; both take text too.
 _ENGINE_MODELS = (IDS_MODEL, "tensorrt_llm_infer")
 PARAMETERS = {"structured_errors": True}
 """Parameters of every request. With them, error messages begin with the error's kind, because Triton's

@@ -177,7 +177,7 @@ def test_nonzero_padding_is_refused(decoder: DecoderConfig) -> None:
         (np.zeros((1, 1, 9), np.float64), np.zeros((1, 1, 4), np.int32), "lora_weights has numbers of"),
     ],
 )  # fmt: skip
-def test_shape_errors_have_upstreams_messages(weights: Any, config: Any, says: str) -> None:
+def test_shape_errors_have_the_messages_of_tensorrt_llm(weights: Any, config: Any, says: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
         read_lora_tensors(weights, config)
     assert says in str(raised.value)

@@ -123,7 +123,7 @@ _some = st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True)
 
 
 @given(patterns=_some)
-def test_patterns_match_like_pefts(patterns: list[str]) -> None:
+def test_patterns_match_as_in_peft(patterns: list[str]) -> None:
     ranks = {pattern: index + 1 for index, pattern in enumerate(patterns)}
     alphas = {pattern: 10.0 * (index + 1) for index, pattern in enumerate(reversed(patterns))}
     values = {"peft_type": "LORA", "r": 64, "lora_alpha": 3, "rank_pattern": ranks, "alpha_pattern": alphas}
@@ -162,5 +162,5 @@ def test_targets_equal_the_modules_that_peft_adapts(
 
 def test_every_field_is_in_the_documentation() -> None:
     page = (Path(__file__).parents[2] / "docs/adapters.md").read_text()
-    table = page.split("## What is followed of adapter_config.json")[1].split("## ")[0]
+    table = page.split("## Fields of adapter_config.json")[1].split("## ")[0]
     assert {name for name in [*HONOURED, *HARMLESS, *REFUSED] if f"`{name}`" not in table} == set()

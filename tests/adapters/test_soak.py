@@ -21,11 +21,12 @@ from inflight.core.request.response import Response
 from inflight.core.request.stop import FinishReason, StopReason
 from inflight.models import read_model_description
 from tests.models.zoo import Zoo, ZooModel
-from tests.tiers import with_all
+from tests.tiers import examples, with_all
 
 from .factories import LLAMA_LAYERS, make_peft_model, save_adapter
 
-NUM_ADAPTERS, ROOM, IN_FLIGHT, NUM_TOKENS = 20, 8, 12, 6
+NUM_ADAPTERS, ROOM = examples(fast=10, all=20), examples(fast=4, all=8)
+IN_FLIGHT, NUM_TOKENS = 12, 6
 PROMPT = (5, 7, 11, 13, 17, 19, 23, 29, 31)
 PATIENCE_S = 120.0
 

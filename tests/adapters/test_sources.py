@@ -176,7 +176,7 @@ def test_an_invalid_folder_is_an_error_with_name_and_reason(
     assert it.error(name="it").startswith(
         "INVALID_ARG: LoRA adapter it: adapter_config.json: modules_to_save is ['lm_head'], expected nothing there"
     )
-    assert str(tmp_path) not in it.error(name="it"), "where it is is the server's affair"
+    assert str(tmp_path) not in it.error(name="it"), "clients do not see the server's paths"
 
 
 def test_prefetching_takes_ids_and_warns_of_other_names(

@@ -226,7 +226,7 @@ def test_metrics_are_published_once_more_after_the_last_request():
         pass
     harness.manager.step()
     assert [stats.num_active_requests for stats, _ in told] == [1, 0, 0]
-    assert len(told) == 3, "nothing new is not told"
+    assert len(told) == 3, "metrics that have not changed are not published again"
     assert told[-1][1].output_tokens.num_observations == 1
     harness.pending.append(Request(2, (), 2))  # refused at once
     harness.manager.step()

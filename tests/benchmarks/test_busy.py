@@ -14,7 +14,7 @@ from benchmarks.busy import Round, busy_loops, fair_share, summarize
 from inflight.testing.make_model import make_model
 
 
-def test_shares_are_relative_to_the_same_time_of_spinning_without_loops() -> None:
+def test_shares_are_relative_to_the_round_without_loops_and_with_the_same_spin_time() -> None:
     rounds = {
         (0, 0): [Round(90.0, 1.9), Round(100.0, 2.0), Round(400.0, 1.8)],
         (0, 2): [Round(40.0, 0.9)],

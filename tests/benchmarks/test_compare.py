@@ -273,7 +273,7 @@ class TestRounds:
         assert "ended after 1 s" in runs[1]["failed"]
         assert last["results"]["w"]["ours"]["medians"] == {"output_tokens_per_s": 30}
 
-    def test_a_peer_gets_all_requests_at_once_and_memory_for_them(
+    def test_a_peer_gets_all_requests_together_and_a_kv_cache_large_enough_for_them(
         self, monkeypatch, capsys, tmp_path, interpreter
     ):
         echo = interpreter(

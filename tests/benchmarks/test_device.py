@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.device import bytes_read, main
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.models import read_model_description
-from inflight.models.loader import load_weights
 from inflight.testing.make_model import make_model
 
 ARGUMENTS = "--shape tiny --device cpu --context 40 --iterations 5 --copy-mib 8 --rows 1 3".split()  # noqa: SIM905

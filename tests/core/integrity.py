@@ -120,13 +120,13 @@ def _(queue: WaitingQueue) -> None:
     assert queue._priorities == sorted(-priority for priority in queue._levels)
     assert all(queue._levels.values()), "an empty level was kept"
     assert queue._num_new == sum(level.num_new for level in queue._levels.values())
-    assert len(queue._followed) <= waiting_queue._MOST_FOLLOWED
+    assert len(queue._followed) <= waiting_queue._MAX_FOLLOWED
     assert all(level is queue._levels.get(priority) for priority, level in queue._followed.items())
     queued = Counter(c for level in queue._levels.values() for c, q in level.clients.items() for _ in q)
     assert all(account.num_present > 0 for account in queue._clients.values())
     assert queued == Counter({client: account.num_queued for client, account in queue._clients.items()})
     assert not queue._absent.keys() & queue._clients.keys()
-    assert len(queue._absent) <= waiting_queue._MOST_ABSENT
+    assert len(queue._absent) <= waiting_queue._MAX_ABSENT
 
 
 @check_integrity.register

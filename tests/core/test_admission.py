@@ -224,7 +224,7 @@ def test_a_burst_of_equal_prompts_is_computed_once_and_keeps_its_order():
 
 
 @pytest.mark.parametrize("ended_by", ["cancel", "failure"])
-def test_if_the_producer_ends_before_it_has_computed_the_next_one_computes(ended_by):
+def test_the_next_sequence_computes_a_promised_prefix_if_its_producer_ends_early(ended_by):
     scheduler = make_scheduler(reuse=True, num_blocks=64)
     driver = Driver(scheduler)
     driver.accept(*alike(1, 2, 3, new=3))

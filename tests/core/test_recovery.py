@@ -232,7 +232,7 @@ def test_a_request_that_failed_beside_an_ended_one_is_retried_alone():
     assert (final.request_id, str(final.error)) == (1, "boom")
 
 
-def test_a_slot_start_of_a_failed_batch_is_repeated_although_the_next_batch_has_its_row():
+def test_a_sequence_started_in_a_failed_batch_is_started_again_even_if_the_next_batch_has_its_row():
     """The device may lack the second request's state, so its row of the next batch is void."""
     scheduler = make_scheduler(max_num_tokens=6)
     driver = Driver(scheduler)

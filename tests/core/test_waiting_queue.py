@@ -301,7 +301,7 @@ def test_the_cost_of_a_start_does_not_grow_with_the_number_of_priorities():
         queue.remove(first)
         queue.charge(first)
     check_integrity(queue)
-    assert num_pushed <= 100 * waiting_queue._MOST_FOLLOWED
+    assert num_pushed <= 100 * waiting_queue._MAX_FOLLOWED
 
 
 # ---------------------------------------------------------------- any order of calls
@@ -373,7 +373,7 @@ CALLS = st.lists(
 @given(calls=CALLS)
 def test_random_calls_agree_with_the_model(most_followed, calls):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting_queue, "_MOST_FOLLOWED", most_followed)
+        patch.setattr(waiting_queue, "_MAX_FOLLOWED", most_followed)
         check_calls(calls)
 
 

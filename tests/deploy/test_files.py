@@ -119,7 +119,7 @@ def test_only_the_gpu_variant_requests_a_gpu():
     assert manifests("gpu")["Deployment"]["spec"]["template"]["spec"]["tolerations"]
 
 
-def test_probes_and_the_service_name_ports_of_the_container():
+def test_probes_and_the_service_refer_to_ports_that_the_container_has():
     names = {port["name"]: port["containerPort"] for port in container("cpu")["ports"]}
     assert set(names.values()) == {8000, 8001, 8002, 9000}
     probes = [container("cpu")[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]

@@ -25,7 +25,7 @@ TYPES = json.loads(
 )
 BY_TRANSFORMERS = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in TYPES["by transformers' code"]}
 OF_FAMILIES = {family.architecture: family.model_type for family in FAMILIES}
-OF_TEXT_PARTS = {each.architecture: each.text_type for each in MULTIMODAL if not each.lacking}
+OF_TEXT_PARTS = {each.architecture: each.text_type for each in MULTIMODAL}
 BEGIN, END = "<!-- published models -->\n", "\n<!-- end of published models -->"
 WORDS = {"compiled": "compiled layers", "torch": "torch's operators"}
 

@@ -48,7 +48,7 @@ def test_every_built_tensor_is_covered(table: TensorTable) -> None:
     assert built - rows_of(table, covered_names()) == set()
 
 
-def test_covers_marks_name_existing_tensors() -> None:
+def test_every_tensor_in_a_covers_mark_exists() -> None:
     names = covered_names()
     known = {name for table in (INPUTS, OUTPUTS) for v in Vocabulary for name, _ in table.declared(v)}
     assert names - known == set()

@@ -120,7 +120,7 @@ def test_clients_of_one_priority_take_turns(narrow_server, largest):
 # -------------------------------------------------------------------- deadlines
 
 ALLOTTED_MS = 500  # enough for a first step on a busy machine too
-MOST_TOKENS = ALLOTTED_MS // NARROW_STEP_MS + 2
+MAX_TOKENS = ALLOTTED_MS // NARROW_STEP_MS + 2
 """Most tokens before the deadline: steps take at least their time, and one more is under way."""
 
 WAYS = {
@@ -140,7 +140,7 @@ def test_a_deadline_ends_a_stream(narrow_server, way):
         narrow_server.grpc, input_ids=PROMPT, request_output_len=LONG, streaming=True, **WAYS[way]
     )
     assert last.error is None and last.finish_reason == "TIMED_OUT"
-    assert 0 < sum(len(answer.ids) for answer in (*deltas, last)) <= MOST_TOKENS
+    assert 0 < sum(len(answer.ids) for answer in (*deltas, last)) <= MAX_TOKENS
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -151,7 +151,7 @@ def test_a_deadline_ends_a_request_of_one_response(narrow_server, call, way):
     result = call(url, input_ids=PROMPT, request_output_len=LONG, **WAYS[way])
     assert result.as_numpy("finish_reason").item() == b"TIMED_OUT"
     num_ids = result.as_numpy("sequence_length").item()
-    assert len(PROMPT) < num_ids <= len(PROMPT) + MOST_TOKENS
+    assert len(PROMPT) < num_ids <= len(PROMPT) + MAX_TOKENS
     ids = result.as_numpy("output_ids").ravel().tolist()
     assert len(ids) == num_ids and ids[: len(PROMPT)] == PROMPT
 

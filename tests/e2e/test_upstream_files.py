@@ -48,8 +48,13 @@ def test_the_filled_in_repository_serves_text_and_logs_parameters_without_effect
     answer = generate(filled_server.http, text_input="import os\n", max_tokens=8, bad_words="", stop_words="")
     assert answer["text_output"].startswith("import os\n")
     log = filled_server.log_text()
-    assert "parameter decoding_mode is 'auto' and has no effect: every request says so for itself" in log
-    assert "parameter triton_backend is 'tensorrtllm' and has no effect: there is one" in log
+    assert (
+        "parameter decoding_mode is 'auto' and has no effect: it follows from the controls of each request"
+        in log
+    )
+    assert (
+        "parameter triton_backend is 'tensorrtllm' and has no effect: there is only one implementation" in log
+    )
 
 
 def test_tritons_configuration_has_the_filled_in_values(filled_server: TritonServer) -> None:
@@ -82,30 +87,21 @@ def test_logits_have_the_filled_in_type(filled_server: TritonServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def server_of_upstreams_file(
+def server_of_upstreams_files(
     elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """tensorrtllm_backend's own config.pbtxt of tensorrt_llm beside this project's model.py."""
+    """Three of this project's models with tensorrtllm_backend's own config.pbtxt of `tensorrt_llm`, and its own
+    `ensemble`, which Triton runs."""
     repository = tmp_path_factory.mktemp("upstream") / "theirs"
-    shutil.copytree(Path(__file__).parents[2] / TEMPLATES / "tensorrt_llm", repository / "tensorrt_llm")
-    text = engine_config({"gpt_model_path": str(DEMO_MODEL), "gpt_model_type": "inflight_fused_batching"})
-    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text, encoding="utf-8")
-    with serve(model_repository=repository) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def server_of_upstreams_ensemble(
-    elsewhere: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    """tensorrtllm_backend's own `ensemble`, which Triton runs, with three of this project's models."""
-    repository = tmp_path_factory.mktemp("upstream") / "ensemble"
     for name, arguments in QUICK_START:
         if name in ("preprocessing", "tensorrt_llm", "postprocessing"):
             shutil.copytree(Path(__file__).parents[2] / TEMPLATES / name, repository / name)
             path = repository / name / "config.pbtxt"
             arguments = arguments.replace("/models/x", str(DEMO_MODEL))
             path.write_text(fill_template(path.read_text(encoding="utf-8"), arguments), encoding="utf-8")
+    parameters = {"gpt_model_path": str(DEMO_MODEL), "gpt_model_type": "inflight_fused_batching"}
+    text = engine_config(parameters, logits_type="TYPE_FP32")
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text, encoding="utf-8")
     (repository / "ensemble" / "1").mkdir(parents=True)
     (repository / "ensemble" / "config.pbtxt").write_text(ensemble_config(), encoding="utf-8")
     with serve(model_repository=repository) as server:
@@ -114,11 +110,11 @@ def server_of_upstreams_ensemble(
 
 @pytest.mark.parametrize("flags", [{}, {"return_context_logits": False, "return_generation_logits": False}])
 def test_an_ensemble_that_names_every_output_gets_the_flagged_ones(
-    server_of_upstreams_ensemble: TritonServer, flags: dict[str, bool]
+    server_of_upstreams_files: TritonServer, flags: dict[str, bool]
 ) -> None:
     text = {"text_input": "import os\n", "max_tokens": 4, **flags}
     for ask in (infer, unary):
-        url = server_of_upstreams_ensemble.http if ask is infer else server_of_upstreams_ensemble.grpc
+        url = server_of_upstreams_files.http if ask is infer else server_of_upstreams_files.grpc
         plain = ask(url, "ensemble", **text)
         assert plain.as_numpy("text_output").item().startswith(b"import os\n")
         full = {"text_output", "batch_index", "sequence_index"}
@@ -135,9 +131,9 @@ LENGTHS = {"input_lengths": len(PROMPT), "request_output_len": 4}
 
 
 @pytest.mark.parametrize("value", [True, False])
-def test_early_stopping_may_be_a_bool(server_of_upstreams_file: TritonServer, value: bool) -> None:
+def test_early_stopping_may_be_a_bool(server_of_upstreams_files: TritonServer, value: bool) -> None:
     answer = infer(
-        server_of_upstreams_file.http,
+        server_of_upstreams_files.http,
         "tensorrt_llm",
         input_ids=PROMPT,
         beam_width=2,
@@ -148,9 +144,9 @@ def test_early_stopping_may_be_a_bool(server_of_upstreams_file: TritonServer, va
 
 
 def test_only_requested_outputs_declared_in_upstreams_file_are_sent(
-    server_of_upstreams_file: TritonServer,
+    server_of_upstreams_files: TritonServer,
 ) -> None:
-    answer = infer(server_of_upstreams_file.http, "tensorrt_llm", input_ids=PROMPT, **LENGTHS)
+    answer = infer(server_of_upstreams_files.http, "tensorrt_llm", input_ids=PROMPT, **LENGTHS)
     assert {output["name"] for output in answer.get_response()["outputs"]} == {
         "output_ids",
         "sequence_length",
@@ -158,13 +154,13 @@ def test_only_requested_outputs_declared_in_upstreams_file_are_sent(
 
 
 def test_tensors_of_upstreams_file_that_the_model_lacks_are_refused(
-    server_of_upstreams_file: TritonServer,
+    server_of_upstreams_files: TritonServer,
 ) -> None:
     for name, value in (("decoder_input_ids", [[1, 2]]), ("context_phase_params", [[1, 2]])):
         dtype = np.uint8 if name == "context_phase_params" else np.int32
         with pytest.raises(InferenceServerException, match=f"{name} is not available in this version"):
             infer(
-                server_of_upstreams_file.http,
+                server_of_upstreams_files.http,
                 "tensorrt_llm",
                 input_ids=PROMPT,
                 **LENGTHS,

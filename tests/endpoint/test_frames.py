@@ -152,10 +152,10 @@ def test_a_stop_is_decoded_as_it_was_encoded(request_id: int, reason: StopReason
 
 @given(IDS, st.floats(0, 1e6), st.text(), st.text(), st.text())
 def test_a_question_for_the_state_and_its_answer_are_decoded_as_encoded(
-    question: int, timeout_s: float, text: str, code: str, message: str
+    query_id: int, timeout_s: float, text: str, code: str, message: str
 ) -> None:
-    assert travelled(ReadState(question, timeout_s)) == ReadState(question, timeout_s)
-    state = State(question, text, code, message)
+    assert travelled(ReadState(query_id, timeout_s)) == ReadState(query_id, timeout_s)
+    state = State(query_id, text, code, message)
     assert travelled(state) == state
 
 

@@ -2,8 +2,8 @@
 
 As on a GPU, it is an error to mix its tensors with the CPU's. Everything that would make the host wait for a
 GPU is recorded: copies to the host, blocking copies to the device, reads of values, operators whose result's
-size depends on values, and marks in the order of the device's operations. A copy to the host that does not
-block has its values when a later mark is waited for.
+size depends on values, and events in the order of the device's operations. A copy to the host that does not
+block has its values when a later event is waited for.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class FakeDevice(TorchDispatchMode):
         self.waits: list[str] = []
         self._sent: list[tuple[Tensor, Tensor]] = []  # values, and the host's tensors that will have them
 
-    def mark(self, device: torch.device) -> _Mark:
-        """Replace `inflight.sampling.transfer.mark`."""
-        return _Mark(self, len(self._sent))
+    def record_event(self, device: torch.device) -> _Event:
+        """Replace `inflight.sampling.transfer.record_event`."""
+        return _Event(self, len(self._sent))
 
     def arrive(self, count: int) -> None:
         """Wait until the first `count` copies to the host have arrived."""
-        self.waits.append("a mark")
+        self.waits.append("an event")
         for target, values in self._sent[:count]:
             target.copy_(values)
 
@@ -123,7 +123,7 @@ class FakeDevice(TorchDispatchMode):
             self.waits += ["indexing by a mask"] * len(masks)
 
 
-class _Mark:
+class _Event:
     def __init__(self, device: FakeDevice, count: int) -> None:
         self._device, self._count = device, count
 

@@ -60,10 +60,10 @@ class FixedRowsAttention:
         tables, positions, in_chunk, generates, window = metadata
         _, heads, head_dim = queries.shape
         pages = cache.pages(layer)
-        if cache.rounding is not None:
+        if cache.quantization is not None:
             levels = zip(pages, cache.scales(layer) or (), strict=True)
             pages = [
-                cache.rounding.restore(page, scales.view(page.shape[:3]), cache.dtype)
+                cache.quantization.restore(page, scales.view(page.shape[:3]), cache.dtype)
                 for page, scales in levels
             ]
         read, written = (

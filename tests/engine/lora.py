@@ -30,14 +30,19 @@ MODULES = {
     "attn.c_proj": Module.ATTN_DENSE,
     "c_fc": Module.MLP_H_TO_4H,
     "mlp.c_proj": Module.MLP_4H_TO_H,
+    "self_attention.dense": Module.ATTN_DENSE,
+    "dense_h_to_4h": Module.MLP_H_TO_4H,
+    "dense_4h_to_h": Module.MLP_4H_TO_H,
 }
 """Modules by the ends of their names in transformers."""
 
 ALL_LINEAR = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "falcon": ["self_attention.dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "bloom": ["self_attention.dense", "dense_h_to_4h", "dense_4h_to_h"],
     "others": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
 }
-"""PEFT's `target_modules`."""
+"""PEFT's `target_modules`, by `model_type`: those that adapters may change here."""
 _PLACE = re.compile(r"\.(?:layers|h)\.(\d+)\.(.*)$")
 
 Row = tuple[Module, int, Tensor, Tensor, Tensor | None]
@@ -63,13 +68,13 @@ class Adapter:
 
 def lora_config(model: ZooModel, **options: Any) -> peft.LoraConfig:
     """Return a config for all linear layers; `options` are a LoraConfig's, without those of other families."""
-    is_gpt2 = model.oracle.config.model_type == "gpt2"
-    targets = ALL_LINEAR["gpt2" if is_gpt2 else "others"]
+    family = model.oracle.config.model_type
+    targets = ALL_LINEAR.get(family, ALL_LINEAR["others"])
     for pattern in {"rank_pattern", "alpha_pattern"} & options.keys():
         known = {name: value for name, value in options[pattern].items() if name.split(".")[-1] in targets}
         options = {**options, pattern: known}
     values = {"target_modules": targets, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return peft.LoraConfig(fan_in_fan_out=is_gpt2, **{**values, **options})
+    return peft.LoraConfig(fan_in_fan_out=family == "gpt2", **{**values, **options})
 
 
 def make_adapter(model: ZooModel, seed: int = 0, **options: Any) -> Adapter:

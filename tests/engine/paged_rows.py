@@ -31,7 +31,7 @@ class Rows:
         seed: int,
         device: torch.device = CPU,
         sequences: int = 3,
-        rounding: KvQuantization | None = None,
+        quantization: KvQuantization | None = None,
     ) -> None:
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -41,7 +41,7 @@ class Rows:
         blocks = -(-longest // tokens_per_block)
         self.decoder, count = decoder, sequences * blocks
         shape = replace(decoder, num_layers=1)
-        self.cache = KvCache(shape, count, tokens_per_block, dtype, device, rounding)
+        self.cache = KvCache(shape, count, tokens_per_block, dtype, device, quantization)
         self.tables = torch.randperm(count, generator=generator, device=device).view(sequences, blocks)
         heads, kv_heads, size = decoder.num_heads, decoder.num_kv_heads, decoder.head_dim
         stored = torch.arange(count * tokens_per_block, device=device)

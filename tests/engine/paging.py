@@ -18,10 +18,11 @@ from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.layer_operations import LayerOperations
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.load import make_engine
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
-from inflight.models import load_weights, read_model_description
+from inflight.models import read_model_description
 from inflight.models.sharding import Part
 from inflight.sampling.row_kernels import RowKernels
 from tests.engine.varlen import ReferenceVarlen
@@ -44,7 +45,7 @@ def load_paged(
     collectives: Collectives = ALONE,
     operations: LayerOperations | None = None,
     row_kernels: RowKernels | None = None,
-    rounding: KvQuantization | None = None,
+    quantization: KvQuantization | None = None,
     dtype: torch.dtype = torch.float32,
     **windows: Any,
 ) -> ModelEngine:
@@ -70,7 +71,7 @@ def load_paged(
         row_kernels or RowKernels(),
     )
     held = part.held_config(model.decoder)
-    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, rounding)
+    cache = KvCache(held, num_blocks, TOKENS_PER_BLOCK, dtype, on, quantization)
     limits = EngineLimits(
         model.decoder.vocab_size,
         MAX_SEQUENCE_LENGTH,

@@ -160,7 +160,9 @@ def without_end(tokens: list[int]) -> list[int]:
 
 @every_kernel
 @pytest.mark.parametrize("name", with_all(["llama-gqa", "gpt2"], ["gpt2"]))
-def test_tokens_equal_pefts_alone_and_beside_all_others(zoo: Zoo, name: str, kernels: str | None) -> None:
+def test_each_request_alone_and_in_one_batch_gives_pefts_tokens(
+    zoo: Zoo, name: str, kernels: str | None
+) -> None:
     model = zoo[name]
     cases, expected = cases_of(model), expected_of(model)
     assert len(set(map(tuple, expected.values()))) > len(cases) // 2, "they differ"

@@ -70,6 +70,20 @@ _GEMMA4 = {
     "vocab_size_per_layer_input": 61,
     "final_logit_softcapping": 9.0,
 }
+_GEMMA3N = {
+    **{key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"},
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 61,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.4, 0.0],
+    "final_logit_softcapping": 9.0,
+}
 _DEEPSEEK = {
     **{key: value for key, value in _LLAMA_LIKE.items() if key != "head_dim"},
     "num_key_value_heads": 4,
@@ -293,6 +307,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 9.0},
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gpt_neox": {
         "vocab_size": 61,
@@ -444,6 +459,49 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+_OF_FALCON = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS |= {
+    "falcon": {
+        **_OF_FALCON,
+        "max_position_embeddings": 64,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "multi_query": False,
+        "parallel_attn": True,
+        "num_ln_in_parallel_attn": 2,
+        "ffn_hidden_size": 48,
+        "bias": False,
+        "alibi": False,
+    },
+    "bloom": {
+        **{key: value for key, value in _OF_FALCON.items() if not key.startswith("num_")},
+        "n_layer": NUM_LAYERS,
+        "n_head": 4,
+    },
+    "mistral4": {
+        **{key: value for key, value in _DEEPSEEK.items() if key != "rope_theta"},
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}
+
 _YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -495,6 +553,9 @@ VALUES: dict[str, list[Any]] = {
     "vocab_size_per_layer_input": [61, 64, 20],
     "use_bidirectional_attention": ["all", "vision"],
     "n_head": [2, 8],
+    "num_kv_heads": [1, 4, 3],
+    "num_ln_in_parallel_attn": [1, 3],
+    "activation": ["relu", "quick_gelu"],
     "head_dim": [4, 16],
     "max_window_layers": [0, 2, 28],
     "sliding_window": [3, 30, 4096],
@@ -554,6 +615,9 @@ VALUES: dict[str, list[Any]] = {
     ],
     "hybrid_override_pattern": ["ME*-", "M*", "M?"],
     "mtp_layers_block_type": [["attention", "mlp"]],
+    "altup_num_inputs": [1, 2, 4],
+    "altup_active_idx": [1, 2, 3],
+    "activation_sparsity_pattern": [[0.5, 0.5, 0.0, 0.0], [0.0] * 4, [0.5], [0.5, 0.5, 1.0, 0.0], 0.5],
     "unheard_of": [1, "on", True, False, [], {}],
 }
 
@@ -596,6 +660,8 @@ def _changes(family: str, key: str) -> Iterator[dict[str, Any]]:
 @functools.cache
 def _model_class(config_class: type) -> Any:
     """Return transformers' class of causal models; cached, because finding it takes long."""
+    if config_class is transformers.Mistral4Config:  # which the mapping lacks
+        return transformers.Mistral4ForCausalLM
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
@@ -608,7 +674,9 @@ class _Oracle:
         config.dtype, config.return_dict = None, True
         torch.manual_seed(0)
         model_class = _model_class(type(config))
-        self._model = model_class._from_config(config, attn_implementation="eager").float().eval()
+        # Falcon's eager attention adds linear biases twice.
+        attention = "sdpa" if config.model_type == "falcon" else "eager"
+        self._model = model_class._from_config(config, attn_implementation=attention).float().eval()
         biases = [
             pair
             for pair in self._model.named_buffers()

@@ -50,6 +50,7 @@ CASE_OF = {
     "qwen2_moe": "qwen2-moe",
     "qwen3_moe": "qwen3-moe",
     "olmoe": "olmoe",
+    "mistral4": "mistral4",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "arcee": "arcee",
@@ -70,10 +71,13 @@ CASE_OF = {
     "starcoder2": "starcoder2",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
     "gpt2": "gpt2",
     "gpt_neox": "neox",
     "opt": "opt",
+    "falcon": "falcon",
+    "bloom": "bloom",
     "gpt_oss": "gpt-oss",
     "qwen3_5_text": "qwen3.5",
     "qwen3_5_moe_text": "qwen3.5-moe",
@@ -96,8 +100,10 @@ NEW = [
     ),
     "granite-hybrid",  # several groups of heads
     "nemotron-h-dense",  # one group of heads, biases
+    "gemma3n-widths",
     "gemma4-moe",
     "gemma4-shared",
+    "falcon-alibi",
 ]
 """The other ways are used in other tests."""
 BOUND = {"bfloat16": 0.08, "int8": 0.15}
@@ -111,6 +117,7 @@ FAST = [
             "mixtral",
             "deepseek-v3",
             "gemma3",
+            "gemma3n",
             "gemma4-moe",
             "gemma4-shared",
             "gpt-oss",
@@ -123,8 +130,9 @@ FAST = [
     ("mixtral", "torch"),
 ]
 """Experts, latent attention, windows in some layers, experts beside MLPs, keys as values, shared keys and values,
-per-layer embeddings, learned sinks, chunks, two kinds of recurrent layers, layers of one part."""
-ON_ONE_STAGE = ["gemma4-shared"]
+per-layer embeddings, several residual streams, learned sinks, chunks, two kinds of recurrent layers, layers of one
+part."""
+ON_ONE_STAGE = ["gemma3n", "gemma3n-widths", "gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
     "arcee",
     "seed-oss",
@@ -132,6 +140,8 @@ OF_KNOWN_COMPONENTS = [
     "exaone4",
     "glm4-moe",
     "glm4-moe-lite",
+    "mistral4",
+    "falcon",
     "ernie4.5",
     "ernie4.5-moe",
     "granite-swa",
@@ -232,6 +242,15 @@ def _of_four_bits(model: ZooModel, folder: Path) -> str:
     return "compiled"
 
 
+def _of_ranks(folder: Path, topology: tuple[int, int]) -> str:
+    """Return the engine that serves a model on several ranks; "" if they are refused."""
+    try:
+        with ranks(folder, topology) as engine:
+            return next(stage for stage in engine.stages).kernels
+    except ConfigError:
+        return ""
+
+
 def _table(zoo: Zoo, scratch: Path, families: Sequence[Family]) -> str:
     """Return the table of these families, with the engine that serves each of them in each setting."""
     lines = [
@@ -241,10 +260,8 @@ def _table(zoo: Zoo, scratch: Path, families: Sequence[Family]) -> str:
     for family in families:
         folder = zoo[CASE_OF[family.model_type]].folder
         found = [load_engine(folder, dtype=dtype).kernels for dtype in ("float32", "bfloat16", "int8")]
-        for topology in ((2, 1), (1, 2)):
-            with ranks(folder, topology) as engine:
-                found.append(next(stage for stage in engine.stages).kernels)
-        names = {"native": "compiled", "torch": "torch"}
+        found += [_of_ranks(folder, topology) for topology in ((2, 1), (1, 2))]
+        names = {"native": "compiled", "torch": "torch", "": "–"}
         cells = [names[each] for each in found]
         cells.insert(3, _of_four_bits(zoo[CASE_OF[family.model_type]], scratch / family.model_type))
         cells.append("no" if lacking(read_model_description(folder).decoder) else "plans")

@@ -81,7 +81,7 @@ def test_a_block_has_room_for_the_heads_of_each_layer_alone(zoo: Zoo) -> None:
     )
 
 
-@pytest.mark.parametrize("case", ["gemma4", "gemma4-shared"])
+@pytest.mark.parametrize("case", ["gemma3n-widths", "gemma4", "gemma4-shared"])
 def test_checks_of_kernels_at_load_take_layers_of_different_sizes(zoo: Zoo, case: str) -> None:
     """A GPU's kernels are checked like this when a model is loaded."""
     decoder, cpu = read_model_description(zoo[case].folder).decoder, torch.device("cpu")
@@ -103,8 +103,9 @@ def test_rounded_keys_and_values_change_logits_little(zoo: Zoo, case: str) -> No
     assert error < 0.05
 
 
-def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(zoo: Zoo) -> None:
-    model = zoo["gemma4-shared"]
+@pytest.mark.parametrize("case", ["gemma3n", "gemma4-shared"])
+def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(zoo: Zoo, case: str) -> None:
+    model = zoo[case]
     rows = make_table(5)
     virtual = [VOCAB_SIZE + index for index in (0, 3, 4, 1, 2, 3)]
     ids = (*model.prompt(9), *virtual, *model.prompt(12, 1))

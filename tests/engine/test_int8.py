@@ -12,9 +12,10 @@ from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.quantized_linear import QuantizedLinear
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.quantize import quantize_int8
 from inflight.load_model import load_model
-from inflight.models import Linear, load_weights, read_model_description
+from inflight.models import Linear, read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import assert_same, ranks

@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 NATIVE = pytest.param("native", marks=needs_native)
 every_kind = pytest.mark.parametrize("kind", ["int8", "fp8"])
 by_both = pytest.mark.parametrize("kernels", [NATIVE, "torch"])
-ROUNDINGS = {"int8": INT8_LEVELS, "fp8": FP8_LEVELS}
+QUANTIZATIONS = {"int8": INT8_LEVELS, "fp8": FP8_LEVELS}
 
 # ---------------------------------------------------------------------- the formulas
 
@@ -88,7 +88,7 @@ def attending_to_rounded(kind: str) -> Callable[..., Any]:
     return attend
 
 
-for _kind in ROUNDINGS:
+for _kind in QUANTIZATIONS:
     transformers.AttentionInterface.register(f"rounded-{_kind}", attending_to_rounded(_kind))
     transformers.AttentionMaskInterface.register(f"rounded-{_kind}", lambda **_: None)
 
@@ -111,9 +111,9 @@ def test_rounded_numbers_equal_those_of_the_formulas(kind: str, spread: float) -
     sizes = torch.exp(spread * torch.randn((500, 3, 64), generator=draw))
     numbers = torch.randn((500, 3, 64), generator=draw) * sizes
     numbers[7] = 0
-    levels, scales = ROUNDINGS[kind].round(numbers)
+    levels, scales = QUANTIZATIONS[kind].round(numbers)
     assert levels.element_size() == 1 and scales.shape == (500, 3)
-    found = ROUNDINGS[kind].restore(levels, scales, torch.float32)
+    found = QUANTIZATIONS[kind].restore(levels, scales, torch.float32)
     torch.testing.assert_close(found, naively(numbers, kind), rtol=1e-6, atol=0)
     assert (found.abs().amax(-1) == numbers.abs().amax(-1)).float().mean() > 0.6, "but for the last bit"
     assert not found[7].any()
@@ -124,19 +124,19 @@ def test_rounded_numbers_equal_those_of_the_formulas(kind: str, spread: float) -
 def test_a_number_that_is_not_finite_makes_its_whole_head_nan(kind: str, what: float) -> None:
     numbers = torch.ones(4, 2, 8)
     numbers[1, 0, 5] = what
-    levels, scales = ROUNDINGS[kind].round(numbers)
-    restored = ROUNDINGS[kind].restore(levels, scales, torch.float32)
+    levels, scales = QUANTIZATIONS[kind].round(numbers)
+    restored = QUANTIZATIONS[kind].restore(levels, scales, torch.float32)
     assert restored[1, 0].isnan().all() and restored.isnan().sum() == 8
-    plain = ROUNDINGS[kind].restore(levels, torch.ones_like(scales), torch.float32)
+    plain = QUANTIZATIONS[kind].restore(levels, torch.ones_like(scales), torch.float32)
     assert plain.isfinite().all(), "where a mask is 0, nothing may come of it"
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "deepseek-v3"])
 @every_kind
 def test_a_cache_has_the_planned_size(zoo: Zoo, case: str, kind: str) -> None:
-    decoder, rounding = read_model_description(zoo[case].folder).decoder, ROUNDINGS[kind]
-    cache = KvCache(decoder, 5, 16, torch.bfloat16, CPU, rounding)
-    planned = 6 * block_bytes(decoder, 16, torch.bfloat16, rounding)
+    decoder, quantization = read_model_description(zoo[case].folder).decoder, QUANTIZATIONS[kind]
+    cache = KvCache(decoder, 5, 16, torch.bfloat16, CPU, quantization)
+    planned = 6 * block_bytes(decoder, 16, torch.bfloat16, quantization)
     assert cache._blocks[0].nbytes + cache._scales[0].nbytes == planned
     assert planned == 6 * decoder.num_layers * 16 * decoder.cached_size * (1 + 4 / decoder.head_dim)
 
@@ -144,7 +144,7 @@ def test_a_cache_has_the_planned_size(zoo: Zoo, case: str, kind: str) -> None:
 @every_kind
 def test_blocks_are_copied_and_cleared_with_their_scales(zoo: Zoo, kind: str) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    cache = KvCache(decoder, 4, 2, torch.float32, CPU, ROUNDINGS[kind])
+    cache = KvCache(decoder, 4, 2, torch.float32, CPU, QUANTIZATIONS[kind])
     keys, values = torch.randn(2, 4, decoder.num_kv_heads, decoder.head_dim).unbind()
     cache.write(1, torch.arange(4), keys, values)
     cache.copy(torch.tensor([0, 1]), torch.tensor([3, 2]))
@@ -166,7 +166,7 @@ def test_all_rows_attend_to_the_rounded_keys_and_values(zoo: Zoo, case: str, kin
     """Chunks of any number of rows, after any prefix, with and without windows, attend to the rounded values."""
     decoder = read_model_description(zoo[case].folder).decoder
     windows = (None, AttentionWindow(5), AttentionWindow(40, 8))
-    rounded = ROUNDINGS[kind]
+    rounded = QUANTIZATIONS[kind]
     check_attention(gathering(decoder), decoder, 16, windows, torch.float32, CPU, rounded)
     check_attention(by_plain_products(decoder), decoder, 16, windows, torch.bfloat16, CPU, rounded)
 
@@ -256,7 +256,7 @@ def assert_same_in_all_ways(engine: ModelEngine, model: ZooModel) -> None:
                 ("gpt-oss", {}),
                 ("gpt-oss", WINDOWS),
             )
-            for kind in ROUNDINGS
+            for kind in QUANTIZATIONS
         ],
         [("llama-head-dim", {"tokens_per_block": 6}, "int8"), ("gpt-oss", WINDOWS, "fp8")],
     ),
@@ -268,7 +268,7 @@ def test_tokens_of_compiled_layers_are_the_same_in_all_ways_of_serving(
     assert_same_in_all_ways(engine, zoo[case])
 
 
-@pytest.mark.parametrize("kind", with_all(ROUNDINGS, ["int8"]))
+@pytest.mark.parametrize("kind", with_all(QUANTIZATIONS, ["int8"]))
 @pytest.mark.parametrize(
     ("case", "windows"),
     with_all(
@@ -282,9 +282,15 @@ def test_tokens_of_torchs_operators_are_the_same_in_all_ways_of_serving(
     """Runs in float64, because in float32 products of other shapes may round numbers near the border of two
     levels differently."""
     attention = gathering(read_model_description(zoo[case].folder).decoder)
-    rounding = ROUNDINGS[kind]
+    quantization = QUANTIZATIONS[kind]
     engine = load_paged(
-        zoo[case].folder, 30, 8, attention=attention, rounding=rounding, dtype=torch.float64, **windows
+        zoo[case].folder,
+        30,
+        8,
+        attention=attention,
+        quantization=quantization,
+        dtype=torch.float64,
+        **windows,
     )
     assert_same_in_all_ways(engine, zoo[case])
 
@@ -323,7 +329,7 @@ def test_recorded_iterations_give_the_same_tokens_as_launched_ones(zoo: Zoo, kin
             model.folder,
             capture=capture,
             attention=FixedRowsAttention(),
-            rounding=ROUNDINGS[kind],
+            quantization=QUANTIZATIONS[kind],
             dtype=torch.float64,
             max_num_tokens=64,
         )
@@ -346,13 +352,13 @@ def test_the_log_states_the_saved_memory(zoo: Zoo, kind: str, caplog: pytest.Log
     (line,) = [each for each in caplog.messages if each.startswith("KV cache:")]
     assert f"keys and values in {kind} with a scale for each token and head" in line
     assert "1.33 times the tokens of bfloat16" in line, "of heads of 8, whose scales count"
-    assert engine.runner.cache.rounding == ROUNDINGS[kind]
+    assert engine.runner.cache.quantization == QUANTIZATIONS[kind]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_there_is_room_for_about_twice_the_tokens(zoo: Zoo, head_dim: int) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, head_dim=head_dim)
-    whole, stored = (block_bytes(decoder, 32, torch.bfloat16, rounding) for rounding in (None, INT8_LEVELS))
+    whole, stored = (block_bytes(decoder, 32, torch.bfloat16, each) for each in (None, INT8_LEVELS))
     assert whole / stored == pytest.approx(2 * head_dim / (head_dim + 4))
 
 
@@ -365,4 +371,4 @@ def test_another_type_is_refused_by_name(zoo: Zoo) -> None:
 def test_torchs_kernel_for_blocks_refuses_rounded_ones(zoo: Zoo, kind: str) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
     with pytest.raises(CannotAttend, match=f"it does not read KV blocks in {kind}"):
-        torch_paged_attention(torch.device("cuda"), decoder, ROUNDINGS[kind])
+        torch_paged_attention(torch.device("cuda"), decoder, QUANTIZATIONS[kind])

@@ -19,7 +19,18 @@ from tests.engine.lora import Adapter, lora_config, make_adapter, stored, weight
 from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import examples, with_all
 
-CASES = ["llama-gqa", "qwen2", "mistral-window", "gpt2", "phi3", "gemma2", "glm4", "gemma4", "gemma4-shared"]
+CASES = [
+    "llama-gqa",
+    "qwen2",
+    "mistral-window",
+    "gpt2",
+    "phi3",
+    "gemma2",
+    "glm4",
+    "gemma3n",
+    "gemma4",
+    "gemma4-shared",
+]
 NUM_TOKENS = examples(fast=14, all=24)
 CONFIGS: dict[str, dict[str, Any]] = {
     "rank-1": {"r": 1, "lora_alpha": 1},
@@ -98,6 +109,8 @@ def test_an_adapter_gives_pefts_tokens_and_logits(
                 *(("llama-gqa", config) for config in MORE),
                 ("gpt-oss", "attention-alone"),
                 ("ernie4.5", "patterns-dora"),
+                ("falcon", "rank-8"),
+                ("bloom", "dora"),
             )
             for kernels in (None, "torch")
         ],
@@ -122,7 +135,7 @@ def test_adapters_of_some_modules_and_of_mixed_ranks_give_pefts_tokens(
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_tokens_of_a_batch_with_base_and_two_adapters_are_pefts(
+def test_a_batch_with_base_and_two_adapters_gives_pefts_tokens(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
     model = zoo[case]
@@ -153,7 +166,7 @@ def test_tokens_of_a_batch_with_base_and_two_adapters_are_pefts(
 
 @every_kernel
 @pytest.mark.parametrize("case", with_all(CASES, ["gpt2"]))
-def test_beams_of_a_batch_with_base_and_two_adapters_are_pefts(
+def test_a_batch_with_base_and_two_adapters_gives_pefts_beams(
     zoo: Zoo, case: str, kernels: str | None
 ) -> None:
     model, width, num_tokens = zoo[case], 3, 12

@@ -29,7 +29,7 @@ from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
-from tests.models.sparse_files import GROUP, MOST_READ, bytes_in_memory, write_35b_mixture
+from tests.models.sparse_files import GROUP, MAX_READ, bytes_in_memory, write_35b_mixture
 from tests.models.zoo import Zoo
 from tests.tiers import with_all
 
@@ -327,7 +327,7 @@ def test_a_mixture_of_35b_in_bfloat16_is_refused_on_24_gib(
     )
     assert found is not None
     assert float(found[1]) == pytest.approx((_EXPERTS + _OTHERS + 2 * _VOCABULARY) / 2**19, rel=1e-3)
-    assert all(bytes_in_memory(path) < MOST_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_mixture_of_35b_in_4_bits_fits_24_gib_but_not_20(
     found = re.search(r"(?:they take|beside) ([\d.]+) MiB", str(error.value))
     assert found is not None and "KV cache" not in str(error.value)
     assert float(found[1]) == pytest.approx(wanted / 2**20, rel=1e-3)
-    assert all(bytes_in_memory(path) < MOST_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 
 def test_recurrent_states_have_to_fit_beside_the_weights() -> None:

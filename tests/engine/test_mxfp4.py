@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from inflight.core.request.request import OutputOptions, Request
-from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
+from inflight.engine.layers.grouped_linear import GroupedLinear
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.models import Linear
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.models.levels import FLOAT4, GroupedMatrix, MatrixKind
@@ -98,9 +99,9 @@ def test_weights_are_unpacked_to_a_given_dtype(folder: Path, caplog: pytest.LogC
 
 def test_tokens_in_float32_are_those_of_transformers(folder: Path, oracle: Any) -> None:
     description = read_model_description(folder)
-    keeping = KeepingLevels(torch.float32, CPU)
+    sink = TorchSink(torch.float32, CPU)
     part = Part.whole(description.decoder)
-    weights = load_weights_into(keeping, description, torch.float32, CPU, part, KeptLevels())
+    weights = load_weights_into(sink, description, torch.float32, CPU, part, KeptLevels())
     engine = load_engine(folder, dtype="float32", kernels="torch")
     engine.runner.decoder._weights = weights
     assert isinstance(experts_of(engine).up, GroupedLinear)
@@ -137,7 +138,7 @@ def test_every_4_bit_float_is_exact_with_every_scale(dtype: torch.dtype) -> None
     """value = float * 2 ** (scale - 127), exactly if that is a normal number of the dtype."""
     scales = torch.arange(_FINITE, dtype=torch.uint8).view(torch.float8_e8m0fnu).float()[:, None]
     values = torch.arange(16, dtype=torch.uint8).repeat(_FINITE, 2)
-    made = KeepingLevels(dtype, CPU).linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True))
+    made = TorchSink(dtype, CPU).linear(GroupedMatrix(values, scales, None, 32, None, 4, is_float4=True))
     found = made(torch.eye(32, dtype=dtype)).double()
     powers = 2.0 ** (torch.arange(_FINITE, dtype=torch.float64) - 127)
     exact = torch.tensor(FLOAT4, dtype=torch.float64).repeat(2)[:, None] * powers

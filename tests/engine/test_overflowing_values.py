@@ -96,7 +96,7 @@ def leave_behind(engine: ModelEngine, value: float) -> None:
     """Fill every block that can be allocated."""
     cache, count = engine.runner.cache, engine.limits.num_blocks
     with torch.inference_mode():
-        cache._blocks[0][:, :, :count] = value if cache.rounding is None else 127  # NaN as float8 too
+        cache._blocks[0][:, :, :count] = value if cache.quantization is None else 127  # NaN as float8 too
         cache._scales[0][:, :, :count] = value
 
 

@@ -257,7 +257,7 @@ def test_the_host_does_not_wait_between_forward_passes(
         for seed, sampling in enumerate(samplings)
     ]
     with FakeDevice() as device:
-        monkeypatch.setattr(transfer, "mark", device.mark)
+        monkeypatch.setattr(transfer, "record_event", device.record_event)
         driver = Driver(load_paged(model.folder, device="meta"))
         rows = [driver.start(*each) for each in starts]
         batch = feeding(driver, [], {row: len(row.tokens) for row in rows})
@@ -268,7 +268,7 @@ def test_the_host_does_not_wait_between_forward_passes(
             after = driver.engine.forward(following)
             assert device.waits == []
             take(rows, driver.engine.decode(batch, pending))
-            assert device.waits == ["a mark"]
+            assert device.waits == ["an event"]
             batch, pending = following, after
         take(rows, driver.engine.decode(batch, pending))
     other = Driver(load_engine(model.folder, kernels="torch"))
@@ -279,16 +279,16 @@ def test_the_host_does_not_wait_between_forward_passes(
     assert [row.generated for row in rows] == [row.generated for row in expected]
 
 
-def test_waiting_for_sent_arrays_waits_for_one_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_sent_arrays_waits_for_one_event(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeDevice() as device:
-        monkeypatch.setattr(transfer, "mark", device.mark)
+        monkeypatch.setattr(transfer, "record_event", device.record_event)
         values = np.array([3, -1, 2**40]), np.array([0.5, np.nan], np.float32)
         arriving = transfer.Arriving.send(*(transfer.upload(array, DEVICE) for array in values))
         assert device.waits == []
         assert arriving.joined.numpy()[:8].view(np.int64) != [3]
         for ours, theirs in zip(arriving.wait(), values, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-        assert device.waits == ["a mark"]
+        assert device.waits == ["an event"]
 
 
 # ---------------------------------------------------------------- when something fails
@@ -412,7 +412,7 @@ def test_beside_a_request_that_needs_the_host_only_tokens_are_waited_for(
     model = zoo[CASE]
     prompts = [model.prompt(9), model.prompt(13, 1)]
     with FakeDevice() as device:
-        monkeypatch.setattr(transfer, "mark", device.mark)
+        monkeypatch.setattr(transfer, "record_event", device.record_event)
         driver = Driver(load_paged(model.folder, device="meta"))
         rows = [driver.start(prompts[0]), driver.start(prompts[1], **options)]
         batch, taking = feeding(driver, [], {row: len(row.tokens) for row in rows}), rows
@@ -424,7 +424,7 @@ def test_beside_a_request_that_needs_the_host_only_tokens_are_waited_for(
             after = driver.engine.forward(following)
             assert device.waits == []
             take(taking, driver.engine.decode(batch, pending))
-            assert device.waits[0] == "a mark" and (len(device.waits) == 1 or name == "top_p of many")
+            assert device.waits[0] == "an event" and (len(device.waits) == 1 or name == "top_p of many")
             batch, pending, taking = following, after, of_following
         take(taking, driver.engine.decode(batch, pending))
     other = Driver(load_engine(model.folder, kernels="torch"))

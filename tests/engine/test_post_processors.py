@@ -177,7 +177,7 @@ def thread_of_rank() -> int:
     "topology", with_all([pytest.param(sizes, id=name) for name, sizes in TOPOLOGIES.items()], [(2, 2)])
 )
 @pytest.mark.parametrize("replicate", [True, False])
-def test_ranks_give_the_results_of_one_and_the_right_ranks_call_post_processors(
+def test_several_ranks_give_the_results_of_one_rank_and_the_right_ranks_call_post_processors(
     zoo: Zoo, topology: tuple[int, int], replicate: bool
 ) -> None:
     """Every rank that has the logits makes the same calls, or only the rank that samples does."""

@@ -75,7 +75,7 @@ def expected_of(model: ZooModel, request: Request, **options: Any) -> list[list[
 @cache
 def grid(model: ZooModel, case: str) -> list[tuple[Request, list[list[int]]]]:
     """Return requests and their results: with --all every point of GRID for the first family, fewer for others."""
-    step = examples(3, all=1) if case == CASES[0] else 4
+    step = examples(5, all=1) if case == CASES[0] else 4
     requests = [make_request(model, number) for number in range(0, len(GRID), step)]
     return [(request, expected_of(model, request)) for request in requests]
 
@@ -137,7 +137,7 @@ MASKS = {
 
 
 @every_case
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", with_all(MASKS, ["min_length", "no_repeat_bigram"]))
 def test_beams_with_masked_tokens_are_those_of_transformers(zoo: Zoo, case: str, mask: str) -> None:
     """transformers masks log probs, and renormalizes them only on request; here, logits are masked."""
     model = zoo[case]

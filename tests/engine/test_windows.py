@@ -94,12 +94,12 @@ def assert_same(folder: Path, oracle: ZooModel, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("size", with_all([1, 7, 8, 19, 50], [1, 8, 19]))
-def test_a_window_is_transformers_sliding_window(zoo: Zoo, size: int) -> None:
+def test_a_window_equals_the_sliding_window_of_transformers(zoo: Zoo, size: int) -> None:
     model = zoo["mistral-no-window"]
     assert_same(model.folder, reconfigured(model, sliding_window=size), max_attention_window_size=(size,))
 
 
-def test_windows_in_some_layers_are_transformers_layer_types(zoo: Zoo) -> None:
+def test_windows_in_some_layers_equal_the_layer_types_of_transformers(zoo: Zoo) -> None:
     model = zoo["qwen2"]
     oracle = reconfigured(
         model,

@@ -266,7 +266,7 @@ def test_a_bias_may_be_a_numpy_array() -> None:
     assert convert(embedding_bias=np.array(BIAS)).embedding_bias == floats(*BIAS)
 
 
-def test_a_bias_of_another_size_is_refused_with_upstreams_message() -> None:
+def test_a_bias_of_another_size_is_refused_with_the_message_of_tensorrt_llm() -> None:
     with pytest.raises(InvalidArgument, match=r"embedding bias shape is not as expected.*\[10\].*got \[9\]"):
         convert(embedding_bias=torch.ones(9))
 

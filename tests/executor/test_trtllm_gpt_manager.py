@@ -428,7 +428,7 @@ def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
         make_manager(client, optional_params=params)
 
 
-def test_seeds_may_be_torchs_int64(client: Client, manager: GptManager) -> None:
+def test_seeds_may_be_int64_tensors_of_torch(client: Client, manager: GptManager) -> None:
     (answer,) = client.ask(make_request(1, random_seed=torch.tensor([42])))
     assert answer.error == ""
 

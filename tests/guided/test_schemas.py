@@ -494,7 +494,7 @@ def test_patterns_of_clients_take_no_exponential_time(backend: GuideBackend) -> 
 def test_a_pattern_that_exceeds_the_limits_is_refused(
     backend: GuideBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matching, "_MOST_FUEL", 1)
+    monkeypatch.setattr(matching, "_MAX_FUEL", 1)
     schema = {"properties": {"abc": {}}, "propertyNames": {"pattern": "^(a|ab)(c|bcd)(d*)$"}}
     assert "at #/propertyNames: propertyNames is too complex" in refusal_of(backend, schema)
 
@@ -532,7 +532,7 @@ def test_all_comparisons_of_a_schema_share_one_limit(
     chain: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(5)}
     schema = {**schema, "$defs": {**chain, "d5": {"type": "null"}}}
     compiled(backend, schema)
-    monkeypatch.setattr(overlap, "_MOST_STEPS", 5)
+    monkeypatch.setattr(overlap, "_MAX_STEPS", 5)
     assert "the schema has too many alternatives to compare: " in refusal_of(backend, schema)
 
 

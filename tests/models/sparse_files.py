@@ -15,7 +15,7 @@ from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description
 from inflight.testing.quantize import FORMATS
 
-MOST_READ = 16 << 20
+MAX_READ = 16 << 20
 """Bytes of a file that may be in memory: the header, and the kernel's read-ahead."""
 GROUP = 128
 """Number of inputs in a group of 4-bit weights."""

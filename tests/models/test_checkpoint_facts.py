@@ -33,6 +33,13 @@ MINISTRAL3 = {
     "model_type": "ministral3",
     "rope_parameters": {**YARN, "rope_theta": 1e6, "llama_4_scaling_beta": 0.1},
 }
+GEMMA3N = {
+    **LLAMA,
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "intermediate_size": [40 + 8 * (layer % 3) for layer in range(LLAMA["num_hidden_layers"])],
+    "num_kv_shared_layers": 0,
+}
 MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
 
 
@@ -63,6 +70,7 @@ def _facts(folder: Path, config: object, generation: object = None) -> Checkpoin
         ({**MINISTRAL3, "original_max_position_embeddings": 32}, None),
         (GPT2, None),
         ({**GPT2, "n_inner": 80}, None),
+        (GEMMA3N, None),
     ],
 )
 def test_facts_equal_those_of_a_load(
@@ -89,7 +97,7 @@ def test_facts_of_published_checkpoints_equal_those_of_a_load(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("stated", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] != "Bloom"])
 def test_the_longest_sequence_is_that_of_a_load(tmp_path: Path, case: str, stated: bool) -> None:
     """Also without the keys: then the number is that of transformers."""
     values, defaults = make_config(case).to_dict(), type(make_config(case))().to_dict()
@@ -153,13 +161,14 @@ def test_an_error_says_where_the_key_of_a_text_part_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_sizes_that_a_text_part_omits_are_transformers_defaults(kind: str) -> None:
+def test_sizes_that_a_text_part_omits_have_the_defaults_of_transformers(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
     for key, value in DEFAULTS[kind].items():
         if key == "rope_theta":
             assert config.rope_parameters["rope_theta"] == value
         elif key not in ("norm_topk_prob", "hidden_size_per_layer_input"):  # no keys of transformers' classes
-            assert getattr(config, key) == value, key
+            found = getattr(config, key)  # of Gemma 3n, a list of the MLPs' widths
+            assert (max(found) if isinstance(found, list) else found) == value, key
 
 
 def _check_sizes(facts: CheckpointFacts, decoder: DecoderConfig) -> None:

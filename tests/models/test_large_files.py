@@ -13,7 +13,7 @@ from inflight.engine.load import load_engine
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights, tensor_shapes
-from tests.models.sparse_files import MOST_READ, SparseTensor, bytes_in_memory, write_sparse
+from tests.models.sparse_files import MAX_READ, SparseTensor, bytes_in_memory, write_sparse
 
 Shapes = dict[str, tuple[int, ...]]
 _LLAMA_7B = {
@@ -78,7 +78,7 @@ def test_tensors_that_do_not_fit_are_found_in_the_files_headers(
     with pytest.raises(ConfigError) as error:
         load_engine(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
     assert message in str(error.value)
-    assert all(bytes_in_memory(path) < MOST_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 
 def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> N
     model = read_model_description(tmp_path)
     paths = _write(tmp_path, tensor_shapes(model))
     check_weights(model)
-    assert all(bytes_in_memory(path) < MOST_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
     with paths[0].open("rb") as file:
-        file.read(2 * MOST_READ)
-    assert bytes_in_memory(paths[0]) >= 2 * MOST_READ
+        file.read(2 * MAX_READ)
+    assert bytes_in_memory(paths[0]) >= 2 * MAX_READ

@@ -20,8 +20,6 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")
 )
 OF_NO_FAMILY = [
-    "tiiuae/falcon-7b",
-    "bigscience/bloom-560m",
     "google/gemma-7b-it",
     "microsoft/phi-2",
     "CohereForAI/c4ai-command-r-v01",
@@ -69,11 +67,14 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
     )
     if ours.latent is None:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if getattr(config, "multi_query", False):
+            kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
     dense_key = "intermediate_size_mlp" if hasattr(config, "intermediate_size_mlp") else "intermediate_size"
-    for key in (dense_key, "ffn_dim"):
-        assert ours.intermediate_size == getattr(config, key, ours.intermediate_size)
+    for key in (dense_key, "ffn_dim", "ffn_hidden_size"):
+        width = getattr(config, key, ours.intermediate_size)
+        assert ours.intermediate_size == (max(width) if isinstance(width, list) else width)
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         assert ours.norm_eps == getattr(config, key, ours.norm_eps)
     assert ours.tied_embeddings == config.tie_word_embeddings

@@ -340,10 +340,10 @@ def test_dtype_and_torch_dtype_state_the_dtype_and_auto_states_none(
     ("config", "message"),
     [
         (
-            _as("FalconForCausalLM"),
-            "key 'architectures' is ['FalconForCausalLM'], expected one of LlamaForCausalLM, MistralForCausalLM",
+            _as("MptForCausalLM"),
+            "key 'architectures' is ['MptForCausalLM'], expected one of LlamaForCausalLM, MistralForCausalLM",
         ),
-        ({"model_type": "falcon"}, "key 'model_type' is 'falcon', expected one of llama, mistral"),
+        ({"model_type": "mpt"}, "key 'model_type' is 'mpt', expected one of llama, mistral"),
         ({}, "key 'model_type' is missing"),
         (
             {**LLAMA, "quantization_config": {"bits": 4}},

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, load_weights, read_model_description
+from inflight.models import DecoderWeights, read_model_description
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.ranks.topology import Mapping

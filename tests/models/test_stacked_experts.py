@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
-from inflight.models import load_weights, read_model_description
+from inflight.models import read_model_description
 from inflight.models.decoder_config import ClampedSwiglu
 from inflight.models.decoder_weights import ExpertWeights, Linear
 from inflight.models.loader import num_parameters, num_weight_bytes, tensor_shapes

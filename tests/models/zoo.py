@@ -35,6 +35,9 @@ KIMI_MLP = r"\.block_sparse_moe\.(\w+_proj)", r".mlp.\1"
 _DRAWN = ("bias", "scale", "layer_scalar", "alpha_p", "alpha_n")
 """Ends of names of further parameters that `_draw` changes."""
 
+_DRAWN_PARTS = ("norm", "sinks", "ln_attn", "ln_mlp")
+"""Parts of names of such parameters."""
+
 
 @contextmanager
 def _as_float64() -> Iterator[None]:
@@ -151,10 +154,21 @@ def make_config(case: str) -> Any:
     """Return transformers' configuration of a model of text."""
     family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
     values = GPT2 if family == "GPT2" else dict(COMMON)
-    foreign = {"GPTNeoX": ("num_key_value_heads",), "OPT": ("num_key_value_heads", "intermediate_size")}
+    foreign = {
+        "GPTNeoX": ("num_key_value_heads",),
+        "OPT": ("num_key_value_heads", "intermediate_size"),
+        "Falcon": ("num_key_value_heads", "intermediate_size"),
+        "Bloom": (
+            "num_key_value_heads",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ),
+    }
     for name in foreign.get(family, ()):
         del values[name]
-    has_text_config = family in ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    has_text_config = family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     return getattr(transformers, config_name)(**{**values, **changes}, architectures=[class_name])
@@ -166,11 +180,26 @@ def _make_multimodal(folder: Path, case: str, seed: int) -> ZooModel:
     config_class = getattr(transformers, f"{family}Config")
     config = config_class(text_config=text, tie_word_embeddings=False, **OTHER_PARTS[family])
     config.text_config._experts_implementation = "eager"
-    oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
+    with _without_timm():
+        oracle = _draw(f"{family}ForConditionalGeneration", config, seed)
     oracle.save_pretrained(folder)
     if family == "Kimi_K25":
         rename(folder, r"^language_model\.model\.blocks\.", "language_model.model.layers.")
     return ZooModel(folder, oracle)
+
+
+@contextmanager
+def _without_timm() -> Iterator[None]:
+    """Replace the vision tower of Gemma 3n, which needs the package timm, by a linear layer."""
+    make = transformers.AutoModel.from_config
+
+    def from_config(config: Any, **options: Any) -> Any:
+        if config.model_type == "gemma3n_vision":
+            return torch.nn.Linear(config.hidden_size, config.hidden_size)
+        return make(config, **options)
+
+    with patch.object(transformers.AutoModel, "from_config", from_config):
+        yield
 
 
 def rename(folder: Path, pattern: str, name: str) -> None:
@@ -184,7 +213,9 @@ def _draw(class_name: str, config: Any, seed: int) -> Any:
     """Return a model of this class with random weights."""
     torch.manual_seed(seed)
     config._experts_implementation = "eager"  # the only one that supports float64
-    oracle = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").eval()
+    # Falcon's eager attention adds linear biases twice.
+    attention = "sdpa" if config.model_type == "falcon" else "eager"
+    oracle = getattr(transformers, class_name)._from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
         biases = [
             pair
@@ -193,7 +224,7 @@ def _draw(class_name: str, config: Any, seed: int) -> Any:
         ]
         for name, parameter in (*oracle.named_parameters(), *biases):
             # initialized as 0 and 1, so that errors would not be noticed
-            if name.endswith(_DRAWN) or "norm" in name or "sinks" in name:
+            if name.endswith(_DRAWN) or any(part in name for part in _DRAWN_PARTS):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     return oracle
 

@@ -51,6 +51,22 @@ _GEMMA = {
     "query_pre_attn_scalar": 9,
 }
 
+_GEMMA3N = {
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "sliding_window": 19,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 20,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "altup_num_inputs": 3,
+    "laurel_rank": 10,
+    "activation_sparsity_pattern": [0.7, 0.0, 0.5, 0.7, 0.0],
+    "final_logit_softcapping": 9.0,
+}
+
 _GEMMA4 = {
     "tie_word_embeddings": False,
     "num_key_value_heads": 4,
@@ -426,6 +442,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "HunYuanMoEV1",
         {"num_key_value_heads": 2, "head_dim": 12, "num_experts": 6, "moe_topk": 2},
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **DEEPSEEK,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=MAX_POSITIONS,
+                mscale=0.7,
+                mscale_all_dim=0.9,
+                llama_4_scaling_beta=0.1,
+            ),
+        },
+    ),
     "deepseek-v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek-v2-lite": (
         "DeepseekV2",
@@ -474,6 +506,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {**_GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3n": ("Gemma3n", _GEMMA3N),
+    "gemma3n-widths": (
+        "Gemma3n",
+        {
+            **_GEMMA3N,
+            "intermediate_size": [96, 64, 96, 64, 96],
+            "altup_num_inputs": 4,
+            "altup_active_idx": 2,
+            "altup_correct_scale": False,
+            "vocab_size_per_layer_input": 150,
+            "num_kv_shared_layers": 0,
+        },
     ),
     "gemma4": ("Gemma4", _GEMMA4),
     "gemma4-shared": (
@@ -641,6 +686,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Starcoder2",
         {"num_key_value_heads": 2, "sliding_window": 19, "tie_word_embeddings": False},
     ),
+    "falcon": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+    ),
+    "falcon-one-norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "falcon-multi-query": ("Falcon", {}),
+    "falcon-sequential": ("Falcon", {"parallel_attn": False, "multi_query": False, "activation": "relu"}),
+    "falcon-alibi": (
+        "Falcon",
+        {"alibi": True, "num_attention_heads": 16, "new_decoder_architecture": True, "num_kv_heads": 4},
+    ),
+    "bloom": ("Bloom", {"n_layer": 3, "n_head": 8}),
+    "bloom-12-heads": ("Bloom", {"n_layer": 2, "n_head": 12, "hidden_size": 96}),
     "gpt2": ("GPT2", {}),
     "gpt2-inner": ("GPT2", {"n_inner": 80, "activation_function": "relu"}),
 }

@@ -25,6 +25,18 @@ _QWEN_VISION = {
 _QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
 OTHER_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
+    "Gemma3n": {
+        "vision_config": {"hidden_size": 16, "vocab_size": 8, "vocab_offset": 300},
+        "audio_config": {
+            "hidden_size": 16,
+            "vocab_size": 8,
+            "vocab_offset": 310,
+            "input_feat_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": (4, 4),
+        },
+    },
     "Gemma4": {
         "vision_config": {**_CLIP, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         "audio_config": None,
@@ -101,10 +113,12 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
 
 MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3-vision": ("Gemma3", "gemma3_text", CASES["gemma3"][1]),
+    "gemma3n-vision": ("Gemma3n", "gemma3n_text", CASES["gemma3n"][1]),
     "gemma4-vision": ("Gemma4", "gemma4_text", CASES["gemma4-shared"][1]),
     "gemma4-unified": ("Gemma4Unified", "gemma4_unified_text", GEMMA4_UNIFIED),
     "mistral3": ("Mistral3", "mistral", CASES["mistral-no-window"][1]),
     "mistral3-ministral3": ("Mistral3", "ministral3", CASES["ministral3"][1]),
+    "mistral3-mistral4": ("Mistral3", "mistral4", CASES["mistral4"][1]),
     "llama4-vision": ("Llama4", "llama4_text", CASES["llama4"][1]),
     "qwen2-vl": (
         "Qwen2VL",

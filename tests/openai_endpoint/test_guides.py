@@ -115,7 +115,7 @@ def test_a_choice_may_have_thousands_of_texts(library: str, count: int) -> None:
 
 
 def test_rules_of_a_choice_are_short_for_any_number_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guides, "_MOST_ALTERNATIVES", 10)
+    monkeypatch.setattr(guides, "_MAX_ALTERNATIVES", 10)
     choices = [str(number) for number in range(101)]
     guide = read_guide(CompletionBody.model_validate({"prompt": "x", "guided_choice": choices}))
     assert guide is not None

@@ -92,7 +92,7 @@ def test_counters_and_gauges_have_the_values_types_and_labels():
     assert page.value("vllm:cache_config_info", block_size="16", num_gpu_blocks="300") == 1
 
 
-def test_finish_reasons_are_vllms():
+def test_finish_reasons_have_the_names_of_vllm():
     metrics = observed()
     reasons = parse(vllm_aliases(page_of(metrics.snapshot()))).series(
         "vllm:request_success_total", "finished_reason"

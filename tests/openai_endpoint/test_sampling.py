@@ -89,7 +89,7 @@ def test_stop_tokens_and_stop_strings_reach_the_request() -> None:
     assert request_of({"stop": "ab"}).streaming and not request_of({}).streaming
 
 
-def test_only_usage_requests_perf_metrics() -> None:
+def test_perf_metrics_are_requested_only_if_usage_is_returned() -> None:
     options = {"include_usage": True}
     assert request_of({}).output.return_perf_metrics
     assert not request_of({"stream": True}).output.return_perf_metrics

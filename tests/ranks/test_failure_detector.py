@@ -61,7 +61,7 @@ def test_a_failed_rank_is_lost_if_another_rank_does_not_pass_its_iteration(
     assert loss == (Loss(2, "it failed alone in iteration 17: the others wait for it") if is_lost else None)
 
 
-def test_a_failure_that_all_ranks_passed_is_forgotten(failure_detector):
+def test_a_failure_is_forgotten_when_all_ranks_are_in_later_iterations(failure_detector):
     failure_detector.failed(2, 17, 100.0)
     beat(failure_detector, 106.0, 18, 18)
     assert failure_detector.loss(106.0, 18) is None

@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.ranks.mpirun import start_ranks
 
 _IDLE_S = 2.0
-_MOST_TRIES = 10
-_MOST_WAKES = 100
+_MAX_TRIES = 10
+_MAX_WAKES = 100
 """Bound of wakes of all threads of a rank.
 
 Heartbeats come once a second; a polling loop wakes thousands of times.
@@ -28,17 +28,17 @@ def test_idle_ranks_sleep_and_wake_up():
             said = [ranks.stdout.readline().split() for _ in range(3)]
             assert [word for word, _ in said] == ["asleep"] * 3, ranks.stderr.read()
             pids = [int(pid) for _, pid in said]
-            for _ in range(_MOST_TRIES):  # the start may not have finished
+            for _ in range(_MAX_TRIES):  # the start may not have finished
                 before = [num_wakes(pid) for pid in pids]
                 time.sleep(_IDLE_S)
                 wakes = [num_wakes(pid) - earlier for pid, earlier in zip(pids, before)]
-                if max(wakes) < _MOST_WAKES:
+                if max(wakes) < _MAX_WAKES:
                     break
-            assert max(wakes) < _MOST_WAKES, wakes
+            assert max(wakes) < _MAX_WAKES, wakes
             before = [num_wakes(pid) for pid in pids]
             time.sleep(_IDLE_S)
             wakes = [num_wakes(pid) - earlier for pid, earlier in zip(pids, before)]
-            assert max(wakes) < _MOST_WAKES, wakes
+            assert max(wakes) < _MAX_WAKES, wakes
             said, complained = ranks.communicate("go\ngo\nend\n", timeout=60)
         except BaseException:
             ranks.terminate()

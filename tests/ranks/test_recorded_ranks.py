@@ -9,11 +9,11 @@ import pytest
 from tests.models.zoo import Zoo
 from tests.ranks.mpirun import run_ranks
 from tests.ranks.test_torch_collectives import _GPU
-from tests.tiers import with_all
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_GPU)])
-@pytest.mark.parametrize("case", with_all(["llama-gqa-tied", "gpt2"], ["gpt2"]))
+@pytest.mark.parametrize("case", ["llama-gqa-tied", "gpt2"])
 def test_replayed_iterations_of_two_ranks_have_the_tokens_of_one(zoo: Zoo, case: str, device: str) -> None:
     model = zoo[case]
     prompts = [model.prompt(5 + 7 * number, number) for number in range(3)]

@@ -28,7 +28,7 @@ DRAFT_GUARD = GUARD.replace("tensorrt_llm", "tensorrt_llm_draft")
 DRIVER_LINE = 'E1121 07:32:04.135175 3786 server.cc:241] "CudaDriverHelper has not been initialized."\n'
 
 
-def test_the_cause_of_a_model_that_does_not_load_is_reported() -> None:
+def test_the_error_that_kept_a_model_from_loading_is_reported() -> None:
     lines = find_cause(FAILED).splitlines()
     assert len(lines) == 4
     assert "failed to load 'm' version 1: ValueError: no" in lines[0]

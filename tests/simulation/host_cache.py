@@ -15,7 +15,7 @@ from inflight.errors import InvalidArgument, StepFailed
 from tests.core.factories import make_adapter
 
 NUM_TASKS = 5
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Largest rank of an adapter that fits."""
 TOO_LARGE = 200
 
@@ -115,7 +115,7 @@ class HostCache:
             return AdapterEvent(request_id, stored[-1].handle)
         if lora not in self._stored:
             version = self._versions.setdefault(lora, 0)
-            rank = random.Random(f"rank {self._seed} {content(lora, version)}").randint(1, MOST_RANKS)
+            rank = random.Random(f"rank {self._seed} {content(lora, version)}").randint(1, MAX_RANKS)
             self._stored[lora] = self._make(lora, version, rank)
             stored.append(self._stored[lora])
         self._users[request_id] = lora

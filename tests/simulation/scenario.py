@@ -12,7 +12,7 @@ from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
 
 from .drawn_requests import Habits, draw_habits, draw_requests
-from .host_cache import MOST_RANKS
+from .host_cache import MAX_RANKS
 
 _MS = 1_000_000
 _ITERATION_NS = 5 * _MS
@@ -181,7 +181,7 @@ def _without_host(request: Request) -> Request:
 def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) -> EngineLimits:
     size = rng.choice([1, 2, 3, 4, 8])
     num_blocks = max(request.max_kv_blocks(size) for request in requests) + rng.choice([0, 1, 4, 15, 60])
-    page_rank = rng.choice([1, 3, MOST_RANKS])
+    page_rank = rng.choice([1, 3, MAX_RANKS])
     return EngineLimits(
         habits.vocab_size,
         200,
@@ -189,9 +189,9 @@ def _draw_limits(rng: random.Random, habits: Habits, requests: list[Request]) ->
         num_blocks,
         size,
         hidden_size=1,
-        num_adapter_pages=-(-MOST_RANKS // page_rank) + rng.choice([0, 1, 3, 20]),
+        num_adapter_pages=-(-MAX_RANKS // page_rank) + rng.choice([0, 1, 3, 20]),
         adapter_page_rank=page_rank,
-        max_adapter_rank=MOST_RANKS,
+        max_adapter_rank=MAX_RANKS,
     )
 
 

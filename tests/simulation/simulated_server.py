@@ -33,7 +33,7 @@ from .scenario import Scenario, time_of_answer
 from .stages_oracle import StagesOracle
 from .state_oracle import StateOracle
 
-_MOST_ITERATIONS = 3000
+_MAX_ITERATIONS = 3000
 
 
 def run(scenario: Scenario) -> Outcome:
@@ -76,7 +76,7 @@ class SimulatedServer:
 
     def step(self) -> None:
         """Run one iteration, as `GptManager.step` does."""
-        assert self._iteration < _MOST_ITERATIONS, "the scheduler makes no progress"
+        assert self._iteration < _MAX_ITERATIONS, "the scheduler makes no progress"
         was_active = self.scheduler.num_active > 0
         inputs = self.scenario.inputs(self._iteration)
         inputs = with_adapters(self.adapters, inputs, self.scheduler.is_active)

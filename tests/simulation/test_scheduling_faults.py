@@ -36,7 +36,7 @@ from .outcome import Outcome
 from .scenario import Breakdowns, Scenario, draw, time_of_answer
 
 CORE = str(Path(inflight.core.__file__).parent)
-MOST_ITERATIONS = 3000
+MAX_ITERATIONS = 3000
 PLANTED = StepFailed("planted")
 
 
@@ -106,7 +106,7 @@ class Run:
         """Run to the end, with checks in every iteration and at the end."""
         iteration = 0
         while iteration <= self.scenario.last_event or self.scheduler.num_active or self._in_flight:
-            assert iteration < MOST_ITERATIONS, "the scheduler makes no progress"
+            assert iteration < MAX_ITERATIONS, "the scheduler makes no progress"
             self._step(iteration)
             iteration += 1
         assert self.scheduler.kv_cache.pool.num_held == self.scheduler.kv_cache.num_reserved == 0

@@ -7,7 +7,7 @@ import threading
 
 from tests.text.tiny_tokenizers import tokenizer
 
-_MOST_TRIES = 200
+_MAX_TRIES = 200
 
 
 def test_a_long_prompt_leaves_the_processor_to_other_threads() -> None:
@@ -24,7 +24,7 @@ def test_a_long_prompt_leaves_the_processor_to_other_threads() -> None:
     other.start()
     gate.release()
     assert not has_run
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         if not has_run:
             encode("x " * 20_000)
     assert has_run

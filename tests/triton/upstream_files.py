@@ -201,10 +201,10 @@ FILLED = {
 """Values of some parameters; the others stay template variables."""
 
 
-def engine_config(parameters: dict[str, str]) -> str:
+def engine_config(parameters: dict[str, str], logits_type: str = "TYPE_FP16") -> str:
     """Return its filled-in config.pbtxt of `tensorrt_llm`: TENSORS, and these parameters over FILLED."""
     values = {**FILLED, **parameters}
-    types = {"*": "TYPE_FP16", "BYTES": "TYPE_STRING"}
+    types = {"*": logits_type, "BYTES": "TYPE_STRING"}
     blocks = [
         'name: "tensorrt_llm"\nbackend: "python"\nmax_batch_size: 4\n'
         "model_transaction_policy {\n  decoupled: False\n}\n"

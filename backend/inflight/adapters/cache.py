@@ -33,7 +33,7 @@ from inflight.errors import (
 
 _log = logging.getLogger(__name__)
 
-_MOST_PROBLEMS = 4096
+_MAX_PROBLEMS = 4096
 """Maximum number of adapters whose errors are kept."""
 
 _State = Literal["loading", "idle", "in use", "unloading"]
@@ -381,7 +381,7 @@ class HostAdapterCache:
         if was != str(error):
             _log.warning("the LoRA adapter %s is refused: %s", name, error)
         self._problems[name] = str(error)
-        if len(self._problems) > _MOST_PROBLEMS:
+        if len(self._problems) > _MAX_PROBLEMS:
             del self._problems[next(iter(self._problems))]
 
     def _give_up(self, key: LoraRequest, error: RequestError) -> None:

@@ -22,7 +22,7 @@ _NUMPY_TYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "V2"}
 
 
 def read_lora_files(folder: Path) -> LoraWeights:
-    """Read both files; raise InvalidArgument, naming the file, if one is missing or damaged."""
+    """Read an adapter's two files; raise InvalidArgument, naming the file, if one is missing or damaged."""
     weights, config = (_read(folder / name) for name in (WEIGHTS_FILE, CONFIG_FILE))
     try:
         return read_lora_tensors(weights, config)
@@ -31,7 +31,7 @@ def read_lora_files(folder: Path) -> LoraWeights:
 
 
 def write_lora_files(adapter: LoraWeights, folder: Path) -> None:
-    """Write both files, of shapes [1, rows, width] and [1, rows, columns], creating `folder` if necessary."""
+    """Write an adapter's weights [1, rows, width] and config [1, rows, columns]; create `folder` if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     matrix = adapter.weights
     kind = _NUMPY_TYPES[matrix.dtype]

@@ -131,8 +131,8 @@ class GptManager:
         """Return the scheduler's state (`core/report/state.py`) and recent statistics as JSON.
 
         Waits at most `timeout_s` seconds for the end of the current iteration. If it does not end in time, the
-        answer reports this, and describes the stuck iteration and the scheduler's state in it. Any thread but the
-        loop's.
+        answer reports this, and describes the stuck iteration and the scheduler's state in it. May be
+        called on any thread except the loop thread.
         """
         return self._inspections.ask(timeout_s, self.notify)
 

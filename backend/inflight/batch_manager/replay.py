@@ -28,7 +28,7 @@ from inflight.errors import InflightError, error_from_kind
 IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit codes."""
 
-_MOST_DIFFERENCES = 20
+_MAX_DIFFERENCES = 20
 _PARTS = "batch", "starts", "loads"  # fields of `Begin` that follow from earlier records
 
 
@@ -99,7 +99,7 @@ class Replay:
         if replayed == recorded:
             return []
         both = ((part, getattr(recorded, part), getattr(replayed, part)) for part in _PARTS)
-        return list(islice((line for each in both for line in differences(*each)), _MOST_DIFFERENCES))
+        return list(islice((line for each in both for line in differences(*each)), _MAX_DIFFERENCES))
 
     def _count_answers(self) -> None:
         self.num_answered += sum(response.is_final for response in self.responses)

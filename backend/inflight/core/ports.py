@@ -224,7 +224,7 @@ class Ranks(Protocol):
         ...
 
     def end(self, are_asleep: bool) -> None:
-        """End the sharing of inputs: `follow` returns None on all followers."""
+        """Tell all followers that there are no more inputs: their `follow` returns None. See `share`."""
         ...
 
 

@@ -109,8 +109,8 @@ class Scheduler:
     def accept(self, inputs: IterationInput) -> list[Response]:
         """Queue new requests, end stopped and expired ones, and answer invalid ones at once.
 
-        A request with a guide or an adapter is queued after the event that its guide or adapter is ready. One
-        iteration ends a bounded number of sequences (`PendingEndings`).
+        A request with a guide or an adapter is queued when an event in `inputs` says that its guide or adapter is
+        ready. One iteration ends a bounded number of sequences (`PendingEndings`).
         """
         self._iteration, self._now_ns = inputs.iteration, inputs.now_ns
         self._observed.begin_iteration()

@@ -286,10 +286,10 @@ def _check_room(
     from inflight.engine.memory import check_room, free_memory
     from inflight.errors import ConfigError
 
-    rounding = find_kv_quantization(config.kv_cache_dtype)
+    kv_quantization = find_kv_quantization(config.kv_cache_dtype)
     free, on_gpu = free_memory(device), device.type == "cuda"
     where = "of GPU memory" if on_gpu else "of memory"
-    size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], rounding)
+    size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], kv_quantization)
     are_mapped = config.weights == MMAP and runs_compiled(config, description, device)
     of_states = total_state_bytes(config, description.decoder, dtypes[0])
     try:
@@ -299,7 +299,7 @@ def _check_room(
         yield red("room", str(error), ", ".join([*_smaller(dtypes[1]), mend]))
         return
     tokens = chosen.num_blocks * config.tokens_per_block
-    kind = f" in {rounding.name}" if rounding is not None else ""
+    kind = f" in {kv_quantization.name}" if kv_quantization is not None else ""
     states = f"{_size(of_states)} for recurrent states, " if of_states else ""
     says = (
         f"{_size(free)} {where}: {_size(num_bytes)} for weights{' mapped from a file' if are_mapped else ''}, "
@@ -307,7 +307,7 @@ def _check_room(
         f"({chosen.decided_by} decides)"
     )
     if tokens < longest:
-        smaller = ", --set kv_cache_dtype=int8" if rounding is None else ""
+        smaller = ", --set kv_cache_dtype=int8" if kv_quantization is None else ""
         mend = f"--set max_sequence_length={tokens}{smaller}, or more memory"
         yield yellow("room", f"{says}, less than one sequence of {longest} tokens", mend)
     else:

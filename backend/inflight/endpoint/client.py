@@ -58,7 +58,7 @@ _CONNECTIONS_TRIED = 3
 # Seconds by which this side waits longer for an answer than the engine's own timeout.
 _MARGIN_S = 1.0
 
-_Question = ReadState | CommandAdapters | ReadReports
+_Query = ReadState | CommandAdapters | ReadReports
 _Reply = State | AdapterStates | Reported
 
 
@@ -163,11 +163,11 @@ class _EngineConnection:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()  # guards the callbacks and the unanswered questions
+        self._lock = threading.Lock()  # guards the callbacks and the unanswered queries
         self._send_lock = threading.Lock()
         self._callbacks: dict[int, SendResponseCallback] = {}
-        self._questions: dict[int, Future[_Reply]] = {}
-        self._question_ids = itertools.count(1)
+        self._queries: dict[int, Future[_Reply]] = {}
+        self._query_ids = itertools.count(1)
         self.ended = False
         self._socket = socket.socket(socket.AF_UNIX)
         try:
@@ -209,41 +209,41 @@ class _EngineConnection:
             self._send(encode(stop))
 
     def state(self, timeout_s: float) -> str:
-        state = self._ask(ReadState(next(self._question_ids), timeout_s), "its state")
+        state = self._ask(ReadState(next(self._query_ids), timeout_s), "its state")
         assert isinstance(state, State), f"got {type(state).__name__}"
         if state.error_kind:
             raise error_from_kind(state.error_kind, state.error_message)
         return state.text
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
-        question = CommandAdapters(next(self._question_ids), command, timeout_s)
-        answer = self._ask(question, f"whether it could {command.action.value} adapters")
+        query = CommandAdapters(next(self._query_ids), command, timeout_s)
+        answer = self._ask(query, f"whether it could {command.action.value} adapters")
         assert isinstance(answer, AdapterStates), f"got {type(answer).__name__}"
         if answer.error_kind:
             raise error_from_kind(answer.error_kind, answer.error_message)
         return answer.adapters
 
     def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
-        reported = self._ask(ReadReports(next(self._question_ids), kind, timeout_s), "what it has done")
+        reported = self._ask(ReadReports(next(self._query_ids), kind, timeout_s), "what it has done")
         assert isinstance(reported, Reported), f"got {type(reported).__name__}"
         return reported.reports
 
-    def _ask(self, question: _Question, what: str) -> _Reply:
-        """Send a question and wait for its answer, a little longer than the question's own timeout."""
-        timeout_s = question.timeout_s
+    def _ask(self, query: _Query, what: str) -> _Reply:
+        """Send a query and wait for its answer, a little longer than the query's own timeout."""
+        timeout_s = query.timeout_s
         answer: Future[_Reply] = Future()
         with self._lock:
             if self.ended:
                 raise self._lost()
-            self._questions[question.question] = answer
-        self._send(encode(question))
+            self._queries[query.query_id] = answer
+        self._send(encode(query))
         try:
             return answer.result(None if timeout_s is None else timeout_s + _MARGIN_S)
         except NotInTime:
             raise Unreachable(f"the engine did not report {what} in {timeout_s:g} s") from None
         finally:
             with self._lock:
-                self._questions.pop(question.question, None)
+                self._queries.pop(query.query_id, None)
 
     def close(self) -> None:
         self._shut()
@@ -298,7 +298,7 @@ class _EngineConnection:
 
     def _answer(self, frame: _Reply) -> None:
         with self._lock:
-            answer = self._questions.pop(frame.question, None)
+            answer = self._queries.pop(frame.query_id, None)
         if answer is not None:
             answer.set_result(frame)
 
@@ -306,8 +306,8 @@ class _EngineConnection:
         self._shut()
         with self._lock:
             self.ended = True
-            unanswered, answers = list(self._callbacks), list(self._questions.values())
-            self._questions.clear()
+            unanswered, answers = list(self._callbacks), list(self._queries.values())
+            self._queries.clear()
         for answer in answers:
             answer.set_exception(self._lost())
         for request_id in unanswered:

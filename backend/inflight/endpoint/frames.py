@@ -85,28 +85,28 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadState(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: answer with a State of the same `question` within `timeout_s` seconds."""
+    """Front end → engine: answer with a State of the same `query_id` within `timeout_s` seconds."""
 
-    question: int
+    query_id: int
     timeout_s: float
 
 
 class State(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: the batcher's state as JSON, or an error."""
 
-    question: int
+    query_id: int
     text: str = ""
     error_kind: str = ""
     error_message: str = ""
 
 
 class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: execute `command`, and answer with AdapterStates of the same `question`.
+    """Front end → engine: execute `command`, and answer with AdapterStates of the same `query_id`.
 
     `timeout_s` is how long the front end waits, in seconds.
     """
 
-    question: int
+    query_id: int
     command: AdapterCommand
     timeout_s: float
 
@@ -114,19 +114,19 @@ class CommandAdapters(msgspec.Struct, frozen=True, tag=True):
 class AdapterStates(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: all adapters after a command, or the command's error."""
 
-    question: int
+    query_id: int
     adapters: tuple[AdapterState, ...] = ()
     error_kind: str = ""
     error_message: str = ""
 
 
 class ReadReports(msgspec.Struct, frozen=True, tag=True):
-    """Front end → engine: answer with a Reported of the same `question`.
+    """Front end → engine: answer with a Reported of the same `query_id`.
 
     `timeout_s` is how long to wait for KV events, in seconds; None: until there are some.
     """
 
-    question: int
+    query_id: int
     kind: ReportKind
     timeout_s: float | None
 
@@ -134,7 +134,7 @@ class ReadReports(msgspec.Struct, frozen=True, tag=True):
 class Reported(msgspec.Struct, frozen=True, tag=True):
     """Engine → front end: the reports since the last ReadReports."""
 
-    question: int
+    query_id: int
     reports: Reports
 
 

@@ -1,7 +1,7 @@
 """The engine's side of the endpoint, through which front ends in other processes use the engine's client.
 
 The server owns the listening socket and, for each connection, a reader thread, a writer thread and the
-requests in flight on it. Questions about state, adapters or reports are answered on a thread of their own.
+requests in flight on it. Queries about state, adapters or reports are answered on a thread of their own.
 When a connection ends, for whatever reason, its requests are stopped.
 """
 
@@ -229,22 +229,22 @@ class _ClientConnection:
             handle.stop(frame.reason, frame.sequence_index)
 
     def _answer_state(self, frame: ReadState) -> None:
-        """Answer a ReadState. Runs on a thread of its own, which ends within the question's timeout."""
+        """Answer a ReadState. Runs on a thread of its own, which ends within the query's timeout."""
         try:
-            state = State(frame.question, self._client.state(frame.timeout_s))
+            state = State(frame.query_id, self._client.state(frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the state could not be read")
-            state = State(frame.question, error_kind=error.kind, error_message=error.marked)
+            state = State(frame.query_id, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(state)])
 
     def _answer_adapter_command(self, frame: CommandAdapters) -> None:
         """Execute an adapter command and answer it. Runs on a thread of its own."""
         try:
-            answer = AdapterStates(frame.question, self._client.adapters(frame.command, frame.timeout_s))
+            answer = AdapterStates(frame.query_id, self._client.adapters(frame.command, frame.timeout_s))
         except Exception as caught:  # any error goes to the peer
             error = _as_inflight_error(caught, "the command could not be carried out")
-            answer = AdapterStates(frame.question, error_kind=error.kind, error_message=error.marked)
+            answer = AdapterStates(frame.query_id, error_kind=error.kind, error_message=error.marked)
         with contextlib.suppress(OSError):  # the connection has ended
             self._send([encode(answer)])
 
@@ -252,7 +252,7 @@ class _ClientConnection:
         """Answer a ReadReports. Runs on a thread of its own, which ends at the latest with the batcher."""
         reports = self._client.reports(frame.kind, frame.timeout_s)
         with contextlib.suppress(OSError):  # the connection has ended
-            self._send([encode(Reported(frame.question, reports))])
+            self._send([encode(Reported(frame.query_id, reports))])
 
     def _end(self) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.additional_outputs import offer
-from inflight.engine.kv_cache import block_bytes, describe_rounding
+from inflight.engine.kv_cache import block_bytes, describe_quantization
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.memory import (
     LESS_STATES,
@@ -168,8 +168,8 @@ def count_blocks(
     `reserved` bytes are left for later allocations on the device, and `mapped` bytes for mapped weights.
     """
     on_gpu = device.type == "cuda"
-    rounding = find_kv_quantization(config.kv_cache_dtype)
-    size = block_bytes(decoder, config.tokens_per_block, dtype, rounding)
+    quantization = find_kv_quantization(config.kv_cache_dtype)
+    size = block_bytes(decoder, config.tokens_per_block, dtype, quantization)
     free_bytes = max(0, free_memory(device) - reserved) // (1 if on_gpu else config.ranks_on_host)
     free_bytes = beside_mapped(free_bytes, mapped)
     chosen = choose_kv_cache_size(config, max_sequence_length, size, free_bytes, on_gpu)
@@ -179,7 +179,7 @@ def count_blocks(
         num_blocks,
         config.tokens_per_block,
         num_blocks * size / 2**20,
-        "" if rounding is None else f", {describe_rounding(decoder, rounding)}",
+        "" if quantization is None else f", {describe_quantization(decoder, quantization)}",
         chosen.decided_by if num_blocks == chosen.num_blocks else "another rank",
     )
     return num_blocks

@@ -26,6 +26,8 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "experts with weighted inputs": experts is not None and experts.weighs_inputs,
         "attention in chunks": any(decoder.attention_chunks),
         "attention whose temperature depends on the position": decoder.attention_temperature is not None,
+        "ALiBi": decoder.alibi is not None,
+        "a norm on embeddings": decoder.embedding_norm,
         "norms without weights": decoder.qk_norm == "unweighted",
         "attention beside recurrent layers": any(map(decoder.has_state, layers))
         and not all(map(decoder.is_recurrent, filter(decoder.has_state, layers))),
@@ -38,4 +40,7 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         "experts of projected hidden states": experts is not None and experts.latent_size > 0,
         "xIELU": decoder.activation == "xielu",
         "gates of heads": decoder.head_gates,
+        "several residual streams (AltUp)": decoder.altup is not None,
+        "low-rank branches beside attention (LAuReL)": decoder.laurel_rank > 0,
+        "sparse gates of MLPs": any(decoder.gate_sparsity),
     }

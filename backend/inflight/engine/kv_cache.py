@@ -32,22 +32,26 @@ Numbers = NDArray[np.int64] | list[int]
 
 
 def block_bytes(
-    decoder: DecoderConfig, tokens_per_block: int, dtype: torch.dtype, rounding: KvQuantization | None = None
+    decoder: DecoderConfig,
+    tokens_per_block: int,
+    dtype: torch.dtype,
+    quantization: KvQuantization | None = None,
 ) -> int:
     """Return the size of one block over all layers in bytes, scales included."""
     of_layers = (decoder.at(layer) for layer in decoder.cached_layers)
     # heads of keys, and of values if values are stored separately
     return tokens_per_block * sum(
-        each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, rounding) for each in of_layers
+        each.cached_size // each.head_dim * head_bytes(each.head_dim, dtype, quantization)
+        for each in of_layers
     )
 
 
-def describe_rounding(decoder: DecoderConfig, rounding: KvQuantization) -> str:
+def describe_quantization(decoder: DecoderConfig, quantization: KvQuantization) -> str:
     """Describe the format of keys and values and the memory that it saves."""
-    whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, rounding))
+    whole, stored = (block_bytes(decoder, 1, torch.bfloat16, each) for each in (None, quantization))
     return (
-        f"keys and values in {rounding.name} with a scale for each token and head, {whole / stored:.2f} times the "
-        "tokens of bfloat16"
+        f"keys and values in {quantization.name} with a scale for each token and head, "
+        f"{whole / stored:.2f} times the tokens of bfloat16"
     )
 
 
@@ -66,13 +70,13 @@ class KvCache:
         tokens_per_block: Tokens per block.
         dtype: Data type of the keys and values that are written and read.
         device: The device of the memory.
-        rounding: 8-bit format of keys and values; None: not quantized.
+        quantization: 8-bit format of keys and values; None: not quantized.
         states: Recurrent states of the slots; None for a model without recurrent layers.
 
     Attributes:
         null_block: Id of the block that no sequence uses.
         dtype: Data type of keys and values in computations.
-        rounding: 8-bit format of keys and values; None: they are stored in `dtype`.
+        quantization: 8-bit format of keys and values; None: they are stored in `dtype`.
         states: The argument of the same name.
     """
 
@@ -83,18 +87,18 @@ class KvCache:
         tokens_per_block: int,
         dtype: torch.dtype,
         device: torch.device,
-        rounding: KvQuantization | None = None,
+        quantization: KvQuantization | None = None,
         states: RecurrentStates | None = None,
     ) -> None:
         self.states = states
         self.num_blocks = self.null_block = num_blocks
         self.tokens_per_block = tokens_per_block
-        self.dtype, self.rounding = dtype, rounding
+        self.dtype, self.quantization = dtype, quantization
         self._num_parts = decoder.cached_size // decoder.kv_size
         of_layers = [decoder.at(layer) for layer in decoder.cached_layers]
         self._head_shapes = [(each.num_kv_heads, each.head_dim) for each in of_layers]
-        stored = dtype if rounding is None else rounding.stored
-        has_scales = int(rounding is not None)
+        stored = dtype if quantization is None else quantization.stored
+        has_scales = int(quantization is not None)
         self._blocks: list[Tensor] = []
         self._scales: list[Tensor] = []
         self._layers: list[Tensor] = [torch.empty(0)] * len(of_layers)
@@ -145,7 +149,7 @@ class KvCache:
 
         None if the cache is not quantized.
         """
-        if self.rounding is None:
+        if self.quantization is None:
             return None
         parts = self._layer_scales[layer].view(self._num_parts, -1, self._head_shapes[layer][0])
         return parts[0], parts[-1]
@@ -186,10 +190,10 @@ class KvCache:
         """
         scales = self.scales(layer)
         for index, (part, rows) in enumerate(zip(self._tokens[layer], (keys, values))):
-            if self.rounding is None or scales is None:
+            if self.quantization is None or scales is None:
                 part.index_copy_(0, places, rows)
             else:
-                levels, scales_of_rows = self.rounding.round(rows)
+                levels, scales_of_rows = self.quantization.round(rows)
                 part.index_copy_(0, places, levels)
                 scales[index].index_copy_(0, places, scales_of_rows)
 
@@ -214,15 +218,15 @@ class KvCache:
             target = self._scratch[part, :size].view(count, -1)
             torch.index_select(blocks[part], 0, block_ids, out=target)
             rows = target.view(-1, *self._head_shapes[layer])
-            if self.rounding is not None:
+            if self.quantization is not None:
                 scales = self._layer_scales[layer][part].index_select(0, block_ids).view(rows.shape[:2])
-                rows = self.rounding.restore(rows, scales, self.dtype)
+                rows = self.quantization.restore(rows, scales, self.dtype)
             found.append(rows)
         return found[0], found[-1]
 
     def _memories(self) -> tuple[Tensor, ...]:
         """Return all tensors of the cache, each [layers, 2 or 1, blocks + 1, any]."""
-        return (*self._blocks, *(() if self.rounding is None else self._scales))
+        return (*self._blocks, *(() if self.quantization is None else self._scales))
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import FP8, INT8
-from inflight.shared_constants import LEAST_SCALE
+from inflight.shared_constants import MIN_SCALE
 
 SCALE_BYTES = 4
 _FLOAT8 = torch.float8_e4m3fn
@@ -42,7 +42,7 @@ class KvQuantization:
         """Quantize `numbers` [..., head_dim]; return levels of the same shape, in dtype `stored`, and their scales
         [...] float32."""
         wide = numbers.float()
-        scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(LEAST_SCALE)
+        scales = wide.abs().amax(-1).div_(self.largest).clamp_min_(MIN_SCALE)
         levels = (wide / scales[..., None]).nan_to_num_(0.0)
         if self.name == FP8:
             return levels.to(_FLOAT8).view(self.stored), scales
@@ -63,8 +63,8 @@ def find_kv_quantization(kv_cache_dtype: str) -> KvQuantization | None:
     return {INT8: INT8_LEVELS, FP8: FP8_LEVELS}.get(kv_cache_dtype)
 
 
-def head_bytes(head_dim: int, dtype: torch.dtype, rounding: KvQuantization | None) -> int:
+def head_bytes(head_dim: int, dtype: torch.dtype, quantization: KvQuantization | None) -> int:
     """Return the size of one head's key, or value, of one token in bytes, its scale included."""
-    if rounding is None:
+    if quantization is None:
         return head_dim * dtype.itemsize
-    return head_dim * rounding.stored.itemsize + SCALE_BYTES
+    return head_dim * quantization.stored.itemsize + SCALE_BYTES

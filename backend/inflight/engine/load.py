@@ -189,8 +189,8 @@ class _Loader(RankLoader):
             return
         num_bytes = _weight_bytes(config, model, self.part)
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
-        dtype, rounding = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
-        size = block_bytes(self.held, config.tokens_per_block, dtype, rounding)
+        dtype, quantization = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
+        size = block_bytes(self.held, config.tokens_per_block, dtype, quantization)
         of_states = total_state_bytes(config, self.held, dtype)
         on_gpu, longest = device.type == "cuda", self.max_sequence_length
         check_room(config, num_bytes, longest, size, free_bytes, on_gpu, are_mapped, of_states)
@@ -254,10 +254,10 @@ class _Loader(RankLoader):
             self.options.min_over_ranks,
             mapped,
         )
-        rounding, size = find_kv_quantization(config.kv_cache_dtype), config.tokens_per_block
-        num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, rounding)
+        quantization, size = find_kv_quantization(config.kv_cache_dtype), config.tokens_per_block
+        num_bytes = (num_blocks + 1) * block_bytes(held, size, dtype, quantization)
         with allocating("the KV cache", lambda: num_bytes, device, _LESS_CACHE):
-            return KvCache(held, num_blocks, size, dtype, device, rounding, states)
+            return KvCache(held, num_blocks, size, dtype, device, quantization, states)
 
 
 def _stored_bytes(config: EngineConfig) -> int:

@@ -1,7 +1,7 @@
 """Chooses the decoder that computes a model, and reads the weights into it.
 
 It is compiled code if the machine supports that, else torch's operators. If int8 or fp8 is configured and no
-compiled code computes it, weights are quantized as they are read (`layers/quantized_linear.py`). Loading thread.
+compiled code computes it, weights are quantized as they are read (`layers/torch_sink.py`). Loading thread.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from inflight.engine.cuda.row_kernels import find_row_kernels
 from inflight.engine.host_memory import Arena
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.grouped_linear import KeepingLevels
 from inflight.engine.layers.layer_check import find_operations
-from inflight.engine.layers.quantized_linear import Quantizing
+from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, DecoderWeights, PlainWeights, load_weights
+from inflight.models import DecoderConfig, DecoderWeights, PlainWeights
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2
@@ -197,16 +196,13 @@ def _load_for_torch(
 ) -> PlainWeights:
     """Read the weights of `part` for torch's operators; quantized if the configuration asks for it, or as in the
     checkpoint."""
-    if config.dtype in QUANTIZED:
-        _log_unpacked(config, model, dtype, otherwise="")
-        return load_weights_into(Quantizing(config.dtype, dtype, device), model, dtype, device, part)
-    if not keeps_levels(config, model, device):
+    levels = KeptLevels() if keeps_levels(config, model, device) else None
+    if levels is None:
         _log_unpacked(config, model, dtype, "torch's operators would unpack them for every product")
-        return load_weights(model, dtype, device, part)
-    levels = KeptLevels()
-    weights = load_weights_into(KeepingLevels(dtype, device), model, dtype, device, part, levels)
-    _log.info("quantized projections keep the checkpoint's format (%s); --dtype unpacks them", levels)
-    levels.warn(_log)
+    weights = load_weights(model, dtype, device, part, config.dtype, levels)
+    if levels is not None:
+        _log.info("quantized projections keep the checkpoint's format (%s); --dtype unpacks them", levels)
+        levels.warn(_log)
     return weights
 
 

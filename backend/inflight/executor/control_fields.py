@@ -15,34 +15,37 @@ class SamplingControls(Typed):
     """The sampling controls that requests may have.
 
     Attributes:
-        beam_width: beams of a beam search; 1: none. Here: 1 by default.
-        num_return_sequences: sequences to sample; of beams, how many of the best. Here: 1, or all beams, by
+        beam_width: number of beams of a beam search; 1: no beam search. In this API: 1 by default.
+        num_return_sequences: number of sequences to sample, or of best beams to return. In this API: 1, or
+            all beams, by default.
+        temperature: divides the logits; 0: greedy; 1 by default. In this API: 1 by default; 0 is greedy.
+        top_k: keep the k likeliest; 0: all. In this API: 0 by default: all; greedy if top_p and min_p are
+            unset too.
+        top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset. In
+            this API: unset by default.
+        top_p_min: lower bound of a decaying top_p; 1e-6 by default. In this API: 1e-6 by default.
+        top_p_decay: factor by which top_p decreases with each token; 1 by default. In this API: 1 by
             default.
-        temperature: divides the logits; 0: greedy; 1 by default. Here: 1 by default; 0 is greedy.
-        top_k: keep the k likeliest; 0: all. Here: 0 by default: all; greedy if top_p and min_p are unset
-            too.
-        top_p: keep the smallest set of likeliest tokens that has probability p in (0, 1]; <= 0: unset.
-            Here: unset by default.
-        top_p_min: floor of a decaying top_p; 1e-6. Here: 1e-6 by default.
-        top_p_decay: top_p's factor per token; 1. Here: 1 by default.
-        top_p_reset_ids: token that resets top_p; -1: none. Here: none by default.
-        min_p: keep tokens of at least min_p times the largest probability; 0: all. Here: 0 by default.
-        seed: seed of the random numbers: the same seed, the same tokens; 0 by default. Here: 0 by default,
-            a seed like any other: equal requests give equal tokens.
+        top_p_reset_ids: id of a token that resets top_p; -1: none. In this API: none by default.
+        min_p: keep tokens of at least min_p times the largest probability; 0: all. In this API: 0 by
+            default.
+        seed: seed of the random numbers: the same seed, the same tokens; 0 by default. In this API: 0 by
+            default, a seed like any other: equal requests give equal tokens.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen, prompt included;
-            1: none. Here: 1 by default; the prompt counts.
-        presence_penalty: taken once from the logits of tokens seen, prompt included; 0: none. Here: 0 by
-            default; the prompt counts.
-        frequency_penalty: taken from a token's logit for each time it was seen, prompt included; 0: none.
-            Here: 0 by default; the prompt counts.
-        min_tokens: minimum number of tokens before an end id; 0. Here: 1 by default.
+            1: none. In this API: 1 by default; the prompt counts.
+        presence_penalty: subtracted once from the logits of tokens seen, prompt included; 0: none. In this
+            API: 0 by default; the prompt counts.
+        frequency_penalty: subtracted from a token's logit for each time it was seen, prompt included; 0:
+            none. In this API: 0 by default; the prompt counts.
+        min_tokens: minimum number of tokens before an end id; 0 by default. In this API: 1 by default.
         no_repeat_ngram_size: size n of n-grams that may not occur twice, prompt included; 0 or 2**30: off.
-            Here: off by default; 0 and 1 << 30 are off.
-        length_penalty: exponent of a beam's length, which its score is divided by; 0. Here: 0 by default.
-        early_stopping: end with enough beams: 1 at once, 0 if none is better now, other if none can be.
-            Here: 1 by default: a search ends with enough finished beams.
-        beam_search_diversity_rate: times a beam's index, added to its candidates' ranks; 0. Here: 0 by
-            default.
+            In this API: off by default; 0 and 1 << 30 are off.
+        length_penalty: a beam's score is divided by its length to this power; 0 by default. In this API: 0
+            by default.
+        early_stopping: end of a search with enough finished beams: 1 at once, 0 if no other is better,
+            other if none can be. In this API: 1 by default: a search ends once enough beams have finished.
+        beam_search_diversity_rate: this times a beam's index is added to the scores that rank its
+            candidates; 0 by default. In this API: 0 by default.
     """
 
     beam_width: int = of_control("beam_width", 1)

@@ -126,7 +126,9 @@ _SAMPLES = tuple(
 _REQUEST = _of(
     Request,
     input_token_ids=_works("the prompt"),
-    max_tokens=_works("most tokens to generate; together with the prompt, at most the model's positions"),
+    max_tokens=_works(
+        "maximum number of tokens to generate; together with the prompt, at most the model's positions"
+    ),
     streaming=_works("responses while tokens are generated"),
     sampling_config=_works("copied, like every configuration: later changes to the original have no effect"),
     output_config=_works("copied too"),
@@ -201,7 +203,9 @@ _PARTS_OF_REQUESTS = [
     ),
     *_of(
         LoraConfig,
-        task_id=_works("weights of one that is known are ignored: a new version needs a new id"),
+        task_id=_works(
+            "weights sent with a known id are ignored: a new version of an adapter needs a new id"
+        ),
         weights=_works("float32, float16 or bfloat16, independent of the model's type"),
         config=_works("rows of 3 or 4 numbers; modules that the model does not have are an error"),
     ),

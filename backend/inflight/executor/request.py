@@ -160,7 +160,7 @@ class LookaheadDecodingConfig(Frozen):
             raise InvalidValue("ngramSize=1 requires windowSize=1")
 
     def calculate_speculative_resource(self) -> tuple[int, int, int, int]:
-        """Return the most tokens in a pass, the longest path, and both numbers for draft tokens alone."""
+        """Return the maximum number of tokens in a pass, the longest path, and both for draft tokens alone."""
         return self.calculate_speculative_resource_tuple(
             self.max_window_size, self.max_ngram_size, self.max_verification_set_size
         )

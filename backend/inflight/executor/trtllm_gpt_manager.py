@@ -102,7 +102,7 @@ class NamedTensor:
 GetInferenceRequestsCallback = Callable[[int], Iterable[InferenceRequest]]
 """Callback that returns new requests. Its argument is how many at most; a negative number means no limit.
 
-The requests' tensors may be torch's or numpy's.
+The requests' tensors may be torch tensors or numpy arrays.
 """
 
 SendResponseCallback = Callable[[int, list[NamedTensor], bool, str], None]

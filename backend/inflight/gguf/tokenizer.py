@@ -106,7 +106,7 @@ def _byte_level(keys: ConfigFile, tokens: list[str]) -> Json:
 
 
 def _sentence_pieces(architecture: str, keys: ConfigFile, tokens: list[str]) -> Json:
-    """Return a SentencePiece tokenizer as a BPE tokenizer. Its merges are derived from the scores."""
+    """Return the BPE tokenizer that is equivalent to a SentencePiece tokenizer: merges are derived from scores."""
     is_gemma = _CLASSES.get(architecture) == "GemmaTokenizer"
     if is_gemma:  # llama.cpp's converter spells runs of spaces as spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]

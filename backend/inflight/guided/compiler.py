@@ -30,7 +30,7 @@ _START_S = 120.0
 """How long the process may take to import its library and read the vocabulary, in seconds."""
 _SHARE_OF_TIME = 0.1
 """Fraction of the time limit after which a guide is interrupted if new guides wait."""
-_MOST_FAILURES = 256
+_MAX_FAILURES = 256
 _ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
@@ -178,7 +178,7 @@ class ChildCompiler:
             self._events += events
             if isinstance(error, InvalidArgument) and not isinstance(error, _OutOfBounds):
                 self._failures[guide] = error
-                while len(self._failures) > _MOST_FAILURES:
+                while len(self._failures) > _MAX_FAILURES:
                     self._failures.popitem(last=False)
         if events:
             self._notify()

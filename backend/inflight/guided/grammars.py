@@ -22,7 +22,7 @@ from inflight.guided.budget import Budget, BudgetedMatcher
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.processors import Processors
 
-_MOST_KEPT = 256
+_MAX_KEPT = 256
 _FEW_MASKS = 8
 """Number of masks, of some tens of microseconds each, for which it is not worth waking other threads."""
 
@@ -51,7 +51,7 @@ class Grammars:
     """
 
     def __init__(
-        self, backend: GuideBackend, vocabulary: GuideVocabulary, max_guides: int = _MOST_KEPT
+        self, backend: GuideBackend, vocabulary: GuideVocabulary, max_guides: int = _MAX_KEPT
     ) -> None:
         self.vocabulary = vocabulary
         self._backend = backend

@@ -27,7 +27,7 @@ from inflight.processors import Processors
 
 _ANY_JSON = '{"type": ["object", "array"]}'
 
-_MOST_LEXER_FUEL = 100_000
+_MAX_LEXER_FUEL = 100_000
 """Maximum number of derivatives of regular expressions per call, about 7 ms. The library raises an error
 beyond."""
 
@@ -117,7 +117,7 @@ class LLGuidanceBackend:
             llguidance.TokenizerWrapper(_VocabularyTokenizer(vocabulary))
         )
         self._limits = llguidance.LLParserLimits(
-            step_lexer_fuel=_MOST_LEXER_FUEL,
+            step_lexer_fuel=_MAX_LEXER_FUEL,
             step_max_items=_most_items(len(vocabulary.tokens)),
             verbose_errors=False,
         )

@@ -1,4 +1,4 @@
-"""Make a grammar library by its name. A library is imported only when it is made."""
+"""Creates the backend for a grammar library by the library's name, which imports the library only then."""
 
 from __future__ import annotations
 

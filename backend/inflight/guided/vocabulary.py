@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GuideVocabulary:
-    """A model's vocabulary, as a grammar library needs it.
+    """The part of a model's vocabulary that a grammar library needs: the bytes of each token.
 
     Attributes:
         tokens: The bytes that each token adds to a text, indexed by token id. For a special token, its

@@ -21,7 +21,7 @@ from inflight.guided.backend import MaskJob, Matcher, refusal
 from inflight.guided.schemas.documents import refused
 from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.overlap import is_same
-from inflight.guided.schemas.spaces import KEYWORD, MOST_SPACES, Spaces, read_spaces
+from inflight.guided.schemas.spaces import KEYWORD, MAX_SPACES, Spaces, read_spaces
 from inflight.guided.structural_tags import SPACE_BEHIND, Structure, TagSequence, read_tags
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.json_values import is_list, is_object
@@ -89,7 +89,7 @@ class XGrammarBackend:
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
         if guide.type is GuideKind.JSON:
             return self._compiler.compile_json_schema(
-                _ANY_JSON, strict_mode=False, max_whitespace_cnt=MOST_SPACES
+                _ANY_JSON, strict_mode=False, max_whitespace_cnt=MAX_SPACES
             )
         if guide.type is GuideKind.JSON_SCHEMA:
             schema = json.loads(guide.text)
@@ -102,7 +102,7 @@ class XGrammarBackend:
                 strict_mode=False,
                 any_whitespace=spaces.is_flexible,
                 separators=None if spaces.is_flexible else (",", ":"),
-                max_whitespace_cnt=MOST_SPACES if spaces.is_flexible else None,
+                max_whitespace_cnt=MAX_SPACES if spaces.is_flexible else None,
             )
         if guide.type is GuideKind.REGEX:
             _refuse_ignored_in_regex(guide.text)
@@ -236,7 +236,7 @@ def _tag(one: Structure) -> dict[str, Any]:
     content = {
         "type": "json_schema",
         "json_schema": json.loads(one.schema),
-        "max_whitespace_cnt": MOST_SPACES,
+        "max_whitespace_cnt": MAX_SPACES,
     }
     return {"type": "tag", "begin": one.begin, "content": content, "end": one.end}
 

@@ -7,7 +7,6 @@ Reads and checks config.json, generation_config.json and *.safetensors. Independ
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.decoder_weights import DecoderWeights, Layer, LayerWeights, Linear, Norm, PlainWeights
 from inflight.models.families import FAMILIES
-from inflight.models.loader import load_weights
 from inflight.models.registry import ModelDescription, read_model_description
 
 __all__ = [
@@ -20,6 +19,5 @@ __all__ = [
     "ModelDescription",
     "Norm",
     "PlainWeights",
-    "load_weights",
     "read_model_description",
 ]

@@ -230,7 +230,7 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2): keys and values of all heads are projections of one vector.
 
     For each token, the cache has this vector, the compressed latent, and one key that all heads share. A head's
-    queries and keys have two parts: a part without positions, whose keys are projected from the latent, and a
+    queries and keys have two parts: a part without rotation, whose keys are projected from the latent, and a
     rotated part, whose key is the shared key.
 
     Instead of projecting the latents to keys and values, one can multiply queries by the key projection, and the
@@ -242,7 +242,7 @@ class LatentAttention:
         query_rank: Width of the vector from which queries are projected; None: queries are projected from hidden
             states.
         kv_rank: Width of the compressed latent.
-        nope_head_dim: Width of a head's part without positions.
+        nope_head_dim: Width of a head's part without rotation (no position embedding).
         rope_head_dim: Width of the rotated part of a head, and of the shared key.
         value_head_dim: Width of a head's values.
         interleaved: Whether dimensions 2i and 2i + 1 are rotated together, instead of i and i + rope_head_dim / 2.
@@ -281,6 +281,23 @@ class AttentionTemperature:
 
     growth: float
     interval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Attention with linear biases (ALiBi), in place of rotary or learned positions.
+
+    To each score, a head adds its slope times the key's position, minus the same for the query's position.
+
+    Attributes:
+        slopes: The slope of each query head.
+        scale: Factor of the products of slopes and positions.
+        is_rounded: Whether slopes, positions and their products are rounded to bfloat16.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float = 1.0
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,12 +344,32 @@ class LayerInputsConfig:
     Attributes:
         size: Width of one layer's embedding.
         vocab_size: Number of rows of the separate table.
-        virtual_id: The token whose row of the separate table is used for virtual tokens.
+        virtual_id: The token whose row of the separate table is used for virtual tokens, and for tokens without
+            a row.
     """
 
     size: int
     vocab_size: int
     virtual_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpConfig:
+    """Alternating updates (AltUp): several residual streams, of which each layer reads and changes one.
+
+    Before a layer, every stream is predicted as a mixture of all streams. The layer computes a new value of one
+    of them, the active stream. Its difference from the predicted value, times factors that depend on the new
+    value, corrects all streams.
+
+    Attributes:
+        num_streams: Number of streams, at least 2.
+        active: Index of the active stream.
+        has_output_scale: Whether per-layer embeddings read the corrected active stream times a learned vector.
+    """
+
+    num_streams: int
+    active: int
+    has_output_scale: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +407,12 @@ class DecoderConfig:
             attends to the keys of its chunk up to its own; None: no chunks in this layer. Empty: no layer has
             chunks.
         attention_temperature: Temperature of attention; None: queries are the same at every position.
+        alibi: Linear biases of attention scores; None: there are none.
         tied_embeddings: Whether the embedding is also the output projection, unless the checkpoint has
             another one.
         learned_positions: Whether a learned embedding of each position is added to the input.
         position_offset: Number of rows of the position embedding before the row of position 0.
+        embedding_norm: Whether embeddings have a norm.
         norm_placement: Position of a layer's norms: on the inputs of attention and MLP, on their outputs
             before the addition to the residual stream, or both.
         norm_offset: Added to the stored weights of norms.
@@ -412,6 +451,12 @@ class DecoderConfig:
             equal sizes; then it has neither key nor value projection. Empty: every layer reads its own.
         layer_scales: Whether the residual stream after each layer is multiplied by a learned number.
         layer_inputs: Per-layer embeddings; None: there are none.
+        altup: Several residual streams, in a model with per-layer embeddings; None: there is one stream.
+        laurel_rank: Inner width of a low-rank branch beside attention, which reads attention's input; the sum of
+            residual stream and both results is divided by the square root of 2 (LAuReL). 0: there is none.
+        gate_sparsity: For each layer, the expected fraction of the MLP's gates that a threshold, which depends on
+            the row's mean and deviation, sets to 0 before the activation; with 0 there is no threshold. Empty: no
+            layer has one.
         eos_token_ids: End ids from generation_config.json, otherwise from config.json.
         dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
@@ -436,10 +481,12 @@ class DecoderConfig:
     tied_embeddings: bool
     attention_chunks: tuple[int | None, ...] = ()
     attention_temperature: AttentionTemperature | None = None
+    alibi: Alibi | None = None
     qk_norm: QkNorm | None = None
     norms_rotated: bool = False
     learned_positions: bool = False
     position_offset: int = 0
+    embedding_norm: bool = False
     norm_placement: NormPlacement = "before"
     norm_offset: float = 0.0
     norm_bias: bool = True
@@ -469,6 +516,9 @@ class DecoderConfig:
     kv_layers: tuple[int, ...] = ()
     layer_scales: bool = False
     layer_inputs: LayerInputsConfig | None = None
+    altup: AltUpConfig | None = None
+    laurel_rank: int = 0
+    gate_sparsity: tuple[float, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
 

@@ -61,6 +61,53 @@ class ExpertNorms:
     shared_after: Norm
 
 
+@dataclass(frozen=True, slots=True)
+class AltUpWeights:
+    """A layer's weights for several residual streams (`AltUpConfig`), n in number.
+
+    Attributes:
+        router: Projection of the active stream to the inputs of the two following ones, [n, hidden_size].
+        router_norm: Norm on the router's input, [hidden_size].
+        prediction: Projection to the weights of all streams in each predicted stream, [n * n, n].
+        correction: Projection to the factors of corrections minus 1, [n, n].
+        output_scale: Factors of the active stream where per-layer embeddings read it, [hidden_size].
+    """
+
+    router: Linear
+    router_norm: Norm
+    prediction: Linear
+    correction: Linear
+    output_scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelWeights:
+    """Weights of a low-rank branch beside attention (LAuReL).
+
+    Attributes:
+        down: [laurel_rank, hidden_size].
+        up: [hidden_size, laurel_rank].
+        norm: Norm on the result of `up`, [hidden_size].
+    """
+
+    down: Linear
+    up: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """Weights outside of layers for several residual streams (`AltUpConfig`), n in number.
+
+    Attributes:
+        split: Projections of the embedding to all streams but the first, [(n - 1) * hidden_size, hidden_size].
+        join: Projections of all streams but the first before the final norm, in the same order and shape.
+    """
+
+    split: Linear
+    join: Linear
+
+
 LinearT = TypeVar("LinearT")
 
 
@@ -102,7 +149,7 @@ class LatentWeights:
     Attributes:
         query_norm: Norm over the vector from which queries are projected, [query_rank]; None if queries are
             projected from hidden states.
-        query_up: [heads * query_head_dim, query_rank], in each head the part without positions first; None if
+        query_up: [heads * query_head_dim, query_rank], in each head the part without rotation first; None if
             queries are projected from hidden states.
         kv_norm: Norm over the compressed latent, [kv_rank].
         kv_up: [heads * (nope_head_dim + value_head_dim), kv_rank], in each head keys first.
@@ -178,6 +225,8 @@ class Layer(Generic[LinearT]):
         activation: [4], the parameters of xIELU (`xielu` in `engine/layers/layer_operations.py`); None if the
             activation has no parameters.
         scale: [1], a factor of the residual stream after the layer; None if there is none.
+        altup: Weights for several residual streams; None if there is one.
+        laurel: The low-rank branch beside attention; None if there is none.
     """
 
     attention_norm: Norm | None
@@ -199,6 +248,8 @@ class Layer(Generic[LinearT]):
     inputs: LayerInputWeights | None = None
     activation: Tensor | None = None
     scale: Tensor | None = None
+    altup: AltUpWeights | None = None
+    laurel: LaurelWeights | None = None
 
     @property
     def qkv(self) -> LinearT:
@@ -241,6 +292,8 @@ class DecoderWeights(Generic[LayerT, LinearT]):
         final_norm: Norm before the output projection; None before the last stage.
         lm_head: [vocab_size, hidden_size]; shares the embedding's memory if tied; None before the last stage.
         token_inputs: Weights that make per-layer embeddings; None if there are none.
+        streams: Weights for several residual streams; None if there is one.
+        embedding_norm: Norm on embeddings; None if there is none, and after the first stage.
     """
 
     embedding: Tensor | None
@@ -249,6 +302,8 @@ class DecoderWeights(Generic[LayerT, LinearT]):
     final_norm: Norm | None
     lm_head: LinearT | None
     token_inputs: TokenInputWeights | None = None
+    streams: StreamWeights | None = None
+    embedding_norm: Norm | None = None
 
 
 PlainWeights = DecoderWeights[LayerWeights, Linear]

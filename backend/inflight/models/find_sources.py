@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 import torch
 
 from inflight.models.decoder_config import (
+    AltUpConfig,
     DecoderConfig,
     ExpertsConfig,
     LatentAttention,
@@ -19,10 +20,12 @@ from inflight.models.recurrent import GatedDelta, KimiDelta, Section, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part, Range
 from inflight.models.weight_sources import (
+    AltUpSources,
     DecoderSources,
     ExpertNormSources,
     ExpertSources,
     LatentSources,
+    LaurelSources,
     LayerInputSources,
     LayerSources,
     LinearSource,
@@ -31,6 +34,7 @@ from inflight.models.weight_sources import (
     Rows,
     StackSource,
     StoredRows,
+    StreamSources,
     TensorSource,
     TokenInputSources,
     XieluSources,
@@ -51,21 +55,33 @@ class _Finder:
     def decoder(self) -> DecoderSources:
         decoder, names, part = self._decoder, self._names, self._part
         vocabulary = part.shard.split(decoder.vocab_size)
-        embedding = position_embedding = lm_head = final_norm = None
+        embedding = position_embedding = embedding_norm = lm_head = final_norm = None
         if part.is_first_stage:
             embedding = self._table(names.base + names.embedding, decoder.vocab_size, vocabulary)
             if decoder.learned_positions:
                 positions = decoder.max_positions + decoder.position_offset
                 name = names.base + names.position_embedding
                 position_embedding = self._table(name, positions, (0, positions))
+            if decoder.embedding_norm:
+                embedding_norm = self._norm(names.base + names.embedding_norm, decoder.hidden_size)
         if part.is_last_stage:
             if not (decoder.tied_embeddings and embedding is not None):
                 name = names.base + names.embedding if decoder.tied_embeddings else names.lm_head
                 lm_head = self._table(name, decoder.vocab_size, vocabulary)
             final_norm = self._norm(names.base + names.final_norm, decoder.hidden_size)
         token_inputs = None if decoder.layer_inputs is None else self._token_inputs(decoder.layer_inputs)
+        streams = None if decoder.altup is None else self._streams(decoder.altup)
         layers = tuple(self._layer(index) for index in range(*part.layers))
-        return DecoderSources(embedding, position_embedding, lm_head, final_norm, token_inputs, layers)
+        return DecoderSources(
+            embedding,
+            position_embedding,
+            embedding_norm,
+            lm_head,
+            final_norm,
+            token_inputs,
+            streams,
+            layers,
+        )
 
     def _table(self, name: str, rows: int, own: Range) -> TensorSource:
         hidden = self._decoder.hidden_size
@@ -77,23 +93,50 @@ class _Finder:
         assert names is not None, "a family with per-layer embeddings names their modules"
         width = decoder.num_layers * config.size
         rows = (_whole(f"{base}{names.embedding}.weight", config.vocab_size),)
-        projection = (_whole(base + names.projection, width),)
         return TokenInputSources(
             embedding=TensorSource(rows, width, (0, width)),
-            projection=self._linear(projection, decoder.hidden_size, (0, decoder.hidden_size), False),
+            projection=self._replicated(base + names.projection, width, decoder.hidden_size),
             norm=self._norm(base + names.norm, config.size),
+        )
+
+    def _streams(self, config: AltUpConfig) -> StreamSources:
+        """Return the sources of the projections that make several residual streams and join them."""
+        hidden, base, names = self._decoder.hidden_size, self._names.base, self._names.altup
+        assert names is not None, "a family with several residual streams names their modules"
+
+        def stacked(name: str) -> LinearSource:
+            others = range(config.num_streams - 1)
+            modules = tuple(_whole(base + name.format(index), hidden) for index in others)
+            return self._linear(modules, hidden, (0, hidden), False)
+
+        return StreamSources(split=stacked(names.split), join=stacked(names.join))
+
+    def _altup(self, prefix: str, config: AltUpConfig) -> AltUpSources:
+        hidden, count, names = self._decoder.hidden_size, config.num_streams, self._names.altup
+        assert names is not None, "a family with several residual streams names their modules"
+        return AltUpSources(
+            router=self._replicated(prefix + names.router, count, hidden),
+            router_norm=self._norm(prefix + names.router_norm, hidden),
+            prediction=self._replicated(prefix + names.prediction, count * count, count),
+            correction=self._replicated(prefix + names.correction, count, count),
+            output_scale=_vector(prefix + names.output_scale, hidden),
+        )
+
+    def _laurel(self, prefix: str, rank: int) -> LaurelSources:
+        hidden, names = self._decoder.hidden_size, self._names.laurel
+        assert names is not None, "a family with low-rank branches names their modules"
+        return LaurelSources(
+            down=self._replicated(prefix + names.down, rank, hidden),
+            up=self._replicated(prefix + names.up, hidden, rank),
+            norm=self._norm(prefix + names.norm, hidden),
         )
 
     def _layer_inputs(self, prefix: str, config: LayerInputsConfig) -> LayerInputSources:
         hidden, size, names = self._decoder.hidden_size, config.size, self._names.layer_inputs
         assert names is not None, "a family with per-layer embeddings names their modules"
-
-        def whole(module: str, rows: int, columns: int) -> LinearSource:
-            return self._linear((_whole(prefix + module, rows),), columns, (0, columns), False)
-
         return LayerInputSources(
-            gate=whole(names.gate, size, hidden),
-            output=whole(names.output, hidden, size),
+            gate=self._replicated(prefix + names.gate, size, hidden),
+            output=self._replicated(prefix + names.output, hidden, size),
             norm=self._norm(prefix + names.output_norm, hidden),
         )
 
@@ -151,6 +194,8 @@ class _Finder:
             inputs=None if decoder.layer_inputs is None else self._layer_inputs(prefix, decoder.layer_inputs),
             activation=self._xielu(prefix) if decoder.activation == "xielu" else None,
             scale=_vector(prefix + names.layer_scale, 1) if decoder.layer_scales else None,
+            altup=None if decoder.altup is None else self._altup(prefix, decoder.altup),
+            laurel=self._laurel(prefix, decoder.laurel_rank) if decoder.laurel_rank else None,
         )
 
     def _attention_input(
@@ -472,18 +517,26 @@ class _Finder:
         return self._linear(parts, hidden, (0, hidden), bias, is_gated)
 
     def _rows_by_head(self, name: str) -> StoredRows:
-        """Return this shard's rows of a matrix ordered by head, reordered to all queries, all keys, all values."""
-        size, (first, last) = self._decoder.head_dim, self._part.shard.split(self._decoder.num_heads)
-        ranges = (
-            ((3 * head + kind) * size, (3 * head + kind + 1) * size)
-            for kind in range(3)
-            for head in range(first, last)
-        )
-        return StoredRows(name, 3 * self._decoder.query_size, tuple(ranges))
+        """Return this shard's rows of a matrix ordered by key head, reordered to all queries, all keys, all
+        values."""
+        decoder, shard = self._decoder, self._part.shard
+        group = decoder.num_heads // decoder.num_kv_heads
+        keys = range(*shard.share(decoder.num_kv_heads))
+        heads = [
+            *(head // group * (group + 2) + head % group for head in range(*shard.split(decoder.num_heads))),
+            *(key * (group + 2) + group for key in keys),
+            *(key * (group + 2) + group + 1 for key in keys),
+        ]
+        ranges = (_scaled((head, head + 1), decoder.head_dim) for head in heads)
+        return StoredRows(name, decoder.query_size + 2 * decoder.kv_size, tuple(ranges))
 
     def _row_parallel(self, module: str, columns: int, own: Range, bias: bool) -> LinearSource:
         hidden = self._decoder.hidden_size
         return self._linear((_whole(module, hidden),), columns, own, bias)
+
+    def _replicated(self, module: str, rows: int, columns: int) -> LinearSource:
+        """Return a matrix without biases, of which every rank has all rows and columns."""
+        return self._linear((_whole(module, rows),), columns, (0, columns), False)
 
     def _linear(
         self, modules: tuple[StoredRows, ...], columns: int, kept: Range, bias: bool, is_gated: bool = False

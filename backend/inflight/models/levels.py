@@ -83,8 +83,7 @@ class Levels:
         return of_groups.view(num_outputs, num_inputs)
 
     def part(self, rows: tuple[int, ...], columns: tuple[int, int]) -> Levels:
-        """Return the levels of the outputs in a slice, `rows` being its arguments, and of the inputs in a
-        range."""
+        """Return the levels of the outputs in slice(*rows) and the inputs in slice(*columns)."""
         here = slice(*rows)
         scales, zeros, groups = self.scales, self.zeros, self.groups
         if columns != (0, self.values.shape[1]):

@@ -13,13 +13,13 @@ import torch
 
 from inflight.checkpoint_config import checkpoint_name
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT, PlainWeights
+from inflight.models.decoder_weights import DecoderWeights, LayerT, LinearT
 from inflight.models.find_sources import find_sources
 from inflight.models.fitting import fitted, log_left_out, log_untied, untied
 from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
-from inflight.models.sink import KeptLevels, PlainSink, Sink
+from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_reader import WeightReader
 from inflight.models.weight_sources import stored_shapes, tensors
 from inflight.progress import load_progress
@@ -43,11 +43,16 @@ def check_weights(model: ModelDescription) -> None:
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
-    """Return the dtype in config.json or else of the weights; raise ConfigError if there are none."""
+    """Return the dtype of the checkpoint's weights; raise ConfigError if there are none.
+
+    It is the dtype in config.json; without one, the dtype of the first tensor that is read.
+    """
     if model.decoder.dtype is not None:
         return getattr(torch, model.decoder.dtype)
     with Checkpoint(model.folder) as checkpoint:
-        return _stored_dtype(fitted(model, checkpoint), checkpoint)
+        model = fitted(model, checkpoint)
+        first = next(iter(tensor_shapes(model)))
+        return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)
 
 
 def quantized_kinds(model: ModelDescription) -> Counter[MatrixKind]:
@@ -118,35 +123,22 @@ def num_parameters(model: ModelDescription) -> tuple[int, int]:
     return total, total - of_experts // experts.count * (experts.count - experts.num_per_token)
 
 
-def load_weights(
-    model: ModelDescription,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    part: Part | None = None,
-) -> PlainWeights:
-    """Read the model's weights onto `device` as `dtype`; None: the checkpoint's dtype.
-
-    With `part`, only this part is read, but the whole checkpoint is checked, so that all ranks report equal
-    errors.
-
-    Raises:
-        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
-    """
-    return load_weights_into(PlainSink(), model, dtype, device, part or Part.whole(model.decoder))
-
-
 def load_weights_into(
     sink: Sink[LayerT, LinearT],
     model: ModelDescription,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype,
     device: torch.device,
     part: Part,
     kept: KeptLevels | None = None,
 ) -> DecoderWeights[LayerT, LinearT]:
-    """Read the model's weights as `load_weights` does, and convert each projection and layer with `sink`.
+    """Read a part of the model's weights onto `device` as `dtype`, and convert each projection and layer.
 
-    Only the results are kept, so at most one projection is in memory twice. With `kept`, quantized matrices are
-    passed to the sink as levels if it accepts them.
+    Only the results of `sink` are kept, so at most one projection is in memory twice. With `kept`, quantized
+    matrices are passed to the sink as levels if it accepts them. The whole checkpoint is checked, so that all
+    ranks report equal errors.
+
+    Raises:
+        ConfigError: Files are missing or damaged, or tensors are missing, unexpected, wrongly shaped or quantized.
     """
     with Checkpoint(model.folder) as checkpoint:
         fitting = fitted(model, checkpoint)
@@ -154,14 +146,7 @@ def load_weights_into(
         if model is not fitting:
             log_untied(model)
         log_left_out(model, checkpoint)
-        target = dtype or _stored_dtype(model, checkpoint)
         sources = find_sources(model, part)
-        num_bytes = sum(tensor.num_bytes(target) for tensor in tensors(sources))
+        num_bytes = sum(tensor.num_bytes(dtype) for tensor in tensors(sources))
         with load_progress(f"Loading {checkpoint_name(model.folder)}", num_bytes) as advance:
-            return WeightReader(checkpoint, target, device, sink, kept, advance).read(sources)
-
-
-def _stored_dtype(model: ModelDescription, checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype in config.json; without one, the dtype of the first tensor that is read."""
-    first = next(iter(tensor_shapes(model)))
-    return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)
+            return WeightReader(checkpoint, dtype, device, sink, kept, advance).read(sources)

@@ -238,7 +238,7 @@ def _unpack_scaled(checkpoint: Checkpoint, quantization: Quantization) -> None:
 
 
 def _unpack_packed(parts: _Parts) -> None:
-    """Replace the tensors of a module in compressed-tensors' format `pack-quantized` by its levels."""
+    """Replace the tensors of a module in compressed-tensors' format `pack-quantized` by one matrix (`Levels`)."""
     parts.take("weight_packed", _WORDS, (None, None))
     outputs, words = parts.infos["weight_packed"].shape
     parts.take("weight_shape", _INTEGERS, (2,))
@@ -269,7 +269,7 @@ def _unpack_packed(parts: _Parts) -> None:
 
 
 def _unpack_mxfp4(parts: _Parts) -> None:
-    """Replace the tensors of a module in compressed-tensors' format `mxfp4-pack-quantized` by its levels."""
+    """Replace the tensors of a module in compressed-tensors' `mxfp4-pack-quantized` by one matrix (`Levels`)."""
     parts.take("weight_packed", _HALVES, (None, None))
     outputs, inputs = parts.infos["weight_packed"].shape[0], 2 * parts.infos["weight_packed"].shape[1]
     if inputs % _MXFP4_GROUP:
@@ -283,7 +283,7 @@ def _unpack_mxfp4(parts: _Parts) -> None:
 
 
 def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
-    """Replace a module's tensors in NVFP4 by its levels.
+    """Replace the tensors of a module in NVFP4 by one matrix of levels and scales (`Levels`).
 
     `packed` and `factor` are names of tensors. ModelOpt's factor multiplies scales, compressed-tensors' factor
     divides them.
@@ -305,7 +305,7 @@ def _unpack_nvfp4(parts: _Parts, packed: str, factor: str) -> None:
 
 
 def _unpack_levels(parts: _Parts, kind: str, block: tuple[int, int] | None) -> None:
-    """Replace a matrix of int8 or float8 and its scales by its levels."""
+    """Replace an int8 or float8 matrix and the tensor of its scales by one matrix of both (`Levels`)."""
     parts.take("weight", (FLOAT8, "I8"), (None, None))
     outputs, inputs = parts.infos["weight"].shape
     parts.take(kind, _SCALE_DTYPES)

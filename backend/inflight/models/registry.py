@@ -63,11 +63,6 @@ def read_model_description(folder: Path | str) -> ModelDescription:
             feature; the message has the file, the key, its value and the expected values.
     """
     config = read_config_file(folder).text_part()
-    if config.multimodal is not None and config.multimodal.lacking:
-        raise ConfigError(
-            f"{config.path}: {config.multimodal.architecture} is not served: its text part needs "
-            f"{config.multimodal.lacking}, which this server does not have"
-        )
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
     try:
@@ -78,7 +73,11 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     _note_own_code(config, family)
-    names = family.names if config.multimodal is None else names_in_multimodal(family.names)
+    names = family.names
+    if family.read_norms is not None:
+        names = replace(names, norms=family.read_norms(config))
+    if config.multimodal is not None:
+        names = names_in_multimodal(names)
     return ModelDescription(config.path.parent, decoder, names, quantization, config.multimodal)
 
 

@@ -97,7 +97,10 @@ class Shard:
             )
 
     def _mlp_widths(self, decoder: DecoderConfig) -> list[int]:
-        """Return the MLP widths that the number of ranks must divide; for experts, the ranks of one group."""
+        """Return the MLP widths that the number of ranks must divide.
+
+        Widths of experts must be divisible by `size` / `moe_ep_size`, the number of ranks that share experts.
+        """
         widths = [decoder.dense_width] if decoder.dense_width else []
         widths += [layer.intermediate_size for layer in decoder.layer_sizes if decoder.dense_width]
         experts = decoder.experts
@@ -117,6 +120,8 @@ class Shard:
             decoder,
             experts=experts,
             num_heads=decoder.num_heads // self.size,
+            alibi=decoder.alibi
+            and replace(decoder.alibi, slopes=decoder.alibi.slopes[slice(*self.split(decoder.num_heads))]),
             num_kv_heads=max(1, decoder.num_kv_heads // self.size),
             intermediate_size=decoder.intermediate_size // self.size,
             layer_sizes=tuple(
@@ -192,6 +197,7 @@ class Part:
             mlp_layers=decoder.mlp_layers[begin:end],
             layer_sizes=part.layer_sizes[begin:end],
             keys_are_values=decoder.keys_are_values[begin:end],
+            gate_sparsity=decoder.gate_sparsity[begin:end],
             kv_layers=tuple(layer - begin for layer in decoder.kv_layers[begin:end]),
         )
 

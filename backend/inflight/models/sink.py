@@ -12,13 +12,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Generic
 
 import torch
 from torch import Tensor
 
-from inflight.models.decoder_weights import Layer, LayerT, LayerWeights, Linear, LinearT
+from inflight.models.decoder_weights import Layer, LayerT, LinearT
 from inflight.models.levels import GroupedMatrix, MatrixKind
 
 StoredMatrix = Tensor | GroupedMatrix
@@ -75,28 +74,6 @@ class Sink(ABC, Generic[LayerT, LinearT]):
     @abstractmethod
     def layer(self, layer: Layer[LinearT]) -> LayerT:
         """Convert a layer, whose projections are results of the methods above."""
-
-
-class PlainSink(Sink[LayerWeights, Linear]):
-    """A sink that keeps matrices as numbers, unchanged."""
-
-    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
-        assert isinstance(matrix, Tensor), "this sink accepts no levels"
-        return Linear(matrix, bias)
-
-    def stack(
-        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        first = next(matrices)
-        assert isinstance(first, Tensor), "this sink accepts no levels"
-        stacked = first.new_empty(shape)
-        for target, matrix in zip(stacked, chain((first,), matrices), strict=True):
-            assert isinstance(matrix, Tensor), "this sink accepts no levels"
-            target.copy_(matrix)
-        return Linear(stacked, bias)
-
-    def layer(self, layer: LayerWeights) -> LayerWeights:
-        return layer
 
 
 @dataclass(frozen=True, slots=True)

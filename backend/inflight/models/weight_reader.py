@@ -14,32 +14,38 @@ from torch import Tensor
 
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_weights import (
+    AltUpWeights,
     DecoderWeights,
     ExpertNorms,
     ExpertWeights,
     LatentWeights,
+    LaurelWeights,
     Layer,
     LayerInputWeights,
     LayerT,
     Linear,
     LinearT,
     Norm,
+    StreamWeights,
     TokenInputWeights,
 )
 from inflight.models.levels import GroupedMatrix, stack_rows
 from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import KeptLevels, Sink
 from inflight.models.weight_sources import (
+    AltUpSources,
     DecoderSources,
     ExpertNormSources,
     ExpertSources,
     LatentSources,
+    LaurelSources,
     LayerInputSources,
     LayerSources,
     LinearSource,
     NormSource,
     RecurrentSources,
     StackSource,
+    StreamSources,
     TensorSource,
     TokenInputSources,
     XieluSources,
@@ -77,11 +83,13 @@ class WeightReader(Generic[LayerT, LinearT]):
 
     def read(self, sources: DecoderSources) -> DecoderWeights[LayerT, LinearT]:
         """Return the weights of a part of a model, as converted by the sink."""
-        embedding = position_embedding = final_norm = lm_head = None
+        embedding = position_embedding = embedding_norm = final_norm = lm_head = None
         if sources.embedding is not None:
             embedding = self._plain(sources.embedding)
         if sources.position_embedding is not None:
             position_embedding = self._plain(sources.position_embedding)
+        if sources.embedding_norm is not None:
+            embedding_norm = self._norm(sources.embedding_norm, self._plain)
         if sources.final_norm is not None:
             table = embedding if sources.lm_head is None else self._plain(sources.lm_head)
             assert table is not None, "the last stage has the output projection or the tied embedding"
@@ -91,14 +99,29 @@ class WeightReader(Generic[LayerT, LinearT]):
             del table
             final_norm = self._norm(sources.final_norm, self._plain)
         token_inputs = None if sources.token_inputs is None else self._token_inputs(sources.token_inputs)
+        streams = None if sources.streams is None else self._streams(sources.streams)
         layers = tuple(self._sink.layer(self._layer(layer)) for layer in sources.layers)
-        return DecoderWeights(embedding, position_embedding, layers, final_norm, lm_head, token_inputs)
+        return DecoderWeights(
+            embedding,
+            position_embedding,
+            layers,
+            final_norm,
+            lm_head,
+            token_inputs,
+            streams,
+            embedding_norm,
+        )
 
     def _token_inputs(self, sources: TokenInputSources) -> TokenInputWeights:
         return TokenInputWeights(
             embedding=self._plain(sources.embedding),
             projection=Linear(self._plain(sources.projection.weight)),
             norm=self._norm(sources.norm, self._plain),
+        )
+
+    def _streams(self, sources: StreamSources) -> StreamWeights:
+        return StreamWeights(
+            split=Linear(self._plain(sources.split.weight)), join=Linear(self._plain(sources.join.weight))
         )
 
     def _layer(self, sources: LayerSources) -> Layer[LinearT]:
@@ -127,6 +150,24 @@ class WeightReader(Generic[LayerT, LinearT]):
             inputs=None if sources.inputs is None else self._layer_inputs(sources.inputs),
             activation=None if sources.activation is None else self._xielu(sources.activation),
             scale=self._vector(sources.scale),
+            altup=None if sources.altup is None else self._altup(sources.altup),
+            laurel=None if sources.laurel is None else self._laurel(sources.laurel),
+        )
+
+    def _altup(self, sources: AltUpSources) -> AltUpWeights:
+        return AltUpWeights(
+            router=self._linear(sources.router),
+            router_norm=self._norm(sources.router_norm, self._tensor),
+            prediction=self._linear(sources.prediction),
+            correction=self._linear(sources.correction),
+            output_scale=self._tensor(sources.output_scale),
+        )
+
+    def _laurel(self, sources: LaurelSources) -> LaurelWeights:
+        return LaurelWeights(
+            down=self._linear(sources.down),
+            up=self._linear(sources.up),
+            norm=self._norm(sources.norm, self._tensor),
         )
 
     def _xielu(self, sources: XieluSources) -> Tensor:
@@ -208,7 +249,7 @@ class WeightReader(Generic[LayerT, LinearT]):
         return self._sink.stack(map(self._tensor, source.matrices), shape, bias, source.is_gated)
 
     def _each_levels(self, source: StackSource, first: GroupedMatrix) -> Iterator[GroupedMatrix]:
-        """Yield each expert's levels, given the first expert's; raise _NotKept for an expert of another form."""
+        """Yield the levels of all experts, beginning with `first`; raise _NotKept if one has another form."""
         for index, of_expert in enumerate(source.matrices):
             matrix = first if index == 0 else self._kept_levels(of_expert, is_stack=True)
             if matrix is None or matrix.form != first.form:

@@ -90,7 +90,10 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True)
 class LinearSource:
-    """Stored weight and bias of a linear layer; `is_gated`: whether its rows are gate above up of a gated MLP."""
+    """Stored weight and bias of a linear layer.
+
+    `is_gated`: whether the rows are the fused projections of a gated MLP, first the gate's, then those of up.
+    """
 
     weight: TensorSource
     bias: TensorSource | None
@@ -182,6 +185,34 @@ class TokenInputSources:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpSources:
+    """Stored weights of a layer for several residual streams."""
+
+    router: LinearSource
+    router_norm: NormSource
+    prediction: LinearSource
+    correction: LinearSource
+    output_scale: TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelSources:
+    """Stored weights of a low-rank branch beside attention."""
+
+    down: LinearSource
+    up: LinearSource
+    norm: NormSource
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSources:
+    """Stored weights outside of layers for several residual streams."""
+
+    split: LinearSource
+    join: LinearSource
+
+
+@dataclass(frozen=True, slots=True)
 class XieluSources:
     """Stored parameters of the activation xIELU."""
 
@@ -226,6 +257,8 @@ class LayerSources:
     inputs: LayerInputSources | None
     activation: XieluSources | None
     scale: TensorSource | None
+    altup: AltUpSources | None
+    laurel: LaurelSources | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +275,11 @@ class DecoderSources:
 
     embedding: TensorSource | None
     position_embedding: TensorSource | None
+    embedding_norm: NormSource | None
     lm_head: TensorSource | None
     final_norm: NormSource | None
     token_inputs: TokenInputSources | None
+    streams: StreamSources | None
     layers: tuple[LayerSources, ...]
 
 

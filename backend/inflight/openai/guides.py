@@ -21,7 +21,7 @@ _FORMAT_FIELDS = {
     "structural_tag": {"type", "structures", "triggers", "sequence"},
 }
 """Allowed keys of a response_format, by the value of its key `type`."""
-_MOST_ALTERNATIVES = 1000
+_MAX_ALTERNATIVES = 1000
 """Largest number of alternatives in one rule of a grammar. llguidance accepts at most 2000."""
 _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 _FORMATS = "text, json_object, json_schema, regex, grammar or structural_tag"
@@ -176,10 +176,10 @@ def _choice(name: str, choices: Sequence[str]) -> Guide:
         )
     rules: list[str] = []
     alternatives = [_quoted(choice) for choice in choices]
-    while len(alternatives) > _MOST_ALTERNATIVES:
+    while len(alternatives) > _MAX_ALTERNATIVES:
         parts = [
-            alternatives[start : start + _MOST_ALTERNATIVES]
-            for start in range(0, len(alternatives), _MOST_ALTERNATIVES)
+            alternatives[start : start + _MAX_ALTERNATIVES]
+            for start in range(0, len(alternatives), _MAX_ALTERNATIVES)
         ]
         alternatives = [f"part{len(rules) + number}" for number in range(len(parts))]
         rules += [f"{part} ::= {' | '.join(texts)}" for part, texts in zip(alternatives, parts)]

@@ -1,7 +1,7 @@
 """gRPC streams to a tritonserver, each of which serves one request after another.
 
-Each request in flight has a stream to itself. So a request can be cancelled without others, and an error on
-a stream belongs to one request. Besides, tritonserver 2.51 can crash when it writes responses of two
+Each request in flight has a stream to itself, so that it can be cancelled without ending other requests, and an
+error on a stream belongs to one request. Besides, tritonserver 2.51 can crash when it writes responses of two
 requests to one stream. Streams are reused, because opening and closing hundreds of streams per minute can
 also crash tritonserver 2.51. Runs on one event loop.
 """

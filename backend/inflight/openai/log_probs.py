@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import TopLogProbs
 
-_LEAST = -9999.0
+_MIN_LOG_PROB = -9999.0
 """Replaces -inf, which JSON cannot express; the same value as vLLM's."""
 
 
@@ -199,5 +199,5 @@ def _ranked(names: TokenNames, token_id: int, value: float, rank: int | None) ->
 
 
 def finite(value: float) -> float:
-    """Return the log prob, but at least `_LEAST`, because JSON has no -inf."""
-    return max(value, _LEAST)
+    """Return the log prob, but at least `_MIN_LOG_PROB`, because JSON has no -inf."""
+    return max(value, _MIN_LOG_PROB)

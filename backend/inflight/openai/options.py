@@ -286,5 +286,5 @@ def _count(text: str) -> int:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a number of bytes as 1048576 or 64M, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number of bytes, such as 1048576 or 64M, got {text!r}")
     return int(match[1]) * _UNITS[match[2].upper()]

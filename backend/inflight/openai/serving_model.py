@@ -164,7 +164,7 @@ class ServingModel:
     def fingerprint(self) -> str:
         """Return OpenAI's `system_fingerprint`: a hash of package version, checkpoint, dtype and limits."""
         description = self._checkpoint().description
-        # It depends on the memory that was free at the start.
+        # `num_blocks` is left out, because it depends on the memory that was free at the start.
         limits = replace(description.limits, num_blocks=0)
         told = repr((package_version(), description.model_path, description.dtype, limits))
         return f"fp_{blake2b(told.encode(errors='surrogatepass'), digest_size=5).hexdigest()}"

@@ -1,6 +1,6 @@
 """MPI: the world of ranks that `mpirun` or `srun` started, and their messages.
 
-The only module that imports mpi4py. Arrays are numpy's; an engine copies or wraps tensors of devices. MPI's
+The only module that imports mpi4py. Messages are numpy arrays; an engine copies or wraps tensors of devices. MPI's
 blocking calls spin, so they are not used to wait for work: a rank calls them when the others are in the same
 iteration. Used by one thread at a time: the thread that loads the model, then the loop thread.
 """

@@ -3,8 +3,8 @@
 Owns the ranks' processes and one thread, which watches them. After a loss the thread makes the model unready, ends
 the remaining ranks, restarts all ranks and has Triton load the model again. The process that Triton starts then
 takes over the engine, and this process ends. If models cannot be unloaded by request, the engine is restarted
-under this process, and the model stays ready meanwhile. Requests go over the engine endpoint, as any front
-end's; the endpoint answers them when the engine ends. Of the ranks' output this module reads only rank 0's
+under this process, and the model stays ready meanwhile. Requests are sent over the engine endpoint, as by
+any front end; the endpoint answers them when the engine ends. Of the ranks' output this module reads only rank 0's
 report. Independent of requests and of Triton, whose functions are passed as Protocols.
 
 After a loss the engine is started before the model is loaded again, and not by the model's next process, because a
@@ -143,7 +143,7 @@ class Orchestrator:
         taken it over.
 
         Returns:
-            Whether no thread of the engine hangs in this process; always True.
+            Whether all threads of the engine in this process have ended; always True, as it has none.
         """
         with self._lock:
             if not self._awaits_successor:

@@ -190,7 +190,7 @@ class RankEngine:
         self._engine.close()
 
     def _compute(self, flight: _Flight) -> Any | None:
-        """Return hidden states or logits, computed from the previous stage's; None if the batch has failed."""
+        """Return this stage's hidden states, or logits on the last stage; None if the batch has failed."""
         batch, hidden = flight.batch, None
         if not self._mapping.is_first_stage:
             hidden = self._link.receive(batch.num_tokens)

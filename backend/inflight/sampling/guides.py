@@ -122,8 +122,10 @@ class Guides:
         return masked
 
     def accept(self, slots: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
-        """Advance the guides of `slots` [n] by the sampled tokens `chosen` [n], which are in order in each
-        sequence."""
+        """Advance the guides of `slots` [n] by the sampled tokens `chosen` [n].
+
+        A slot that occurs several times has its tokens in the order of its sequence.
+        """
         tokens: dict[int, list[int]] = {}
         for slot, token in zip(slots.tolist(), chosen.tolist()):
             tokens.setdefault(slot, []).append(token)

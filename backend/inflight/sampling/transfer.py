@@ -52,7 +52,7 @@ def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
     return _split(_join(tensors).cpu(), tensors)
 
 
-def mark(device: torch.device) -> torch.cuda.Event:
+def record_event(device: torch.device) -> torch.cuda.Event:
     """Record an event after all work queued on `device` so far."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
@@ -80,7 +80,7 @@ class Arriving:
         if device.type == "cpu":
             return cls(tensors)
         joined = _join(tensors).to("cpu", non_blocking=True)  # torch uses pinned memory for that
-        return cls(tensors, joined, mark(device))
+        return cls(tensors, joined, record_event(device))
 
     def wait(self) -> list[NDArray[Any]]:
         """Wait for the copy, and return the tensors as host arrays."""

@@ -209,7 +209,8 @@ def _listen(server_end: int, leftovers: _Leftovers) -> _NextAction:
 
 
 def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
-    """Return the readable descriptors; [] if there are none for `timeout_s` seconds in which this process ran."""
+    """Return the readable descriptors; [] after `timeout_s` seconds. Time in which this process is stopped is not
+    counted."""
     while True:
         begun_s = time.monotonic()
         ready = select.select([pipe, server_end], [], [], timeout_s)[0]

@@ -14,9 +14,9 @@ from inflight.server import descriptors
 
 _KEPT_LINES = 20_000
 _REPEATED_S = 10.0
-_MOST_REPEATED = 20
+_MAX_REPEATED = 20
 """Number of equal lines that are copied within `_REPEATED_S` seconds. Further equal lines are only counted."""
-_MOST_KINDS = 1000
+_MAX_KINDS = 1000
 """Number of different lines that are remembered within `_REPEATED_S` seconds."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _LIBEVENT = "[warn]"
@@ -128,9 +128,9 @@ class Repeats:
         if not self._collapses or not (_RECORD.match(line) or line.startswith(_LIBEVENT)):
             return [*told, line]  # a further line of a record
         said = _RECORD.sub("", line, count=1)  # without the time
-        if said in self._counts or len(self._counts) < _MOST_KINDS:
+        if said in self._counts or len(self._counts) < _MAX_KINDS:
             self._counts[said] += 1
-        if self._counts[said] <= _MOST_REPEATED:
+        if self._counts[said] <= _MAX_REPEATED:
             told.append(line)
         return told
 
@@ -138,9 +138,9 @@ class Repeats:
         """Reset the counts, and return a line for each message that was held back."""
         seconds = self._clock() - self._begun_s
         told = [
-            f"serve: {count - _MOST_REPEATED} times more in {seconds:.0f} s: {said}"
+            f"serve: {count - _MAX_REPEATED} times more in {seconds:.0f} s: {said}"
             for said, count in self._counts.items()
-            if count > _MOST_REPEATED
+            if count > _MAX_REPEATED
         ]
         self._counts.clear()
         self._begun_s = self._clock()
@@ -159,7 +159,7 @@ def find_cause(text: str, most_lines: int = 40) -> str:
 
 
 def was_starved(text: str, engines: Collection[str]) -> bool:
-    """Return whether a start probably failed because a model's process did not get processor time for too long.
+    """Return whether a start probably failed because a model's process got no processor time for too long.
 
     While a model loads, tritonserver 2.51 expects a heartbeat from the model's process every second. If one
     is late, which can happen on an overloaded machine, it abandons the process, which however keeps using

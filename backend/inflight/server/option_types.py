@@ -28,7 +28,7 @@ def port(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """Parse a whole number from 1."""
+    """Parse a whole number that is at least 1."""
     return _whole_number(text, 1, "a whole number from 1")
 
 
@@ -38,7 +38,7 @@ def seconds(text: str) -> int:
 
 
 def whole(text: str) -> int:
-    """Parse a whole number from 0."""
+    """Parse a whole number that is at least 0."""
     return _whole_number(text, 0, "a whole number from 0")
 
 

@@ -16,7 +16,7 @@ from inflight.server.log import ServerLog
 
 _REPORT_EVERY_S = 30.0
 _SAMPLE_EVERY_S = 5.0
-_LEAST_BYTES = 4_000_000  # progress per sample; readiness checks alone read far less
+_MIN_BYTES = 4_000_000  # progress per sample; readiness checks alone read far less
 _PAGE_BYTES = 4096
 _ANSWER_S = 5.0
 _FORGOTTEN_S = 15.0  # normally tritonserver reports a loaded model at once
@@ -108,7 +108,7 @@ class Startup:
             return False
         self._sampled_s = now
         num_bytes, self._num_bytes = self._num_bytes, self._count_bytes()
-        return abs(self._num_bytes - num_bytes) >= _LEAST_BYTES
+        return abs(self._num_bytes - num_bytes) >= _MIN_BYTES
 
     def _state(self, now: float) -> str:
         missing = [model for model in self._models if model not in self._log.loaded_models]

@@ -121,8 +121,8 @@ def _rank_arguments(given: argparse.Namespace, engines: Mapping[str, Mapping[str
         arguments = ["--mode", "orchestrator"]
     else:
         arguments = _leader_arguments(given.world_size, engines)
-    # `scripts/serve` lets ranks share cores by default. The argument keeps this so whatever other arguments
-    # are given.
+    # By default `scripts/serve` gives mpirun these options itself. Passing them makes ranks share cores even if
+    # other options would change this.
     return (
         [*arguments, "--mpirun-arguments=--oversubscribe --bind-to none"]
         if given.oversubscribe

@@ -215,7 +215,7 @@ class LoneSequence:
         return copy
 
     def history(self, sampling: SamplingConfig) -> int:
-        """Return the history that a slot has after the tokens so far."""
+        """Return the value of a slot's `history` after the tokens so far."""
         return remember(_NO_HISTORY, self.tokens) if looks_back(sampling) else _NO_HISTORY
 
     def logits(self) -> array[float]:

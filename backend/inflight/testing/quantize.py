@@ -19,7 +19,7 @@ Parts = dict[str, Tensor]
 _GROUP_SIZE = 128
 _BLOCK = 128
 _AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # index of the output in each 4 bits of a word, lowest bits first
-_LEAST = 1e-12  # smallest scale
+_MIN_SCALE = 1e-12  # smallest scale
 _FLOAT4_BORDERS = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NOT_MXFP4 = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -107,7 +107,7 @@ def _in_groups(
     groups = torch.unflatten(weight, 1, (-1, size))
     low, high = groups.amin(2).clamp_max(0), groups.amax(2).clamp_min(0)
     scales = torch.maximum(-low, high) / 7.5 if symmetric else (high - low) / 15
-    scales = scales.clamp_min(_LEAST).to(dtype).float()
+    scales = scales.clamp_min(_MIN_SCALE).to(dtype).float()
     zeros = torch.full_like(scales, 8) if symmetric else (-low / scales).round().clamp(1, 15)
     levels = (groups / scales[..., None] + zeros[..., None]).round().clamp(0, 15)
     return levels.flatten(1), zeros, scales
@@ -143,7 +143,7 @@ def _int4(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
 
 
 def _int8(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
-    scales = (weight.abs().amax(1, keepdim=True) / 127.5).clamp_min(_LEAST).to(dtype)
+    scales = (weight.abs().amax(1, keepdim=True) / 127.5).clamp_min(_MIN_SCALE).to(dtype)
     levels = (weight / scales.float()).round().clamp(-128, 127).to(torch.int8)
     return {"weight": levels, "weight_scale": scales}
 
@@ -152,7 +152,7 @@ def _fp8(weight: Tensor, size: int, dtype: torch.dtype) -> Parts:
     rows, columns = (-(-length // _BLOCK) for length in weight.shape)
     filled = torch.zeros(rows * _BLOCK, columns * _BLOCK)
     filled[: weight.shape[0], : weight.shape[1]] = weight
-    scales = (filled.view(rows, _BLOCK, columns, _BLOCK).abs().amax((1, 3)) / 448).clamp_min(_LEAST)
+    scales = (filled.view(rows, _BLOCK, columns, _BLOCK).abs().amax((1, 3)) / 448).clamp_min(_MIN_SCALE)
     of_each = scales.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
     levels = (weight / of_each[: weight.shape[0], : weight.shape[1]]).to(torch.float8_e4m3fn)
     return {"weight": levels, "weight_scale_inv": scales}

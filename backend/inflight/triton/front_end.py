@@ -43,7 +43,7 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
 
-_MOST_INLINE = 4096
+_MAX_INLINE = 4096
 """Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
 
 _TOKENIZING_THREADS = 2
@@ -176,7 +176,7 @@ class FrontEnd:
 
     def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
         """Return whether a request waits for its own tokenization or an earlier one of its client."""
-        if tokenizing_cost(rows) > _MOST_INLINE:
+        if tokenizing_cost(rows) > _MAX_INLINE:
             return True
         return not self._lanes.are_idle and self._lanes.is_busy(client_id(rows, parameters))
 

@@ -140,7 +140,10 @@ def _warm_up_and_measure(system: System, workload: Workload) -> dict:
 
 
 def warm_up(workload: Workload) -> list[Request]:
-    """Return the requests to run before timing, so that every batch shape occurs: all, or one if lone."""
+    """Return the requests to run before timing, so that every batch shape occurs.
+
+    These are all requests if they run together, otherwise the first one.
+    """
     return list(workload.requests if workload.is_together else workload.requests[:1])
 
 

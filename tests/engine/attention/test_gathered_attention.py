@@ -137,7 +137,7 @@ def test_learned_sinks_equal_those_by_products(zoo: Zoo, dtype: torch.dtype, tok
 def test_products_with_learned_sinks_give_the_models_tokens(
     zoo: Zoo, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.engine.attention.gathering._MOST_SCORES", most_scores)
+    monkeypatch.setattr("inflight.engine.attention.gathering._MAX_SCORES", most_scores)
     model = zoo["gpt-oss"]
     driver = Driver(load_paged(model.folder, attention=BY_PRODUCTS))
     row = driver.start(model.prompt(40))
@@ -210,7 +210,7 @@ def test_attention_by_matrix_products_gives_the_models_tokens(
     zoo: Zoo, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are the model's even if memory suffices for only a part of the scores at a time."""
-    monkeypatch.setattr("inflight.engine.attention.gathering._MOST_SCORES", 1000)
+    monkeypatch.setattr("inflight.engine.attention.gathering._MAX_SCORES", 1000)
     model = zoo["llama-gqa"]
     answers = []
     for attention in (GATHERING, BY_PRODUCTS):

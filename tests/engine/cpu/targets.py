@@ -17,6 +17,4 @@ def _on(targets: list[object], by_default: list[str]) -> pytest.MarkDecorator:
 
 on_every_target = _on([OWN, GENERIC, *ARM], [OWN])
 on_own_and_generic = _on([OWN, GENERIC], [OWN])
-# Float32 is the same on all Arm targets; by default, generic runs in fewer bits only.
-in_float32_on_others = _on([GENERIC, *ARM], ["neon"])
-in_fewer_bits_on_others = _on([GENERIC, *ARM], [GENERIC])
+on_others = pytest.mark.parametrize("target", [GENERIC, *ARM], indirect=True)

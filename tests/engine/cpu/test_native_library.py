@@ -24,6 +24,7 @@ from inflight.engine.cpu import layout, library, row_kernels
 from inflight.engine.cpu.library import CannotBuild, begin_loading, load_library
 from inflight.errors import ConfigError
 from inflight.sampling.row_kernels import PENALTIES
+from tests.engine.cpu import emulation
 from tests.engine.kernels import needs_native
 
 AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -618,7 +619,7 @@ def test_a_library_with_another_weight_layout_is_refused_with_all_differences(
     ("name", "wrong"),
     [
         ("bits of kLargestLogit", layout._bits(1e31)),
-        ("bits of kLeastScale", layout._bits(1e-31)),
+        ("bits of kMinScale", layout._bits(1e-31)),
         ("kFew", 64),
         ("kGelu", layout.ACTIVATIONS["relu"]),
         ("kFp8Levels", layout.INT8_CACHE),
@@ -642,3 +643,16 @@ def test_a_library_with_another_constant_is_refused(
 def test_rows_given_to_compiled_code_have_the_compared_sizes() -> None:
     assert layout._CONSTANTS["sizeof(Penalties)"] == PENALTIES.itemsize
     assert layout._CONSTANTS["sizeof(Chance)"] == row_kernels._CHANCE.itemsize
+
+
+@needs_native
+@pytest.mark.parametrize("machine", ["x86_64", pytest.param("aarch64", marks=emulation.needs_emulator)])
+def test_the_compiler_accepts_the_code_of_every_target(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks syntax and types only, of all parts in bfloat16; the tests of a target compile it to run it."""
+    if machine == "aarch64":
+        monkeypatch.setenv("CXX", emulation.COMPILER)
+    source = Path(layout.__file__).with_name("source") / "decoder.cpp"
+    for target in library.targets_of_compiler():
+        flags = target.flags_anywhere("bfloat16", int8=True)
+        command = library._compiler_command(flags, "bfloat16", int8=True, rounded_cache=True)
+        subprocess.run([*command, "-fsyntax-only", source], check=True, timeout=300)

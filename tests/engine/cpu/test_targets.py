@@ -1,6 +1,6 @@
 """Compiled layers for targets other than this machine's fastest: the generic one, and Arm's in an emulator.
 
-Tests every kernel once; `scripts/test --all` also runs the other tests of compiled layers for these targets.
+Every kernel is tested, with `scripts/test --all` only: a library takes 20 to 40 s to compile for each target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inflight.engine.cpu.row_kernels import NativeRowKernels
 from inflight.engine.cpu.structs import Handle, LayerStruct, ShapeStruct
 from inflight.engine.quantize import quantize_int8
 from inflight.sampling.row_kernels import RowKernels
-from tests.engine.cpu.targets import in_fewer_bits_on_others, in_float32_on_others
+from tests.engine.cpu.targets import on_others
 from tests.engine.cpu.test_native_adapters import assert_as
 from tests.engine.cpu.test_native_adapters import serve as serve_with_adapter
 from tests.engine.cpu.test_native_int4 import draw, draw_floats, multiply, rounded
@@ -31,7 +31,7 @@ from tests.sampling.test_apply_masks import SUBSETS
 from tests.sampling.test_apply_masks import check as check_masks
 from tests.tiers import with_all
 
-pytestmark = [needs_native, pytest.mark.usefixtures("target")]
+pytestmark = [needs_native, pytest.mark.exhaustive, on_others, pytest.mark.usefixtures("target")]
 
 NATIVE: dict[str, Any] = {"kernels": "native", "max_num_sequences": 3}
 CASES = ["llama-gqa", "llama-odd-sizes", "gpt2", "gemma2", "mixtral", "gpt-oss"]
@@ -47,7 +47,6 @@ def make_packer(dtype: torch.dtype = torch.bfloat16, int8: bool = False) -> Pack
     )
 
 
-@in_float32_on_others
 @pytest.mark.parametrize("case", with_all(CASES, ["llama-odd-sizes", "gpt-oss"]))
 def test_tokens_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> None:
     model = zoo[case]
@@ -57,7 +56,6 @@ def test_tokens_in_float32_are_those_of_transformers(zoo: Zoo, case: str) -> Non
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=1e-4, atol=1e-4)
 
 
-@in_fewer_bits_on_others
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.1), ("int8", 0.3)])
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
 def test_logits_in_fewer_bits_are_near_those_in_float32(
@@ -79,13 +77,11 @@ def check_rounded_cache(model: ZooModel, dtype: str, kind: str, tolerance: float
     assert (found - expected).square().mean().sqrt() < tolerance * expected.std()
 
 
-@in_float32_on_others
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_rounded_keys_and_values_in_float32_are_read_as_with_torch(zoo: Zoo, kind: str) -> None:
     check_rounded_cache(zoo["llama-gqa"], "float32", kind, 1e-3)
 
 
-@in_fewer_bits_on_others
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_rounded_keys_and_values_are_read_as_with_torch(zoo: Zoo, kind: str) -> None:
     check_rounded_cache(zoo["llama-gqa"], "bfloat16", kind, 0.1)
@@ -119,13 +115,11 @@ def check_product(kind: str, outputs: int, inputs: int) -> None:
         assert torch.equal(multiply(packer, packed, x[:count]), together[:count]), "a row depends on no other"
 
 
-@in_float32_on_others
 @SIZES
 def test_float32_products_are_right_for_any_number_of_rows(outputs: int, inputs: int) -> None:
     check_product("float32", outputs, inputs)
 
 
-@in_fewer_bits_on_others
 @SIZES
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4", "float4"])
 def test_products_in_fewer_bits_are_right_for_any_number_of_rows(
@@ -134,7 +128,6 @@ def test_products_in_fewer_bits_are_right_for_any_number_of_rows(
     check_product(kind, outputs, inputs)
 
 
-@in_fewer_bits_on_others
 @pytest.mark.parametrize("kind", ["int8", "int4", "float4"])
 def test_the_largest_levels_do_not_overflow(kind: str) -> None:
     """All products have the same sign and maximum size."""
@@ -153,7 +146,6 @@ def test_the_largest_levels_do_not_overflow(kind: str) -> None:
     torch.testing.assert_close(multiply(packer, packed, x).double(), x.double() @ weight.T, rtol=1e-6, atol=0)
 
 
-@in_float32_on_others
 @pytest.mark.parametrize("rank", [3, 8])
 def test_an_adapter_of_all_modules_equals_merged_weights(zoo: Zoo, rank: int) -> None:
     model = zoo["llama-gqa"]
@@ -168,7 +160,6 @@ def row_kernels(target: str) -> RowKernels:
     return NativeRowKernels(code, Handle(code, ShapeStruct(num_threads=2), (LayerStruct * 0)()))
 
 
-@in_float32_on_others
 def test_sampled_tokens_equal_those_of_torch(
     row_kernels: RowKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,14 +180,12 @@ def test_sampled_tokens_equal_those_of_torch(
     assert len(set(expected)) > 5, "they are not all the same"
 
 
-@in_float32_on_others
 @pytest.mark.parametrize("size", [7, 64, 1000])
 def test_masked_logits_equal_those_of_torch(row_kernels: RowKernels, size: int) -> None:
     for seed, indices in enumerate(SUBSETS.values()):
         check_masks(row_kernels, size, list(indices), seed)
 
 
-@in_float32_on_others
 def test_the_highest_logits_and_their_tokens_equal_those_of_torch(row_kernels: RowKernels) -> None:
     logits = normal(40, 1003)
     logits[3, 77] = logits[3, 900] = 50.0

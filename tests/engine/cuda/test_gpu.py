@@ -21,16 +21,16 @@ from inflight.engine.attention.gathering import BY_PRODUCTS, GATHERING, Gatherin
 from inflight.engine.cuda.row_kernels import check_peaks_of
 from inflight.engine.engine import ModelEngine
 from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
-from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels
+from inflight.engine.layers.grouped_linear import GroupedLinear
 from inflight.engine.layers.layer_check import find_operations
 from inflight.engine.layers.quantized_linear import (
     QuantizedLinear,
-    Quantizing,
     dequantizing_product,
-    find_float8_rounding,
+    find_float8_quantizer,
     float8_reference,
     quantize_float8,
 )
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.engine.windows import AttentionWindow
 from inflight.models import read_model_description
 from inflight.sampling import LogitsPostProcessors
@@ -176,11 +176,11 @@ def test_every_layer_kernel_passes_the_check_at_load(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+@pytest.mark.parametrize("quantization", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt-oss", "gemma2"])
 def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
-    zoo: Zoo, case: str, dtype: torch.dtype, rounding: KvQuantization, caplog: pytest.LogCaptureFixture
+    zoo: Zoo, case: str, dtype: torch.dtype, quantization: KvQuantization, caplog: pytest.LogCaptureFixture
 ) -> None:
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
@@ -190,9 +190,9 @@ def test_kernels_over_8_bit_kv_blocks_pass_the_check_at_load(
         shape = replace(decoder, head_dim=head_dim)
         for tokens_per_block in (8, 32):
             check_attention(
-                triton_attention(shape), shape, tokens_per_block, windows, dtype, device, rounding
+                triton_attention(shape), shape, tokens_per_block, windows, dtype, device, quantization
             )
-        operations = find_operations(shape, dtype, device, rounding)
+        operations = find_operations(shape, dtype, device, quantization)
         assert operations.parts == KernelLayerOperations(shape).parts
     assert not caplog.records
 
@@ -211,7 +211,7 @@ def test_the_highest_logits_and_their_tokens_equal_those_of_torch(vocab_size: in
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_float8_rounding_equals_that_of_torch(dtype: torch.dtype) -> None:
     """Kernels round to the same levels as torch's operators."""
-    found = find_float8_rounding(CUDA, dtype)
+    found = find_float8_quantizer(CUDA, dtype)
     assert found is not quantize_float8
     for num_rows in EDGES:
         for size in (7, 2048, 14_336):
@@ -433,7 +433,7 @@ def test_8_bit_products_are_near_float64_and_use_the_gpus_own_operator(kind: str
     device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(num_rows)
     weight, x = (torch.randn((rows, 512), generator=generator, device=device) for rows in (768, num_rows))
-    linear = Quantizing(kind, torch.bfloat16, device).linear(weight.bfloat16())
+    linear = TorchSink(torch.bfloat16, device, kind).linear(weight.bfloat16())
     assert isinstance(linear, QuantizedLinear)
     taken = x.bfloat16().float()
     if kind == "fp8":
@@ -475,7 +475,7 @@ def test_products_with_quantized_weights_are_near_float64(kind: str, num_rows: i
     device = torch.device("cuda")
     for shape in ((768, 512, 128), (96, 192, 32), (80, 1000, 1000)):
         matrix = draw(kind, *shape, shuffled=shape[2] == 32)
-        linear = KeepingLevels(torch.bfloat16, device).linear(matrix)
+        linear = TorchSink(torch.bfloat16, device).linear(matrix)
         assert isinstance(linear, GroupedLinear) and linear.has_kernel
         x = torch.randn((num_rows, shape[1]), device=device).bfloat16()
         exact = x.double() @ matrix.dequantized().double().to(device).T

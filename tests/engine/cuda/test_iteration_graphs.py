@@ -94,7 +94,7 @@ def test_tokens_are_the_same_below_at_and_above_recorded_sizes(zoo: Zoo, case: s
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2", "mistral-window"], ["mistral-window"]))
-def test_tokens_of_batches_with_chunks_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
+def test_recorded_batches_with_chunks_give_the_same_tokens(zoo: Zoo, case: str) -> None:
     """Padding rows get NaN from attention, which no sequence sees."""
     model, tape = zoo[case], Tape()
     options = {"attention": FixedRowsAttention(), "max_num_tokens": 64}
@@ -130,8 +130,8 @@ def test_long_chunks_and_several_of_them_are_replayed(zoo: Zoo) -> None:
 def test_batches_with_more_rows_or_chunks_than_recorded_run_without_a_recording(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MOST_CHUNKS", 2)
-    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MOST_ROWS", 40)
+    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MAX_CHUNKS", 2)
+    monkeypatch.setattr("inflight.engine.cuda.iteration_graphs._MAX_ROWS", 40)
     model, tape = zoo["llama"], Tape()
     driver = Driver(load_paged(model.folder, 200, 8, tape, FixedRowsAttention()))
     rows = [driver.start(model.prompt(5 + length, length)) for length in range(3)]
@@ -184,7 +184,7 @@ def serve_adapters(engine: ModelEngine, model: ZooModel, ranks: list[int], **opt
 
 
 @pytest.mark.parametrize("case", with_all(["llama-gqa", "gpt2"], ["llama-gqa"]))
-def test_tokens_with_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str) -> None:
+def test_recorded_batches_give_the_same_tokens_with_adapters(zoo: Zoo, case: str) -> None:
     """Results are equal although the adapters' pages and numbers of rows differ between replays."""
     model, tape = zoo[case], Tape()
     recorded = load_paged(model.folder, 200, 11, tape, num_adapter_pages=40)
@@ -199,7 +199,7 @@ def test_tokens_with_adapters_are_the_same_recorded_and_not(zoo: Zoo, case: str)
 @pytest.mark.parametrize(
     "way", with_all(["no-evict", "utilization-chunked-no-reuse"], ["utilization-chunked-no-reuse"])
 )
-def test_searches_drafts_and_sampling_are_the_same_recorded_and_not(zoo: Zoo, way: str) -> None:
+def test_recorded_batches_give_the_same_beams_drafts_and_samples(zoo: Zoo, way: str) -> None:
     model = zoo["llama-gqa"]
     requests, tape = requests_of(model)[: examples(5, all=10)], Tape()
     expected = serve(load_paged(model.folder, 60), config_of(way), requests)

@@ -31,9 +31,7 @@ from tests.engine.serving import load
 LISTED = Path(__file__).with_name("causal_types.json")
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 COUNTS = "<!-- causal types -->\n", "\n<!-- end of causal types -->"
-WITH_MAP = {family.model_type for family in FAMILIES} | {
-    each.model_type for each in MULTIMODAL if not each.lacking
-}
+WITH_MAP = {each.model_type for each in (*FAMILIES, *MULTIMODAL)}
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 BY_TRANSFORMERS, REFUSED, NOT_TRIED = "by transformers' code", "refused", "not tried"
 

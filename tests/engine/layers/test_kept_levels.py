@@ -19,7 +19,8 @@ from inflight.engine.cpu import library
 from inflight.engine.cpu.decoder import NativeDecoder
 from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
-from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels, pack, unpack
+from inflight.engine.layers.grouped_linear import GroupedLinear, pack, unpack
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.models import Linear
 from inflight.models.levels import GroupedMatrix
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
@@ -266,10 +267,10 @@ def test_a_module_multiplies_by_the_dequantized_matrix(
     kind: str, outputs: int, inputs: int, size: int
 ) -> None:
     matrix = draw(kind, outputs, inputs, size, shuffled=size == 32)
-    keeping = KeepingLevels(torch.float32, torch.device("cpu"))
-    assert keeping.why_unpacked(matrix, False) == ""
+    sink = TorchSink(torch.float32, torch.device("cpu"))
+    assert sink.why_unpacked(matrix, False) == ""
     bias, x = torch.randn(outputs), torch.randn(5, inputs)
-    linear = keeping.linear(matrix, bias)
+    linear = sink.linear(matrix, bias)
     assert isinstance(linear, GroupedLinear) and linear.dtype is torch.float32
     assert linear.weight.nbytes <= (inputs + 127) * outputs // (2 if matrix.bits == 4 else 1)
     assert torch.equal(linear.dequantized(), matrix.dequantized())
@@ -307,8 +308,8 @@ def test_modules_in_float32_give_exact_logits(zoo: Zoo, tmp_path: Path, case: st
     model = write(zoo[case], tmp_path, FORMATS[name], skipped=(".gate",), dtype="bfloat16")
     description = read_model_description(tmp_path)
     part, device = Part.whole(description.decoder), torch.device("cpu")
-    keeping = KeepingLevels(torch.float32, device)
-    weights = load_weights_into(keeping, description, torch.float32, device, part, KeptLevels())
+    sink = TorchSink(torch.float32, device)
+    weights = load_weights_into(sink, description, torch.float32, device, part, KeptLevels())
     assert isinstance(weights.layers[0].qkv, GroupedLinear)
     if case == "mixtral":
         assert weights.layers[0].experts is not None and isinstance(

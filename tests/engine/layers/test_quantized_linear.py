@@ -16,11 +16,12 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.layers import quantized_linear
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.quantized_linear import (
+    Products,
     QuantizedLinear,
-    Quantizing,
     find_int8_product,
     quantize_float8,
 )
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.errors import ConfigError
 from inflight.models import PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
@@ -102,7 +103,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
     generator = torch.Generator().manual_seed(2)
     weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
     weight[0] *= 100
-    linear = Quantizing(kind, torch.float32, CPU).linear(weight.clone(), bias)
+    linear = TorchSink(torch.float32, CPU, kind).linear(weight.clone(), bias)
     assert isinstance(linear, QuantizedLinear) and linear.dtype is torch.float32
     torch.testing.assert_close(linear.dequantized(), rounded(kind, weight), rtol=1e-6, atol=1e-6)
     x = torch.randn(9, shape[1], generator=generator)
@@ -116,7 +117,7 @@ def test_a_product_is_that_of_the_dequantized_weight(kind: str, shape: tuple[int
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_with_nan_does_not_affect_other_rows(kind: str) -> None:
-    linear = Quantizing(kind, torch.bfloat16, CPU).linear(torch.randn(32, 64).bfloat16())
+    linear = TorchSink(torch.bfloat16, CPU, kind).linear(torch.randn(32, 64).bfloat16())
     x = torch.randn(6, 64).bfloat16()
     expected = linear(x)
     x[2, 5], x[4, 0] = torch.nan, torch.inf
@@ -165,7 +166,7 @@ def test_without_an_8_bit_operator_weights_are_multiplied_as_float32(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight, x = torch.randn(64, 128), torch.randn(7, 128)
-    expected = Quantizing(kind, torch.float32, CPU).linear(weight.clone())(x)
+    expected = TorchSink(torch.float32, CPU, kind).linear(weight.clone())(x)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("not here\nand more")
@@ -173,7 +174,7 @@ def test_without_an_8_bit_operator_weights_are_multiplied_as_float32(
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device: refuse)
     with caplog.at_level(logging.WARNING):
-        found = Quantizing(kind, torch.float32, CPU).linear(weight.clone())(x)
+        found = TorchSink(torch.float32, CPU, kind).linear(weight.clone())(x)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     assert f"{kind} matrices of 64 x 128 are converted to float32 for every product" in caplog.text
     assert caplog.text.rstrip().endswith("not here")
@@ -191,7 +192,7 @@ def test_an_8_bit_operator_with_wrong_results_is_not_used(
     for tried, is_used in ((last_outputs_first, False), (lambda *given: right(*given), True)):
         caplog.clear()
         monkeypatch.setattr(quantized_linear, "find_int8_product", lambda device, tried=tried: tried)
-        linear = Quantizing("int8", torch.float32, CPU).linear(weight.clone())
+        linear = TorchSink(torch.float32, CPU, "int8").linear(weight.clone())
         assert isinstance(linear, QuantizedLinear) and (linear.product is tried) == is_used
         assert ("its results of 1 rows are wrong by" in caplog.text) != is_used
         torch.testing.assert_close(linear(x), F.linear(x, rounded("int8", weight)), rtol=1e-5, atol=1e-4)
@@ -207,20 +208,20 @@ def test_a_missing_triton_package_is_logged_for_int8_on_a_gpu_only(
     assert find_int8_product(gpu) is None
     levels, scales = torch.zeros((4, 8), dtype=torch.int8), torch.ones(4)
     for device, is_said in ((CPU, False), (gpu, True)):
-        product = Quantizing("int8", torch.bfloat16, device).product(levels, scales)
+        product = Products(torch.bfloat16, device).find(levels, scales)
         assert product is quantized_linear.dequantizing_product
         assert ("triton is not installed" in caplog.text) == is_said
 
 
 def test_a_processor_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Quantizing, "_try", lambda *_: "only for later ones")
+    monkeypatch.setattr(Products, "_try", lambda *_: "only for later ones")
     monkeypatch.setattr(torch, "eye", lambda count, device: torch.ones(count, count))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     with pytest.raises(
         ConfigError, match=r"dtype is fp8, which torch .* does not multiply on Some GPU \(only"
     ):
-        Quantizing("fp8", torch.bfloat16, torch.device("cuda"))
-    Quantizing("int8", torch.bfloat16, torch.device("cuda"))
+        TorchSink(torch.bfloat16, torch.device("cuda"), "fp8")
+    TorchSink(torch.bfloat16, torch.device("cuda"), "int8")
 
 
 def test_fp8_is_refused_for_compiled_layers_and_computed_by_torch(zoo: Zoo) -> None:

@@ -51,6 +51,7 @@ REFUSED = {
     "llama4_text": "experts with weighted inputs, attention in chunks",
     "granite_swa": "learned sinks",
     "granitemoe_swa": "learned sinks",
+    "mistral4": "latent attention",
     "deepseek_v2": "latent attention",
     "deepseek_v3": "latent attention",
     "glm4_moe_lite": "latent attention",
@@ -60,6 +61,7 @@ REFUSED = {
     "hunyuan_v1_moe": "norms of rotated heads",
     "minimax_m2": "experts chosen otherwise than by softmax",
     "gemma2": "soft caps of attention",
+    "gemma3n_text": "norms of values, layers that read another layer's keys and values, per-layer embeddings",
     "gemma4_text": "heads or MLPs that differ from layer to layer, keys that are also values",
     "gpt_oss": "learned sinks, clamped SwiGLU, biases of experts",
     "qwen3_5_text": "recurrent layers, gates of attention",
@@ -73,6 +75,7 @@ REFUSED = {
     "nemotron_h": "layers without attention or without an MLP",
     "falcon_h1": "attention beside recurrent layers, fixed factors of activations",
     "kimi_linear": "latent attention, recurrent layers",
+    "bloom": "ALiBi, a norm on embeddings",
 }
 FAMILY_NAMES = [family.model_type for family in FAMILIES]
 

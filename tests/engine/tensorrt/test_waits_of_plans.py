@@ -119,7 +119,7 @@ def test_overlapped_iterations_give_the_same_tokens(zoo: Zoo, plans: Plans, monk
     ]
     expected = serve(engines.load(plans(model), 40, max_num_sequences=6), config_of("chunked"), requests)
     with FakeDevice() as device:
-        monkeypatch.setattr("inflight.sampling.transfer.mark", device.mark)
+        monkeypatch.setattr("inflight.sampling.transfer.record_event", device.record_event)
         served = serve(load(plans(model), 40), config_of("chunked"), requests)
     assert served.most_in_flight == 2
     for request_id, index in expected.responses:

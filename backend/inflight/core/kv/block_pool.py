@@ -30,7 +30,7 @@ from inflight.core.kv.state_snapshots import StateSnapshots
 
 _NS_PER_MS = 1_000_000
 _DEFAULT_RETENTION = Retention()
-_MOST_COMPARED = 64
+_MAX_COMPARED = 64
 """Maximum number of blocks whose tokens are compared to find the longest common beginning."""
 
 Key = tuple[int, ...]
@@ -183,7 +183,7 @@ class BlockPool:
         (0, 0) if no child has a common beginning. Only the most recently published children are compared.
         """
         best = (0, 0)
-        for digest in islice(reversed(self._children.get(parent, {})), _MOST_COMPARED):
+        for digest in islice(reversed(self._children.get(parent, {})), _MAX_COMPARED):
             if best[1] == len(tokens):
                 break
             block_id = self._block_of[digest]

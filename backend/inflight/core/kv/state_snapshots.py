@@ -7,7 +7,7 @@ the last boundary that has both cached blocks before it and a snapshot.
 
 A sequence saves snapshots
 
-1. at the last boundary before its last known token, for its siblings and requests with the same prompt;
+1. at the last boundary before its last known token, for other sequences with the same prompt;
 2. at the end of the cached blocks that it found, if there is no snapshot: other sequences share this prefix;
 3. at every boundary in generation, replacing the sequence's previous one, for the next turn of a conversation.
 

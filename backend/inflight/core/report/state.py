@@ -187,7 +187,7 @@ class Introspection:
 
         The reason is exact only for the first sequences in the queue, as it takes digests of whole prompts.
         """
-        if place >= _MOST_LOOKED_UP:
+        if place >= _MAX_LOOKED_UP:
             return f"is behind {place} others"
         return self.admission.why_waiting(llm_request, self.isolation.retrying)
 
@@ -281,7 +281,7 @@ class Introspection:
         )
 
 
-_MOST_LOOKED_UP = 32
+_MAX_LOOKED_UP = 32
 _BEHIND_SIBLING = "is behind its request's first sequence, which computes the prompt for all"
 
 

@@ -64,7 +64,7 @@ class Hypothesis:
         score: The score by which hypotheses are ranked: `cum_log_prob` / generated_length ** length_penalty.
         finish_reason: NOT_FINISHED while the beam runs.
         log_probs: The model's own log probability of each of `token_ids`; empty if the device gave none.
-        top_log_probs: The most likely tokens in place of each of `token_ids`; empty if the device gave none.
+        top_log_probs: The most likely tokens at the position of each of `token_ids`; empty if not returned.
         logits: float32 [vocab_size] for each of `token_ids`; empty if the device gave none.
     """
 

@@ -18,7 +18,7 @@ from inflight.core.schedule.running import Running
 from inflight.core.schedule.waiting_queue import WaitingQueue
 from inflight.errors import QueueFull
 
-_MOST_PASSED_OVER = 64
+_MAX_PASSED_OVER = 64
 """Maximum number of sequences that `admit` skips, as every skipped sequence is examined again in each
 iteration."""
 
@@ -146,7 +146,7 @@ class Admission:
                 if found is _Obstacle.ADAPTER_PAGES and claimed is None:
                     assert llm_request.group.adapter is not None
                     claimed = pages.claim(llm_request.group.adapter)
-                if found in _PASSED_OVER and len(passed) < _MOST_PASSED_OVER:
+                if found in _PASSED_OVER and len(passed) < _MAX_PASSED_OVER:
                     passed.append((llm_request, bool(self.waiting.remove(llm_request))))
                     continue
                 break

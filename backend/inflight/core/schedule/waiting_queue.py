@@ -25,9 +25,9 @@ from heapq import heapify, heappop, heappush
 
 from inflight.core.request.llm_request import LlmRequest, RequestState
 
-_MOST_ABSENT = 1024
+_MAX_ABSENT = 1024
 """Maximum number of clients without requests whose accounts are kept because they had more than their share."""
-_MOST_FOLLOWED = 8
+_MAX_FOLLOWED = 8
 """Maximum number of priorities whose turns are updated at every charge, as there may be as many as requests."""
 
 
@@ -72,7 +72,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[float, _PriorityQueue] = {}
         self._priorities: list[float] = []  # negated, so that the first is the highest
-        # Levels that were recently the first, the latest last.
+        # Levels that recently were the highest, in the order in which they were.
         self._followed: dict[float, _PriorityQueue] = {}
         self._size = 0
         self._num_new = 0
@@ -90,7 +90,7 @@ class WaitingQueue:
 
     @property
     def num_new_at_all(self) -> int:
-        """Number of sequences of requests that never ran."""
+        """Number of sequences that never ran, of any priority."""
         return self._num_new
 
     # ---------------------------------------------------------------- entering and leaving
@@ -265,7 +265,7 @@ class WaitingQueue:
             self._absent.clear()
         elif settled > self._virtual_time:
             self._absent[client] = settled
-            if len(self._absent) > _MOST_ABSENT:
+            if len(self._absent) > _MAX_ABSENT:
                 del self._absent[next(iter(self._absent))]
 
     def _enter(self, client: int) -> _Client:
@@ -282,7 +282,7 @@ class WaitingQueue:
                 self._push_turn(level, client)
 
     def _follow(self, priority: float, level: _PriorityQueue) -> None:
-        if len(self._followed) == _MOST_FOLLOWED:
+        if len(self._followed) == _MAX_FOLLOWED:
             del self._followed[next(iter(self._followed))]
         self._followed[priority] = level
         self._order_turns(level)
@@ -309,8 +309,10 @@ class WaitingQueue:
 
 
 def _is_queued(llm_request: LlmRequest) -> bool:
-    """Whether a sequence that does not run belongs in the queue: not if it is held or a sibling computes its
-    prompt."""
+    """Whether a sequence that does not run belongs in the queue.
+
+    It does not if it is held, or if another sequence of its request computes the prompt.
+    """
     if llm_request.group.is_held:
         return False
     if llm_request.state is RequestState.WAITING:

@@ -40,7 +40,7 @@ def check_attention(
     windows: Sequence[AttentionWindow | None],
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvQuantization | None = None,
+    quantization: KvQuantization | None = None,
 ) -> None:
     """Compare `attention` with plain matrix products on generation rows, alone and beside chunks.
 
@@ -53,7 +53,7 @@ def check_attention(
         windows: Windows of the layers.
         dtype: Data type of queries, keys and values.
         device: The device to check on.
-        rounding: 8-bit format in which the KV cache stores keys and values; None: not quantized.
+        quantization: 8-bit format in which the KV cache stores keys and values; None: not quantized.
 
     Raises:
         CannotAttend: `attention` raises, or its results are wrong.
@@ -62,7 +62,7 @@ def check_attention(
     longest = max(_prefix(tokens_per_block) + max(_CHUNK_ROWS), *_LONG)
     num_blocks = max(3, -(-longest // tokens_per_block))  # per sequence
     decoder = decoder.only(0)
-    cache = KvCache(decoder, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, rounding)
+    cache = KvCache(decoder, _SEQUENCES * num_blocks, tokens_per_block, dtype, device, quantization)
     tables = torch.arange(cache.num_blocks, device=device).view(_SEQUENCES, num_blocks).flip(1)
     heads, kv_heads = decoder.num_heads, decoder.num_kv_heads
     stored = torch.arange(cache.num_blocks * tokens_per_block, device=device)

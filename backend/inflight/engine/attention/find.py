@@ -23,6 +23,7 @@ from inflight.models import DecoderConfig
 
 _log = logging.getLogger(__name__)
 _HOPPER = 9  # the only generation that FlashAttention 3 supports
+_NO_ALIBI = "it has no ALiBi"
 
 _Found = TypeVar("_Found", bound=Attention)
 
@@ -44,12 +45,12 @@ def find_attention(
     """
     if device.type != "cuda":
         return gathering(held)
-    rounding = find_kv_quantization(config.kv_cache_dtype)
-    tried = config.tokens_per_block, windows, dtype, device, rounding
+    quantization = find_kv_quantization(config.kv_cache_dtype)
+    tried = config.tokens_per_block, windows, dtype, device, quantization
     kinds = [held.only(layer) for layer in held.cached_layers] or [held]
     of_blocks = f"{str(dtype).removeprefix('torch.')} over blocks of {config.tokens_per_block} tokens"
-    if rounding is not None:
-        of_blocks += f" in {rounding.name}"
+    if quantization is not None:
+        of_blocks += f" in {quantization.name}"
     reasons: list[str] = []
 
     def check(attention: Attention) -> None:
@@ -65,7 +66,7 @@ def find_attention(
             reasons.append(str(reason))
             return None
 
-    torchs = find(lambda: torch_paged_attention(device, held, rounding))
+    torchs = find(lambda: torch_paged_attention(device, held, quantization))
     if (kernels := find(lambda: triton_attention(held, torchs))) is not None:
         _log.info("attention of %s uses %s", of_blocks, kernels.name)
         return kernels
@@ -106,7 +107,7 @@ def _find_gathering(
 
 
 def torch_paged_attention(
-    device: torch.device, decoder: DecoderConfig, rounding: KvQuantization | None = None
+    device: torch.device, decoder: DecoderConfig, quantization: KvQuantization | None = None
 ) -> PagedAttention:
     """Return torch's own paged attention, by FlashAttention 2, or 3 where installed and supported by the
     processor.
@@ -115,10 +116,12 @@ def torch_paged_attention(
         CannotAttend: This torch has no paged attention, or it cannot compute this model's scores or read
             this KV cache.
     """
-    if rounding is not None:
-        raise CannotAttend(f"it does not read KV blocks in {rounding.name}")
+    if quantization is not None:
+        raise CannotAttend(f"it does not read KV blocks in {quantization.name}")
     if decoder.attention_soft_cap is not None:
         raise CannotAttend("it has no cap on scores")
+    if decoder.alibi is not None:
+        raise CannotAttend(_NO_ALIBI)
     try:
         from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
@@ -150,8 +153,10 @@ def triton_attention(decoder: DecoderConfig, for_chunks: PagedAttention | None =
     `for_chunks` computes the chunks of batches that are not recorded; None: the kernels compute them too.
 
     Raises:
-        CannotAttend: The package `triton` is missing, or the model's heads are too wide.
+        CannotAttend: The package `triton` is missing, or the kernels do not compute this model's scores.
     """
+    if decoder.alibi is not None:
+        raise CannotAttend(_NO_ALIBI)
     if importlib.util.find_spec("triton") is None:
         raise CannotAttend("the package triton is not installed")
     from inflight.engine.attention.by_kernels import KernelAttention  # imports triton

@@ -19,6 +19,7 @@ from inflight.engine.attention.gathering_metadata import (
     ChunkMetadata,
     GatheringMetadata,
     GenerationMetadata,
+    LinearBiases,
     make_metadata,
 )
 from inflight.engine.kv_cache import KvCache
@@ -27,7 +28,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.models import DecoderConfig
 
 _TILE_ROWS = 16  # divides the number of rows of every kernel's tiles
-_MOST_SCORES = 1 << 26  # 256 MiB in float32
+_MAX_SCORES = 1 << 26  # 256 MiB in float32
 
 
 Kernel = Callable[..., Tensor]
@@ -44,19 +45,20 @@ class GatheringAttention:
             [entries, heads, rows, keys], or `is_causal`: row i reads the keys up to i. For a model with learned
             sinks it also takes `sinks`, an additional score of each row without key or value, broadcast to
             [entries, heads, rows]. It returns the output of every query, in the queries' shape.
+        biases: The model's linear biases; None: it has none.
     """
 
     has_fixed_shapes = False
     takes_fixed_rows = False
     name = "over gathered KV blocks"
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Kernel, biases: LinearBiases | None = None) -> None:
+        self._kernel, self._biases = kernel, biases
 
     def prepare(
         self, packed: PackedBatch, cache: KvCache, windows: Sequence[AttentionWindow | None]
     ) -> Mapping[AttentionWindow | None, GatheringMetadata]:
-        return {window: make_metadata(packed, cache, window) for window in windows}
+        return {window: make_metadata(packed, cache, window, self._biases) for window in windows}
 
     def attend(
         self,
@@ -107,7 +109,11 @@ class GatheringAttention:
         if chunk.mask is not None and (chunk.end - chunk.begin) % _TILE_ROWS == 1:
             last = slice(chunk.end - 1, chunk.end)
             read[last] = self._kernel(
-                queries[last], keys[None], values[None], attn_mask=chunk.mask[-1:], **_sinks_argument(sinks)
+                queries[last],
+                keys[None],
+                values[None],
+                attn_mask=chunk.mask[..., -1, :][None],
+                **_sinks_argument(sinks),
             )
             rows = slice(chunk.begin, chunk.end - 1)
         num_rows = rows.stop - rows.start
@@ -119,7 +125,7 @@ class GatheringAttention:
             by_head,
             keys.unsqueeze(1).expand(shape),
             values.unsqueeze(1).expand(shape),
-            attn_mask=None if chunk.mask is None else chunk.mask[:num_rows],
+            attn_mask=None if chunk.mask is None else chunk.mask[..., :num_rows, :],
             is_causal=chunk.mask is None,
             **_sinks_argument(None if sinks is None else sinks[:, :, None]),
         )
@@ -205,7 +211,7 @@ def by_products(
         attn_mask = torch.full((num_rows, num_keys), -torch.inf, device=query.device).triu_(1)
     masks = attn_mask.expand(num_entries, num_heads, num_rows, num_keys)
     ends = masks[..., :0] if sinks is None else sinks.expand(masks.shape[:3])[..., None]
-    size = max(1, _MOST_SCORES // (num_heads * num_rows * num_keys))
+    size = max(1, _MAX_SCORES // (num_heads * num_rows * num_keys))
     parts: list[Tensor] = []
     for part in zip(*(torch.split(tensor, size) for tensor in (query, key, value, masks, ends)), strict=True):
         queries, keys, values, mask, end = (tensor.float() for tensor in part)
@@ -233,14 +239,18 @@ def gathering(decoder: DecoderConfig) -> GatheringAttention:
     if decoder.attention_soft_cap is not None:
         return by_plain_products(decoder)
     kernel = cpu_attention_with_sinks if decoder.learned_sinks else F.scaled_dot_product_attention
-    if decoder.attention_scale is None and not decoder.learned_sinks:
+    if decoder.attention_scale is None and decoder.alibi is None and not decoder.learned_sinks:
         return GATHERING
-    return GatheringAttention(partial(kernel, scale=decoder.attention_scale))
+    return GatheringAttention(partial(kernel, scale=decoder.attention_scale), _biases(decoder))
 
 
 def by_plain_products(decoder: DecoderConfig) -> GatheringAttention:
     """Return `BY_PRODUCTS` for this model's scores."""
     scale, soft_cap = decoder.attention_scale, decoder.attention_soft_cap
-    if scale is None and soft_cap is None:
+    if scale is None and soft_cap is None and decoder.alibi is None:
         return BY_PRODUCTS
-    return GatheringAttention(partial(by_products, scale=scale, soft_cap=soft_cap))
+    return GatheringAttention(partial(by_products, scale=scale, soft_cap=soft_cap), _biases(decoder))
+
+
+def _biases(decoder: DecoderConfig) -> LinearBiases | None:
+    return decoder.alibi and LinearBiases(decoder.alibi, decoder.num_kv_heads)

@@ -3,7 +3,8 @@ iteration.
 
 Layers with the same window share the metadata, and blocks outside of the window are left out. Generation rows are
 divided into groups of similar length, as the rows of a group are padded to its longest. Under a window, chunks are
-cut into pieces, as every row of a piece is computed with all keys that any of its rows sees.
+cut into pieces, as every row of a piece is computed with all keys that any of its rows sees. With linear biases
+(ALiBi) masks contain each head's biases, and pieces limit their memory.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.packing import PackedBatch, PackedChunk
 from inflight.engine.windows import AttentionWindow
+from inflight.models.decoder_config import Alibi
 
 _PIECE_ROWS = 256  # under a window, smaller pieces cost more in calls than they save in keys
 _SPLIT_SAVES_KEYS = 512  # padding keys that a further group must save to be worth its calls
@@ -33,7 +35,8 @@ class ChunkMetadata:
         block_ids: Blocks whose keys are attended to, in order; None: the keys are the chunk's own rows, as
             computed.
         num_keys: Number of keys attended to, counted from the first block's first token.
-        mask: [rows, num_keys], 0 where a row sees a key and -inf elsewhere; None: causal.
+        mask: [rows, num_keys], or with linear biases [kv_heads, group, rows, num_keys]: 0 or a bias where a row
+            sees a key, and -inf elsewhere; None: causal.
     """
 
     begin: int
@@ -51,7 +54,8 @@ class GenerationMetadata:
         begin: First row.
         end: Row after the last.
         block_ids: [rows * blocks], the same number of blocks for every row.
-        mask: [rows, 1, 1, blocks * tokens_per_block], 0 where a row sees a key and -inf elsewhere.
+        mask: [rows, 1, 1, blocks * tokens_per_block], or with linear biases [rows, kv_heads, group, blocks *
+            tokens_per_block]: 0 or a bias where a row sees a key, and -inf elsewhere.
     """
 
     begin: int
@@ -68,19 +72,61 @@ class GatheringMetadata:
     generation: tuple[GenerationMetadata, ...]
 
 
-def make_metadata(packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> GatheringMetadata:
-    """Return the metadata for layers with `window`; None: every token sees all tokens before it."""
-    return _Preparation(packed, cache, window).make()
+class LinearBiases:
+    """The linear biases of attention scores (ALiBi).
+
+    Args:
+        config: The slopes of this rank's heads.
+        num_kv_heads: Number of this rank's key heads.
+    """
+
+    def __init__(self, config: Alibi, num_kv_heads: int) -> None:
+        self._config = config
+        self._slopes = torch.tensor(config.slopes).view(num_kv_heads, -1, 1, 1)
+
+    def between(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """Return the biases of scores, [kv_heads, group, rows, n] float32.
+
+        `positions`: positions of the queries, [rows, 1]; `keys`: positions of the keys, [n] or [rows, n].
+        """
+        # Relative to the query's own bias, which does not change the softmax, biases of near keys are small.
+        return self._at(keys) - self._at(positions)
+
+    def _at(self, positions: Tensor) -> Tensor:
+        slopes = self._slopes.to(positions.device)
+        if self._config.is_rounded:
+            slopes = slopes.bfloat16()
+        return (slopes * positions).float() * self._config.scale
+
+
+def make_metadata(
+    packed: PackedBatch,
+    cache: KvCache,
+    window: AttentionWindow | None,
+    biases: LinearBiases | None = None,
+) -> GatheringMetadata:
+    """Return the metadata for layers with `window`; None: every token sees all tokens before it.
+
+    `biases`: the model's linear biases; None: it has none.
+    """
+    return _Preparation(packed, cache, window, biases).make()
 
 
 class _Preparation:
     """Makes the metadata for layers with one window."""
 
-    def __init__(self, packed: PackedBatch, cache: KvCache, window: AttentionWindow | None) -> None:
+    def __init__(
+        self,
+        packed: PackedBatch,
+        cache: KvCache,
+        window: AttentionWindow | None,
+        biases: LinearBiases | None,
+    ) -> None:
         self._packed, self._block_tables, self._window = packed, packed.block_tables, window
+        self._biases = biases
         self._tokens_per_block, self._dtype = cache.tokens_per_block, cache.dtype
         # Quantized keys and values are always read from the cache, so that results do not depend on the chunks.
-        self._reads_own_rows = cache.rounding is None
+        self._reads_own_rows = cache.quantization is None
 
     def make(self) -> GatheringMetadata:
         """Return the metadata of all rows."""
@@ -94,6 +140,7 @@ class _Preparation:
         """Yield the chunk or its pieces; a piece reads the keys of earlier pieces from the cache."""
         num_rows = chunk.end - chunk.begin
         size = num_rows if self._window is None else max(self._window.size, _PIECE_ROWS)
+        size = size if self._biases is None else min(size, _PIECE_ROWS)
         for first in range(0, num_rows, size):
             begin = chunk.begin + first
             yield PackedChunk(chunk.slot, begin, min(begin + size, chunk.end), chunk.start + first)
@@ -107,7 +154,11 @@ class _Preparation:
         if not self._reads_own_rows:
             block_ids = block_tables[chunk.slot, :num_blocks]
         if chunk.start == 0 and (window is None or num_rows <= window.size):
-            return ChunkMetadata(chunk.begin, chunk.end, block_ids, num_rows, None)
+            mask = None
+            if self._biases is not None:
+                own = torch.arange(num_rows, device=device)
+                mask = self._mask(own, own[:, None])
+            return ChunkMetadata(chunk.begin, chunk.end, block_ids, num_rows, mask)
         if chunk.start > 0:
             if window is not None:
                 num_sink_blocks = min(_sink_blocks(window, tokens_per_block), num_blocks)
@@ -120,8 +171,8 @@ class _Preparation:
         keys = torch.arange(first_block * tokens_per_block, num_blocks * tokens_per_block, device=device)
         unused = num_blocks * tokens_per_block - length  # unused places at the end of the last block
         keys = torch.cat([of_sinks, keys])[: len(of_sinks) + len(keys) - unused]
-        hidden = _hidden(keys, torch.arange(chunk.start, length, device=device)[:, None], window)
-        return ChunkMetadata(chunk.begin, chunk.end, block_ids, len(keys), _mask(hidden, self._dtype))
+        mask = self._mask(keys, torch.arange(chunk.start, length, device=device)[:, None])
+        return ChunkMetadata(chunk.begin, chunk.end, block_ids, len(keys), mask)
 
     def _groups(self) -> list[tuple[int, int]]:
         """Divide generation rows into groups (begin, end); a further group must save enough padding."""
@@ -160,8 +211,21 @@ class _Preparation:
             block_ids = block_tables[slots].gather(1, columns.clamp(max=block_tables.shape[1] - 1))
             places = torch.arange(tokens_per_block, device=device)
             keys = (columns[:, :, None] * tokens_per_block + places).flatten(1)
-        mask = _mask(_hidden(keys, positions, window), self._dtype)
-        return GenerationMetadata(begin, end, block_ids.reshape(-1), mask[:, None, None, :])
+        mask = self._mask(keys, positions)
+        mask = mask[:, None, None, :] if self._biases is None else mask.permute(2, 0, 1, 3)
+        return GenerationMetadata(begin, end, block_ids.reshape(-1), mask)
+
+    def _mask(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Return the mask to add to scores, [rows, n], or with biases [kv_heads, group, rows, n].
+
+        A boolean mask would be converted in every layer. Arguments are those of `_hidden`.
+        """
+        hidden = _hidden(keys, positions, self._window)
+        if self._biases is None:
+            mask = torch.zeros(hidden.shape, dtype=self._dtype, device=hidden.device)
+        else:
+            mask = self._biases.between(positions, keys).to(self._dtype)
+        return mask.masked_fill_(hidden, -torch.inf)
 
 
 def _sink_blocks(window: AttentionWindow, tokens_per_block: int) -> int:
@@ -182,8 +246,3 @@ def _hidden(keys: Tensor, positions: Tensor, window: AttentionWindow | None) -> 
             outside &= keys >= window.sinks
         hidden |= outside
     return hidden
-
-
-def _mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask to add to scores, 0 or -inf; a boolean mask would be converted in every layer."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)

@@ -59,7 +59,7 @@ RECURRENT_KINDS: dict[type[RecurrentConfig], int] = {
 }
 """Kinds of recurrent layers that the compiled code supports, by the types of their configurations."""
 _SPIN_VARIABLE = "INFLIGHT_CPU_SPIN_US"
-_SPIN_US, _MOST_SPIN_US = 50, 1_000_000
+_SPIN_US, _MAX_SPIN_US = 50, 1_000_000
 
 
 class NativeDecoder:
@@ -75,7 +75,7 @@ class NativeDecoder:
         tokens_per_block: Block size of the cache that every call passes.
         part: As for `Decoder`.
         collectives: As for `Decoder`.
-        rounding: 8-bit format of the cache that every call passes; None: not quantized.
+        quantization: 8-bit format of the cache that every call passes; None: not quantized.
         num_mapped_bytes: Bytes of weights that are mapped from a file, and so need page cache.
 
     Raises:
@@ -107,7 +107,7 @@ class NativeDecoder:
         tokens_per_block: int,
         part: Part,
         collectives: Collectives = ALONE,
-        rounding: KvQuantization | None = None,
+        quantization: KvQuantization | None = None,
         num_mapped_bytes: int = 0,
     ) -> None:
         self.config = config
@@ -140,7 +140,7 @@ class NativeDecoder:
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None
-        self._rounding = rounding
+        self._quantization = quantization
         self._latent = _describe_latent(config.latent)
         self._shape = self._describe(part.held_config(config), tokens_per_block)
         self._handle = Handle(self._library, self._shape, self._layers)
@@ -343,7 +343,7 @@ class NativeDecoder:
             experts.num_groups,
             experts.num_groups_per_token,
             experts.scores_per_group,
-            _CACHE_KINDS[self._rounding],
+            _CACHE_KINDS[self._quantization],
             _spin_us(),
             held.attention_gate,
             held.norm_eps,
@@ -363,7 +363,7 @@ class NativeDecoder:
         """Set the layers' pointers into the cache and the states, whose memory stays at the same addresses."""
         if cache is self._cache:
             return
-        assert cache.rounding == self._rounding, "the cache has the format passed to __init__"
+        assert cache.quantization == self._quantization, "the cache has the format passed to __init__"
         self._cache = cache
         with_attention = [layer for layer in self._layers if layer.recurrent.conv is None]
         for layer, (keys, values) in zip(with_attention, cache.layers):
@@ -417,7 +417,7 @@ def _segments(segments: list[tuple[int, ...]]) -> NDArray[np.int64]:
 
 
 def _describe_recurrent(config: RecurrentConfig) -> RecurrentShapeStruct:
-    """Describe a rank's part of the recurrent layers."""
+    """Return the sizes of a rank's part of the recurrent layers, for the library."""
     shape = RecurrentShapeStruct(
         RECURRENT_KINDS[type(config)],
         conv_width=config.conv_width,
@@ -449,6 +449,6 @@ def _spin_us() -> int:
         ConfigError: The variable's value is not a number from 0 to a million.
     """
     text = os.environ.get(_SPIN_VARIABLE) or str(_SPIN_US)
-    if not (text.isascii() and text.isdigit() and int(text) <= _MOST_SPIN_US):
-        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MOST_SPIN_US} (microseconds)")
+    if not (text.isascii() and text.isdigit() and int(text) <= _MAX_SPIN_US):
+        raise ConfigError(f"{_SPIN_VARIABLE} is {text!r}, expected 0 to {_MAX_SPIN_US} (microseconds)")
     return int(text)

@@ -10,8 +10,8 @@ from inflight.errors import ConfigError
 from inflight.shared_constants import (
     FEW_CANDIDATES,
     LARGEST_LOGIT,
-    LEAST_SCALE,
     LOW_DIGIT_BITS,
+    MIN_SCALE,
     NUM_LIMITS,
     PENALTY_NAMES,
     WEIGHTS_PER_BLOCK,
@@ -103,7 +103,7 @@ _CONSTANTS = {
     "kFew": FEW_CANDIDATES,
     "kBlock": WEIGHTS_PER_BLOCK,
     "kLowDigitBits": LOW_DIGIT_BITS,
-    "bits of kLeastScale": _bits(LEAST_SCALE),
+    "bits of kMinScale": _bits(MIN_SCALE),
     "kSilu": ACTIVATIONS["silu"],
     "kGelu": ACTIVATIONS["gelu"],
     "kGeluTanh": ACTIVATIONS["gelu_tanh"],

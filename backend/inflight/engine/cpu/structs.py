@@ -32,7 +32,7 @@ class NormStruct(Structure):
 
 
 class RecurrentShapeStruct(Structure):
-    """Sizes of a model's recurrent layers; `layout` has the values of `kind`."""
+    """Sizes of a model's recurrent layers; values of `kind` are constants of `layout.py`."""
 
     _fields_ = (
         ("kind", c_int32),

@@ -1,4 +1,4 @@
-"""Iterations as recorded operations: a forward pass is one call to the device instead of hundreds.
+"""Records forward passes and replays them, each with one call to the device instead of hundreds (CUDA graphs).
 
 A recording has a fixed number of rows, and reads and writes fixed memory. So several numbers of rows are recorded.
 A batch is padded to the next recorded number with rows of the null slot, which write to the null block, and its
@@ -7,7 +7,7 @@ is already in the slot table. Independent of CUDA: the recording function is an 
 thread.
 
 There are recordings of generation rows alone, up to the number of slots. If the attention takes `FixedRows`, there
-are others of context chunks and generation rows together, up to _MOST_ROWS rows: computing a larger batch takes
+are others of context chunks and generation rows together, up to _MAX_ROWS rows: computing a larger batch takes
 longer than launching its operations one by one, so a recording would save nothing.
 
 If LoRA adapters are enabled, every recording exists a second time, with a fixed number of adapter pages, for
@@ -44,9 +44,9 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 and writes the same memory."""
 
 _STEP = 8  # rows; fewer rows take as long
-_LEAST_MIXED = 16  # rows of the smallest recording with chunks
-_MOST_ROWS = 1024  # rows of the largest recording; on an H100, 1b takes about 5 ms for them, and 8b 30
-_MOST_CHUNKS = 32  # chunks of one recording; with more, most of its tiles would be empty in most batches
+_MIN_MIXED = 16  # rows of the smallest recording with chunks
+_MAX_ROWS = 1024  # rows of the largest recording; on an H100, 1b takes about 5 ms for them, and 8b 30
+_MAX_CHUNKS = 32  # chunks of one recording; with more, most of its tiles would be empty in most batches
 _GRAPH_BYTES = 32 << 20
 _ADAPTER_RANKS = 128
 """Sum of the ranks of a recorded batch's adapters, rounded up to pages: 8 adapters of rank 16. A replay always
@@ -66,8 +66,8 @@ def recorded_sizes(most: int) -> list[int]:
 
 def mixed_sizes(max_num_tokens: int) -> list[int]:
     """Return the numbers of rows to record with chunks, for an engine with at most `max_num_tokens` rows."""
-    most = min(max_num_tokens, _MOST_ROWS)
-    return [size for size in recorded_sizes(most) if size >= _LEAST_MIXED or size == most]
+    most = min(max_num_tokens, _MAX_ROWS)
+    return [size for size in recorded_sizes(most) if size >= _MIN_MIXED or size == most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class IterationGraphs:
         self._decoder, self._table, self._cache = decoder, table, cache
         self._pool = pool = decoder.adapters
         kinds = RecordedKinds.of(decoder.takes_fixed_rows, table.null_slot, max_num_tokens, pool is not None)
-        most_chunks = min(table.null_slot, _MOST_CHUNKS)
+        most_chunks = min(table.null_slot, _MAX_CHUNKS)
         self._tile_limits = {
             size: limits
             for size in kinds.mixed_sizes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +26,7 @@ from inflight.engine.attention.gathering import GATHERING
 from inflight.engine.attention.interface import Attention
 from inflight.engine.collectives import ALONE, Collectives, join_logits
 from inflight.engine.kv_cache import KvCache, cache_places
+from inflight.engine.layers.altup import ResidualStreams, add_low_rank, drop_small_gates
 from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations, apply_norm, rotate
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
@@ -169,12 +171,12 @@ class Decoder:
         places = cache_places(packed, cache.tokens_per_block)
         x = self._embed(packed) if hidden is None else hidden
         inputs = self._layer_inputs(packed, x)
+        x, read, streams = self._start_layers(x)
         rotations: dict[tuple[RopeConfig, int] | None, Any] = {
             rope: self._operations.rotation(cos, sin, packed.positions)
             for rope, (cos, sin) in self._rope_tables.items()
         }
         temperature = self._temperature(packed.positions)
-        read = self._norm(x, weights.layers[0].first_norm) if weights.layers else x
         # The rows' keys and values, by index of the layer among layers with attention.
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in enumerate(weights.layers):
@@ -195,23 +197,51 @@ class Decoder:
                     mixed = attended if mixed is None else attended + mixed
                 assert mixed is not None, "the layer has attention or a recurrent state"
                 after = layer.mlp_norm if layer.has_mlp else following
-                x, read = self._add(x, mixed, layer.attention_post_norm, after if beside is None else None)
+                x, read = self._end_attention(x, read, mixed, layer, after if beside is None else None)
             if not layer.has_mlp:
                 continue
-            computed = self._mlp(read if beside is None else beside, layer, x)
+            computed = self._mlp(read if beside is None else beside, index, layer, x)
             given = None if inputs is None else inputs[:, index]
-            x, read = self._end_layer(x, computed, layer, given, following)
-        return x
+            x, read = self._end_layer(x, computed, layer, given, following, streams)
+        return x if streams is None else streams.join()
+
+    def _start_layers(self, x: Tensor) -> tuple[Tensor, Tensor, ResidualStreams | None]:
+        """Return the first layer's input and its norm, and the residual streams made from the embeddings x; None
+        if there is one stream."""
+        weights, streams = self._weights, None
+        if weights.streams is not None:
+            of_layers = [layer.altup for layer in weights.layers if layer.altup is not None]
+            streams = ResidualStreams(self.config, weights.streams, of_layers, x)
+            x = streams.active
+        return x, self._norm(x, weights.layers[0].first_norm) if weights.layers else x, streams
+
+    def _end_attention(
+        self, x: Tensor, read: Tensor, mixed: Tensor, layer: LayerWeights, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the output of attention, and of the low-rank branch that reads the same input `read`; return sum
+        and normed sum."""
+        if layer.laurel is None:
+            return self._add(x, mixed, layer.attention_post_norm, norm)
+        x, _ = self._add(x, mixed, layer.attention_post_norm, None)
+        x = (x + add_low_rank(read, layer.laurel, self.config.norm_eps)) * 2**-0.5
+        return x, self._norm(x, norm)
 
     def _end_layer(
-        self, x: Tensor, computed: Tensor, layer: LayerWeights, given: Tensor | None, following: Norm | None
+        self,
+        x: Tensor,
+        computed: Tensor,
+        layer: LayerWeights,
+        given: Tensor | None,
+        following: Norm | None,
+        streams: ResidualStreams | None,
     ) -> tuple[Tensor, Tensor]:
         """Add the MLP's output and the per-layer embeddings `given`, and scale the sum; return it and its norm."""
         if layer.inputs is None and layer.scale is None:
             return self._add(x, computed, layer.mlp_post_norm, following)
         x, _ = self._add(x, computed, layer.mlp_post_norm, None)
         if layer.inputs is not None and given is not None:
-            x = x + self._take_input(x, layer.inputs, given)
+            take = partial(self._take_input, weights=layer.inputs, given=given)
+            x = x + take(x) if streams is None else streams.end_layer(x, take)
         x = x if layer.scale is None else x * layer.scale
         return x, self._norm(x, following)
 
@@ -251,7 +281,8 @@ class Decoder:
 
     def _embed(self, packed: PackedBatch) -> Tensor:
         learned = self._weights.position_embedding
-        return embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+        x = embed(packed, self.config, self._vocabulary, self._look_up, self._collectives, learned)
+        return self._norm(x, self._weights.embedding_norm)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         assert self._weights.embedding is not None, "the first stage embeds the tokens"
@@ -265,6 +296,8 @@ class Decoder:
         token_ids, virtual = packed.token_ids, packed.virtual
         if virtual is not None:
             token_ids = token_ids.index_fill(0, virtual.rows, config.virtual_id)
+        if config.vocab_size < self.config.vocab_size:
+            token_ids = token_ids.masked_fill(token_ids >= config.vocab_size, config.virtual_id)
         of_tokens = F.embedding(token_ids, weights.embedding)
         of_tokens = of_tokens * torch.tensor(config.size**0.5, dtype=of_tokens.dtype)
         projected = weights.projection(embedded) * self.config.hidden_size**-0.5
@@ -435,8 +468,8 @@ class Decoder:
         keys, values = by_head.split_with_sizes(widths, dim=1)
         return keys, values
 
-    def _mlp(self, x: Tensor, layer: LayerWeights, stream: Tensor) -> Tensor:
-        """Compute the MLP or the experts for x [rows, hidden_size], the residual stream `stream` after the
+    def _mlp(self, x: Tensor, index: int, layer: LayerWeights, stream: Tensor) -> Tensor:
+        """Compute layer `index`'s MLP or experts for x [rows, hidden_size], the residual stream `stream` after the
         norm."""
         if layer.experts is not None:
             if layer.experts.norms is not None:
@@ -446,6 +479,8 @@ class Decoder:
         inner, factors = layer.up(x), self.config.multipliers
         if factors is not None and factors.mlp_gate != 1:
             inner.chunk(2, dim=-1)[0].mul_(factors.mlp_gate)
+        if self._held.gate_sparsity and self._held.gate_sparsity[index]:
+            drop_small_gates(inner.chunk(2, dim=-1)[0], self._held.gate_sparsity[index], self._collectives)
         computed = self._row_parallel(layer.down, self._operations.activate(inner, layer.activation))
         return _times(computed, factors and factors.mlp_output)
 

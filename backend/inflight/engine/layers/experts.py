@@ -13,7 +13,7 @@ from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
 from inflight.sampling.transfer import to_list
 
-_LEAST_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
+_MIN_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
 
 
 def mix_experts(
@@ -69,7 +69,7 @@ def route(x: Tensor, experts: ExpertWeights[Linear], config: ExpertsConfig) -> t
     chosen = wanted.topk(config.num_per_token, dim=-1).indices
     chances = chances.gather(-1, chosen)
     if config.is_normalized:
-        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_LEAST_SUM)
+        chances = chances / chances.sum(-1, keepdim=True).clamp(min=_MIN_SUM)
     if experts.scales is not None:
         chances = chances * experts.scales.float()[chosen]
     return chances * config.result_scale, chosen

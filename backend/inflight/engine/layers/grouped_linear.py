@@ -11,24 +11,17 @@ Created on the loading thread; the layers are called on the loop thread.
 from __future__ import annotations
 
 import importlib.util
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.config import FP8
-from inflight.engine.layers.quantized_linear import QuantizedLinear, Quantizing
-from inflight.errors import ConfigError
 from inflight.models import Linear
-from inflight.models.levels import GroupedMatrix, Levels, MatrixKind, float4_pairs
-from inflight.models.sink import PlainSink, StoredMatrix
+from inflight.models.levels import GroupedMatrix, Levels, float4_pairs
 
-_log = logging.getLogger(__name__)
-_LEAST_GROUP = 16  # smallest tile of inputs; it must divide the group size
+MIN_GROUP = 16
+"""The smallest tile of inputs; it must divide the group size."""
 _POWERS = torch.float8_e8m0fnu  # powers of 2 in a byte: scales of 4-bit floats
 _NUMBERS_OF_TILE = 1 << 20  # 2 MiB in bfloat16
 _MANY_ROWS = 256  # from this many rows on, unpacking the whole matrix once is faster
@@ -62,6 +55,28 @@ class GroupedLinear(Linear):
     tile: int
     computed: torch.dtype
     has_kernel: bool = False
+
+    @classmethod
+    def of(cls, matrix: GroupedMatrix, computed: torch.dtype, device: torch.device) -> GroupedLinear:
+        """Copy a matrix to a device, without a bias, for products without the kernel."""
+        # 4-bit floats on a CPU are unpacked in pairs by a table, as there is no kernel.
+        is_by_table = matrix.is_float4 and device.type == "cpu"
+        tile = 1 if is_by_table else tile_of(matrix.group_size, matrix.scales.shape[1])
+
+        def copied(tensor: Tensor) -> Tensor:
+            # Mapped tensors may become invalid, and expanded tensors share memory.
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
+
+        return cls(
+            copied(pack(matrix.values, tile) if matrix.bits == 4 else matrix.values),
+            scales=copied(matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales),
+            zeros=None if matrix.zeros is None else copied(matrix.zeros.to(torch.uint8)),
+            order=None if matrix.order is None else copied(matrix.order),
+            group_size=matrix.group_size,
+            bits=matrix.bits,
+            tile=tile,
+            computed=computed,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,7 +133,7 @@ class GroupedLinear(Linear):
 
 def tile_of(group_size: int, num_groups: int) -> int:
     """Return the number of inputs of a tile of the kernel; 0: the kernel does not support such groups."""
-    sizes = (64,) if num_groups == 1 else (64, 32, _LEAST_GROUP)
+    sizes = (64,) if num_groups == 1 else (64, 32, MIN_GROUP)
     return next((size for size in sizes if num_groups == 1 or group_size % size == 0), 0)
 
 
@@ -133,122 +148,6 @@ def unpack(packed: Tensor, tile: int) -> Tensor:
     """Invert `pack`, including its padding."""
     both = torch.unflatten(packed, 1, (-1, tile))
     return torch.stack((both & 15, both >> 4), dim=2).flatten(1)
-
-
-@dataclass
-class KeepingLevels(PlainSink):
-    """Makes layers that keep quantized matrices as levels and scales; other matrices become plain layers.
-
-    Args:
-        computed: Data type of activations.
-        device: The model's device.
-    """
-
-    computed: torch.dtype
-    device: torch.device
-    _float8: Quantizing | None = None
-    _tried: dict[tuple[object, ...], bool] = field(default_factory=dict[tuple[object, ...], bool])
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            try:
-                self._float8 = Quantizing(FP8, self.computed, self.device)
-            except ConfigError:  # the GPU does not multiply float8
-                self._float8 = None
-
-    def why_unpacked(self, matrix: GroupedMatrix, is_stack: bool) -> str:
-        if not tile_of(matrix.group_size, matrix.scales.shape[1]):
-            return f"groups of {matrix.group_size} inputs, not a multiple of {_LEAST_GROUP}"
-        if matrix.zeros is not None and (matrix.zeros.min() < 0 or matrix.zeros.max() > 255):
-            return "zero points that are not bytes"
-        return ""
-
-    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
-        if isinstance(matrix, Tensor):
-            return super().linear(matrix, bias, is_gated)
-        parts = self._parts(matrix)
-        return self._made(matrix, parts, parts, bias)
-
-    def stack(
-        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        first = next(matrices)
-        if isinstance(first, Tensor):
-            return super().stack(chain((first,), matrices), shape, bias, is_gated)
-        parts = self._parts(first)
-        stacked = [None if part is None else part.new_empty((shape[0], *part.shape)) for part in parts]
-        for index, matrix in enumerate(chain((first,), matrices)):
-            assert isinstance(matrix, GroupedMatrix), "all matrices are quantized if the first is"
-            for target, part in zip(stacked, self._parts(matrix), strict=True):
-                if target is not None and part is not None:
-                    target.view(part.dtype)[index].copy_(part)
-        return self._made(first, parts, stacked, bias)
-
-    def _parts(self, matrix: GroupedMatrix) -> list[Tensor | None]:
-        """Return values, scales, zero points and order, on the device."""
-        values = pack(matrix.values, self._tile(matrix)) if matrix.bits == 4 else matrix.values
-        zeros = None if matrix.zeros is None else matrix.zeros.to(torch.uint8)
-        # Copied: mapped tensors may become invalid, and expanded tensors share memory.
-        scales = matrix.scales.to(_POWERS) if matrix.is_float4 else matrix.scales
-        parts = (values, scales, zeros, matrix.order)
-        return [None if part is None else self._moved(part) for part in parts]
-
-    def _tile(self, matrix: GroupedMatrix) -> int:
-        """Return `GroupedLinear.tile`: 1 for 4-bit floats on a CPU, where a table unpacks them in pairs, as there
-        is no kernel."""
-        if matrix.is_float4 and self.device.type == "cpu":
-            return 1
-        return tile_of(matrix.group_size, matrix.scales.shape[1])
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(tensor)
-
-    def _made(
-        self,
-        matrix: GroupedMatrix,
-        first: list[Tensor | None],
-        parts: list[Tensor | None],
-        bias: Tensor | None,
-    ) -> Linear:
-        """Make a layer of `parts`; `first` are the parts of a single matrix, with which the kernel is tried."""
-        values, scales, zeros, order = parts
-        assert values is not None and scales is not None, "every matrix has values and scales"
-        assert first[0] is not None and first[1] is not None, "every matrix has values and scales"
-        if matrix.kind is MatrixKind.FLOAT8_BY_ROW and self._float8 is not None:
-            product = self._float8.product(first[0], first[1][:, 0])
-            by_row = scales[..., 0].contiguous()
-            return QuantizedLinear(values, bias, scales=by_row, computed=self.computed, product=product)
-        one = GroupedLinear(
-            first[0],
-            None,
-            scales=first[1],
-            zeros=first[2],
-            order=first[3],
-            group_size=matrix.group_size,
-            bits=matrix.bits,
-            tile=self._tile(matrix),
-            computed=self.computed,
-        )
-        made = replace(one, weight=values, scales=scales, zeros=zeros, order=order, bias=bias)
-        return replace(made, has_kernel=self._has_kernel(matrix, one))
-
-    def _has_kernel(self, matrix: GroupedMatrix, one: GroupedLinear) -> bool:
-        """Whether the kernel multiplies matrices of this form correctly on this device; False on a CPU."""
-        if self.device.type != "cuda":
-            return False
-        form = (*matrix.form, matrix.zeros is None)
-        if form not in self._tried:
-            reason = why_not(one, self.device)
-            if reason:
-                _log.warning(
-                    "matrices of %d x %d in %s are unpacked by torch's operators for every product, which is "
-                    "slower: the kernel cannot be used here: %s",
-                    *matrix.shape,
-                    matrix.kind.value,
-                    reason,
-                )
-            self._tried[form] = not reason
-        return self._tried[form]
 
 
 def why_not(linear: GroupedLinear, device: torch.device) -> str:

@@ -28,7 +28,10 @@ _TOKENS_PER_BLOCK = 16
 
 
 def find_operations(
-    decoder: DecoderConfig, dtype: torch.dtype, device: torch.device, rounding: KvQuantization | None = None
+    decoder: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: KvQuantization | None = None,
 ) -> LayerOperations:
     """Return the operations of a model's layers, by kernels where these are correct.
 
@@ -36,14 +39,14 @@ def find_operations(
         decoder: The decoder, as this rank computes it.
         dtype: Data type of activations.
         device: The device of activations.
-        rounding: 8-bit format in which the KV cache stores keys and values; None: not quantized.
+        quantization: 8-bit format in which the KV cache stores keys and values; None: not quantized.
     """
     torchs = LayerOperations(decoder)
     if device.type != "cuda" or not has_triton():
         return torchs
     from inflight.engine.layers.kernel_operations import KernelLayerOperations  # imports triton
 
-    given = dtype, device, rounding
+    given = dtype, device, quantization
     right = [
         part
         for part in sorted(KernelLayerOperations(decoder).parts)
@@ -58,10 +61,10 @@ def _is_right(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvQuantization | None,
+    quantization: KvQuantization | None,
 ) -> bool:
     try:
-        check_operations(make(), torchs, dtype, device, rounding)
+        check_operations(make(), torchs, dtype, device, quantization)
     except IsOff as reason:
         log_not_used(part, reason)
         return False
@@ -73,7 +76,7 @@ def check_operations(
     torchs: LayerOperations,
     dtype: torch.dtype,
     device: torch.device,
-    rounding: KvQuantization | None = None,
+    quantization: KvQuantization | None = None,
 ) -> None:
     """Compare all operations with torch's. Raises IsOff if one raises or gives other results."""
     for num_rows in _ROWS:
@@ -81,7 +84,9 @@ def check_operations(
         for operations in (tried, torchs):
             draw = torch.Generator(device).manual_seed(num_rows)
             try:
-                found = dict(_results(operations, torchs.decoder, num_rows, dtype, device, draw, rounding))
+                found = dict(
+                    _results(operations, torchs.decoder, num_rows, dtype, device, draw, quantization)
+                )
             except Exception as error:  # an unsupported kernel may raise anything
                 raise IsOff(str(error).split("\n")[0]) from error
             results.append(found)
@@ -98,7 +103,7 @@ def _results(
     dtype: torch.dtype,
     device: torch.device,
     draw: torch.Generator,
-    rounding: KvQuantization | None,
+    quantization: KvQuantization | None,
 ) -> Iterator[tuple[str, Tensor]]:
     def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=draw, device=device).to(of)
@@ -110,7 +115,7 @@ def _results(
         yield f"a sum (weights of {weight_dtype})", total
         yield f"its norm (weights of {weight_dtype})", normed
     if decoder.latent is None:
-        yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, rounding)
+        yield from _heads(operations, decoder.only(0), num_rows, dtype, device, random, quantization)
     if decoder.recurrent is not None:
         yield from _linear_attention(operations, decoder.recurrent, num_rows, random)
     inner = random(num_rows, decoder.intermediate_size * (2 if decoder.gated_mlp else 1))
@@ -157,10 +162,10 @@ def _heads(
     dtype: torch.dtype,
     device: torch.device,
     random: Callable[..., Tensor],
-    rounding: KvQuantization | None,
+    quantization: KvQuantization | None,
 ) -> Iterator[tuple[str, Tensor]]:
     num_blocks = -(-num_rows // _TOKENS_PER_BLOCK)
-    cache = KvCache(decoder, num_blocks, _TOKENS_PER_BLOCK, dtype, device, rounding)
+    cache = KvCache(decoder, num_blocks, _TOKENS_PER_BLOCK, dtype, device, quantization)
     places = torch.arange(num_rows, device=device).flip(0)
     positions = torch.arange(num_rows, device=device) % _POSITIONS
     norms = None
@@ -182,6 +187,6 @@ def _heads(
         read = cache.gather(0, torch.arange(num_blocks, device=device))
         for what, rows, stored in zip(("keys", "values"), (keys, values), read, strict=True):
             stored = stored.clone()  # it is read again for the next rotation
-            if rounding is not None:  # a correct key that differs in its last bit may have another level
-                stored[places] -= rounding.restore(*rounding.round(rows), dtype)
+            if quantization is not None:  # a correct key that differs in its last bit may have another level
+                stored[places] -= quantization.restore(*quantization.round(rows), dtype)
             yield f"{what} in the cache, {kind},", stored

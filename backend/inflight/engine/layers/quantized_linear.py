@@ -13,31 +13,24 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.config import FP8
-from inflight.engine.quantize import FLOAT8, quantize_float8, quantize_int8
-from inflight.errors import ConfigError
-from inflight.models import LayerWeights, Linear
-from inflight.models.sink import Sink, StoredMatrix
-from inflight.shared_constants import LEAST_SCALE
+from inflight.config import FP8, INT8
+from inflight.engine.quantize import FLOAT8, RowQuantizer, quantize_float8
+from inflight.models import Linear
+from inflight.shared_constants import MIN_SCALE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function of x [rows, in], levels [out, in] and scales [out] float32, which returns the product [rows, out] in
 x's dtype."""
 
-Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""A function that quantizes rows [rows, inner]; it returns levels of this shape, and a float32 scale per row."""
-
 _log = logging.getLogger(__name__)
-# Elements of a matrix that are quantized at a time, in float32.
-_NUMBERS_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
 _TRIED_ROWS = (1, 17, 33, 65, 129)
 _TRIED_OUTPUTS = 64
 _PROBE = 16  # outputs and inputs of the matrix with which float8 hardware is tried
@@ -78,104 +71,62 @@ class QuantizedLinear(Linear):
         return self.weight.float() * self.scales[..., None]
 
 
-@dataclass(slots=True)
-class Quantizing(Sink[LayerWeights, Linear]):
-    """Quantizes every matrix as it is read, so that at most one exists in the checkpoint's precision.
-
-    Routers, embeddings and the projections inside latent attention are not quantized; an embedding that is also
-    the output projection's matrix is stored twice.
+class Products:
+    """Finds the fastest correct product for int8 and float8 matrices with a scale per row.
 
     Args:
-        kind: int8 or fp8.
         computed: Data type of activations.
         device: The model's device.
-
-    Raises:
-        ConfigError: The dtype is fp8, and the GPU does not multiply float8.
     """
 
-    kind: str
-    computed: torch.dtype
-    device: torch.device
-    _products: dict[tuple[int, ...], Product] = field(default_factory=dict[tuple[int, ...], Product])
-    _round: Rounding = field(default_factory=lambda: quantize_float8)
+    def __init__(self, computed: torch.dtype, device: torch.device) -> None:
+        self._computed, self._device = computed, device
+        self._found: dict[tuple[torch.dtype, torch.Size], Product] = {}
+        self._quantize: RowQuantizer = quantize_float8  # of activations
 
-    def __post_init__(self) -> None:
-        if self.kind != FP8 or self.device.type != "cuda":
-            return
-        if reason := self._try(self._float8_product, *self._quantize(torch.eye(_PROBE, device=self.device))):
-            name = torch.cuda.get_device_name(self.device)
-            raise ConfigError(
-                f"dtype is fp8, which torch {torch.__version__} does not multiply on {name} ({reason}): "
-                "processors of compute capability 8.9 (Ada) or later do; take int8 or bfloat16"
-            )
-        self._round = find_float8_rounding(self.device, self.computed)
+    @cached_property
+    def why_no_float8(self) -> str:
+        """The reason why the device does not multiply float8; empty if it does."""
+        if self._device.type != "cuda":
+            return "only GPUs do"
+        probe = quantize_float8(torch.eye(_PROBE, device=self._device))
+        reason = self._try(self._float8_product, *probe)
+        if not reason:
+            self._quantize = find_float8_quantizer(self._device, self._computed)
+        return reason
 
-    def linear(self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False) -> Linear:
-        levels, scales = self._quantize(matrix)
-        return self._made(levels, scales, bias)
+    def find(self, levels: Tensor, scales: Tensor) -> Product:
+        """Return the product for matrices of this shape and dtype."""
+        form = levels.dtype, levels.shape
+        if form not in self._found:
+            self._found[form] = self._find(levels, scales)
+        return self._found[form]
 
-    def stack(
-        self, matrices: Iterator[StoredMatrix], shape: tuple[int, ...], bias: Tensor | None, is_gated: bool
-    ) -> Linear:
-        levels = torch.empty(shape, dtype=_level_dtype(self.kind), device=self.device)
-        scales = torch.empty(shape[:2], device=self.device)
-        for index, matrix in enumerate(matrices):
-            levels[index], scales[index] = self._quantize(matrix)
-        return self._made(levels, scales, bias)
-
-    def layer(self, layer: LayerWeights) -> LayerWeights:
-        return layer
-
-    def _quantize(self, weight: StoredMatrix) -> tuple[Tensor, Tensor]:
-        """Return levels [out, in] and a scale per row [out] float32; quantizes some rows at a time."""
-        assert isinstance(weight, Tensor), "quantized matrices are unpacked before"
-        levels = torch.empty(weight.shape, dtype=_level_dtype(self.kind), device=weight.device)
-        scales = torch.empty(weight.shape[0], device=weight.device)
-        step = max(1, _NUMBERS_AT_ONCE[weight.device.type] // max(1, weight.shape[1]))
-        rounded = _rounding(self.kind)
-        for begin in range(0, len(weight), step):
-            rows = slice(begin, begin + step)
-            levels[rows], scales[rows] = rounded(weight[rows])
-        return levels, scales
-
-    def _made(self, levels: Tensor, scales: Tensor, bias: Tensor | None) -> QuantizedLinear:
-        one = (levels, scales) if levels.dim() == 2 else (levels[0], scales[0])
-        product = self.product(*one)
-        return QuantizedLinear(levels, bias, scales=scales, computed=self.computed, product=product)
-
-    def product(self, levels: Tensor, scales: Tensor) -> Product:
-        """Return the product for matrices of this shape."""
-        shape = tuple(levels.shape)
-        if shape not in self._products:
-            self._products[shape] = self._find_product(levels, scales)
-        return self._products[shape]
-
-    def _find_product(self, levels: Tensor, scales: Tensor) -> Product:
+    def _find(self, levels: Tensor, scales: Tensor) -> Product:
         """Return the first product that is correct on this device."""
         reasons: list[str] = []
-        for product in self._fast_products():
+        for product in self._fast_products(levels.dtype):
             if reason := self._try(product, levels, scales):
                 reasons.append(reason)
             else:
                 return product
-        if reasons or self.device.type != "cpu":
+        if reasons or self._device.type != "cpu":
             _log.warning(
                 "%s matrices of %d x %d are converted to %s for every product, which is slower: the product "
                 "of quantized matrices cannot be used here: %s",
-                self.kind,
+                FP8 if levels.dtype is FLOAT8 else INT8,
                 *levels.shape,
-                str(self.computed).removeprefix("torch."),
+                str(self._computed).removeprefix("torch."),
                 reasons[-1] if reasons else "the package triton is not installed",
             )
-        return float8_reference if self.kind == FP8 else dequantizing_product
+        return _reference(levels.dtype)
 
-    def _fast_products(self) -> list[Product]:
-        """Return the fast products for this kind of quantization, the fastest first."""
-        if self.kind != FP8:
-            found = find_int8_product(self.device)
+    def _fast_products(self, dtype: torch.dtype) -> list[Product]:
+        """Return the fast products for levels of a dtype, the fastest first."""
+        if dtype is not FLOAT8:
+            found = find_int8_product(self._device)
             return [] if found is None else [found]
-        if self.device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        if self._device.type == "cpu" or importlib.util.find_spec("triton") is None:
             return [self._float8_product]
         return [self._float8_product_of_any_rows, self._float8_product]
 
@@ -185,11 +136,11 @@ class Quantizing(Sink[LayerWeights, Linear]):
 
         if len(x) > FEW_ROWS:
             return self._float8_product(x, levels, scales)
-        rounded, row_scales = self._round(x)
+        rounded, row_scales = self._quantize(x)
         return float8_product(rounded, row_scales, levels, scales, x.dtype)
 
     def _float8_product(self, x: Tensor, levels: Tensor, scales: Tensor) -> Tensor:
-        rounded, row_scales = self._round(x)
+        rounded, row_scales = self._quantize(x)
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]  the only float8 product
             rounded, levels.t(), scale_a=row_scales[:, None], scale_b=scales[None], out_dtype=x.dtype
         )
@@ -197,13 +148,13 @@ class Quantizing(Sink[LayerWeights, Linear]):
     def _try(self, product: Product, levels: Tensor, scales: Tensor) -> str:
         """Return the reason why a product cannot be used for such a matrix; empty if it can. The trial computes
         the matrix's first and last outputs."""
-        reference = float8_reference if self.kind == FP8 else dequantizing_product
+        reference = _reference(levels.dtype)
         count, inner = levels.shape
-        tried = torch.arange(count, device=self.device)
+        tried = torch.arange(count, device=self._device)
         tried = torch.cat([tried[:_TRIED_OUTPUTS], tried[-_TRIED_OUTPUTS:]])
         generator = torch.Generator().manual_seed(0)
         for rows in _TRIED_ROWS if count else ():  # a rank may have no part of the vocabulary
-            x = torch.randn((rows, inner), generator=generator).to(self.device, self.computed)
+            x = torch.randn((rows, inner), generator=generator).to(self._device, self._computed)
             try:
                 found = product(x, levels, scales)[:, tried].float()
             except Exception as error:  # an unsupported kernel may raise anything
@@ -235,7 +186,7 @@ def find_int8_product(device: torch.device) -> Product | None:
     return int8_product
 
 
-def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
+def find_float8_quantizer(device: torch.device, dtype: torch.dtype) -> RowQuantizer:
     """Return a kernel that quantizes to float8 in one launch; `quantize_float8`, with seven, if it is not
     correct."""
     if importlib.util.find_spec("triton") is None:
@@ -248,7 +199,7 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
         x[-1, 0] = 1000
         expected = quantize_float8(x)
         try:
-            found = kernels.quantize_float8(x, LEAST_SCALE)
+            found = kernels.quantize_float8(x, MIN_SCALE)
             is_right = all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected, strict=True))
             reason = "" if is_right else f"its results of {shape[0]} rows differ"
         except Exception as error:  # an unsupported kernel may raise anything
@@ -258,12 +209,8 @@ def find_float8_rounding(device: torch.device, dtype: torch.dtype) -> Rounding:
                 "the kernel for float8 quantization is not used, torch's operators replace it: %s", reason
             )
             return quantize_float8
-    return partial(kernels.quantize_float8, least_scale=LEAST_SCALE)
+    return partial(kernels.quantize_float8, min_scale=MIN_SCALE)
 
 
-def _rounding(kind: str) -> Rounding:
-    return quantize_float8 if kind == FP8 else quantize_int8
-
-
-def _level_dtype(kind: str) -> torch.dtype:
-    return FLOAT8 if kind == FP8 else torch.int8
+def _reference(dtype: torch.dtype) -> Product:
+    return float8_reference if dtype is FLOAT8 else dequantizing_product

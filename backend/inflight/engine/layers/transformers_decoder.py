@@ -120,7 +120,7 @@ class TransformersModel:
 
     Attributes:
         decoder: The configuration for KV cache, attention and scheduler. Fields that describe the inside of a
-            layer are meaningless, as the layers are the modelling code's.
+            layer are meaningless, as transformers' code computes the layers.
         dtype: Data type of weights, activations and KV cache.
         body: Module that computes the last layer's output after the final norm, given token ids or embeddings, and
             positions.

@@ -48,7 +48,7 @@ WEIGHT_DTYPES = (INT8, FP8, INT4)
 """Quantized data types, which matrices alone have. Activations are bfloat16 with int8 and fp8; with int4 they
 have the checkpoint's type."""
 
-_USUAL_CHUNKS, _MOST_LOGITS = 8, 256
+_USUAL_CHUNKS, _MAX_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = "rank*.json", "rank*.plan", "rank*.weights.safetensors"
@@ -341,7 +341,7 @@ def _head_extents(settings: Settings) -> tuple[str, tuple[Extent, ...]]:
     """Return the profile of the head, for a limited number of rows, as logits are large; more rows take more
     calls."""
     slots = settings.max_batch_size
-    return "rows", (Extent("R", 1, slots, max(slots, min(_MOST_LOGITS, settings.max_num_tokens))),)
+    return "rows", (Extent("R", 1, slots, max(slots, min(_MAX_LOGITS, settings.max_num_tokens))),)
 
 
 def _reason(graph: Graph) -> str:

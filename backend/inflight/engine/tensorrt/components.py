@@ -13,7 +13,7 @@ from inflight.models import DecoderConfig, Norm
 from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights
 
-_LEAST_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
+_MIN_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
 
 
 class Components:
@@ -138,7 +138,7 @@ class Components:
         is_chosen = graph.sum(graph.one_hot(chosen, config.count, "float32"), 1, keep=False)
         chances = graph.multiply(chances, is_chosen)
         if config.is_normalized:
-            total = graph.maximum(graph.sum(chances, 1), self.number(_LEAST_SUM, 2, "float32"))
+            total = graph.maximum(graph.sum(chances, 1), self.number(_MIN_SUM, 2, "float32"))
             chances = graph.divide(chances, total)
         if config.result_scale != 1:
             chances = graph.multiply(chances, self.number(config.result_scale, 2, "float32"))

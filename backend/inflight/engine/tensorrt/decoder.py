@@ -246,7 +246,7 @@ class TensorRtDecoder:
         }
 
     def _adapter_inputs(self, count: int, active: ActiveAdapters | None) -> dict[str, Tensor]:
-        """Return the pages of a part's adapters in the plans' form, and the mask of each row's own ranks."""
+        """Return the adapters' inputs of a plan: their pages, and a mask that selects each row's own adapter."""
         assert self.adapters is not None or active is None
         names = self._input_names
         if active is None:

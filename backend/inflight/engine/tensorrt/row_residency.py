@@ -81,7 +81,7 @@ class RowResidency:
         self._untouched: set[int] = set()  # taken slots whose sequence had no row in a batch yet
 
     def apply(self, batch: ScheduledBatch, num_tokens: NDArray[np.int64]) -> list[RowChange]:
-        """Apply a batch; return the changes to rows to make before it runs, after its block copies.
+        """Apply a batch; return the changes of rows to make after the batch's block copies and before its run.
 
         Args:
             batch: The batch. It must not continue in a slot of a failed batch.

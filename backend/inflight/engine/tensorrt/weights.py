@@ -14,8 +14,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from inflight.config import FP8, INT8
-from inflight.engine.quantize import quantize_float8, quantize_int8
+from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
 from inflight.models import DecoderWeights, Layer, ModelDescription
 from inflight.models.levels import GroupedMatrix, MatrixKind
@@ -27,7 +26,7 @@ INT4 = "int4"
 """The data type that keeps the checkpoint's 4-bit matrices."""
 
 _MIDDLE = 8  # subtracted from levels 0 to 15, as TensorRT's levels are -8 to 7
-_LEAST_GROUP, _MOST_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
+_MIN_GROUP, _MAX_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
 _log = logging.getLogger(__name__)
 
 
@@ -84,8 +83,8 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
             return f"it is in {matrix.kind.value}"
         if is_stack and matrix.order is not None:
             return "each expert has another order of inputs"
-        if _group_size(matrix) < _LEAST_GROUP:
-            return f"{matrix.group_size} inputs share a scale, expected a multiple of {_LEAST_GROUP}"
+        if _group_size(matrix) < _MIN_GROUP:
+            return f"{matrix.group_size} inputs share a scale, expected a multiple of {_MIN_GROUP}"
         return ""
 
     def layer(self, layer: Layer[NetworkMatrix]) -> Layer[NetworkMatrix]:
@@ -96,16 +95,11 @@ class _MatrixSink(Sink[Layer[NetworkMatrix], NetworkMatrix]):
         if levels := [matrix for matrix in matrices if isinstance(matrix, GroupedMatrix)]:
             return self._kept(levels, axis, bias)
         numbers = [matrix for matrix in matrices if isinstance(matrix, Tensor)]
-        return self._matrix(numbers[0] if len(numbers) == 1 else torch.cat(numbers, axis), bias)
-
-    def _matrix(self, weight: Tensor, bias: Tensor | None) -> NetworkMatrix:
-        if self._weight_dtype == INT8:
-            levels, scales = quantize_int8(weight)
-        elif self._weight_dtype == FP8:
-            levels, scales = quantize_float8(weight)
-        else:
-            return NetworkMatrix(weight, bias)
-        return NetworkMatrix(levels, bias, scales)
+        whole = numbers[0] if len(numbers) == 1 else torch.cat(numbers, axis)
+        stored = quantize_matrix(whole, self._weight_dtype)
+        if isinstance(stored, Tensor):
+            return NetworkMatrix(stored, bias)
+        return NetworkMatrix(stored.values, bias, stored.scales[:, 0])
 
     def _kept(self, matrices: Sequence[GroupedMatrix], axis: int, bias: Tensor | None) -> NetworkMatrix:
         """Return 4-bit matrices concatenated along an axis.
@@ -159,4 +153,4 @@ def load_matrices(model: ModelDescription, dtype: torch.dtype, weight_dtype: str
 
 def _group_size(matrix: GroupedMatrix) -> int:
     """Return the number of inputs that share a scale in TensorRT; it divides the checkpoint's group size."""
-    return gcd(matrix.group_size, _MOST_GROUP)
+    return gcd(matrix.group_size, _MAX_GROUP)

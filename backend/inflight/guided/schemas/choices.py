@@ -332,7 +332,7 @@ def _part_untyped(first: _Option, second: _Option, kind: str) -> bool:
     return False
 
 
-_MOST_OPPOSITES = 12
+_MAX_OPPOSITES = 12
 
 
 def _part_by_opposites(writer: SchemaWriter, first: _Option, second: _Option, kind: str) -> bool:
@@ -343,7 +343,7 @@ def _part_by_opposites(writer: SchemaWriter, first: _Option, second: _Option, ki
     for option, opposite in zip((first, second), found):
         if opposite is not None and opposite not in option.opposites:
             option.opposites.append(opposite)
-    return max(len(first.opposites), len(second.opposites)) <= _MOST_OPPOSITES
+    return max(len(first.opposites), len(second.opposites)) <= _MAX_OPPOSITES
 
 
 def _leaves(opposite: Written | None, kind: str) -> bool:

@@ -13,7 +13,7 @@ import llguidance
 
 from inflight.guided.schemas.patterns import UnreadablePattern, is_replaced, rust_patterns
 
-_MOST_FUEL = 200_000
+_MAX_FUEL = 200_000
 """Maximum number of derivatives of expressions per text, about 20 ms."""
 
 
@@ -26,7 +26,7 @@ class _Bytes:
     tokens = (*(bytes([each]) for each in range(256)), b"")
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Return no ids. The library calls this for text that an expression forces."""
+        """Return no token ids. llguidance calls this with text for which an expression allows no alternative."""
         return []
 
 
@@ -75,6 +75,6 @@ class Matching:
             llguidance.LLMatcher.grammar_from_json_schema(schema),
             log_level=0,
             limits=llguidance.LLParserLimits(
-                initial_lexer_fuel=_MOST_FUEL, step_lexer_fuel=_MOST_FUEL, verbose_errors=False
+                initial_lexer_fuel=_MAX_FUEL, step_lexer_fuel=_MAX_FUEL, verbose_errors=False
             ),
         )

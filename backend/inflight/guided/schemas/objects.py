@@ -14,8 +14,8 @@ from inflight.guided.schemas.formats import FORMATS
 from inflight.guided.schemas.schema_writer import SchemaWriter, Written
 from inflight.json_values import is_list, is_object
 
-_MOST_OPTIONS = 100
-_MOST_DEPENDENCIES = 8
+_MAX_OPTIONS = 100
+_MAX_DEPENDENCIES = 8
 _LONGEST_NAME = 2**31
 """The maximum count in Rust's regular expressions."""
 _MAPS = ("properties", "patternProperties", "dependentRequired", "dependentSchemas")
@@ -168,10 +168,10 @@ def _write_dependencies(
         elif schema is not True:
             present = {"allOf": [{**kinds, "required": [name]}, schema]}
             options.append({"anyOf": [{**kinds, "properties": {name: False}}, present]})
-    if len(options) > _MOST_DEPENDENCIES:
+    if len(options) > _MAX_DEPENDENCIES:
         raise refused(
             node.path,
-            f"there are {len(options)} properties that others depend on, expected at most {_MOST_DEPENDENCIES}",
+            f"there are {len(options)} properties that others depend on, expected at most {_MAX_DEPENDENCIES}",
         )
     parts += options
 
@@ -260,7 +260,7 @@ def _write_sizes(
     options: list[Written] = []
     highest = missing if most is None else min(most - len(required), len(optional))
     for size in range(missing, highest + 1):
-        if sum(math.comb(len(optional), each) for each in range(missing, size + 1)) > _MOST_OPTIONS:
+        if sum(math.comb(len(optional), each) for each in range(missing, size + 1)) > _MAX_OPTIONS:
             raise refused(
                 node.path,
                 f"minProperties or maxProperties beside {len(optional)} properties cannot be followed",
@@ -273,7 +273,7 @@ def _write_sizes(
             options.append(option)
     named = max(0, missing - 1)
     # The alternative without named properties.
-    if not is_closed and math.comb(len(optional), named) <= _MOST_OPTIONS:
+    if not is_closed and math.comb(len(optional), named) <= _MAX_OPTIONS:
         for names in itertools.combinations(optional, named):
             absent = dict.fromkeys((name for name in optional if name not in names), False)
             options.append({**kinds, "required": [*required, *names], "properties": absent, **sizes})

@@ -19,7 +19,7 @@ from inflight.json_values import is_list, is_object
 
 TYPES = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 """JSON's types; a number is an integer or a fraction."""
-_MOST_STEPS = 200_000
+_MAX_STEPS = 200_000
 """Maximum number of parts that are examined for one document, in a few seconds. It suffices for the 32,640
 pairs of 256 alternatives that differ in one property."""
 _DEEPEST = 6
@@ -162,10 +162,10 @@ class Overlaps:
     def count_step(self, node: Node) -> None:
         """Count one examined part. Raises InvalidArgument if there are too many of them."""
         self._num_steps += 1
-        if self._num_steps > _MOST_STEPS:
+        if self._num_steps > _MAX_STEPS:
             raise refused(
                 node.path,
-                f"the schema has too many alternatives to compare: it takes more than {_MOST_STEPS} steps to find "
+                f"the schema has too many alternatives to compare: it takes more than {_MAX_STEPS} steps to find "
                 "which values are valid by several parts of it",
             )
 

@@ -11,7 +11,7 @@ from inflight.guided.schemas.documents import refused, shown
 from inflight.guided.schemas.patterns import UnreadablePattern, rust_pattern
 from inflight.json_values import is_object
 
-MOST_SPACES = 20
+MAX_SPACES = 20
 """Default of the maximum number of white space characters at one place. A model could otherwise write them
 endlessly."""
 KEYWORD = "x-guidance"
@@ -33,7 +33,7 @@ class Spaces:
         """Return llguidance's options for this white space."""
         if not self.is_flexible:
             return {"whitespace_flexible": False}
-        return {"whitespace_pattern": self.pattern or f"[ \\t\\n\\r]{{1,{MOST_SPACES}}}"}
+        return {"whitespace_pattern": self.pattern or f"[ \\t\\n\\r]{{1,{MAX_SPACES}}}"}
 
 
 def read_spaces(schema: Any, root: str) -> Spaces:

@@ -21,8 +21,8 @@ _KINDS = ("null", "boolean", "integer", "number", "string", "array", "object")
 _ESCAPES = 'nrbtf\\"'
 """Allowed escapes in strings. \\u is excluded, because it would allow a second spelling of a property's
 name."""
-_MOST_ORDERS = 400
-_MOST_CONTAINED = 20
+_MAX_ORDERS = 400
+_MAX_CONTAINED = 20
 
 
 def followed_schema(text: str, path: str = "#", is_watched: bool = False) -> str:
@@ -242,10 +242,10 @@ class Writer(SchemaWriter):
     ) -> None:
         """Translate `contains` so that the required items come first in the array, which a grammar can express."""
         least, most = counts
-        if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MOST_CONTAINED:
+        if {"prefixItems", "unevaluatedItems"} & words.keys() or least > _MAX_CONTAINED:
             raise refused(
                 node.path,
-                f"contains beside prefixItems or unevaluatedItems, or for more than {_MOST_CONTAINED} items, "
+                f"contains beside prefixItems or unevaluatedItems, or for more than {_MAX_CONTAINED} items, "
                 "cannot be followed: use only prefixItems",
             )
         inner = node.inside(words["contains"], "contains")
@@ -272,16 +272,16 @@ class Writer(SchemaWriter):
                 "or boolean, or maxItems is 1: leave it out, and check the answer",
             )
         sizes = range(least, min(len(values), len(values) if most is None else most) + 1)
-        if sum(math.perm(len(values), size) for size in sizes) <= _MOST_ORDERS:
+        if sum(math.perm(len(values), size) for size in sizes) <= _MAX_ORDERS:
             arrays = [list(each) for size in sizes for each in itertools.permutations(values, size)]
-        elif sum(math.comb(len(values), size) for size in sizes) <= _MOST_ORDERS:
+        elif sum(math.comb(len(values), size) for size in sizes) <= _MAX_ORDERS:
             arrays = [list(each) for size in sizes for each in itertools.combinations(values, size)]
         elif self._is_watched:
             return None
         else:
             raise refused(
                 node.path,
-                f"uniqueItems is true for an enum of {len(values)} values, which makes more than {_MOST_ORDERS} "
+                f"uniqueItems is true for an enum of {len(values)} values, which makes more than {_MAX_ORDERS} "
                 "arrays: lower maxItems, or leave it out and check the answer",
             )
         others = [kind for kind in _KINDS if kind != "array"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from inflight.models.families.cohere import COHERE_FAMILIES
 from inflight.models.families.deepseek import DEEPSEEK_FAMILIES
 from inflight.models.families.ernie import ERNIE_FAMILIES
+from inflight.models.families.falcon import FALCON_FAMILIES
 from inflight.models.families.family import (
     Family,
     NoMap,
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     *MAMBA_FAMILIES,
     KIMI_LINEAR,
     *GPT_FAMILIES,
+    *FALCON_FAMILIES,
 )
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3: latent attention, and mixtures of experts whose router chooses among groups of experts."""
+"""DeepSeek-V2 and V3 and Mistral 4: latent attention, and mixtures of experts whose router chooses among groups of
+experts."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from inflight.models.families.family import (
     Family,
     LatentNames,
     MlpNames,
+    read_longest,
     read_size,
 )
-from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
+from inflight.models.families.llama import LLAMA_NAMES, read_llama_like, without_growth
 from inflight.models.neutral_keys import ANY, NeutralKeys
+from inflight.positions import MISTRAL4_SCALING
 
 _ATTENTION = AttentionNames(
     output="self_attn.o_proj",
@@ -61,7 +64,9 @@ V3_NEUTRAL: NeutralKeys = {
 }
 
 
-def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
+def _read_latent(config: ConfigFile, *, interleaved: bool, head_is_whole: bool = False) -> LatentAttention:
+    """Read the sizes of latent attention; `head_is_whole`: whether the key `head_dim` counts both parts of a head
+    instead of the rotated part."""
     if "q_lora_rank" not in config.values:
         raise config.error("q_lora_rank", "an integer >= 1 or null")
     latent = LatentAttention(
@@ -74,7 +79,8 @@ def _read_latent(config: ConfigFile, *, interleaved: bool) -> LatentAttention:
     )
     if latent.rope_head_dim % 2:
         raise config.error("qk_rope_head_dim", "an even number")
-    for key, size in (("qk_head_dim", latent.query_head_dim), ("head_dim", latent.rope_head_dim)):
+    head_dim = latent.query_head_dim if head_is_whole else latent.rope_head_dim
+    for key, size in (("qk_head_dim", latent.query_head_dim), ("head_dim", head_dim)):
         if config.int_or_none(key) not in (None, size):
             raise config.error(key, f"{size}, which follows from qk_nope_head_dim and qk_rope_head_dim")
     num_heads = config.positive_int("num_attention_heads")
@@ -202,7 +208,32 @@ def read_num_draft_layers(config: ConfigFile) -> int:
     return found
 
 
+def _read_mistral4(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Mistral 4: latent attention, YaRN, and normalized softmax probabilities of experts.
+
+    As in Ministral 3, the growth of queries with their position is not implemented, so sequences are limited.
+    """
+    num_dense = config.count("first_k_dense_replace", 0)
+    layers = tuple(index >= num_dense for index in range(config.positive_int("num_hidden_layers")))
+    experts = replace(
+        read_expert_groups(config, read_routed_experts(config, "num_local_experts", layers), 2),
+        is_normalized=config.boolean("norm_topk_prob", "norm_topk_prob" not in config.values),
+        has_float32_router=False,
+    )
+    interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
+    latent = _read_latent(config, interleaved=interleaved, head_is_whole=True)
+    longest, part = read_longest(config), "partial_rotary_factor"
+    section = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+    if config.has(section) and config.child(section).has(part):
+        rotated = latent.query_head_dim * config.child(section).number(part)
+        if int(rotated) != latent.rope_head_dim:
+            raise config.child(section).error(part, "qk_rope_head_dim over qk_head_dim")
+    config = without_growth(config, MISTRAL4_SCALING, also=(part,))
+    return _read_decoder(config, latent, experts, mlp_bias=False, max_positions=longest)
+
+
 DEEPSEEK_FAMILIES = (
+    Family("mistral4", "Mistral4ForCausalLM", _read_mistral4, _V2_NAMES),
     Family("deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _V2_NAMES, _V2_NEUTRAL),
     Family("deepseek_v3", "DeepseekV3ForCausalLM", read_v3, V3_NAMES, V3_NEUTRAL),
 )

@@ -116,8 +116,8 @@ class AttentionNames:
     Attributes:
         output: Output projection.
         qkv: One module for each of query, key and value, or one module for all three; empty with latent attention.
-        qkv_by_head: Whether one module for all three has query, key and value of the first head, then of
-            the next head.
+        qkv_by_head: Whether one module for all three has the first key head's queries, its key and its value,
+            then those of the next key head.
         query_norm: Norm over query heads; "" if there is none.
         key_norm: Norm over key heads; "" if there is none.
         sinks: Whole name of the tensor with the heads' learned scores; "" if there are none.
@@ -186,6 +186,44 @@ class LayerInputNames:
     gate: str
     output: str
     output_norm: str
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Names of the modules of several residual streams.
+
+    Attributes:
+        split: The projections of the embedding, below the model's `base`; `{}` stands for the index.
+        join: The projections before the final norm, below `base`; `{}` stands for the index.
+        router: The projection of the active stream, below each layer.
+        router_norm: The norm on the router's input, below each layer.
+        prediction: The projection to the weights of predictions, below each layer.
+        correction: The projection to the factors of corrections, below each layer.
+        output_scale: Whole name, below each layer, of the factors of the active stream.
+    """
+
+    split: str
+    join: str
+    router: str
+    router_norm: str
+    prediction: str
+    correction: str
+    output_scale: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelNames:
+    """Names of the modules of a low-rank branch beside attention, below the layer.
+
+    Attributes:
+        down: The projection of attention's input.
+        up: The projection back to hidden states.
+        norm: The norm on the result.
+    """
+
+    down: str
+    up: str
+    norm: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +306,11 @@ class WeightNames:
         recurrent_norms: Norms of the recurrent layers; None: they have the names in `norms`.
         lm_head: Whole name of the output projection.
         position_embedding: Learned positions, below `base`; "" if there are none.
+        embedding_norm: Norm on embeddings, below `base`; "" if there is none.
         transposed: Whether linear weights are stored [in, out].
         layer_inputs: Modules of per-layer embeddings; None if there are none.
+        altup: Modules of several residual streams; None if there is one.
+        laurel: Modules of a low-rank branch beside attention; None if there is none.
         activation: Prefix, below the layer, of the learned parameters of xIELU; "" if the activation has none.
         layer_scale: Whole name, below the layer, of the factor of the residual stream after the layer; ""
             if there is none.
@@ -289,8 +330,11 @@ class WeightNames:
     recurrent_norms: NormNames | None = None
     lm_head: str = "lm_head"
     position_embedding: str = ""
+    embedding_norm: str = ""
     transposed: bool = False
     layer_inputs: LayerInputNames | None = None
+    altup: AltUpNames | None = None
+    laurel: LaurelNames | None = None
     activation: str = ""
     layer_scale: str = ""
     ignored: tuple[str, ...] = ()
@@ -325,6 +369,8 @@ class Family:
             `neutral_keys.py`.
         quantizations: Further values of `quant_method` that the family's checkpoints may have, for stacked
             experts.
+        read_norms: Returns the names of a layer's norms, in a family in which they depend on config.json; None:
+            they are those of `names`.
     """
 
     model_type: str
@@ -333,6 +379,7 @@ class Family:
     names: WeightNames
     neutral: NeutralKeys = field(default_factory=dict[str, tuple[Any, ...]])
     quantizations: tuple[str, ...] = ()
+    read_norms: Callable[[ConfigFile], NormNames] | None = None
 
 
 def names_in_multimodal(names: WeightNames) -> WeightNames:

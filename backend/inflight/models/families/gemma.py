@@ -1,4 +1,4 @@
-"""Gemma 2, 3 and 4, the text models."""
+"""Gemma 2, 3, 3n and 4, the text models."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.json_values import is_object
+from inflight.json_values import is_list, is_object
 from inflight.models.decoder_config import (
+    AltUpConfig,
     DecoderConfig,
     ExpertsConfig,
     LayerInputsConfig,
@@ -15,10 +16,12 @@ from inflight.models.decoder_config import (
     RopeConfig,
 )
 from inflight.models.families.family import (
+    AltUpNames,
     ExpertNames,
     ExpertNormNames,
     ExpertStacks,
     Family,
+    LaurelNames,
     LayerInputNames,
     MlpNames,
     NormNames,
@@ -324,8 +327,136 @@ def _read_inputs4(config: ConfigFile) -> LayerInputsConfig | None:
     return LayerInputsConfig(size, vocab_size, virtual_id)
 
 
+# ---------------------------------------------------------------------- Gemma 3n
+
+_NAMES3N = replace(
+    _NAMES,
+    attention=NORMED_ATTENTION,
+    layer_inputs=_NAMES4.layer_inputs,
+    altup=AltUpNames(
+        split="altup_projections.{}",
+        join="altup_unembed_projections.{}",
+        router="altup.modality_router",
+        router_norm="altup.router_norm",
+        prediction="altup.prediction_coefs",
+        correction="altup.correction_coefs",
+        output_scale="altup.correct_output_scale",
+    ),
+    laurel=LaurelNames(down="laurel.linear_left", up="laurel.linear_right", norm="laurel.post_laurel_norm"),
+)
+_FULL_EVERY3N = 5  # without `layer_types`, every fifth layer has no window
+_NUM_SPARSE3N, _SPARSITY3N = 10, 0.95  # without `activation_sparsity_pattern`, in models with more layers
+# Defaults of absent keys.
+_DEFAULTS3N: dict[str, Any] = {
+    "num_kv_shared_layers": 15,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "altup_num_inputs": 4,
+    "altup_active_idx": 0,
+    "laurel_rank": 64,
+}
+_KV_HEADS3N = 2
+
+
+def _read_gemma3n(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Gemma 3n: several residual streams, a low-rank branch beside attention, per-layer
+    embeddings, and sparse gates in the first MLPs.
+
+    The last layers read an earlier layer's keys and values.
+    """
+    config = config.with_values(
+        {key: value for key, value in _DEFAULTS3N.items() if key not in config.values}
+    )
+    num_layers = config.positive_int("num_hidden_layers")
+    types = read_layer_types(config, num_layers) or tuple(
+        "sliding_attention" if (layer + 1) % _FULL_EVERY3N else "full_attention"
+        for layer in range(num_layers)
+    )
+    ropes = read_layer_type_ropes(config, read_positions(config), _THETAS)
+    window, bias = config.positive_int("sliding_window"), config.boolean("attention_bias", False)
+    widths = _read_widths3n(config, num_layers)
+    decoder = read_llama_like(
+        config.with_values({"intermediate_size": max(widths)}),
+        default_kv_heads=_KV_HEADS3N,
+        ropes=tuple(ropes[kind] for kind in types),
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm="heads",
+        value_norm=True,
+        sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+        head_dim=config.int_or_none("head_dim") or _HEAD_DIM,
+        activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
+        norm_placement="around",
+        embedding_scale=config.positive_int("hidden_size") ** 0.5,
+        attention_scale=1.0,
+        logits_soft_cap=config.number_or_none("final_logit_softcapping"),
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+        kv_layers=_read_kv_layers4(config, types),
+        altup=_read_altup(config),
+        laurel_rank=config.positive_int("laurel_rank"),
+        gate_sparsity=_read_sparsity3n(config, num_layers),
+        # In transformers too, tokens without a row of the table have the row of token 0.
+        layer_inputs=LayerInputsConfig(
+            config.positive_int("hidden_size_per_layer_input"),
+            config.positive_int("vocab_size_per_layer_input"),
+            virtual_id=0,
+        ),
+    )
+    if len(set(widths)) == 1:
+        return decoder
+    sizes = tuple(LayerSizes(decoder.num_kv_heads, decoder.head_dim, width) for width in widths)
+    return replace(decoder, layer_sizes=sizes)
+
+
+def _read_widths3n(config: ConfigFile, num_layers: int) -> tuple[int, ...]:
+    """Return the inner width of each layer's MLP, from a list or a number for all."""
+    widths: Any = config.value("intermediate_size")
+    if type(widths) is int:
+        widths = [widths] * num_layers
+    is_valid = is_list(widths) and len(widths) == num_layers
+    if not is_valid or not all(type(width) is int and width > 0 for width in widths):
+        raise config.error(
+            "intermediate_size", f"an integer >= 1, or one for each of num_hidden_layers, {num_layers}"
+        )
+    return tuple(widths)
+
+
+def _read_sparsity3n(config: ConfigFile, num_layers: int) -> tuple[float, ...]:
+    """Return the expected fraction of zeros among the gates of each layer's MLP."""
+    if not config.has("activation_sparsity_pattern"):
+        num_sparse = _NUM_SPARSE3N if num_layers > _NUM_SPARSE3N else 0
+        return (_SPARSITY3N,) * num_sparse + (0.0,) * (num_layers - num_sparse)
+    found: Any = config.value("activation_sparsity_pattern")
+    is_valid = is_list(found) and len(found) == num_layers
+    if not is_valid or not all(type(each) in (int, float) and 0 <= each < 1 for each in found):
+        raise config.error(
+            "activation_sparsity_pattern",
+            f"a number >= 0 and < 1 for each of num_hidden_layers, {num_layers}",
+        )
+    return tuple(map(float, found))
+
+
+def _read_altup(config: ConfigFile) -> AltUpConfig:
+    """Return the residual streams."""
+    num_streams, active = config.positive_int("altup_num_inputs"), config.count("altup_active_idx")
+    if num_streams < 2:
+        raise config.error("altup_num_inputs", "an integer >= 2")
+    if active >= num_streams:
+        raise config.error("altup_active_idx", f"an integer >= 0 and < altup_num_inputs, {num_streams}")
+    return AltUpConfig(num_streams, active, config.boolean("altup_correct_scale", True))
+
+
 # Older names of keys, which transformers does not read.
 _NEUTRAL: NeutralKeys = {"hidden_act": ANY, "sliding_window_size": ANY}
+# Keys of training, and one that transformers does not read: queries are not scaled.
+_NEUTRAL3N: NeutralKeys = {
+    **_NEUTRAL,
+    "altup_coef_clip": ANY,
+    "altup_lr_multiplier": ANY,
+    "query_pre_attn_scalar": ANY,
+}
 
 GEMMA_FAMILIES = (
     Family("gemma2", "Gemma2ForCausalLM", _read_gemma2, _NAMES, _NEUTRAL),
@@ -336,6 +467,7 @@ GEMMA_FAMILIES = (
         replace(_NAMES, attention=NORMED_ATTENTION),
         _NEUTRAL,
     ),
+    Family("gemma3n_text", "Gemma3nForCausalLM", _read_gemma3n, _NAMES3N, _NEUTRAL3N),
     # Keys of experts are read if enable_moe_block is true.
     Family("gemma4_text", "Gemma4ForCausalLM", _read_gemma4, _NAMES4, dict.fromkeys(_KEYS_OF_EXPERTS4, ANY)),
 )

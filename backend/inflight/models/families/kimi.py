@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention in most layers, and latent attention without positions in the others."""
+"""Kimi Linear: Kimi Delta Attention in most layers, latent attention without position embeddings in the rest."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -150,24 +151,33 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
     return read_llama_like(config, default_kv_heads=8, sliding_windows=windows)
 
 
-def _read_ministral3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Ministral 3: Mistral without windows by layer, and YaRN.
+def without_growth(config: ConfigFile, default: Mapping[str, Any], also: tuple[str, ...] = ()) -> ConfigFile:
+    """Return a config of Mistral AI's without the growth of queries with their position.
 
-    The family's queries are also multiplied by a factor that grows with the position, and is 1 before
-    `original_max_position_embeddings`. This factor is not implemented, so sequences are limited to that length.
+    `default`: `rope_parameters` of files that have none. `also`: further keys of `rope_parameters` to leave out.
     """
     key = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
     if not config.has(key):
-        config = config.with_values({key: MINISTRAL3_SCALING})
+        config = config.with_values({key: default})
     scaling = config.child(key)
     if scaling.value("llama_4_scaling_beta") is None:
         raise scaling.error("llama_4_scaling_beta", "a number, the growth of queries with their position")
     original = "original_max_position_embeddings"
     if not config.has(original):
         scaling.positive_int(original)
+    # max_position_embeddings has no effect there
+    outside = ("llama_4_scaling_beta", "max_position_embeddings", *also)
+    return config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
+
+
+def _read_ministral3(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Ministral 3: Mistral without windows by layer, and YaRN.
+
+    The family's queries are also multiplied by a factor that grows with the position, and is 1 before
+    `original_max_position_embeddings`. This factor is not implemented, so sequences are limited to that length.
+    """
     longest = read_longest(config)
-    outside = ("llama_4_scaling_beta", "max_position_embeddings")  # the latter has no effect there
-    config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
+    config = without_growth(config, MINISTRAL3_SCALING)
     return read_llama_like(
         config,
         default_kv_heads=8,
@@ -313,7 +323,7 @@ _PATTERN = 4  # if the key is absent: every fourth layer has no window
 
 
 def _read_olmo3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of OLMo 3: OLMo 2 with windows in most layers, which have unscaled positions."""
+    """Read the config of OLMo 3: OLMo 2 with windows in most layers, whose rotary embedding is not scaled."""
     attention_bias = config.boolean("attention_bias", False)
     types = read_layer_types(config, config.positive_int("num_hidden_layers")) or _by_pattern(
         config, _PATTERN
@@ -377,7 +387,7 @@ _SMOLLM3_INTERVAL = 4  # if `no_rope_layer_interval` is absent: every fourth lay
 
 
 def _read_smollm3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of SmolLM3: Llama with some layers without positions."""
+    """Read the config of SmolLM3: Llama with some layers that have no position embeddings (NoPE)."""
     num_layers = config.positive_int("num_hidden_layers")
     rotates = _read_rotating_layers(config, num_layers)
     attention_bias = config.boolean("attention_bias", False)

@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, some layers without positions, and experts with weighted inputs."""
+"""Llama 4: attention in chunks, some layers without position embeddings, and experts with weighted inputs."""
 
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ _KV_HEADS = 8
 _INNER = 21504
 _EXPERT_INNER = 7688
 _EPS = 1e-5
-_LEAST_STEP = 0.001
+_MIN_STEP = 0.001
 
 
 def _read_nemotron_h(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Nemotron-H: each layer has Mamba-2, attention without positions, an MLP or experts."""
+    """Read the config of Nemotron-H: a layer is Mamba-2, attention without rotation, an MLP or experts."""
     kinds = _read_kinds(config)
     eps = config.number_or_none("layer_norm_epsilon") or _EPS
     for key in ("rms_norm_eps", "norm_eps"):
@@ -104,7 +104,7 @@ def _read_mixer(config: ConfigFile, eps: float) -> Mamba2:
         num_groups=num_groups,
         conv_width=read("conv_kernel", "mamba_d_conv", 4),
         norm_eps=eps,
-        step_limit=(config.number_or_none("time_step_min") or _LEAST_STEP, float("inf")),
+        step_limit=(config.number_or_none("time_step_min") or _MIN_STEP, float("inf")),
         has_conv_bias=config.boolean("use_conv_bias", True),
         has_bias=config.boolean("use_bias", False),
     )

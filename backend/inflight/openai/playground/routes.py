@@ -1,4 +1,4 @@
-"""Routes of the playground: GET / returns the page; other routes serve the page's requests that OpenAI has not.
+"""Routes of the playground: GET / returns the page; other routes serve its requests beyond OpenAI's API.
 
 Builds the page and its Content-Security-Policy, which allows only the page's own script. Runs on the event
 loop.

@@ -41,10 +41,10 @@ static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4,
 /* Largest size in bytes of a tensor. For gRPC it is the limit of a message. For HTTP it is the largest tensor in a JSON body
  * of at most 64 MiB, with two characters for an element of at most 8 bytes; the front end allocates this size before it
  * reads the data. */
-static const uint64_t MOST_BYTES = INT32_MAX, MOST_HTTP_BYTES = 256 << 20;
+static const uint64_t MAX_BYTES = INT32_MAX, MAX_HTTP_BYTES = 256 << 20;
 /* Largest sizes in bytes of a decompressed HTTP body and of a decompressed gRPC message. */
-static const uint64_t MOST_HTTP_UNPACKED = 64 << 20, MOST_UNPACKED = 256 << 20;
-enum { MOST_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser uses about 100 bytes of stack per level */
+static const uint64_t MAX_HTTP_UNPACKED = 64 << 20, MAX_UNPACKED = 256 << 20;
+enum { MAX_NESTED = 500000, STACK_OF_A_LEVEL = 256 }; /* the parser uses about 100 bytes of stack per level */
 
 /* The file of the last requests has slots of text, each of which begins with the request's number. */
 enum { NUM_SLOTS = 64, SLOT_BYTES = 1024 };
@@ -62,7 +62,7 @@ static _Thread_local Making making;
 static _Thread_local bool output_is_text; /* of the last output that this thread read */
 static _Thread_local bool is_http;        /* this thread reads HTTP connections and makes their requests */
 static char* slots;
-static int most_nested = MOST_NESTED;
+static int most_nested = MAX_NESTED;
 static atomic_uint_fast64_t num_requests;
 
 static Error* (*real_request_new)(Request**, Server*, const char*, int64_t);
@@ -216,7 +216,7 @@ static Error* check_shape(const Request* request, const char* name, int data_typ
     if (shape[dim] < 0) return refusal(name, described, "no negative dimension");
     /* Even if one dimension is 0, the product of the others can overflow, because they are multiplied one by one. */
     if (shape[dim] > 0 && __builtin_mul_overflow(size, (uint64_t)shape[dim], &size)) size = UINT64_MAX;
-    if (size > (is_http ? MOST_HTTP_BYTES : MOST_BYTES)) {
+    if (size > (is_http ? MAX_HTTP_BYTES : MAX_BYTES)) {
       return refusal(name, described, is_http ? "a tensor of at most 256 MiB" : "a tensor of less than 2 GiB");
     }
   }
@@ -413,7 +413,7 @@ int inflate(void* stream, int flush) {
   if (state->total_out == 0) begin_line(nesting, 0);
   char* unpacked = state->next_out;
   int status = go_on_inflating(stream, flush);
-  if (state->total_out > (is_http ? MOST_HTTP_UNPACKED : MOST_UNPACKED)) return STREAM_ERROR;
+  if (state->total_out > (is_http ? MAX_HTTP_UNPACKED : MAX_UNPACKED)) return STREAM_ERROR;
   if (!is_http || unpacked == NULL) return status; /* gRPC messages are not JSON */
   return is_too_deep(nesting, unpacked, (char*)state->next_out - unpacked) ? STREAM_ERROR : status;
 }

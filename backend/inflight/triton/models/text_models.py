@@ -40,7 +40,7 @@ from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import triton_error
 
-_MOST_ROWS = 1 << 22
+_MAX_ROWS = 1 << 22
 """Largest number of rows of a prompt table if the model's sequence length is unknown. No model has longer
 prompts."""
 
@@ -164,7 +164,7 @@ class Preprocessing(TextModel):
         if not num_rows:
             return range(0)
         facts = self._facts()
-        most = min(_MOST_ROWS, facts.longest_sequence or _MOST_ROWS)
+        most = min(_MAX_ROWS, facts.longest_sequence or _MAX_ROWS)
         if not 0 <= num_rows <= most:
             raise InvalidArgument(
                 f"PROMPT_VOCAB_SIZE must be in [0, {most}], the longest prompt of the model, got {num_rows}"

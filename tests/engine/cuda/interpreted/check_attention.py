@@ -37,7 +37,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3}
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make kernels divide even short sequences into parts, as they divide long ones."""
-    monkeypatch.setattr(kernels, "_LEAST_PART", 16)
+    monkeypatch.setattr(kernels, "_MIN_PART", 16)
     monkeypatch.setattr(kernels, "_TILE_KEYS", 16)
     monkeypatch.setattr(kernels, "num_parts", lambda num_kv_heads, longest: 4)
 
@@ -65,13 +65,13 @@ def cases() -> Iterator[tuple[int, dict[str, Any], int, AttentionWindow | None, 
             [None, None, AttentionWindow(1), AttentionWindow(9), AttentionWindow(40), AttentionWindow(30, 5)]
         )
         dtype = draw.choice([torch.float32, torch.float16])
-        rounding = draw.choice([None, INT8_LEVELS, FP8_LEVELS]) if seed >= 24 else None
-        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype, rounding
+        quantization = draw.choice([None, INT8_LEVELS, FP8_LEVELS]) if seed >= 24 else None
+        yield seed, changes, draw.choice([1, 3, 8, 32, 100]), window, dtype, quantization
 
 
 @pytest.mark.usefixtures("small_parts", "small_tiles")
 @pytest.mark.parametrize(
-    ("seed", "changes", "tokens_per_block", "window", "dtype", "rounding"), list(cases())
+    ("seed", "changes", "tokens_per_block", "window", "dtype", "quantization"), list(cases())
 )
 def test_results_are_those_of_plain_products(
     zoo: Zoo,
@@ -80,10 +80,11 @@ def test_results_are_those_of_plain_products(
     tokens_per_block: int,
     window: Any,
     dtype: torch.dtype,
-    rounding: KvQuantization | None,
+    quantization: KvQuantization | None,
 ) -> None:
     decoder = replace(read_model_description(zoo["llama-gqa"].folder).decoder, **changes)
-    rows, draw = Rows(decoder, tokens_per_block, 150, dtype, seed, rounding=rounding), random.Random(seed)
+    rows = Rows(decoder, tokens_per_block, 150, dtype, seed, quantization=quantization)
+    draw = random.Random(seed)
     for _ in range(3):
         start = draw.choice([0, 5, 64])
         chunk = PackedChunk(0, 0, draw.choice([1, 15, 16, 17, 40]), start)
@@ -110,13 +111,14 @@ def test_results_are_right_at_edges_of_tiles_and_blocks(
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("rounding", [None, INT8_LEVELS])
+@pytest.mark.parametrize("quantization", [None, INT8_LEVELS])
 def test_a_generation_row_is_the_same_alone_and_among_others(
-    zoo: Zoo, rounding: KvQuantization | None
+    zoo: Zoo, quantization: KvQuantization | None
 ) -> None:
     """Results are bitwise equal, for any number of programs that share the row's parts."""
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
+    rows = Rows(decoder, 8, 150, torch.float32, 0, quantization=quantization)
+    attention = KernelAttention(decoder)
     together = rows.attend(attention, pack_rows((), (0, 1, 2), (150, 77, 16), rows.tables), None)
     for slot, length in enumerate((150, 77, 16)):
         alone_ = rows.attend(attention, pack_rows((), (slot,), (length,), rows.tables), None)
@@ -141,16 +143,17 @@ def test_results_of_a_context_do_not_depend_on_its_chunks(zoo: Zoo, window: Atte
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("rounding", [None, FP8_LEVELS])
-def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, rounding: KvQuantization | None) -> None:
+@pytest.mark.parametrize("quantization", [None, FP8_LEVELS])
+def test_memory_after_a_rows_tokens_has_no_effect(zoo: Zoo, quantization: KvQuantization | None) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    rows, attention = Rows(decoder, 8, 150, torch.float32, 0, rounding=rounding), KernelAttention(decoder)
+    rows = Rows(decoder, 8, 150, torch.float32, 0, quantization=quantization)
+    attention = KernelAttention(decoder)
     packed = pack_rows((PackedChunk(0, 0, 5, 30),), (1,), (50,), rows.tables)
     before = rows.attend(attention, packed, None)
     for slot, length in ((0, 35), (1, 50)):
         for position in range(length, 150):
             block = rows.tables[slot, position // 8]
-            for page in rows.cache.pages(0) if rounding is None else ():
+            for page in rows.cache.pages(0) if quantization is None else ():
                 page[block, position % 8] = torch.nan
             for scales in rows.cache.scales(0) or ():
                 scales[block * 8 + position % 8] = torch.nan
@@ -239,7 +242,7 @@ def test_tokens_over_8_bit_blocks_equal_those_of_gathered_blocks(zoo: Zoo) -> No
     by_kernels = {"attention": KernelAttention(decoder), "operations": KernelLayerOperations(decoder)}
     found = []
     for changes in ({"attention": by_plain_products(decoder)}, by_kernels):
-        engine = load_paged(model.folder, 20, 2, rounding=FP8_LEVELS, max_num_tokens=24, **changes)
+        engine = load_paged(model.folder, 20, 2, quantization=FP8_LEVELS, max_num_tokens=24, **changes)
         driver = Driver(engine)
         first, second = driver.start(model.prompt(11)), driver.start(model.prompt(30, 1))
         driver.step({first: 11, second: 13})

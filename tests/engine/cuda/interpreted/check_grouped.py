@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inflight.engine.layers.grouped_linear import GroupedLinear, KeepingLevels, pack, tile_of, why_not
+from inflight.engine.layers.grouped_linear import GroupedLinear, pack, tile_of, why_not
+from inflight.engine.layers.torch_sink import TorchSink
 from inflight.models.levels import FLOAT4, GroupedMatrix
 from tests.engine.layers.test_kept_levels import draw
 
@@ -19,7 +20,7 @@ SHAPES = [(40, 96, 32), (8, 96, 16), (33, 100, 100), (64, 256, 128), (70, 192, 6
 
 
 def module(matrix: GroupedMatrix, dtype: torch.dtype) -> GroupedLinear:
-    made = KeepingLevels(dtype, CPU).linear(matrix)
+    made = TorchSink(dtype, CPU).linear(matrix)
     assert isinstance(made, GroupedLinear)
     if matrix.is_float4:  # as on a GPU
         tile = tile_of(matrix.group_size, matrix.scales.shape[1])
@@ -93,15 +94,15 @@ def test_the_check_at_load_reports_wrong_results_and_errors(monkeypatch: pytest.
 def test_a_wrong_grouped_kernel_is_left_out_with_one_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from inflight.engine.layers import grouped_linear
+    from inflight.engine.layers import torch_sink
 
-    keeping = KeepingLevels(torch.float32, CPU)
-    monkeypatch.setattr(grouped_linear, "why_not", lambda *_: "it is off")
+    sink = TorchSink(torch.float32, CPU)
+    monkeypatch.setattr(torch_sink, "why_not", lambda *_: "it is off")
     matrix = draw("int4", 40, 96, 32)
     one = module(matrix, torch.float32)
-    keeping.device = torch.device("cuda")  # no tensor of this test is on it
-    assert [keeping._has_kernel(matrix, one) for _ in range(3)] == [False] * 3
+    sink.device = torch.device("cuda")  # no tensor of this test is on it
+    assert [sink._has_kernel(matrix, one) for _ in range(3)] == [False] * 3
     (record,) = caplog.records
     assert "matrices of 40 x 96 in 4 bits are unpacked by torch's operators" in record.getMessage()
-    monkeypatch.setattr(grouped_linear, "why_not", lambda *_: "")
-    assert keeping._has_kernel(draw("int8", 40, 96, 32), one)
+    monkeypatch.setattr(torch_sink, "why_not", lambda *_: "")
+    assert sink._has_kernel(draw("int8", 40, 96, 32), one)

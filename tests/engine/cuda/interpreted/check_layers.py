@@ -40,7 +40,7 @@ from inflight.engine.layers.layer_check import (
     find_operations,
 )
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.engine.layers.quantized_linear import find_float8_rounding, float8_reference, quantize_float8
+from inflight.engine.layers.quantized_linear import find_float8_quantizer, float8_reference, quantize_float8
 from inflight.engine.packing import pack
 from inflight.engine.quantize import quantize_int8
 from inflight.engine.recurrent.linear_attention import BY_TORCH
@@ -58,7 +58,7 @@ BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-2}
 
 
 def shapes() -> Iterator[Any]:
-    """Yield parameters of a test: changes of a decoder, the dtype, and the rounding of the KV cache."""
+    """Yield parameters of a test: changes of a decoder, the dtype, and the quantization of the KV cache."""
     draw, changes = random.Random(0), {}
     for _ in range(14):
         kv_heads, head_dim = draw.choice([1, 2, 3]), draw.choice([8, 24, 64, 80])
@@ -73,20 +73,20 @@ def shapes() -> Iterator[Any]:
             "qk_norm": draw.choice([None, "heads"]),
         }
         yield pytest.param(changes, draw.choice([torch.float32, torch.float16]), None)
-    for name, rounding in (("int8", INT8_LEVELS), ("fp8", FP8_LEVELS)):
-        yield pytest.param(changes, torch.float32, rounding, id=name)
+    for name, quantization in (("int8", INT8_LEVELS), ("fp8", FP8_LEVELS)):
+        yield pytest.param(changes, torch.float32, quantization, id=name)
 
 
 def decoder_of(zoo: Zoo, case: str = "llama-gqa", **changes: Any) -> DecoderConfig:
     return replace(read_model_description(zoo[case].folder).decoder, **changes)
 
 
-@pytest.mark.parametrize(("changes", "dtype", "rounding"), list(shapes()))
+@pytest.mark.parametrize(("changes", "dtype", "quantization"), list(shapes()))
 def test_results_are_those_of_torchs_operators(
     zoo: Zoo,
     changes: Any,
     dtype: torch.dtype,
-    rounding: KvQuantization | None,
+    quantization: KvQuantization | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("inflight.engine.layers.layer_check._ROWS", (1, 9))
@@ -94,12 +94,14 @@ def test_results_are_those_of_torchs_operators(
     decoder = decoder_of(zoo, **changes)
     operations = KernelLayerOperations(decoder)
     assert operations.parts == {ADD_NORM, HEADS, ACTIVATION}
-    check_operations(operations, LayerOperations(decoder), dtype, CPU, rounding)
+    check_operations(operations, LayerOperations(decoder), dtype, CPU, quantization)
 
 
-@pytest.mark.parametrize("rounding", [INT8_LEVELS, FP8_LEVELS])
+@pytest.mark.parametrize("quantization", [INT8_LEVELS, FP8_LEVELS])
 @pytest.mark.parametrize("spread", [1e-3, 3.0, 30.0])
-def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvQuantization, spread: float) -> None:
+def test_heads_are_rounded_to_8_bits_as_by_torch(
+    zoo: Zoo, quantization: KvQuantization, spread: float
+) -> None:
     """Rounding is bitwise torch's for numbers of all magnitudes, zeros and NaN."""
     decoder = replace(decoder_of(zoo, head_dim=24), num_layers=1)
     kv_heads, rows = decoder.num_kv_heads, 40
@@ -110,7 +112,7 @@ def test_heads_are_rounded_to_8_bits_as_by_torch(zoo: Zoo, rounding: KvQuantizat
     keys, values = numbers.split(kv_heads, dim=1)
     queries = torch.zeros(rows, decoder.num_heads, 24)
     places = torch.randperm(rows, generator=draw)
-    caches = [KvCache(decoder, 5, 8, torch.float32, CPU, rounding) for _ in range(2)]
+    caches = [KvCache(decoder, 5, 8, torch.float32, CPU, quantization) for _ in range(2)]
     caches[0].write(0, places, keys, values)
     given = torch.cat((queries, keys, values), dim=1), decoder.num_heads, None, 1e-5, None, places
     layers.rotate_and_write(*given, caches[1].tokens(0), caches[1].scales(0))
@@ -160,8 +162,8 @@ def test_the_check_at_load_reads_what_a_kernel_stores_in_the_cache(
         return layers.rotate_and_write(*others, (places + 1) % 3, caches, scales)
 
     monkeypatch.setattr(kernel_operations, "rotate_and_write", misplace)
-    for rounding in (None, INT8_LEVELS, FP8_LEVELS):
-        given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU, rounding
+    for quantization in (None, INT8_LEVELS, FP8_LEVELS):
+        given = KernelLayerOperations(decoder), LayerOperations(decoder), torch.float32, CPU, quantization
         with pytest.raises(IsOff, match=r"keys in the cache, .* of 3 rows"):
             check_operations(*given)
 
@@ -363,13 +365,15 @@ def test_float8_rounding_equals_that_of_torch_for_most_numbers(size: int, dtype:
 
 
 def test_a_rounding_kernel_with_other_levels_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    assert find_float8_rounding(CPU, torch.float32) is quantize_float8, "interpreted, it is another"
+    assert find_float8_quantizer(CPU, torch.float32) is quantize_float8, (
+        "the interpreted kernel rounds differently"
+    )
     assert "kernel for float8 quantization is not used" in caplog.text
 
 
 def test_a_rounding_kernel_with_the_same_levels_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, least_scale: quantize_float8(x))
-    found = find_float8_rounding(CPU, torch.float32)
+    monkeypatch.setattr(float8_kernel, "quantize_float8", lambda x, min_scale: quantize_float8(x))
+    found = find_float8_quantizer(CPU, torch.float32)
     assert found is not quantize_float8 and torch.equal(found(torch.ones(2, 3))[1], torch.full((2,), 1 / 448))
 
 

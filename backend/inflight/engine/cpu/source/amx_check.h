@@ -21,7 +21,7 @@ namespace inflight {
 // Checks rows * columns^T, converted by float_of: within `inner` roundings of the exact sums.
 template <class E, class Value, class FloatOf, class Draw>
 bool multiplies_right(int inner, bool is_exact, const FloatOf& float_of, const Draw& draw) {
-  constexpr int kRows = kMostTiledRows + 5, kColumns = 2 * kPanel;  // two blocks without whole tiles
+  constexpr int kRows = kMaxTiledRows + 5, kColumns = 2 * kPanel;  // two blocks without whole tiles
   const int padded = (inner + E::kPair - 1) / E::kPair * E::kPair;
   std::vector<typename E::Stored> rows(kRows * padded), columns(kColumns * inner), packed(kColumns * padded);
   std::vector<RowOperand<E>> operand(kRows * operand_width<E>(padded));

@@ -299,10 +299,10 @@ inline void add_values_of_rows(TileState<E>& state, int first_row, const KeyGrou
   }
 }
 
-// Calls f with a compile-time number of rows, 1 .. kMost, repeatedly until `count` rows are done.
-template <int kMost, class F>
+// Calls f with a compile-time number of rows, 1 .. kMax, repeatedly until `count` rows are done.
+template <int kMax, class F>
 inline void in_blocks(int count, const F& f) {
-  const int num_blocks = (count + kMost - 1) / kMost;
+  const int num_blocks = (count + kMax - 1) / kMax;
   int row = 0;
   for (int block = 0; block < num_blocks; ++block) {
     const int stop = count * (block + 1) / num_blocks;
@@ -312,12 +312,12 @@ inline void in_blocks(int count, const F& f) {
       case 3: f(std::integral_constant<int, 3>{}, row); break;
       case 4: f(std::integral_constant<int, 4>{}, row); break;
       default:
-        if constexpr (kMost > 4) {
+        if constexpr (kMax > 4) {
           switch (stop - row) {
             case 5: f(std::integral_constant<int, 5>{}, row); break;
             case 6: f(std::integral_constant<int, 6>{}, row); break;
             default:
-              if constexpr (kMost > 6) {
+              if constexpr (kMax > 6) {
                 switch (stop - row) {
                   case 7: f(std::integral_constant<int, 7>{}, row); break;
                   case 8: f(std::integral_constant<int, 8>{}, row); break;

@@ -67,7 +67,7 @@ const Constant kConstants[] = {
     {"kFew", Drawer::kFew},
     {"kBlock", Drawer::kBlock},
     {"kLowDigitBits", Drawer::kLowDigitBits},
-    {"bits of kLeastScale", bits_of(kLeastScale)},
+    {"bits of kMinScale", bits_of(kMinScale)},
     {"kSilu", kSilu},
     {"kGelu", kGelu},
     {"kGeluTanh", kGeluTanh},

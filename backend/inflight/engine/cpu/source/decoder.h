@@ -1,6 +1,6 @@
 // A decoder's layers for all rows of a packed batch. Every thread of a team computes a share of each step of a layer.
 //
-// Weights, caches and tables are in the caller's memory; intermediate results are the decoder's.
+// The caller owns the memory of weights, caches and tables; the decoder owns that of intermediate results.
 #pragma once
 
 #include <algorithm>
@@ -276,7 +276,7 @@ class Decoder {
            scratch_.reserve(kScratchRows * pairs_of_widest() * team_.size());
   }
   bool reserve_low_rank(int64_t rows) {
-    return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMostRowsOfTask * kPanel * team_.size());
+    return ranks_.reserve(rows * by_adapter_.widest()) && added_.reserve(kMaxRowsOfTask * kPanel * team_.size());
   }
   static constexpr int kScratchRows = kRowsAtOnce + 2;
   // A row in bfloat16 or float32 has at least as many pairs as in int8, and as in int4 with its scales.
@@ -366,7 +366,7 @@ class Decoder {
   void multiply_by(const Product& product, const Tasks& tasks, int thread, const Done& done, bool with_bias = true) {
     const Linear& linear = product.linear;
     const float* bias = with_bias ? linear.bias : nullptr;
-    float* const added = product.adapters ? added_.get() + kMostRowsOfTask * kPanel * thread : nullptr;
+    float* const added = product.adapters ? added_.get() + kMaxRowsOfTask * kPanel * thread : nullptr;
     int64_t first_row = 0;
     const auto begin = [&](int panel, int64_t first, int64_t last) {
       if (!added) return;
@@ -982,7 +982,7 @@ class Decoder {
   Buffer<uint32_t> scratch_;  // per thread: a quantized row, a few plain ones, and a permuted one
   Buffer<float> row_scales_;
   RowsByAdapter by_adapter_;
-  Buffer<Stored> ranks_;  // [rows, most ranks of a product], A x of rows with adapters
+  Buffer<Stored> ranks_;  // [rows, highest LoRA rank of a product], A x of rows with adapters
   Buffer<float> added_;   // per thread: B A x of a task's rows with adapters, for a panel's columns
 };
 

@@ -50,7 +50,7 @@ struct F32 : FloatPairs {
 };
 
 // The least scale by which values are divided when they are rounded to 8 bits, as all of them may be 0.
-constexpr float kLeastScale = 1e-30f;
+constexpr float kMinScale = 1e-30f;
 
 inline int32_t bits_of(float value) {
   int32_t bits;

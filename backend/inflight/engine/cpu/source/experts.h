@@ -36,7 +36,7 @@ class Routing {
     rows_ = rows;
     const int64_t visits = rows * per_row_;
     begins_.resize(experts_ + 1);
-    of_expert_.reserve(experts_ + visits / (kMostRowsOfTask - kMostTiledRows));
+    of_expert_.reserve(experts_ + visits / (kMaxRowsOfTask - kMaxTiledRows));
     return scores_.reserve(rows * width()) && probabilities_.reserve(rows * width()) &&
            (!limits_groups() || of_groups_.reserve(rows * groups_)) &&
            best_.reserve(rows * (groups_per_row_ + scores_per_group_)) && chosen_.reserve(visits) &&
@@ -81,7 +81,7 @@ class Routing {
       total += chances[i];
     }
     // In this order a NaN stays NaN.
-    for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total < kLeastSum ? kLeastSum : total;
+    for (int i = 0; normalizes_ && i < per_row_; ++i) chances[i] /= total < kMinSum ? kMinSum : total;
     for (int i = 0; i < per_row_; ++i) chances[i] *= scale_;
   }
 
@@ -129,7 +129,7 @@ class Routing {
   }
 
  private:
-  static constexpr float kLeastSum = 1e-20f;  // by which probabilities are divided
+  static constexpr float kMinSum = 1e-20f;  // by which probabilities are divided
 
   int64_t width() const { return experts_ + 1; }
   bool limits_groups() const { return groups_per_row_ < groups_; }

@@ -53,10 +53,10 @@ struct Packed {
 struct RowBlocks {
   RowBlocks(int64_t rows, bool by_tiles)
       : rows(rows),
-        most(by_tiles ? kMostTiledRows : kMaxRows),
+        most(by_tiles ? kMaxTiledRows : kMaxRows),
         count(std::max<int64_t>((rows + most - 1) / most, rows > kFewRows && !by_tiles ? 2 : 1)) {}
   // Maximum number of blocks in a task.
-  int64_t at_once() const { return kMostRowsOfTask / most; }
+  int64_t at_once() const { return kMaxRowsOfTask / most; }
   int64_t begin(int64_t block) const { return rows * block / count; }
   int64_t of(int64_t row) const { return ((row + 1) * count - 1) / rows; }
 
@@ -109,7 +109,7 @@ struct Part {
 // does not affect results.
 template <class E>
 struct Waiting {
-  typename E::Sums sums[kMostRowsOfTask][2];
+  typename E::Sums sums[kMaxRowsOfTask][2];
   Tiles tiles;
 };
 
@@ -136,7 +136,7 @@ inline void run_rows(const typename E::Operand* block, int row, const Packed<E>&
   }
 }
 
-// Does what `run_rows` does, with tiles.
+// Like `run_rows`, but multiplies with AMX tiles.
 template <class E, class TilesOfThread, class Done>
 inline void run_tiles(TilesOfThread& tiles, const RowOperand<E>* block, int row, int rows, const Packed<E>& w, int panel,
                       const Part& part, const Ahead& ahead, typename E::Sums (*waiting)[2], const Done& done) {
@@ -238,7 +238,7 @@ class Tasks {
   const std::vector<MatrixRows>* of_ = nullptr;
 };
 
-// Computes the product of packed rows; called by every thread of a team after the tasks were dealt. Calls
+// Computes the product of packed rows; called by every thread of a team after tasks were assigned. Calls
 // begin(panel index, first row, row after the last) before the rows' sums for a panel are computed.
 template <class E, class Begin, class Done>
 void multiply(const RowOperand<E>* a, const Tasks& tasks, const Packed<E>& w, Team& team, int thread,

@@ -28,7 +28,7 @@ float quantize_row(const typename E::Stored* source, int count, int padded, uint
 template <class E>
 void quantize_weights(const typename E::Stored* source, int count, int8_t* target, float* scale, int32_t* sum) {
   *scale = largest_magnitude<E>(source, count) / 127.0f;
-  const Floats divisor = floats(std::max(*scale, kLeastScale));
+  const Floats divisor = floats(std::max(*scale, kMinScale));
   Ints total = ints(0);
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);

@@ -65,7 +65,7 @@ struct Rounded {
 template <class E, class Levels>
 float round_head(const typename E::Stored* numbers, int count, uint8_t* levels) {
   // In this order NaN stays NaN.
-  const float scale = std::max(largest_magnitude<E>(numbers, count) / Levels::kLargest, kLeastScale);
+  const float scale = std::max(largest_magnitude<E>(numbers, count) / Levels::kLargest, kMinScale);
   for (int i = 0; i < count; i += kLanes) {
     const Mask mask = first_lanes(count - i);
     const Floats x = div(E::load(numbers + i, mask), floats(scale));

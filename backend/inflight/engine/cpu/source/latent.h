@@ -122,7 +122,7 @@ class LatentTile {
   using Stored = typename E::Stored;
   static constexpr int kKeys = 64;  // scored before the sums are rescaled
 
-  // Consecutive keys: a head's part without positions, the shared part, and the values.
+  // Consecutive keys: a head's part without rotation, the shared rotated part, and the values.
   struct Keys {
     const Stored *own[kKeys], *shared[kKeys], *values[kKeys];
     int64_t first;
@@ -174,7 +174,7 @@ class LatentTile {
     }
   }
 
-  // Stores a vector's result.
+  // Stores the result of a query vector: the weighted sum of values, divided by the sum of the weights.
   void finish(int vector, int value, Stored* target) {
     const Floats factor = floats(1.0f / total_[vector]);
     for (int d = 0; d < value; d += kLanes)

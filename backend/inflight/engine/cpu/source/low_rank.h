@@ -191,8 +191,8 @@ __attribute__((noinline)) void shrink(const LowRank& low_rank, int count, const 
   });
 }
 
-// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Prefetches as much of B for the next
-// panel.
+// B h of up to kRowsAtOnce rows of one adapter, for the columns of a panel. Meanwhile prefetches the part of B for the
+// next panel.
 template <class E>
 __attribute__((noinline)) void expand(const LowRank& low_rank, int panel, int count,
                                       const typename E::Stored* const* h, float* const* sums) {

@@ -103,7 +103,7 @@ namespace inflight {
 // Whether tiles multiply this type, in larger blocks of rows.
 template <class E>
 constexpr bool kByTiles = false;
-constexpr int kMostTiledRows = kMaxRows;
+constexpr int kMaxTiledRows = kMaxRows;
 struct Tiles {};
 
 }  // namespace inflight

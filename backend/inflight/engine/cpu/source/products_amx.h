@@ -17,7 +17,7 @@ namespace inflight {
 template <class E>
 constexpr bool kByTiles = std::is_base_of_v<BfloatPairs, E> || std::is_same_v<E, Int8>;
 
-constexpr int kMostTiledRows = 2 * kTileRows;  // of a block: two tiles of rows and two of columns, four of sums
+constexpr int kMaxTiledRows = 2 * kTileRows;  // of a block: two tiles of rows and two of columns, four of sums
 
 // The tiles of a thread, released when this object is destroyed.
 class Tiles {

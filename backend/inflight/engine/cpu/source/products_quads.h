@@ -14,7 +14,7 @@ namespace inflight {
 
 constexpr int kMaxRows = 6;
 constexpr int kFewRows = 6;            // at most, one micro-kernel takes them all while it waits for memory
-constexpr int kMostRowsOfTask = 72;    // as many as stay in a core's second-level cache from panel to panel
+constexpr int kMaxRowsOfTask = 72;    // as many as stay in a core's second-level cache from panel to panel
 constexpr int64_t kCache = 256 << 10;  // part of a core's second-level cache that two parts of panels may take
 
 // For attention: query vectors scored together, groups of keys scored with them, and vectors and registers of values
@@ -51,7 +51,8 @@ inline FloatQuad widen(IntQuad pairs, int word) {
 struct QuadBfloats : WidenedBfloats {
   static Pairs to_pairs(Floats first, Floats second) { return {first, second}; }
 
-  // Quad: sums of a quad of columns; multiply_add takes four rows' words.
+  // `Quad` has sums for four columns. `multiply_add` multiplies the columns with one word (kPair inputs) of each of four
+  // rows.
   using Quad = FloatQuad;
   struct Columns {
     FloatQuad first, second;

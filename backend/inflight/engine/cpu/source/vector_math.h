@@ -35,7 +35,7 @@ inline Floats soft_cap_ps(Floats x, float cap) {
   return mul(floats(cap), sub(mul(two, sigmoid_ps(twice)), one));
 }
 
-// With an error below 2^-13, in half the time: for results that are rounded to bfloat16.
+// A sigmoid with an error below 2^-13, in half the time: for results that are rounded to bfloat16.
 inline Floats rough_sigmoid_ps(Floats x) {
   const Floats y = mul(x, floats(-1.44269504088896341f));
   const Floats n = rounded(y);

@@ -27,14 +27,14 @@ MAX_HEAD_DIM = 256
 
 _TILE_KEYS = 64  # for heads of up to 128, in half precision
 _TILE_BYTES = 8192  # size of a tile of rows for which 4 warps have enough registers; larger tiles get 8 warps
-_LEAST_PART = 256  # keys; combining shorter parts costs more than splitting saves
+_MIN_PART = 256  # keys; combining shorter parts costs more than splitting saves
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
-_LEAST_SHARING = (
+_MIN_SHARING = (
     # Programs per row and key head, so that among many short rows a long one is not read by a single program.
     4
 )
 PARTS_AT_ONCE = 4  # parts read together by `_add_up`
-_LEAST_DOT = 16  # rows of the smallest product that Triton compiles
+_MIN_DOT = 16  # rows of the smallest product that Triton compiles
 
 
 def num_parts(num_kv_heads: int, longest: int) -> int:
@@ -43,7 +43,7 @@ def num_parts(num_kv_heads: int, longest: int) -> int:
     `longest` is the maximum length of a sequence in tokens, which limits the number of parts.
     """
     parts = max(4, min(64, power_of_two(256 // num_kv_heads)))
-    return min(parts, power_of_two(-(-longest // _LEAST_PART)))
+    return min(parts, power_of_two(-(-longest // _MIN_PART)))
 
 
 @jit()
@@ -100,7 +100,7 @@ def _attend_generation(
     value_token: Value, value_head: Value, table_row: Value, key_scales: Value, value_scales: Value,
     scale_token: Value, LEVELS: constexpr, RECENT: constexpr, SINKS: constexpr, SOFT_CAP: constexpr,
     TOKENS_PER_BLOCK: constexpr, GROUP: constexpr, HEAD_DIM: constexpr, ROWS: constexpr, WIDTH: constexpr,
-    NUM_PARTS: constexpr, LEAST_PART: constexpr, TILE: constexpr,
+    NUM_PARTS: constexpr, MIN_PART: constexpr, TILE: constexpr,
 ):  # fmt: skip
     """Attend with a row's query heads of one key head to every n-th part of the row's keys.
 
@@ -118,7 +118,7 @@ def _attend_generation(
     if RECENT > 0:
         first = tl.maximum(position - RECENT + 1, 0)
     span = position + 1 - first
-    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, LEAST_PART)
+    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, MIN_PART)
     in_group = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     is_head = in_group < GROUP
@@ -167,7 +167,7 @@ def _attend_generation(
 def _add_up(
     results: Value, rows: Value, positions: Value, parts_read: Value, parts_best: Value, parts_total: Value,
     sinks: Value, RECENT: constexpr, HAS_SINKS: constexpr, HEAD_DIM: constexpr, WIDTH: constexpr,
-    NUM_PARTS: constexpr, LEAST_PART: constexpr, TILE: constexpr, AT_ONCE: constexpr,
+    NUM_PARTS: constexpr, MIN_PART: constexpr, TILE: constexpr, AT_ONCE: constexpr,
 ):  # fmt: skip
     """Combine the parts' softmaxes of a row and head into `results` [rows, heads, HEAD_DIM].
 
@@ -180,7 +180,7 @@ def _add_up(
     span = position + 1
     if RECENT > 0:
         span = tl.minimum(span, RECENT)
-    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, LEAST_PART)
+    part_size = tl.maximum(tl.cdiv(tl.cdiv(span, NUM_PARTS), TILE) * TILE, MIN_PART)
     num_parts = tl.cdiv(span, part_size)
     parts = tl.arange(0, NUM_PARTS)
     columns = tl.arange(0, WIDTH)
@@ -326,12 +326,12 @@ def attend_generation(
     parts_read = torch.empty((*shape, head_dim), dtype=torch.float32, device=queries.device)
     parts_best = torch.empty(shape, dtype=torch.float32, device=queries.device)
     parts_total = torch.empty_like(parts_best)
-    width = max(_LEAST_DOT, power_of_two(head_dim))
+    width = max(_MIN_DOT, power_of_two(head_dim))
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
-    sharing = min(parts, max(_LEAST_SHARING, _PROGRAMS // (num_rows * num_kv_heads)))
-    group_rows = max(_LEAST_DOT, power_of_two(group))
+    sharing = min(parts, max(_MIN_SHARING, _PROGRAMS // (num_rows * num_kv_heads)))
+    group_rows = max(_MIN_DOT, power_of_two(group))
     keys_at_once, num_warps = _tiling(group_rows, width, queries.dtype)
-    split = {"NUM_PARTS": parts, "LEAST_PART": _LEAST_PART, "TILE": keys_at_once}
+    split = {"NUM_PARTS": parts, "MIN_PART": _MIN_PART, "TILE": keys_at_once}
     launch(
         _attend_generation, (num_rows, num_kv_heads, sharing),
         queries, keys, values, tables, rows, slots, positions, parts_read, parts_best, parts_total, scale,
@@ -377,7 +377,7 @@ def attend_chunks(
     _, num_heads, head_dim = queries.shape
     keys, values = pages
     recent, num_sinks = (0, 0) if window is None else (window.recent, window.sinks)
-    width = max(_LEAST_DOT, power_of_two(head_dim))
+    width = max(_MIN_DOT, power_of_two(head_dim))
     keys_at_once, num_warps, num_stages = chunk_tiling(width, queries.dtype)
     launch(
         _attend_chunk, (num_heads, len(tiles)),
@@ -409,7 +409,7 @@ def _tiling(rows: int, width: int, dtype: torch.dtype) -> tuple[int, int]:
     kernels.
     """
     keys = _TILE_KEYS // (2 if width > 128 else 1) // (2 if dtype.itemsize > 2 else 1)
-    return max(_LEAST_DOT, keys), 4 if rows * width * dtype.itemsize <= _TILE_BYTES else 8
+    return max(_MIN_DOT, keys), 4 if rows * width * dtype.itemsize <= _TILE_BYTES else 8
 
 
 def _or_nothing(sinks: Tensor | None, any_tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.cuda.kernels.launching import launch, power_of_two
 
-_MOST_ROWS = 64  # rows of a tile
+_MAX_ROWS = 64  # rows of a tile
 
 
 @jit()
@@ -98,7 +98,7 @@ def multiply(
     is_float8 = values.dtype is torch.float8_e4m3fn
     stored = values.view(torch.uint8) if is_float8 else values
     results = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    rows = min(_MOST_ROWS, max(16, power_of_two(num_rows)))
+    rows = min(_MAX_ROWS, max(16, power_of_two(num_rows)))
     outputs = 32 if num_rows <= 16 else 64
     if num_rows and num_outputs:
         launch(

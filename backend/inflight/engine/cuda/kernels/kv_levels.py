@@ -11,12 +11,12 @@ from torch import Tensor
 
 from inflight.engine.cuda.kernels.language import Value, constexpr, jit, tl
 from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS
-from inflight.shared_constants import LEAST_SCALE
+from inflight.shared_constants import MIN_SCALE
 
 AS_COMPUTED, INT8, FP8 = 0, 1, 2
 """The values of a kernel's `LEVELS`: the storage of its KV cache."""
 
-_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
 _KINDS = {INT8_LEVELS.stored: INT8, FP8_LEVELS.stored: FP8}
 
 
@@ -58,7 +58,10 @@ def store_head(
     cache: Value, target: Value, scales: Value, place: Value, numbers: Value, inside: Value,
     LEVELS: constexpr,
 ):  # fmt: skip
-    """Store a key or value of one head, 0 where not `inside`: unchanged, or as levels and a scale at `place`."""
+    """Store a key or value of one head, unchanged or (with LEVELS) as levels and a scale at `place`.
+
+    `inside` masks the head's `numbers`, which are 0 outside of it.
+    """
     if LEVELS == 0:
         tl.store(cache + target, numbers, mask=inside)
     else:
@@ -72,7 +75,7 @@ def store_head(
 def _round_head(numbers: Value, LEVELS: constexpr) -> tuple[Value, Value]:
     largest = 127.0 if LEVELS == 1 else 448.0
     is_number = numbers == numbers
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), axis=0), largest), _LEAST_SCALE)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), axis=0), largest), _MIN_SCALE)
     has_no_number = tl.max((is_number == 0).to(tl.int32), axis=0) > 0
     scale = tl.where(has_no_number, float("nan"), scale)
     scaled = tl.div_rn(numbers, tl.zeros_like(numbers) + scale)

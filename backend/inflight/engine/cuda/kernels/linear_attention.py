@@ -15,7 +15,7 @@ from inflight.engine.cuda.kernels.launching import launch, power_of_two
 PIECE = 16
 """Number of tokens that `scan` computes in parallel."""
 
-_LEAST = 16  # columns of the smallest product that tl.dot computes
+_MIN_WIDTH = 16  # columns of the smallest product that tl.dot computes
 _VALUES = 32  # value columns per program
 
 
@@ -129,12 +129,12 @@ def scan(
     given = [each.contiguous() for each in (queries, keys, values, log_decay)]
     outputs, new_state = torch.empty_like(given[2]), torch.empty_like(state)
     num_heads, key_dim, value_dim = state.shape
-    width = max(_LEAST, min(_VALUES, power_of_two(value_dim)))
+    width = max(_MIN_WIDTH, min(_VALUES, power_of_two(value_dim)))
     launch(
         _scan, (num_heads, -(-value_dim // width)),
         *given, given[3] if beta is None else beta.contiguous(), state.contiguous(), outputs, new_state,
         queries.shape[0],
-        HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, KEYS=max(_LEAST, power_of_two(key_dim)),
+        HEADS=num_heads, KEY_DIM=key_dim, VALUE_DIM=value_dim, KEYS=max(_MIN_WIDTH, power_of_two(key_dim)),
         VALUES=width, PIECE=PIECE, HAS_BETA=beta is not None,
     )  # fmt: skip
     return outputs, new_state

@@ -55,7 +55,7 @@ def _multiply_levels(
 
     Grid: tiles of rows, tiles of outputs and, with IS_SHARED, parts; `results` are then the parts' unscaled sums,
     [PARTS, num_rows, num_outputs] float32. With HAS_ROW_SCALES x is float8, and its rows have scales too.
-    Levels are converted in registers, and are the left operand of the product: on some processors the right
+    Levels are converted in registers, and are the left operand of the product: on some GPUs the right
     operand cannot come from registers.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

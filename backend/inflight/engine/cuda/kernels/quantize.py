@@ -14,7 +14,7 @@ _OF_LARGEST = 1 / 448  # largest float8_e4m3fn
 @jit()
 def _quantize_rows(
     x: Value, levels: Value, scales: Value, x_row: Value, size: Value, OF_LARGEST: constexpr,
-    LEAST: constexpr, BLOCK: constexpr,
+    MIN_SCALE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     """Compute a row's levels and its scale. Grid: rows.
 
@@ -24,19 +24,19 @@ def _quantize_rows(
     columns = tl.arange(0, BLOCK)
     inside = columns < size
     numbers = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(numbers), axis=0) * OF_LARGEST, LEAST)
+    scale = tl.maximum(tl.max(tl.abs(numbers), axis=0) * OF_LARGEST, MIN_SCALE)
     tl.store(scales + row, scale)
     tl.store(
         levels + row * size + columns, tl.div_rn(numbers, scale).to(levels.dtype.element_ty), mask=inside
     )
 
 
-def quantize_float8(x: Tensor, least_scale: float) -> tuple[Tensor, Tensor]:
+def quantize_float8(x: Tensor, min_scale: float) -> tuple[Tensor, Tensor]:
     """Return float8_e4m3fn levels [rows, size], and a float32 scale per row; a row's largest value becomes 448.
 
     Args:
         x: [rows, size], the last dimension contiguous.
-        least_scale: The scale of rows of zeros.
+        min_scale: The scale of rows of zeros.
     """
     num_rows, size = x.shape
     levels = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -45,6 +45,6 @@ def quantize_float8(x: Tensor, least_scale: float) -> tuple[Tensor, Tensor]:
     if num_rows:
         launch(
             _quantize_rows, (num_rows,), x, levels, scales, x.stride(0), size,
-            OF_LARGEST=_OF_LARGEST, LEAST=least_scale, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            OF_LARGEST=_OF_LARGEST, MIN_SCALE=min_scale, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
     return levels, scales

@@ -7,7 +7,7 @@ const WORDS_FOR_ENDS = {
 };
 
 /** The largest n that the server accepts. */
-const MOST_ANSWERS = 1024;
+const MAX_ANSWERS = 1024;
 
 /** Milliseconds below which a rate of tokens is not meaningful. */
 const SHORTEST_S = 0.05;
@@ -154,7 +154,7 @@ class Turn {
   }
 
   #begin(body) {
-    const count = Math.min(Math.max(1, Math.trunc(body.n ?? 1)), MOST_ANSWERS);
+    const count = Math.min(Math.max(1, Math.trunc(body.n ?? 1)), MAX_ANSWERS);
     this.answers = Array.from({ length: count }, (_, i) => new Answer(i + 1, count));
     this.#forgetErrors();
     this.element.setAttribute("aria-busy", "true");
