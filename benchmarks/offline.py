@@ -33,12 +33,12 @@ from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.engine.cpu.library import find_target
 from inflight.engine.engine import ModelEngine
-from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds
+from inflight.engine.load_decoder import kept_by_compiled_layers, kept_kinds, weight_bytes
 from inflight.errors import InflightError
 from inflight.load_model import LoadModel, load_model
 from inflight.models import read_model_description
-from inflight.models.loader import num_weight_bytes
 from inflight.models.registry import ModelDescription
+from inflight.models.sharding import Part
 from inflight.parameter_reader import read_parameters
 
 
@@ -193,11 +193,11 @@ def main() -> None:
 
 def _with_kept_weights(setup: Setup, settings: Mapping[str, str], model: ModelDescription) -> Setup:
     """Return the setup; if quantized weights are kept, with their number of bytes."""
-    kept = kept_kinds(to_parameters(settings).engine, model, torch.device("cpu"))
+    config, device = to_parameters(settings).engine, torch.device("cpu")
+    kept = kept_kinds(config, model, device)
     if not kept:
         return setup
-    of_head = torch.int8 if setup.kernels.ran == "native" else torch.bfloat16
-    num_bytes = num_weight_bytes(model, torch.bfloat16, of_head, kept)
+    num_bytes = weight_bytes(config, model, device, Part.whole(model.decoder))
     return replace(setup, dtype=" and ".join(sorted(kind.value for kind in kept)), weight_bytes=num_bytes)
 
 

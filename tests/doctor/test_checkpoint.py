@@ -21,6 +21,7 @@ from inflight.server.repository import default_repository
 from inflight.testing.make_model import make_model as make_random_model
 from tests.engine.kernels import needs_native
 from tests.models.mxfp4 import pack
+from tests.models.sparse_files import write_35b_mixture
 from tests.models.zoo import make_model
 from tests.tiers import with_all
 
@@ -103,6 +104,15 @@ def test_packed_experts_are_described(tmp_path: Path):
     packed = check(folder, "bfloat16")["checkpoint"]
     assert packed.level is GREEN
     assert packed.says == plain.replace("not quantized", "mxfp4 unpacked when it is loaded")
+
+
+@pytest.mark.exhaustive
+def test_the_room_for_a_mixture_of_35b_in_4_bits_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_35b_mixture(tmp_path, "int4")
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 24 << 30)
+    room = check(tmp_path, max_batch_size="8")["room"]
+    assert "24.00 GiB of memory: 19.56 GiB for weights, 1.50 GiB for recurrent states, 1.4" in room.says
+    assert room.level is YELLOW and "less than one sequence of 262144 tokens" in room.says
 
 
 def test_settings_change_the_reported_room_for_tokens():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +22,7 @@ from inflight.hub import find_checkpoint
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
+from inflight.text.tokenizer import Tokenizer
 from tests.engine.driver import alone, load_engine
 from tests.engine.ranks import ranks
 from tests.engine.serving import config_of, serve
@@ -27,6 +32,8 @@ from tests.models.zoo_configs import VOCAB_SIZE
 from tests.tiers import with_all
 
 DEMO_MODEL = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
+LLAMA_CPP_PYTHON = os.environ.get("INFLIGHT_LLAMA_CPP_PYTHON")
+"""The interpreter of an environment with llama-cpp-python."""
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +184,58 @@ def test_the_demo_model_as_a_gguf_file_gives_the_same_tokens(tmp_path: Path) -> 
         for folder in (find_checkpoint(str(model.folder)), DEMO_MODEL)
     )
     assert row.generated == original.generated == model.greedy(model.prompt(20), 24)
+
+
+CODE = (
+    "def read_lines(path):\n",
+    "class Node:\n    def __init__(self, value):\n",
+    "import os\nimport sys\n",
+    "for name in names:\n",
+    "    try:\n        return",
+    "def parse_args(argv):\n",
+    "if isinstance(value, str):\n",
+    "async def close(self):\n",
+)
+"""Prompts for the demo model."""
+FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}
+"""Types of whole files, with llama.cpp's numbers; some of a file's matrices have other types."""
+
+
+@pytest.mark.skipif(LLAMA_CPP_PYTHON is None, reason="INFLIGHT_LLAMA_CPP_PYTHON names no interpreter")
+def test_the_demo_models_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Tokens of the file in F32 are equal. llama.cpp rounds the inputs of quantized matrices to 8 bits, so it may
+    choose another token of almost the same likelihood. The log has the number of equal tokens."""
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    source = tmp_path / "F32.gguf"
+    write_model(source, "llama", oracle, "F32", vocab__size=oracle.config.vocab_size)
+    prompts = [Tokenizer.from_dir(DEMO_MODEL).encode(text) for text in CODE]
+    files = {str(tmp_path / f"{name}.gguf"): number for name, number in FILE_TYPES.items()}
+    given = {"source": str(source), "files": files, "prompts": prompts, "num_tokens": 64}
+    program = Path(__file__).with_name("llama_cpp_program.py")
+    done = subprocess.run(
+        [str(LLAMA_CPP_PYTHON), str(program), json.dumps(given)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for path, answers in json.loads(done.stdout).items():
+        for dtype in ("float32",) if path == str(source) else ("float32", None):
+            engine = load_engine(find_checkpoint(path), dtype=dtype)
+            rows = [alone(engine, prompt, 64) for prompt in prompts]
+            equal = [_num_equal(row.generated, theirs) for row, theirs in zip(rows, answers, strict=True)]
+            behind = [
+                float(row.logits[count].max() - row.logits[count][theirs[count]])
+                for row, theirs, count in zip(rows, answers, equal, strict=True)
+                if count < 64
+            ]
+            logging.info(
+                "%s, %s: %s equal tokens; logits differ by %s", Path(path).stem, dtype, equal, behind
+            )
+            assert not behind if path == str(source) else max(behind, default=0) < 0.25
+
+
+def _num_equal(tokens: list[int], others: list[int]) -> int:
+    """Return how many tokens are equal before the first ones that differ."""
+    pairs = enumerate(zip(tokens, others, strict=True))
+    return next((index for index, (one, other) in pairs if one != other), len(tokens))
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine import capacity, load
+from inflight.engine import capacity, load, memory
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.load import load_stage
 from inflight.engine.memory import (
@@ -26,7 +29,9 @@ from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
+from tests.models.sparse_files import GROUP, MAX_READ, bytes_in_memory, write_35b_mixture
 from tests.models.zoo import Zoo
+from tests.tiers import with_all
 
 GPU_FRACTION, CPU_FRACTION = "kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"
 MAX_TOKENS = "max_tokens_in_paged_kv_cache"
@@ -284,6 +289,81 @@ def test_a_load_without_room_for_the_weights_reads_none_of_them(
     monkeypatch.setattr(load, "free_memory", lambda device: weights + 1000)
     with pytest.raises(ConfigError, match=r"beside .* MiB of weights the KV cache would have 0 blocks"):
         load_engine(folder, kernels=kernels)
+
+
+class _WeightsAreRead(Exception):
+    """All checks before it have passed."""
+
+
+@pytest.fixture
+def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that loads a checkpoint, up to the first weight, on a machine with the given free memory."""
+
+    def refuse(*_: Any) -> None:
+        raise _WeightsAreRead
+
+    monkeypatch.setattr(load, "load_decoder", refuse)
+
+    def check(free_bytes: int, folder: Path, **settings: Any) -> None:
+        monkeypatch.setattr(memory, "available_cpu_memory", lambda: free_bytes)
+        load.load_engine(EngineConfig(str(folder), device="cpu", **settings))
+
+    return check
+
+
+_EXPERTS, _VOCABULARY = 40 * 256 * 3 * 512 * 2048, 248_320 * 2048
+"""Numbers of weights of the experts, and of the embedding or the output projection."""
+_OTHERS = 34_660_610_688 - _EXPERTS - 2 * _VOCABULARY
+
+
+def test_a_mixture_of_35b_in_bfloat16_is_refused_on_24_gib(
+    tmp_path: Path, on_machine: Callable[..., None]
+) -> None:
+    paths = write_35b_mixture(tmp_path, None)
+    with pytest.raises(ConfigError) as error:
+        on_machine(24 << 30, tmp_path)
+    found = re.match(
+        r"the weights do not fit: they take (.*) MiB, and 24576.0 MiB are free on", str(error.value)
+    )
+    assert found is not None
+    assert float(found[1]) == pytest.approx((_EXPERTS + _OTHERS + 2 * _VOCABULARY) / 2**19, rel=1e-3)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("format", "group_bits"), with_all([("gptq", 20), ("awq", 20), ("int4", 16)], [("gptq", 20)])
+)
+@pytest.mark.parametrize("kernels", with_all([None, "torch"], [None]))
+def test_a_mixture_of_35b_in_4_bits_fits_24_gib_but_not_20(
+    tmp_path: Path, on_machine: Callable[..., None], format: str, group_bits: int, kernels: str | None
+) -> None:
+    """Experts have 4 bits and `group_bits` for each group; other matrices have 16, but compiled layers' output
+    projection has 8."""
+    paths = write_35b_mixture(tmp_path, format)
+    with pytest.raises(_WeightsAreRead):
+        on_machine(24 << 30, tmp_path, kernels=kernels)
+    with pytest.raises(ConfigError) as error:
+        on_machine(20 << 30, tmp_path, kernels=kernels)
+    in_16_bits = _OTHERS + (2 if kernels == "torch" else 1.5) * _VOCABULARY
+    wanted = _EXPERTS * (4 + group_bits / GROUP) / 8 + 2 * in_16_bits
+    found = re.search(r"(?:they take|beside) ([\d.]+) MiB", str(error.value))
+    assert found is not None and "KV cache" not in str(error.value)
+    assert float(found[1]) == pytest.approx(wanted / 2**20, rel=1e-3)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
+
+
+def test_recurrent_states_have_to_fit_beside_the_weights() -> None:
+    config = EngineConfig(max_num_sequences=4, kv_cache_free_cpu_mem_fraction=0.5)
+    with_states = partial(check_room, config, 50 << 20, 100, 1000, on_gpu=False)
+    assert with_states((60 << 20) + 10_000, state_bytes=10 << 20).num_blocks == 4
+    with pytest.raises(
+        ConfigError, match=r"beside 50\.0 MiB of weights and 10\.0 MiB of recurrent states the KV"
+    ):
+        with_states((60 << 20) + 9_000, state_bytes=10 << 20)
+    with pytest.raises(
+        ConfigError, match=r"states do not fit: they take 10\.0 MiB, and 9\.0 MiB are left; lower"
+    ):
+        with_states(59 << 20, state_bytes=10 << 20)
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:

@@ -143,6 +143,7 @@ def _quantized(numbers: np.ndarray, kind: GGMLQuantizationType, seed: int) -> np
 
 
 def _add_keys(writer: GGUFWriter, architecture: str, config: Any) -> None:
+    writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

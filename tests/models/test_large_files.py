@@ -1,15 +1,8 @@
-"""Files that do not fit config.json are refused by their headers, without reading many GB of weights.
-
-The files are sparse: headers, and holes in place of weights. Pages of a hole that were read are in memory.
-"""
+"""Files that do not fit config.json are refused by their headers, without reading many GB of weights."""
 
 from __future__ import annotations
 
-import ctypes
 import json
-import math
-import mmap
-import struct
 from pathlib import Path
 
 import pytest
@@ -20,6 +13,7 @@ from inflight.engine.load import load_engine
 from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.loader import check_weights, tensor_shapes
+from tests.models.sparse_files import MAX_READ, SparseTensor, bytes_in_memory, write_sparse
 
 Shapes = dict[str, tuple[int, ...]]
 _LLAMA_7B = {
@@ -32,44 +26,10 @@ _LLAMA_7B = {
     "num_attention_heads": 32,
     "intermediate_size": 11008,
 }
-_NUM_FILES = 3
-_MAX_READ = 16 << 20
-"""Bytes of a file that may be in memory: the header, and the kernel's read-ahead."""
 
 
 def _write(folder: Path, shapes: Shapes) -> list[Path]:
-    """Write an index and files with these tensors, in bfloat16 and without weights; return their paths."""
-    names = list(shapes)
-    weight_map: dict[str, str] = {}
-    paths = []
-    for number in range(_NUM_FILES):
-        path = folder / f"model-{number + 1:05}-of-{_NUM_FILES:05}.safetensors"
-        header, size = {}, 0
-        for name in names[number::_NUM_FILES]:
-            end = size + 2 * math.prod(shapes[name])
-            header[name] = {"dtype": "BF16", "shape": shapes[name], "data_offsets": [size, end]}
-            size = end
-            weight_map[name] = path.name
-        text = json.dumps(header).encode()
-        with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.truncate(8 + len(text) + size)
-        paths.append(path)
-    index = {"metadata": {"total_size": sum(path.stat().st_size for path in paths)}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return paths
-
-
-def _bytes_in_memory(path: Path) -> int:
-    """Return how many bytes of a file are in memory, in whole pages."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
-        pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-        first = ctypes.c_char.from_buffer(mapped)
-        assert libc.mincore(ctypes.addressof(first), len(mapped), pages) == 0
-        del first
-        return sum(page & 1 for page in bytes(pages)) * mmap.PAGESIZE
+    return write_sparse(folder, (SparseTensor(name, "BF16", shape) for name, shape in shapes.items()))
 
 
 def _without(shapes: Shapes) -> Shapes:
@@ -118,7 +78,7 @@ def test_tensors_that_do_not_fit_are_found_in_the_files_headers(
     with pytest.raises(ConfigError) as error:
         load_engine(EngineConfig(str(tmp_path), dtype="bfloat16", device="cpu"))
     assert message in str(error.value)
-    assert all(_bytes_in_memory(path) < _MAX_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 
 def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> None:
@@ -127,7 +87,7 @@ def test_weights_of_fitting_files_are_not_read_by_the_check(tmp_path: Path) -> N
     model = read_model_description(tmp_path)
     paths = _write(tmp_path, tensor_shapes(model))
     check_weights(model)
-    assert all(_bytes_in_memory(path) < _MAX_READ for path in paths)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
     with paths[0].open("rb") as file:
-        file.read(2 * _MAX_READ)
-    assert _bytes_in_memory(paths[0]) >= 2 * _MAX_READ
+        file.read(2 * MAX_READ)
+    assert bytes_in_memory(paths[0]) >= 2 * MAX_READ

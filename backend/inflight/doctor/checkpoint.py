@@ -91,11 +91,12 @@ def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) ->
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
     from inflight.engine.capacity import find_device, longest_sequence
-    from inflight.engine.load_decoder import computed_dtype
+    from inflight.engine.load_decoder import computed_dtype, weight_bytes
     from inflight.errors import ConfigError
     from inflight.models import read_model_description
-    from inflight.models.loader import num_parameters, num_weight_bytes
+    from inflight.models.loader import num_parameters
     from inflight.models.registry import UnknownFamily
+    from inflight.models.sharding import Part
 
     try:
         if config.implementation == "transformers":
@@ -104,7 +105,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         description = read_model_description(folder)
         dtype, device = computed_dtype(config, description), find_device(config.device)
         path, linear_dtype, kept = _check_path(config, description, dtype, device)
-        num_bytes = num_weight_bytes(description, dtype, linear_dtype, kept)
+        num_bytes = weight_bytes(config, description, device, Part.whole(description.decoder))
         longest = longest_sequence(config, description.decoder)
     except ConfigError as error:
         if isinstance(error, UnknownFamily) and config.implementation is None:
@@ -278,6 +279,7 @@ def _check_room(
     `dtypes` are the dtype of activations and KV cache, and the dtype of the layers' matrices.
     """
     from inflight.config import MMAP
+    from inflight.engine.capacity import total_state_bytes
     from inflight.engine.kv_cache import block_bytes
     from inflight.engine.kv_quantization import find_kv_quantization
     from inflight.engine.load_decoder import runs_compiled
@@ -289,17 +291,20 @@ def _check_room(
     where = "of GPU memory" if on_gpu else "of memory"
     size = block_bytes(description.decoder, config.tokens_per_block, dtypes[0], kv_quantization)
     are_mapped = config.weights == MMAP and runs_compiled(config, description, device)
+    of_states = total_state_bytes(config, description.decoder, dtypes[0])
     try:
-        chosen = check_room(config, num_bytes, longest, size, free, on_gpu, are_mapped)
+        chosen = check_room(config, num_bytes, longest, size, free, on_gpu, are_mapped, of_states)
     except ConfigError as error:
         mend = "--set max_batch_size=N with fewer sequences, --tp N over several GPUs or hosts"
         yield red("room", str(error), ", ".join([*_smaller(dtypes[1]), mend]))
         return
     tokens = chosen.num_blocks * config.tokens_per_block
     kind = f" in {kv_quantization.name}" if kv_quantization is not None else ""
+    states = f"{_size(of_states)} for recurrent states, " if of_states else ""
     says = (
         f"{_size(free)} {where}: {_size(num_bytes)} for weights{' mapped from a file' if are_mapped else ''}, "
-        f"{_size(chosen.num_blocks * size)} for a KV cache of {tokens} tokens{kind} ({chosen.decided_by} decides)"
+        f"{states}{_size(chosen.num_blocks * size)} for a KV cache of {tokens} tokens{kind} "
+        f"({chosen.decided_by} decides)"
     )
     if tokens < longest:
         smaller = ", --set kv_cache_dtype=int8" if kv_quantization is None else ""

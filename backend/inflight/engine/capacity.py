@@ -19,6 +19,7 @@ from inflight.engine.additional_outputs import offer
 from inflight.engine.kv_cache import block_bytes, describe_quantization
 from inflight.engine.kv_quantization import find_kv_quantization
 from inflight.engine.memory import (
+    LESS_STATES,
     allocating,
     beside_mapped,
     check_adapter_pages,
@@ -34,7 +35,6 @@ from inflight.models.decoder_config import DynamicScaling
 from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 
-_LESS_STATES = "less recurrent_state_snapshots or max_batch_size"
 _logger = logging.getLogger(__name__)
 
 
@@ -223,14 +223,21 @@ def allocate_states(
         return None
     num_slots, num_snapshots = config.max_num_sequences, count_snapshots(config, held)
     num_bytes = state_bytes(held.recurrent, num_layers, dtype)
-    with allocating(
-        "recurrent states", lambda: num_bytes * (num_slots + 1 + num_snapshots), device, _LESS_STATES
-    ):
+    total = total_state_bytes(config, held, dtype)
+    with allocating("recurrent states", lambda: total, device, LESS_STATES):
         states = RecurrentStates(held.recurrent, num_layers, num_slots, num_snapshots, dtype, device)
     _logger.info(
         "recurrent states: %d slots and %d snapshots of %.2f MiB", num_slots, num_snapshots, num_bytes / 2**20
     )
     return states
+
+
+def total_state_bytes(config: EngineConfig, held: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the size of the recurrent states of all slots and of their snapshots in bytes."""
+    if held.recurrent is None:
+        return 0
+    num_states = config.max_num_sequences + 1 + count_snapshots(config, held)
+    return num_states * state_bytes(held.recurrent, sum(held.recurrent_layers), dtype)
 
 
 def count_snapshots(config: EngineConfig, decoder: DecoderConfig) -> int:

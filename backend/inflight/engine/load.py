@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.config import MMAP, QUANTIZED, EngineConfig
+from inflight.config import MMAP, EngineConfig
 from inflight.engine.adapter_pool import page_bytes
 from inflight.engine.capacity import (
     allocate_states,
@@ -18,6 +18,7 @@ from inflight.engine.capacity import (
     count_blocks,
     find_device,
     longest_sequence,
+    total_state_bytes,
 )
 from inflight.engine.collectives import ALONE, Collectives
 from inflight.engine.cpu.decoder import NativeDecoder
@@ -31,10 +32,10 @@ from inflight.engine.load_decoder import (
     AnyDecoder,
     computed_dtype,
     find_model,
-    kept_kinds,
     load_decoder,
     log_not_mapped,
     runs_compiled,
+    weight_bytes,
 )
 from inflight.engine.load_options import LoadOptions
 from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
@@ -42,7 +43,7 @@ from inflight.engine.rank_loader import RankLoader, prepare_device
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
 from inflight.guided.grammars import Grammars
-from inflight.models.loader import check_weights, num_weight_bytes
+from inflight.models.loader import check_weights
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
@@ -190,8 +191,9 @@ class _Loader(RankLoader):
         are_mapped = config.weights == MMAP and runs_compiled(config, model, device, self.part.shard)
         dtype, quantization = computed_dtype(config, model), find_kv_quantization(config.kv_cache_dtype)
         size = block_bytes(self.held, config.tokens_per_block, dtype, quantization)
-        on_gpu = device.type == "cuda"
-        check_room(config, num_bytes, self.max_sequence_length, size, free_bytes, on_gpu, are_mapped)
+        of_states = total_state_bytes(config, self.held, dtype)
+        on_gpu, longest = device.type == "cuda", self.max_sequence_length
+        check_room(config, num_bytes, longest, size, free_bytes, on_gpu, are_mapped, of_states)
         if are_mapped and num_bytes > free_bytes:
             _log.warning(
                 "%.2f GB of weights are mapped, but only %.2f GB of memory are free: parts of the weights are "
@@ -267,8 +269,4 @@ def _weight_bytes(config: EngineConfig, model: ModelDescription | TransformersMo
     """Return the memory that a rank's weights take, in bytes."""
     if isinstance(model, TransformersModel):  # already loaded
         return 0
-    dtype, device = computed_dtype(config, model), find_device(config.device)
-    unchanged_kinds = kept_kinds(config, model, device)
-    has_int8_head = bool(unchanged_kinds) and runs_compiled(config, model, device, part.shard)
-    of_linear = torch.int8 if config.dtype in QUANTIZED or has_int8_head else dtype
-    return num_weight_bytes(model, dtype, of_linear, unchanged_kinds, part)
+    return weight_bytes(config, model, find_device(config.device), part)

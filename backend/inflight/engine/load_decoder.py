@@ -34,7 +34,7 @@ from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights, PlainWeights
 from inflight.models.levels import MatrixKind
-from inflight.models.loader import load_weights_into, quantized_kinds, stored_dtype
+from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2
 from inflight.models.registry import ModelDescription, UnknownFamily, read_model_description
 from inflight.models.sharding import WHOLE, Part, Shard
@@ -259,11 +259,23 @@ def keeps_levels(config: EngineConfig, model: ModelDescription, device: torch.de
     return is_asked_for or MatrixKind.FLOAT4 in quantized_kinds(model)
 
 
-def kept_kinds(config: EngineConfig, model: ModelDescription, device: torch.device) -> frozenset[MatrixKind]:
-    """Return the kinds of matrices that stay quantized as in the checkpoint, if compiled code can run here."""
-    if keeps_levels(config, model, device):
-        return frozenset(quantized_kinds(model))
-    return kept_by_compiled_layers(config, model, device)
+def kept_kinds(
+    config: EngineConfig, model: ModelDescription, device: torch.device, shard: Shard = WHOLE
+) -> frozenset[MatrixKind]:
+    """Return the kinds of matrices that stay quantized as in the checkpoint, unless compiled code cannot be
+    compiled."""
+    kinds = kept_by_compiled_layers(config, model, device)
+    if _runs_compiled(config, model, device, shard, kinds):
+        return kinds
+    return frozenset(quantized_kinds(model)) if keeps_levels(config, model, device) else frozenset()
+
+
+def weight_bytes(config: EngineConfig, model: ModelDescription, device: torch.device, part: Part) -> int:
+    """Return the memory that a rank's weights will take in bytes, unless compiled code cannot be compiled."""
+    dtype, kinds = computed_dtype(config, model), kept_kinds(config, model, device, part.shard)
+    has_int8_head = bool(kinds) and _runs_compiled(config, model, device, part.shard, kinds)
+    linear_dtype = torch.int8 if config.dtype in QUANTIZED else dtype
+    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, torch.int8 if has_int8_head else None)
 
 
 def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
@@ -333,8 +345,18 @@ def runs_compiled(
     config: EngineConfig, model: ModelDescription, device: torch.device, shard: Shard = WHOLE
 ) -> bool:
     """Whether compiled code will run the layers, unless it cannot be compiled."""
-    kinds, dtype = kept_by_compiled_layers(config, model, device), computed_dtype(config, model)
-    computed = torch.bfloat16 if kinds else dtype
+    return _runs_compiled(config, model, device, shard, kept_by_compiled_layers(config, model, device))
+
+
+def _runs_compiled(
+    config: EngineConfig,
+    model: ModelDescription,
+    device: torch.device,
+    shard: Shard,
+    kinds: frozenset[MatrixKind],
+) -> bool:
+    """`kinds`: the result of `kept_by_compiled_layers`."""
+    computed = torch.bfloat16 if kinds else computed_dtype(config, model)
     try:
         check_native(config, model.decoder, computed, device, shard)
         find_target(str(computed).removeprefix("torch."), config.dtype == INT8 or bool(kinds))

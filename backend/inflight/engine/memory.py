@@ -30,6 +30,8 @@ LESS_WEIGHTS = (
     "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
 )
 """Ways to use less memory for weights, for error messages."""
+LESS_STATES = "lower recurrent_state_snapshots or max_batch_size"
+"""Ways to use less memory for recurrent states, for error messages."""
 REUSE_ROOM = 2
 """Maximum size of the cache on a CPU, as a multiple of the tokens of all slots; more than 1, so that blocks of
 ended sequences can be reused."""
@@ -99,6 +101,7 @@ def check_room(
     free_bytes: int,
     on_gpu: bool,
     are_mapped: bool = False,
+    state_bytes: int = 0,
 ) -> KvCacheSize:
     """Return the size of the KV cache that will fit beside weights that are not read yet.
 
@@ -112,9 +115,10 @@ def check_room(
         free_bytes: Memory that this process may still use on the device.
         on_gpu: As for `choose_kv_cache_size`.
         are_mapped: Whether the weights are mapped from a file, which may be larger than the memory.
+        state_bytes: Bytes of the recurrent states.
 
     Raises:
-        ConfigError: The weights do not fit, or leave less than a block for each slot.
+        ConfigError: The weights do not fit, or leave less than the states and a block for each slot.
     """
     if are_mapped:
         left = beside_mapped(free_bytes, weight_bytes)
@@ -124,10 +128,18 @@ def check_room(
             f"the weights do not fit: they take {weight_bytes / 2**20:.1f} MiB, and {free_bytes / 2**20:.1f} MiB "
             f"are free on the {'GPU' if on_gpu else 'CPU'}; {LESS_WEIGHTS}{or_mapped}"
         )
+    beside = f"beside {weight_bytes / 2**20:.1f} MiB of weights"
+    if state_bytes:
+        if left < state_bytes:
+            raise ConfigError(
+                f"{beside} the recurrent states do not fit: they take {state_bytes / 2**20:.1f} MiB, and "
+                f"{left / 2**20:.1f} MiB are left; {LESS_STATES}"
+            )
+        beside += f" and {state_bytes / 2**20:.1f} MiB of recurrent states"
     try:
-        return choose_kv_cache_size(config, max_sequence_length, block_bytes, left, on_gpu)
+        return choose_kv_cache_size(config, max_sequence_length, block_bytes, left - state_bytes, on_gpu)
     except ConfigError as error:
-        raise ConfigError(f"beside {weight_bytes / 2**20:.1f} MiB of weights {error}") from None
+        raise ConfigError(f"{beside} {error}") from None
 
 
 def beside_mapped(free_bytes: int, mapped_bytes: int) -> int:

@@ -9,6 +9,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import llguidance
 import numpy as np
@@ -120,8 +121,12 @@ class LLGuidanceBackend:
             step_max_items=_most_items(len(vocabulary.tokens)),
             verbose_errors=False,
         )
-        self._sorted = sorted((token, index) for index, token in enumerate(vocabulary.tokens) if token)
         self._executor = llguidance.LLExecutor(Processors.here().num_threads)
+
+    @cached_property
+    def _sorted(self) -> list[tuple[bytes, int]]:
+        """The tokens with text in the order of their bytes, and their ids; used for `uniqueItems` alone."""
+        return sorted((token, index) for index, token in enumerate(self._vocabulary.tokens) if token)
 
     def compile(self, guide: Guide) -> bytes:
         """Translate the guide to llguidance's grammar, and check it by computing its first mask."""
@@ -139,7 +144,10 @@ class LLGuidanceBackend:
         # In JSON the keyword may also be spelled with an escape.
         is_named = "uniqueItems" in guide.text or "\\u" in guide.text
         is_watched = guide.type is GuideKind.JSON_SCHEMA and is_named
-        watch = ItemWatch(Places(guide.text)) if is_watched else None
+        watch = None
+        if is_watched:
+            watch = ItemWatch(Places(guide.text))
+            _ = self._sorted  # sorted here and not on the loop thread
         return LLMatcher(self._matcher(compiled.decode()), self._vocabulary.tokens, watch)
 
     def fill(self, jobs: Sequence[MaskJob], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:

@@ -145,13 +145,13 @@ def _check(checkpoint: Checkpoint, model: ModelDescription) -> None:
         )
     for name, shape in expected.items():
         info = checkpoint.tensors[name]
-        where = f"{checkpoint.folder / info.file}: tensor {name!r}"
         if info.shape != shape:
-            raise ConfigError(
-                f"{where} has shape {list(info.shape)}, expected {list(shape)} from config.json"
-            )
-        if info.dtype not in DTYPES:
-            raise ConfigError(f"{where} has dtype {info.dtype}, expected one of {', '.join(DTYPES)}")
+            said = f"shape {list(info.shape)}, expected {list(shape)} from config.json"
+        elif info.dtype not in DTYPES:
+            said = f"dtype {info.dtype}, expected one of {', '.join(DTYPES)}"
+        else:
+            continue
+        raise ConfigError(f"{checkpoint.folder / info.file}: tensor {name!r} has {said}")
 
 
 def _is_of_draft_layer(name: str, model: ModelDescription) -> bool:

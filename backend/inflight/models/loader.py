@@ -47,6 +47,8 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
 
     It is the dtype in config.json; without one, the dtype of the first tensor that is read.
     """
+    if model.decoder.dtype is not None:
+        return getattr(torch, model.decoder.dtype)
     with Checkpoint(model.folder) as checkpoint:
         model = fitted(model, checkpoint)
         first = next(iter(tensor_shapes(model)))
@@ -68,6 +70,7 @@ def num_weight_bytes(
     linear_dtype: torch.dtype,
     kept: Set[MatrixKind] = frozenset(),
     part: Part | None = None,
+    head_dtype: torch.dtype | None = None,
 ) -> int:
     """Return the size of a part of the model's weights in bytes; raise ConfigError if the checkpoint lacks a
     tensor.
@@ -75,12 +78,13 @@ def num_weight_bytes(
     Args:
         model: The model whose checkpoint is checked.
         dtype: Dtype of embeddings and vectors.
-        linear_dtype: Dtype of linear layers' matrices. If it differs from `dtype`, a tied embedding is
-            stored twice.
-        kept: Formats of quantized matrices that stay quantized as in the checkpoint.
+        linear_dtype: Dtype of linear layers' matrices.
+        kept: Formats of quantized matrices in the layers that stay quantized as in the checkpoint.
         part: One rank's part; None: the whole model.
+        head_dtype: Dtype of the output projection; None: `linear_dtype`. If it differs from `dtype`, a tied
+            embedding is stored twice.
     """
-    part = part or Part.whole(model.decoder)
+    part, head_dtype = part or Part.whole(model.decoder), head_dtype or linear_dtype
     with Checkpoint(model.folder) as checkpoint:
         model = untied(fitted(model, checkpoint), checkpoint)
         levels, stored = checkpoint.levels, checkpoint.tensors
@@ -90,14 +94,17 @@ def num_weight_bytes(
     looked_up = (sources.embedding, sources.position_embedding, of_layers and of_layers.embedding)
     total = 0
     for tensor in tensors(sources):
-        if all(stored_rows.name in of_levels for stored_rows in tensor.parts):
+        if tensor in looked_up:
+            total += tensor.num_bytes(dtype)
+        elif tensor == sources.lm_head:
+            total += tensor.num_bytes(head_dtype)
+        elif all(stored_rows.name in of_levels for stored_rows in tensor.parts):
             total += sum(int(of_levels[each.name] * tensor.share_read(each)) for each in tensor.parts)
         else:
-            is_multiplied = tensor.columns is not None and tensor not in looked_up
-            total += tensor.num_bytes(linear_dtype if is_multiplied else dtype)
+            total += tensor.num_bytes(dtype if tensor.columns is None else linear_dtype)
     is_tied = model.decoder.tied_embeddings and part.is_last_stage
-    if sources.embedding is not None and is_tied and linear_dtype != dtype:
-        total += sources.embedding.num_bytes(linear_dtype)
+    if sources.embedding is not None and is_tied and head_dtype != dtype:
+        total += sources.embedding.num_bytes(head_dtype)
     return total
 
 

@@ -91,17 +91,14 @@ class _Parts:
         info = self._checkpoint.tensors.pop(name, None)
         if info is None:
             raise self.missing(kind)
-        where = f"{self._checkpoint.folder / info.file}: tensor {name!r}"
+        self.infos[kind] = info
         if info.dtype not in dtypes:
-            raise ConfigError(f"{where} has dtype {info.dtype}, expected {' or '.join(dtypes)}")
+            raise self._refuse(kind, f"dtype {info.dtype}", " or ".join(dtypes))
         if shape is not None and (
             len(shape) != len(info.shape) or any(b not in (None, a) for a, b in zip(info.shape, shape))
         ):
             expected = ["any" if size is None else size for size in shape]
-            raise ConfigError(
-                f"{where} has shape {list(info.shape)}, expected {expected} beside its other parts"
-            )
-        self.infos[kind] = info
+            raise self.refuse(kind, f"{expected} beside its other parts")
 
     def stores(self, kind: str, dtypes: tuple[str, ...]) -> bool:
         """Whether the checkpoint has a part of this kind in one of `dtypes`."""
@@ -123,9 +120,11 @@ class _Parts:
 
     def refuse(self, kind: str, expected: str) -> ConfigError:
         """Return the error for a part whose shape is not the expected one."""
-        info = self.infos[kind]
-        where = f"{self._checkpoint.folder / info.file}: tensor {f'{self._module}.{kind}'!r}"
-        return ConfigError(f"{where} has shape {list(info.shape)}, expected {expected}")
+        return self._refuse(kind, f"shape {list(self.infos[kind].shape)}", expected)
+
+    def _refuse(self, kind: str, found: str, expected: str) -> ConfigError:
+        where = f"{self._checkpoint.folder / self.infos[kind].file}: tensor {f'{self._module}.{kind}'!r}"
+        return ConfigError(f"{where} has {found}, expected {expected}")
 
     def read(self, kind: str) -> Tensor:
         """Return a taken part as it is stored."""

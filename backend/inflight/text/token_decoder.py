@@ -121,7 +121,7 @@ class TokenDecoder:
         """Return the bytes of a byte token, None for other tokens."""
         if self.is_byte_level:
             try:
-                return bytes([BYTE_OF_CHARACTER[character] for character in token])
+                return bytes(map(BYTE_OF_CHARACTER.__getitem__, token))
             except KeyError:  # an added token
                 return token.encode()
         match = self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token)

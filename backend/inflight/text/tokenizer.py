@@ -117,8 +117,9 @@ class Tokenizer:
         For a special token these are its spelling.
         """
         decoder = self.token_decoder
-        table = [b""] * (1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
-        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        table = [b""] * (1 + max(vocabulary.values(), default=-1))
+        for token, token_id in vocabulary.items():
             if token_id in self._special_ids or token in self._added_ids:
                 table[token_id] = token.encode()
                 continue
