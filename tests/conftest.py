@@ -6,12 +6,15 @@ one worker, so that the server is started once; other tests stay together by fil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import re
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.remote import Producer
@@ -19,6 +22,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests import tiers
 
+FOLDER = Path(__file__).parent
 SHARED_SERVERS = (
     ("exact_server",),
     ("fake_server", "narrow_server"),
@@ -43,6 +47,18 @@ def no_certificate_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield
 
 
+def import_share(worker: Mapping[str, Any]) -> None:
+    """Import this worker's share of all test files before collection imports the rest.
+
+    pytest rewrites the assertions of a file when it is first imported, and caches the result. Without shares, all
+    workers would rewrite the same files at the same time. Errors are reported by the collection.
+    """
+    number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+    for path in sorted(FOLDER.rglob("test_*.py"))[number::count]:
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(".".join(path.relative_to(FOLDER.parent).with_suffix("").parts))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-requests",
@@ -58,10 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep the garbage collector from searching modules and tests, which stay to the end, again and again."""
     gc.disable()
     try:
+        if hasattr(session.config, "workerinput") and session.config.args == [str(FOLDER)]:
+            import_share(session.config.workerinput)
         return (yield)
     finally:
         gc.freeze()

@@ -19,7 +19,6 @@ from inflight.server.config_text import set_parameters
 from inflight.server.errors import ServeError
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.repository import Wanted
-from tests.tiers import with_all
 
 from .clients import CONTROL, CONTROLLED, Answer, Stream, ask, completion, infer, wait_until
 from .conftest import POST_PROCESSORS
@@ -180,21 +179,19 @@ def test_statistics_of_the_ranks_are_on_the_metrics_page(server):
     wait_until(lambda: num_seen() > before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("rested")
 @pytest.mark.parametrize(
     ("victim", "number", "is_busy"),
-    with_all(
-        [
-            ("rank 1", KILL, True),
-            ("rank 1", KILL, False),
-            ("rank 0", KILL, True),
-            ("mpirun", KILL, True),
-            ("rank 1", STOP, True),
-            ("rank 1", STOP, False),
-            ("rank 0", STOP, True),
-        ],
-        [("rank 1", KILL, True)],
-    ),
+    [
+        ("rank 1", KILL, True),
+        ("rank 1", KILL, False),
+        ("rank 0", KILL, True),
+        ("mpirun", KILL, True),
+        ("rank 1", STOP, True),
+        ("rank 1", STOP, False),
+        ("rank 0", STOP, True),
+    ],
 )
 def test_an_orchestrated_engine_is_restarted_after_a_loss(server, victim, number, is_busy):
     before, tokens_before = Processes.of(server), tokens(server)

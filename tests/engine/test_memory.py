@@ -31,7 +31,6 @@ from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
 from tests.models.sparse_files import GROUP, MAX_READ, bytes_in_memory, write_35b_mixture
 from tests.models.zoo import Zoo
-from tests.tiers import with_all
 
 GPU_FRACTION, CPU_FRACTION = "kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"
 MAX_TOKENS = "max_tokens_in_paged_kv_cache"
@@ -330,10 +329,9 @@ def test_a_mixture_of_35b_in_bfloat16_is_refused_on_24_gib(
     assert all(bytes_in_memory(path) < MAX_READ for path in paths)
 
 
-@pytest.mark.parametrize(
-    ("format", "group_bits"), with_all([("gptq", 20), ("awq", 20), ("int4", 16)], [("gptq", 20)])
-)
-@pytest.mark.parametrize("kernels", with_all([None, "torch"], [None]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("format", "group_bits"), [("gptq", 20), ("awq", 20), ("int4", 16)])
+@pytest.mark.parametrize("kernels", [None, "torch"])
 def test_a_mixture_of_35b_in_4_bits_fits_24_gib_but_not_20(
     tmp_path: Path, on_machine: Callable[..., None], format: str, group_bits: int, kernels: str | None
 ) -> None:

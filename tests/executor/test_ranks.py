@@ -98,6 +98,7 @@ def test_ranks_started_by_the_executor_serve_requests(checkpoint: Path, referenc
     assert not folder.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_lost_rank_is_reported_and_the_ranks_restart(checkpoint: Path, reference) -> None:
     with orchestrate(checkpoint, 1) as executor:
         request_id = executor.enqueue_request(trtllm.Request(PROMPT, LONG, streaming=True))

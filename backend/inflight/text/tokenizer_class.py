@@ -32,7 +32,7 @@ CLASS_OF_MODEL = {
         "CohereTokenizer": "cohere2",
         "GPT2Tokenizer": "codegen dbrx gpt2 gpt_neo gptj opt phi starcoder2",
         "GPTNeoXTokenizer": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv",
-        "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text recurrent_gemma",
+        "GemmaTokenizer": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text recurrent_gemma",
         "Qwen2Tokenizer": (
             "internvl qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe"
         ),

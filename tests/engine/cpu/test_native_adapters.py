@@ -297,6 +297,7 @@ def _adapters_of(engine: ModelEngine) -> PackedAdapters:
     return engine.runner.decoder._adapters
 
 
+@pytest.mark.exhaustive
 def test_a_lack_of_memory_for_adapters_fails_the_iteration() -> None:
     run_checks(Path(__file__).with_name("check_adapter_memory.py"), timeout_s=600)
 

@@ -26,7 +26,13 @@ CUDA = torch.device("cuda")
 def scores(**changes: Any) -> Any:
     """Return a model whose attention scores differ from Llama's in these settings."""
     return mock.Mock(
-        **{"attention_scale": None, "attention_soft_cap": None, "learned_sinks": False, **changes}
+        **{
+            "attention_scale": None,
+            "attention_soft_cap": None,
+            "alibi": None,
+            "learned_sinks": False,
+            **changes,
+        }
     )
 
 

@@ -172,7 +172,7 @@ def test_logits_and_hidden_states_are_those_of_transformers(zoo: Zoo) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("case", ["stablelm-head-norms", "nemotron"])
+@pytest.mark.parametrize("case", with_all(["stablelm-head-norms", "nemotron"], ["nemotron"]))
 def test_error_in_bfloat16_is_bounded(zoo: Zoo, case: str) -> None:
     model = zoo[case]
     prompt = model.prompt(32)

@@ -231,6 +231,7 @@ def test_batches_too_large_for_plans_are_not_recorded(zoo: Zoo, plans: Plans) ->
         assert each.generated == model.greedy(each.tokens[: each.prompt_length], len(each.generated))
 
 
+@pytest.mark.exhaustive
 def test_recorded_batches_with_adapters_give_the_tokens_of_each_alone(zoo: Zoo, plans: Plans) -> None:
     model, replays = zoo["llama-gqa"], Replays()
     requests = without_magnitudes(adapters.requests_of(model)[:NUM_WITH_ADAPTERS])
@@ -294,7 +295,8 @@ def test_an_iteration_that_fails_changes_no_tokens(
         failures.assert_same(result, expected[key])
 
 
-@pytest.mark.parametrize("case", with_all(["llama-gqa", "llama-gqa-tied"], ["llama-gqa-tied"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["llama-gqa", "llama-gqa-tied"])
 def test_two_ranks_of_plans_give_transformers_tokens(zoo: Zoo, plans: Plans, case: str) -> None:
     model = zoo[case]
     folder = plans(model, tensor_parallel_size=2, additional_outputs=("hidden_states_1",))
