@@ -58,7 +58,7 @@ def test_a_server_works_with_letters_outside_ascii_in_every_path(
         command, stdout=subprocess.PIPE, stderr=log, env={**os.environ, **variables}
     ) as server:
         try:
-            ready = read_line(server)
+            ready = read_line(server, timeout_s=400)  # layers are compiled
             assert ready.startswith("READY"), (tmp_path / "log").read_text(errors="replace")
             assert ready.endswith(f"model={model}\n")
             addresses = dict(word.split("=", 1) for word in ready.split()[1:5])

@@ -16,7 +16,7 @@ from inflight.engine.cpu import library
 from inflight.testing.make_model import make_model
 from tests.engine.driver import Driver, load_engine
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3600)]  # seconds: all libraries are compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = (1, 2, 3, 4)
