@@ -51,11 +51,12 @@ def import_share(worker: Mapping[str, Any]) -> None:
     """Import this worker's share of all test files before collection imports the rest.
 
     pytest rewrites the assertions of a file when it is first imported, and caches the result. Without shares, all
-    workers would rewrite the same files at the same time. Errors are reported by the collection.
+    workers would rewrite the same files at the same time. The collection imports files again whose import fails
+    here, for example because a marker is unknown before its conftest.py is read, and reports real errors.
     """
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     for path in sorted(FOLDER.rglob("test_*.py"))[number::count]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):
+        with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
             importlib.import_module(".".join(path.relative_to(FOLDER.parent).with_suffix("").parts))
 
 
