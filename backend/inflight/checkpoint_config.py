@@ -262,6 +262,7 @@ class CheckpointFacts:
     def num_kv_heads(self) -> int | None:
         """Number of key and value heads of a layer; the number of attention heads if not stated."""
         values = self._config.values
+        # Falcon has one key head by default, whatever the file says about their number.
         is_falcon = values.get("model_type") == "falcon"
         if is_falcon and not values.get("new_decoder_architecture") and values.get("multi_query", True):
             return 1

@@ -170,7 +170,7 @@ def _text(lines: list[str]) -> str:
 
 
 def main(root: Path) -> None:
-    """Write the generated files."""
+    """Write the files below `root` that are generated from the declarations of sampling controls."""
     for path, text in files(root).items():
         path.write_text(text, encoding="utf-8")
 

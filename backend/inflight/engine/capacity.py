@@ -31,7 +31,7 @@ from inflight.engine.memory import (
 from inflight.engine.recurrent.states import RecurrentStates, state_bytes
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig
-from inflight.models.decoder_config import DynamicScaling
+from inflight.models.rope_config import DynamicScaling
 from inflight.processors import Processors
 from inflight.ranks.topology import Mapping
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.models import DecoderConfig
-from inflight.models.decoder_config import ProportionalScaling
+from inflight.models.rope_config import ProportionalScaling
 
 
 def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:

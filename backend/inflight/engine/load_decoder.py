@@ -264,18 +264,25 @@ def kept_kinds(
 ) -> frozenset[MatrixKind]:
     """Return the kinds of matrices that stay quantized as in the checkpoint, unless compiled code cannot be
     compiled."""
-    kinds = kept_by_compiled_layers(config, model, device)
-    if _runs_compiled(config, model, device, shard, kinds):
-        return kinds
-    return frozenset(quantized_kinds(model)) if keeps_levels(config, model, device) else frozenset()
+    return _find_kinds(config, model, device, shard)[0]
 
 
 def weight_bytes(config: EngineConfig, model: ModelDescription, device: torch.device, part: Part) -> int:
     """Return the memory that a rank's weights will take in bytes, unless compiled code cannot be compiled."""
-    dtype, kinds = computed_dtype(config, model), kept_kinds(config, model, device, part.shard)
-    has_int8_head = bool(kinds) and _runs_compiled(config, model, device, part.shard, kinds)
+    kinds, is_compiled = _find_kinds(config, model, device, part.shard)
+    dtype, head_dtype = computed_dtype(config, model), torch.int8 if kinds and is_compiled else None
     linear_dtype = torch.int8 if config.dtype in QUANTIZED else dtype
-    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, torch.int8 if has_int8_head else None)
+    return num_weight_bytes(model, dtype, linear_dtype, kinds, part, head_dtype)
+
+
+def _find_kinds(
+    config: EngineConfig, model: ModelDescription, device: torch.device, shard: Shard
+) -> tuple[frozenset[MatrixKind], bool]:
+    """Return the result of `kept_kinds`, and whether compiled code runs the layers."""
+    kinds = kept_by_compiled_layers(config, model, device)
+    if _runs_compiled(config, model, device, shard, kinds):
+        return kinds, True
+    return frozenset(quantized_kinds(model)) if keeps_levels(config, model, device) else frozenset(), False
 
 
 def _has_own_dtype(config: EngineConfig, model: ModelDescription) -> bool:
@@ -355,7 +362,7 @@ def _runs_compiled(
     shard: Shard,
     kinds: frozenset[MatrixKind],
 ) -> bool:
-    """`kinds`: the result of `kept_by_compiled_layers`."""
+    """Whether compiled code will run the layers; `kinds` is the result of `kept_by_compiled_layers`."""
     computed = torch.bfloat16 if kinds else computed_dtype(config, model)
     try:
         check_native(config, model.decoder, computed, device, shard)

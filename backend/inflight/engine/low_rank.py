@@ -15,7 +15,8 @@ from torch import Tensor
 from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.matrices import to_tensor
-from inflight.models.decoder_config import DecoderConfig, RopeConfig
+from inflight.models.decoder_config import DecoderConfig
+from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part, Range, Shard
 
 _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)

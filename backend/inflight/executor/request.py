@@ -221,7 +221,7 @@ class GuidedDecodingParams(Frozen):
     """
 
     class GuideType(Numbered):
-        """Kinds of guides."""
+        """Kinds of guided decoding: what `guide` contains."""
 
         JSON = 0
         JSON_SCHEMA = 1

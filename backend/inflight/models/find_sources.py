@@ -13,11 +13,11 @@ from inflight.models.decoder_config import (
     ExpertsConfig,
     LatentAttention,
     LayerInputsConfig,
-    RopeConfig,
 )
 from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
 from inflight.models.recurrent import GatedDelta, KimiDelta, Section, total_size
 from inflight.models.registry import ModelDescription
+from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part, Range
 from inflight.models.weight_sources import (
     AltUpSources,

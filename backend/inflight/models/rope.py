@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.models.decoder_config import (
+from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
+from inflight.models.rope_config import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -23,7 +24,6 @@ from inflight.models.decoder_config import (
     RopeScaling,
     YarnScaling,
 )
-from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 
 _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope, proportional"
@@ -174,11 +174,17 @@ def read_rope_section(
     return RopeConfig(theta, scaling, part)
 
 
+def section_key(config: ConfigFile) -> str:
+    """Return the key of the object that describes rotary positions."""
+    return "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+
+
 def _section(config: ConfigFile) -> ConfigFile:
-    found = [key for key in ("rope_scaling", "rope_parameters") if config.value(key)]
-    if len(found) == 2 and config.values["rope_scaling"] != config.values["rope_parameters"]:
+    scaling, parameters = config.value("rope_scaling"), config.value("rope_parameters")
+    if scaling and parameters and scaling != parameters:
         raise config.error("rope_scaling", "the same as rope_parameters, or no such key")
-    return config.child(found[0]) if found else ConfigFile(config.path, {}, "rope_parameters")
+    key = section_key(config)
+    return config.child(key) if config.value(key) else ConfigFile(config.path, {}, key)
 
 
 def _read_scaling(config: ConfigFile, section: ConfigFile, max_positions: int) -> RopeScaling | None:

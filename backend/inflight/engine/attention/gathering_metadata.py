@@ -81,8 +81,9 @@ class LinearBiases:
     """
 
     def __init__(self, config: Alibi, num_kv_heads: int) -> None:
-        self._config = config
-        self._slopes = torch.tensor(config.slopes).view(num_kv_heads, -1, 1, 1)
+        dtype = torch.bfloat16 if config.is_rounded else torch.float32
+        self._slopes = torch.tensor(config.slopes, dtype=dtype).view(num_kv_heads, -1, 1, 1)
+        self._scale = config.scale
 
     def between(self, positions: Tensor, keys: Tensor) -> Tensor:
         """Return the biases of scores, [kv_heads, group, rows, n] float32.
@@ -93,10 +94,8 @@ class LinearBiases:
         return self._at(keys) - self._at(positions)
 
     def _at(self, positions: Tensor) -> Tensor:
-        slopes = self._slopes.to(positions.device)
-        if self._config.is_rounded:
-            slopes = slopes.bfloat16()
-        return (slopes * positions).float() * self._config.scale
+        self._slopes = self._slopes.to(positions.device)  # copied by the first iteration only
+        return (self._slopes * positions).float() * self._scale
 
 
 def make_metadata(

@@ -36,7 +36,7 @@ from inflight.engine.cpu.structs import (
 from inflight.engine.host_memory import Recycled
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_quantization import FP8_LEVELS, INT8_LEVELS, KvQuantization
-from inflight.engine.layers.decoder import embed
+from inflight.engine.layers.embedding import embed
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.packing import PackedBatch
 from inflight.engine.recurrent.states import RecurrentStates

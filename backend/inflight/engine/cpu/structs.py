@@ -112,7 +112,7 @@ class LayerStruct(Structure):
 
 
 class LatentShapeStruct(Structure):
-    """Sizes of latent attention."""
+    """Sizes of multi-head latent attention, as compiled code reads them."""
 
     _fields_ = (
         ("query_rank", c_int32),

@@ -169,7 +169,7 @@ class IterationGraphs:
 
     @property
     def count(self) -> int:
-        """Number of recordings."""
+        """Number of recorded forward passes (CUDA graphs)."""
         return len(self._replays)
 
     @property

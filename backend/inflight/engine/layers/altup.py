@@ -55,11 +55,11 @@ class ResidualStreams:
         `contribution` returns what is added to every stream but the first, given the corrected active stream.
         """
         weights = self._layers[self._index]
+        active = self._config.active
         factors = weights.correction(self._route(computed, weights)) + 1
-        self._streams = self._streams + factors[:, :, None] * (computed - self.active)[:, None]
+        self._streams = self._streams + factors[:, :, None] * (computed - self._streams[:, active])[:, None]
         scale = weights.output_scale if self._config.has_output_scale else 1
-        added = contribution(self.active * scale)
-        self._streams = torch.cat((self._streams[:, :1], self._streams[:, 1:] + added[:, None]), dim=1)
+        self._streams[:, 1:] += contribution(self._streams[:, active] * scale)[:, None]
         self._index += 1
         self._predict()
         return self.active
@@ -76,7 +76,7 @@ class ResidualStreams:
         if self._index == len(self._layers):
             return
         weights, count = self._layers[self._index], self._config.num_streams
-        routed = self._route(self.active, weights)
+        routed = self._route(self._streams[:, self._config.active], weights)
         mixtures = torch.unflatten(weights.prediction(routed), 1, (count, count))
         self._streams = torch.baddbmm(self._streams, mixtures, self._streams)
 

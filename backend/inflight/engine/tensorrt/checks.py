@@ -17,7 +17,7 @@ from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
 from inflight.file_names import native
 from inflight.models import DecoderConfig
-from inflight.models.decoder_config import LongRopeScaling
+from inflight.models.rope_config import LongRopeScaling
 from inflight.ranks.topology import Mapping
 
 _HOPPER = 90

@@ -20,8 +20,8 @@ from inflight.engine.tensorrt.weights import NetworkMatrix, Weights
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Norm
-from inflight.models.decoder_config import RopeConfig
 from inflight.models.rope import rope_tables
+from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part
 
 

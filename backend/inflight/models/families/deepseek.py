@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention, YarnScaling
+from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, LatentAttention
 from inflight.models.families.family import (
     AttentionNames,
     ExpertNames,
@@ -20,6 +20,8 @@ from inflight.models.families.family import (
 )
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like, without_growth
 from inflight.models.neutral_keys import ANY, NeutralKeys
+from inflight.models.rope import section_key
+from inflight.models.rope_config import YarnScaling
 from inflight.positions import MISTRAL4_SCALING
 
 _ATTENTION = AttentionNames(
@@ -223,7 +225,7 @@ def _read_mistral4(config: ConfigFile) -> DecoderConfig:
     interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
     latent = _read_latent(config, interleaved=interleaved, head_is_whole=True)
     longest, part = read_longest(config), "partial_rotary_factor"
-    section = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+    section = section_key(config)
     if config.has(section) and config.child(section).has(part):
         rotated = latent.query_head_dim * config.child(section).number(part)
         if int(rotated) != latent.rope_head_dim:

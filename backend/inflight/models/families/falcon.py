@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from inflight.checkpoint_config import ConfigFile
 from inflight.models.decoder_config import Alibi, DecoderConfig
 from inflight.models.families.family import (
@@ -15,14 +17,11 @@ from inflight.models.families.family import (
     read_positions,
     read_size,
 )
+from inflight.models.families.gpt import read_gpt_like
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import read_rope
 
 _SEQUENTIAL_NORMS = NormNames(attention="input_layernorm", mlp="post_attention_layernorm")
-_ATTENTION = AttentionNames(
-    qkv=("self_attention.query_key_value",), qkv_by_head=True, output="self_attention.dense"
-)
-_MLP = MlpNames(up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h")
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -63,10 +62,8 @@ def _flag(config: ConfigFile, key: str, default: bool) -> bool:
 def _read_falcon_kv_heads(config: ConfigFile, num_heads: int) -> int:
     key = "num_kv_heads"
     count = config.int_or_none(key) or num_heads
-    is_new, is_multi_query = (
-        _flag(config, "new_decoder_architecture", False),
-        _flag(config, "multi_query", True),
-    )
+    is_new = _flag(config, "new_decoder_architecture", False)
+    is_multi_query = _flag(config, "multi_query", True)
     if is_new:
         if num_heads % count:
             raise config.error(key, f"a divisor of num_attention_heads, {num_heads}")
@@ -80,39 +77,32 @@ def _read_falcon(config: ConfigFile) -> DecoderConfig:
     """Read the config of Falcon: LayerNorms, one key head, some or as many as query heads, and attention and MLP
     in parallel or one after the other."""
     hidden_size = read_size(config, "hidden_size", "n_embed")
-    num_heads, num_layers = (
-        config.positive_int("num_attention_heads"),
-        config.positive_int("num_hidden_layers"),
-    )
+    num_heads = config.positive_int("num_attention_heads")
+    num_layers = config.positive_int("num_hidden_layers")
     bias, is_parallel = config.boolean("bias", False), _flag(config, "parallel_attn", True)
     if not is_parallel and _flag(config, "new_decoder_architecture", False):
         raise config.error("parallel_attn", "true with new_decoder_architecture")
-    max_positions, rope, alibi = read_positions(config), None, None
+    rope = alibi = None
     if config.boolean("alibi", False):
         scale = (hidden_size // num_heads) ** -0.5
         alibi = Alibi(alibi_slopes(num_heads), scale, is_rounded=True)
     else:
-        rope = read_rope(config, max_positions)
-    return DecoderConfig(
-        vocab_size=config.positive_int("vocab_size"),
+        rope = read_rope(config, read_positions(config))
+    return read_gpt_like(
+        config,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
+        activation=read_activation(config, "activation", "gelu"),
         num_kv_heads=_read_falcon_kv_heads(config, num_heads),
-        head_dim=hidden_size // num_heads,
         intermediate_size=config.int_or_none("ffn_hidden_size") or 4 * hidden_size,
         max_positions=read_longest(config),
-        norm="layer",
         norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
-        activation=read_activation(config, "activation", "gelu"),
-        gated_mlp=False,
         ropes=(rope,) * num_layers,
         alibi=alibi,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        sliding_windows=(None,) * num_layers,
-        tied_embeddings=config.boolean("tie_word_embeddings", True),
         parallel_residual=is_parallel,
     )
 
@@ -123,8 +113,10 @@ _FALCON_NAMES = WeightNames(
     final_norm="ln_f",
     layers="h.{}.",
     norms=_SEQUENTIAL_NORMS,
-    attention=_ATTENTION,
-    mlp=_MLP,
+    attention=AttentionNames(
+        qkv=("self_attention.query_key_value",), qkv_by_head=True, output="self_attention.dense"
+    ),
+    mlp=MlpNames(up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h"),
 )
 _FALCON_NEUTRAL: NeutralKeys = {
     # Read only in parallel layers.
@@ -140,43 +132,20 @@ _FALCON_NEUTRAL: NeutralKeys = {
 
 def _read_bloom(config: ConfigFile) -> DecoderConfig:
     """Read the config of BLOOM: LayerNorms, also on embeddings, biases everywhere, and linear biases (ALiBi)."""
-    hidden_size = read_size(config, "hidden_size", "n_embed")
     num_heads = read_size(config, "n_head", "num_attention_heads")
-    num_layers = read_size(config, "n_layer", "num_hidden_layers")
-    return DecoderConfig(
-        vocab_size=config.positive_int("vocab_size"),
-        hidden_size=hidden_size,
-        num_layers=num_layers,
+    return read_gpt_like(
+        config,
+        hidden_size=read_size(config, "hidden_size", "n_embed"),
+        num_layers=read_size(config, "n_layer", "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=4 * hidden_size,
-        max_positions=read_positions(config),
-        norm="layer",
-        norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         activation="gelu_tanh",
-        gated_mlp=False,
-        ropes=(None,) * num_layers,
+        norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         alibi=Alibi(alibi_slopes(num_heads)),
         embedding_norm=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        sliding_windows=(None,) * num_layers,
-        tied_embeddings=config.boolean("tie_word_embeddings", True),
     )
 
 
-_BLOOM_NAMES = WeightNames(
-    base="transformer.",
-    embedding="word_embeddings",
-    embedding_norm="word_embeddings_layernorm",
-    final_norm="ln_f",
-    layers="h.{}.",
-    norms=_SEQUENTIAL_NORMS,
-    attention=_ATTENTION,
-    mlp=_MLP,
-)
+_BLOOM_NAMES = replace(_FALCON_NAMES, embedding_norm="word_embeddings_layernorm")
 # Keys of published files that no code reads.
 _BLOOM_NEUTRAL: NeutralKeys = {
     "offset_alibi": ANY,

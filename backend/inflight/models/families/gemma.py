@@ -13,7 +13,6 @@ from inflight.models.decoder_config import (
     ExpertsConfig,
     LayerInputsConfig,
     LayerSizes,
-    RopeConfig,
 )
 from inflight.models.families.family import (
     AltUpNames,
@@ -32,6 +31,7 @@ from inflight.models.families.family import (
 from inflight.models.families.llama import LLAMA_NAMES, NORMED_ATTENTION, read_llama_like
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import read_layer_type_ropes
+from inflight.models.rope_config import RopeConfig
 
 _HEAD_DIM = 256  # this and the following are defaults of absent keys
 _QUERY_SCALAR = 256

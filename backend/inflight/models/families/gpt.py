@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.models.decoder_config import DecoderConfig
+from inflight.models.decoder_config import Activation, DecoderConfig
 from inflight.models.families.family import (
     AttentionNames,
     Family,
@@ -22,6 +23,50 @@ from inflight.models.families.family import (
 from inflight.models.families.llama import LLAMA_NAMES, read_llama_like
 from inflight.models.neutral_keys import NeutralKeys
 from inflight.models.rope import read_rope
+
+
+def read_gpt_like(
+    config: ConfigFile,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    activation: Activation,
+    **changes: Any,
+) -> DecoderConfig:
+    """Read the config of a family with LayerNorms, an MLP without gate, and a key head for each query head.
+
+    Args:
+        config: The whole file.
+        hidden_size: Width of the hidden states.
+        num_layers: Number of layers.
+        num_heads: Number of query heads.
+        activation: Activation of the MLP.
+        changes: Fields of `DecoderConfig` that are not as here: no positions, biases everywhere, an
+            MLP four times as wide as the hidden states, and a tied embedding if the key is absent.
+    """
+    decoder = DecoderConfig(
+        vocab_size=config.positive_int("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=4 * hidden_size,
+        max_positions=read_positions(config),
+        norm="layer",
+        norm_eps=1e-5,
+        activation=activation,
+        gated_mlp=False,
+        ropes=(None,) * num_layers,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        sliding_windows=(None,) * num_layers,
+        tied_embeddings=config.boolean("tie_word_embeddings", True),
+    )
+    return replace(decoder, **changes)
+
 
 # ---------------------------------------------------------------------- GPT-2
 
@@ -50,28 +95,15 @@ def _read_gpt2(config: ConfigFile) -> DecoderConfig:
         if config.boolean(key, needed) != needed:
             raise config.error(key, str(needed).lower())
     hidden_size = read_size(config, "n_embd", "hidden_size")
-    num_heads = read_size(config, "n_head", "num_attention_heads")
-    num_layers = read_size(config, "n_layer", "num_hidden_layers")
-    return DecoderConfig(
-        vocab_size=config.positive_int("vocab_size"),
+    return read_gpt_like(
+        config,
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=config.int_or_none("n_inner") or 4 * hidden_size,
-        max_positions=read_positions(config),
-        norm="layer",
-        norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
+        num_layers=read_size(config, "n_layer", "num_hidden_layers"),
+        num_heads=read_size(config, "n_head", "num_attention_heads"),
         activation=read_activation(config, "activation_function", "gelu_new"),
-        gated_mlp=False,
-        ropes=(None,) * num_layers,
+        intermediate_size=config.int_or_none("n_inner") or 4 * hidden_size,
+        norm_eps=config.number_or_none("layer_norm_epsilon") or 1e-5,
         learned_positions=True,
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        sliding_windows=(None,) * num_layers,
-        tied_embeddings=config.boolean("tie_word_embeddings", True),
     )
 
 
@@ -95,38 +127,27 @@ _NEOX_ROTARY_PART = 0.25  # if the key is absent
 
 def _read_neox(config: ConfigFile) -> DecoderConfig:
     """Read the config of GPT-NeoX: parallel attention and MLP, and rotary positions on a part of each head."""
-    num_heads, num_layers = (
-        config.positive_int("num_attention_heads"),
-        config.positive_int("num_hidden_layers"),
-    )
-    hidden_size = config.positive_int("hidden_size")
-    max_positions = read_positions(config)
+    num_layers = config.positive_int("num_hidden_layers")
     rope = read_rope(
         config,
-        max_positions,
+        read_positions(config),
         default_theta=config.number_or_none("rotary_emb_base") or 10000.0,
         default_part=config.number_or_none("rotary_pct") or _NEOX_ROTARY_PART,
         of_section_alone=True,
     )
     attention_bias = config.boolean("attention_bias", True)
-    return DecoderConfig(
-        vocab_size=config.positive_int("vocab_size"),
-        hidden_size=hidden_size,
+    return read_gpt_like(
+        config,
+        hidden_size=config.positive_int("hidden_size"),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
+        num_heads=config.positive_int("num_attention_heads"),
+        activation=read_activation(config, "hidden_act", "gelu"),
         intermediate_size=config.positive_int("intermediate_size"),
         max_positions=read_longest(config),
-        norm="layer",
         norm_eps=config.number_or_none("layer_norm_eps") or 1e-5,
-        activation=read_activation(config, "hidden_act", "gelu"),
-        gated_mlp=False,
         ropes=(rope,) * num_layers,
         qkv_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=True,
-        sliding_windows=(None,) * num_layers,
         tied_embeddings=config.boolean("tie_word_embeddings", False),
         parallel_residual=config.boolean("use_parallel_residual", True),
     )
@@ -161,32 +182,19 @@ def _read_opt(config: ConfigFile) -> DecoderConfig:
             raise config.error(key, str(needed).lower())
     if (config.int_or_none("word_embed_proj_dim") or hidden_size) != hidden_size:
         raise config.error("word_embed_proj_dim", f"hidden_size, {hidden_size}, or no such key")
-    num_heads, num_layers = (
-        config.positive_int("num_attention_heads"),
-        config.positive_int("num_hidden_layers"),
-    )
     bias = config.boolean("enable_bias", True)
-    return DecoderConfig(
-        vocab_size=config.positive_int("vocab_size"),
+    return read_gpt_like(
+        config,
         hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=hidden_size // num_heads,
-        intermediate_size=config.positive_int("ffn_dim"),
-        max_positions=read_positions(config),
-        norm="layer",
-        norm_eps=1e-5,
+        num_layers=config.positive_int("num_hidden_layers"),
+        num_heads=config.positive_int("num_attention_heads"),
         activation=read_activation(config, "activation_function", "relu"),
-        gated_mlp=False,
-        ropes=(None,) * num_layers,
+        intermediate_size=config.positive_int("ffn_dim"),
         learned_positions=True,
         position_offset=2,
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
-        sliding_windows=(None,) * num_layers,
-        tied_embeddings=config.boolean("tie_word_embeddings", True),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inflight.checkpoint_config import ConfigFile
-from inflight.models.decoder_config import ClampedSwiglu, DecoderConfig, ExpertsConfig, RopeConfig
+from inflight.models.decoder_config import ClampedSwiglu, DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     ExpertNames,
     ExpertStacks,
@@ -18,6 +18,7 @@ from inflight.models.families.family import (
 )
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
 from inflight.models.rope import read_rope, read_rope_section
+from inflight.models.rope_config import RopeConfig
 from inflight.positions import GPT_OSS_SCALING
 
 _HEAD_DIM, _WINDOW, _THETA = 64, 128, 150000.0  # if the keys are absent

@@ -10,7 +10,7 @@ from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
-from inflight.models.decoder_config import DecoderConfig, ExpertsConfig, RopeConfig
+from inflight.models.decoder_config import DecoderConfig, ExpertsConfig
 from inflight.models.families.family import (
     ExpertNames,
     ExpertStacks,
@@ -21,6 +21,7 @@ from inflight.models.families.family import (
     read_size,
 )
 from inflight.models.families.llama import LLAMA_ATTENTION, LLAMA_NAMES, read_llama_like
+from inflight.models.rope_config import RopeConfig
 
 _SWA_KV_HEADS, _SWA_EPS = 4, 1e-5  # if the keys are absent, like the values below
 _WINDOW = 128

@@ -8,7 +8,7 @@ from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
-from inflight.models.decoder_config import DecoderConfig, QkNorm, RopeConfig
+from inflight.models.decoder_config import DecoderConfig, QkNorm
 from inflight.models.families.family import (
     WINDOWS_UNUSED,
     AttentionNames,
@@ -27,7 +27,8 @@ from inflight.models.families.family import (
     read_windows_of_all,
 )
 from inflight.models.neutral_keys import ANY, NeutralKeys
-from inflight.models.rope import read_layer_type_ropes, read_rope
+from inflight.models.rope import read_layer_type_ropes, read_rope, section_key
+from inflight.models.rope_config import RopeConfig
 from inflight.positions import MINISTRAL3_SCALING
 
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
@@ -156,7 +157,7 @@ def without_growth(config: ConfigFile, default: Mapping[str, Any], also: tuple[s
 
     `default`: `rope_parameters` of files that have none. `also`: further keys of `rope_parameters` to leave out.
     """
-    key = "rope_scaling" if config.value("rope_scaling") else "rope_parameters"
+    key = section_key(config)
     if not config.has(key):
         config = config.with_values({key: default})
     scaling = config.child(key)
@@ -165,7 +166,7 @@ def without_growth(config: ConfigFile, default: Mapping[str, Any], also: tuple[s
     original = "original_max_position_embeddings"
     if not config.has(original):
         scaling.positive_int(original)
-    # max_position_embeddings has no effect there
+    # max_position_embeddings has no effect in this object.
     outside = ("llama_4_scaling_beta", "max_position_embeddings", *also)
     return config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
 

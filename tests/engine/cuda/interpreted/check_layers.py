@@ -45,7 +45,7 @@ from inflight.engine.packing import pack
 from inflight.engine.quantize import quantize_int8
 from inflight.engine.recurrent.linear_attention import BY_TORCH
 from inflight.models import DecoderConfig, read_model_description
-from inflight.models.decoder_config import RopeConfig
+from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks, find_peaks
 from inflight.sampling.row_kernels import RowKernels

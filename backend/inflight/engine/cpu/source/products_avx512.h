@@ -9,7 +9,7 @@ namespace inflight {
 
 constexpr int kMaxRows = 12;  // per micro-kernel: 24 accumulators in the 32 registers
 constexpr int kFewRows = 6;   // at most, one micro-kernel takes them all while it waits for memory
-constexpr int kMaxRowsOfTask = 240;   // as many as stay in a core's second-level cache from panel to panel
+constexpr int kMaxRowsOfTask = 240;    // as many as stay in a core's second-level cache from panel to panel
 constexpr int64_t kCache = 640 << 10;  // part of a core's second-level cache that two parts of panels may take
 
 // For attention: query vectors scored together, groups of keys scored with them, and vectors and registers of values

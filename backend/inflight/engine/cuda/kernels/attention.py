@@ -29,10 +29,8 @@ _TILE_KEYS = 64  # for heads of up to 128, in half precision
 _TILE_BYTES = 8192  # size of a tile of rows for which 4 warps have enough registers; larger tiles get 8 warps
 _MIN_PART = 256  # keys; combining shorter parts costs more than splitting saves
 _PROGRAMS = 1024  # enough to fill the processors of a GPU several times
-_MIN_SHARING = (
-    # Programs per row and key head, so that among many short rows a long one is not read by a single program.
-    4
-)
+# Programs per row and key head, so that among many short rows a long one is not read by a single program.
+_MIN_SHARING = 4
 PARTS_AT_ONCE = 4  # parts read together by `_add_up`
 _MIN_DOT = 16  # rows of the smallest product that Triton compiles
 
