@@ -204,16 +204,20 @@ def test_error_of_other_types_is_bounded(zoo: Zoo, case: str, dtype: str, kernel
     wanted = slice(len(prompt) - 1, -1)
     exact = model.logits(row.tokens)[wanted]
 
-    def error_of(logits: torch.Tensor) -> float:
-        return ((logits - exact).square().mean().sqrt() / exact.std()).item()
+    def errors_of(logits: torch.Tensor) -> torch.Tensor:
+        """Return the mean squared error of each token, relative to the variance of all logits."""
+        return (logits - exact).square().mean(1) / exact.var()
 
-    bound = BOUND[dtype]
+    ours = errors_of(torch.stack(row.logits))
     if case in AMPLIFYING or hasattr(model.oracle.config, "num_experts_per_tok"):
-        # A token near the border between two experts may go to the other one. transformers' tokens do so too,
-        # and rounding errors grow in its layers as well.
-        theirs = _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted]
-        bound = 2 * max(bound, error_of(theirs.float()))
-    assert error_of(torch.stack(row.logits)) < bound
+        # A token near the border between two experts may go to the other one, in transformers' model as well, and
+        # then has a large error. The median leaves such tokens out.
+        theirs = errors_of(
+            _in_type(model.oracle, dtype)(torch.tensor([row.tokens])).logits[0][wanted].float()
+        )
+        assert ours.median().sqrt() < 2 * max(BOUND[dtype], theirs.median().sqrt().item())
+    else:
+        assert ours.mean().sqrt() < BOUND[dtype]
 
 
 def _in_type(oracle: Any, dtype: str) -> Any:

@@ -93,7 +93,7 @@ def _read_glm4_moe_lite(config: ConfigFile) -> DecoderConfig:
         kinds = ["dense", *["sparse"] * (num_layers - 1)]
     names = ("dense", "sparse")
     if not is_list(kinds) or len(kinds) != num_layers or any(kind not in names for kind in kinds):
-        raise config.error("mlp_layer_types", f"a list of {num_layers}, each dense or sparse")
+        raise config.error("mlp_layer_types", f"dense or sparse for each of num_hidden_layers, {num_layers}")
     layers = tuple(kind == "sparse" for kind in kinds)
     return read_v3(config, layers, norm_eps=config.number_or_none("rms_norm_eps") or 1e-5)
 
