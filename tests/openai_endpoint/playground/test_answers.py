@@ -152,7 +152,7 @@ def test_a_message_without_an_answer_is_not_sent_again(open_page) -> None:
         "localStorage.setItem('inflight-playground/settings', 'no JSON');"
         "localStorage.setItem('inflight-playground/presets', '[')",
         "sessionStorage.setItem('inflight-playground/open', 'x');"
-        "localStorage.setItem('inflight-playground/conversation/x', '{\"id\": \"x\", \"chat\": 7}')",
+        'localStorage.setItem(\'inflight-playground/conversation/x\', \'{"id": "x", "chat": 7}\')',
     ],
 )
 def test_the_page_works_without_valid_stored_state(open_page, script) -> None:
@@ -177,6 +177,53 @@ def test_server_errors_are_shown_unchanged(open_page, api) -> None:
     assert errors(page) == ["Temperature is “warm”, expected a number"]
     page.reload()
     assert texts(page) == [""]
+
+
+def test_answers_have_the_form_of_a_guide(open_page) -> None:
+    page = open_page()
+    guides = [
+        ("regex", "(19|20)00", {"1900", "2000"}),
+        ("choice", "yes\nno, \\\\never", {"yes", "no, \\never"}),
+        ("grammar", 'root ::= "one" | "two"', {"one", "two"}),
+    ]
+    for form, guide, expected in guides:
+        page.select_option("#setting-response_format", form)
+        setting(page, **{form: guide})
+        say(page, PROMPT)
+        assert errors(page) == [] and set(texts(page)) <= expected, form
+        page.click("#show-code")
+        assert f'"structured_outputs": {{"{form}": ' in page.inner_text("#python")
+        page.get_by_role("button", name="Close").click()
+    page.select_option("#setting-response_format", "json_schema")
+    setting(page, schema='{"enum": [7]}')
+    say(page, PROMPT)
+    assert texts(page)[0].strip() == "7"
+    page.fill("#setting-schema", "")
+    say(page, PROMPT)
+    assert errors(page) == ["JSON schema is empty: write one, or choose another form"]
+
+
+def test_the_tokens_of_the_next_prompt_are_counted(open_page, api) -> None:
+    page = open_page()
+    meter = page.locator("#context")
+    expect(meter).to_have_text("0 of 1,024 tokens")
+    setting(page, temperature="0", max_tokens="5")
+    with page.expect_response("**/tokenize"):
+        page.fill("#input", "def f(x):")
+    messages = [{"role": "user", "content": "def f(x):"}]
+    answer = api.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=5)
+    expect(meter.locator("b")).to_have_text(str(answer.usage.prompt_tokens))
+    say(page, "def f(x):")
+    assert f"prompt of {answer.usage.prompt_tokens} ·" in page.inner_text(".figures")
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": "return"})
+    page.fill("#input", "return")
+    usage = api.chat.completions.create(model="demo", messages=messages, max_tokens=1).usage
+    expect(meter.locator("b")).to_have_text(str(usage.prompt_tokens))
+    assert meter.locator("meter").evaluate("one => one.value") == pytest.approx(usage.prompt_tokens / 1024)
+    page.get_by_text("Completion", exact=True).click()
+    page.fill("#input", "")
+    expect(meter.locator("b")).to_have_text("0")
 
 
 def test_curl_and_python_get_the_same_answer(open_page) -> None:

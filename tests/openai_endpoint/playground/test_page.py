@@ -273,30 +273,6 @@ def test_keys_navigate_and_every_input_has_an_accessible_name(open_page) -> None
     assert len(fields) > 25 and [field for field in fields if not field.startswith((' "', " '"))] == []
 
 
-TOO_WIDE = """
-    () => [...document.querySelectorAll("body > *, main *, header *")]
-        .filter((one) => one.checkVisibility() && one.getBoundingClientRect().right > innerWidth + 1)
-        .map((one) => one.outerHTML.slice(0, 80))
-"""
-
-
-@pytest.mark.parametrize("width", [360, 768])
-def test_nothing_is_wider_than_the_screen(open_page, width: int) -> None:
-    page = open_page(viewport={"width": width, "height": 740}, color_scheme="dark")
-    page.click("#open-settings")
-    setting(page, max_tokens="2")
-    page.click("#open-settings")
-    complete(page, "x" * 300 + " " * 300)
-    assert page.evaluate(TOO_WIDE) == []
-    page.click("#open-settings")
-    expect(page.locator("#setting-temperature")).to_be_in_viewport()
-    assert page.evaluate("document.scrollingElement.scrollWidth") <= width
-    red, green, blue = map(
-        int, re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[:3]
-    )
-    assert max(red, green, blue) < 64
-
-
 def test_without_chromium_the_error_names_the_package(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(browser_module, "_FOLDERS", (str(tmp_path),))

@@ -145,14 +145,14 @@ async function importConversations(file) {
 
 /** Return a conversation of a file or of the storage with exactly the page's fields; raises TypeError if it has others. */
 function checkedConversation({ id, title = "", system = "", mode: kind, chat: entries, completions: turns, changed }) {
-  if (!(kind in MODES)) throw new TypeError(`mode is ${JSON.stringify(kind)}`);
+  if (!Object.hasOwn(MODES, kind)) throw new TypeError(`mode is ${JSON.stringify(kind)}`);
   const checked = { id: textOf(id), title: textOf(title), system: textOf(system) };
   return { ...checked, chat: entries.map(checkedEntry), completions: turns.map(checkedEntry), mode: kind, changed };
 }
 
 function checkedEntry({ text, answers, chosen = 0, prompt = null }) {
   if (text !== undefined) return { text: textOf(text) };
-  if (!answers.length || !(chosen in answers)) throw new TypeError("an entry has no answer that is chosen");
+  if (!answers.length || !Number.isInteger(chosen) || !(chosen in answers)) throw new TypeError("an entry has no answer that is chosen");
   return { answers: answers.map(checkedAnswer), chosen, prompt: prompt === null ? null : textOf(prompt) };
 }
 

@@ -4,7 +4,7 @@
 const LINK_PROTOCOLS = ["http:", "https:", "mailto:"];
 
 /** HTML entities that models write, as characters. */
-const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', "#39": "'", nbsp: "\u00a0" };
+const ENTITIES = { __proto__: null, amp: "&", lt: "<", gt: ">", quot: '"', "#39": "'", nbsp: "\u00a0" };
 
 /** Elements of tokens that need nothing but their content. */
 const MARKDOWN_ELEMENTS = { paragraph: "p", blockquote: "blockquote", strong: "strong", em: "em", del: "del" };

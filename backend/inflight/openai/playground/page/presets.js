@@ -1,6 +1,7 @@
 // Presets: named values of the settings, with a system prompt if there was one.
 
 const BUILT_IN_PRESETS = {
+  __proto__: null,
   Defaults: {},
   "Likeliest tokens": { settings: { temperature: "0" } },
   "Three answers": { settings: { n: "3", temperature: "0.8" } },
@@ -17,12 +18,12 @@ function showPresets(chosen = "") {
   const own = options(Object.keys(ownPresets()).sort());
   byId("preset").replaceChildren(new Option("Choose", ""), ...options(Object.keys(BUILT_IN_PRESETS)), ...own);
   byId("preset").value = chosen;
-  byId("delete-preset").hidden = !(chosen in ownPresets());
+  byId("delete-preset").hidden = !Object.hasOwn(ownPresets(), chosen);
 }
 
 /** Set all settings to those of a preset; its system prompt replaces the present one if it has one. */
 function usePreset(name) {
-  const preset = ownPresets()[name] ?? BUILT_IN_PRESETS[name];
+  const preset = Object.hasOwn(ownPresets(), name) ? ownPresets()[name] : BUILT_IN_PRESETS[name];
   if (!preset) return;
   restoreSettings({ ...withoutDisplay(initialSettings), ...preset.settings });
   if (preset.system) setSystem(preset.system);
