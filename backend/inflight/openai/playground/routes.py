@@ -22,8 +22,9 @@ from inflight.openai.playground.activity import Activity
 _PARTS = Path(__file__).parent / "page"
 # The scripts, in the order in which they are joined to one. The last one starts the page.
 _SCRIPTS = (
-    "vendor/marked.js", "storage.js", "api.js", "sampling.js", "controls.js", "markdown.js", "tokens.js", "calls.js",
-    "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js", "engine.js", "main.js",
+    "vendor/marked.js", "storage.js", "api.js", "sampling.js", "controls.js", "markdown.js", "tokens.js",
+    "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js",
+    "engine.js", "main.js",
 )  # fmt: skip
 
 playground_router = APIRouter(include_in_schema=False)
