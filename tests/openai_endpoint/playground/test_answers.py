@@ -208,8 +208,7 @@ def test_the_tokens_of_the_next_prompt_are_counted(open_page, api) -> None:
     meter = page.locator("#context")
     expect(meter).to_have_text("0 of 1,024 tokens")
     setting(page, temperature="0", max_tokens="5")
-    with page.expect_response("**/tokenize"):
-        page.fill("#input", "def f(x):")
+    page.fill("#input", "def f(x):")
     messages = [{"role": "user", "content": "def f(x):"}]
     answer = api.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=5)
     expect(meter.locator("b")).to_have_text(str(answer.usage.prompt_tokens))
@@ -221,9 +220,6 @@ def test_the_tokens_of_the_next_prompt_are_counted(open_page, api) -> None:
     usage = api.chat.completions.create(model="demo", messages=messages, max_tokens=1).usage
     expect(meter.locator("b")).to_have_text(str(usage.prompt_tokens))
     assert meter.locator("meter").evaluate("one => one.value") == pytest.approx(usage.prompt_tokens / 1024)
-    page.get_by_text("Completion", exact=True).click()
-    page.fill("#input", "")
-    expect(meter.locator("b")).to_have_text("0")
 
 
 def test_curl_and_python_get_the_same_answer(open_page) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from playwright.sync_api import Page, expect
 
+from inflight.openai.protocol import ChatBody
 from tests.openai_endpoint.playground.steps import (
     CHAT,
     COMPLETION,
@@ -163,6 +164,7 @@ def test_the_results_of_a_call_are_sent_by_hand(open_page) -> None:
         page.get_by_role("button", name="Send results").click()
     wait_for_end(page)
     body = sent.value.post_data_json
+    ChatBody.model_validate(body)
     function = CALL["function"]
     assert body["messages"] == [
         {"role": "user", "content": "What time is it?"},

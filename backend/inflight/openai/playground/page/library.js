@@ -64,7 +64,8 @@ function titleOf({ title, chat: entries, completions: turns }) {
 }
 
 function showLibrary() {
-  if (!document.body.classList.contains("with-library")) return;
+  const isRenaming = byId("library-list").querySelector("form"); // a title that is being written stays
+  if (isRenaming || !document.body.classList.contains("with-library")) return;
   byId("library-list").replaceChildren(...keptConversations().map(libraryEntry));
 }
 
@@ -102,9 +103,10 @@ function renameIn(entry, saved) {
     const title = field.value.trim();
     if (saved.id === current.id) current.title = title;
     store(CONVERSATIONS + saved.id, JSON.stringify({ ...(storedJson(CONVERSATIONS + saved.id) ?? saved), title }));
-    showLibrary();
+    field.blur();
   });
-  field.addEventListener("keydown", (event) => event.key === "Escape" && (event.stopPropagation(), showLibrary()));
+  field.addEventListener("blur", () => (form.remove(), showLibrary()));
+  field.addEventListener("keydown", (event) => event.key === "Escape" && (event.stopPropagation(), field.blur()));
   entry.querySelector("[data-action=open]").replaceWith(form);
   field.select();
 }

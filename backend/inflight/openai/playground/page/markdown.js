@@ -56,8 +56,9 @@ class MarkdownText {
     this.timer = null;
     const startedAt = performance.now();
     const blocks = readMarkdown(this.text);
+    const isOneNodeEach = this.element.childNodes.length === this.shown.length;
     let same = 0;
-    while (same < this.shown.length && this.shown[same] === blocks[same]?.raw) same++;
+    while (isOneNodeEach && same < this.shown.length && this.shown[same] === blocks[same]?.raw) same++;
     const kept = [...this.element.childNodes].slice(0, same);
     this.element.replaceChildren(...kept, ...blocks.slice(same).map(markdownNode));
     this.shown = blocks.map((block) => block.raw);
@@ -71,7 +72,10 @@ function markdownNode(token) {
   const make = MARKDOWN_NODES[token.type];
   if (make) return make(token);
   const name = MARKDOWN_ELEMENTS[token.type];
-  return name ? elementOf(name, token.tokens) : new Text(token.raw); // html, escaped and unknown tokens
+  if (name) return elementOf(name, token.tokens);
+  const source = elementWithText("span", token.raw); // HTML, and what could not be read
+  source.className = "source";
+  return source;
 }
 
 function elementOf(name, tokens) {
