@@ -274,6 +274,9 @@ def test_the_kernels_that_will_compute_the_layers_are_reported(monkeypatch: pyte
 
 def test_the_chat_template_and_tokenizer_are_checked(copy: Path):
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
     assert check(copy)["chat template"].level is YELLOW
     (copy / "chat_template.jinja").write_text(template)
     assert check(copy)["chat template"].level is GREEN

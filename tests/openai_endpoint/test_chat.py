@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,8 +116,9 @@ def test_async_streams_run_together(fake_url: str) -> None:
     assert len(set(asyncio.run(ask()))) == 1
 
 
-def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
-    with fake_engine() as engine, served(engine) as url:
+def test_a_chat_without_a_template_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    with fake_engine(tokenizer_dir=str(tmp_path)) as engine, served(engine) as url:
         answer = httpx.post(f"{url}/v1/chat/completions", json=ASKED)
         assert answer.status_code == 400 and "--chat-template" in answer.json()["error"]["message"]
 

@@ -94,7 +94,10 @@ def test_a_broken_template_is_logged_at_load_and_refuses_only_chats(
         assert (answers[1].status_code, error["code"]) == (500, "chat_template_error")
         assert "chats cannot be answered" in error["message"] and "--chat-template" in error["message"]
         assert folder not in error["message"] and folder in lines[0]  # clients get no paths, the log has them
-        assert client.get("/playground/model").json() == {"has_chat_template": False}
+        assert client.get("/playground/model").json() == {
+            "has_chat_template": False,
+            "reason": error["message"],
+        }
     assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
     if isinstance(template, str):
         assert "line 2: unexpected '}'" in lines[0] and "line 2: unexpected '}'" in error["message"]

@@ -12,9 +12,6 @@ from tests.openai_endpoint.serving import demo_engine, served
 
 expect.set_options(timeout=PATIENCE_MS)
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""A chat as one text, which the demo model can only continue."""
-
 OpenPage = Callable[..., Page]
 
 
@@ -25,10 +22,8 @@ def engine_client() -> Iterator[EngineClient]:
 
 
 @pytest.fixture(scope="package")
-def playground_url(engine_client: EngineClient, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    template = tmp_path_factory.mktemp("template") / "chat.jinja"
-    template.write_text(TEMPLATE)
-    with served(engine_client, chat_template=template) as url:
+def playground_url(engine_client: EngineClient) -> Iterator[str]:
+    with served(engine_client) as url:
         yield url
 
 

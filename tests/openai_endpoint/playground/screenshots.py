@@ -1,12 +1,11 @@
-"""Takes the pictures of docs/playground.md: `python -m tests.openai_endpoint.playground.screenshots`.
+"""Takes the pictures of README and docs/playground.md: `python -m tests.openai_endpoint.playground.screenshots`.
 
-The demo checkpoint answers while other clients keep the engine busy. Takes half a minute.
+The demo checkpoint answers while other clients keep the engine busy. Takes a minute.
 """
 
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from PIL import Image
 from playwright.sync_api import Browser, Page
 
 from tests.openai_endpoint.playground.browser import opened_browser
-from tests.openai_endpoint.playground.conftest import TEMPLATE
 from tests.openai_endpoint.playground.steps import complete, say, setting
 from tests.openai_endpoint.serving import demo_engine, served
 
@@ -30,18 +28,16 @@ SETTLE_MS = 10_000  # long enough for a visible line of tokens per second
 def main() -> None:
     """Take all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as template:
-        template.write(TEMPLATE)
-        template.flush()
-        with (
-            demo_engine(kernels="torch") as client,
-            served(client, chat_template=Path(template.name)) as url,
-            opened_browser() as browser,
-            others(url),
-        ):
-            chat(opened(browser, url))
-            side_by_side(opened(browser, url, color_scheme="dark"))
-            phone(opened(browser, url, viewport={"width": 390, "height": 780}, device_scale_factor=2))
+    with (
+        demo_engine(kernels="torch") as client,
+        served(client) as url,
+        opened_browser() as browser,
+        others(url),
+    ):
+        chat(opened(browser, url))
+        shades(opened(browser, url))
+        side_by_side(opened(browser, url, color_scheme="dark"))
+        phone(opened(browser, url, viewport={"width": 390, "height": 780}, device_scale_factor=2))
 
 
 @contextmanager
@@ -73,23 +69,40 @@ def opened(browser: Browser, url: str, **options: Any) -> Page:
 
 
 def chat(page: Page) -> None:
+    """Take a chat beside the list of conversations."""
+    setting(page, temperature="0.8", seed="2", max_tokens="120", stop="\\n\\n")
+    for prompt in ("def parse_args(argv):", "class Queue:"):
+        say(page, prompt)
+        page.click("#new")
+    say(page, "def read_lines(path):")
+    say(page, "def copy_file(source, target):")
+    page.click("#open-library")
+    page.wait_for_timeout(3_000)  # until the line of tokens per second shows the other clients again
+    page.locator("#input").blur()
+    show_first_settings(page)
+    keep(page, "chat")
+
+
+def shades(page: Page) -> None:
     """Take a chat with shaded tokens and the tooltip of likely tokens."""
+    page.check("#setting-logprobs")
     page.check("#setting-monospace")
     setting(page, temperature="0.8", seed="2", max_tokens="120", stop="\\n\\n")
-    say(page, "def read_lines(path):\n")
-    say(page, "def copy_file(source, target):\n")
+    say(page, "def read_lines(path):")
+    say(page, "def copy_file(source, target):")
     page.wait_for_timeout(3_000)  # until the line of tokens per second shows the other clients again
     show_first_settings(page)
     pieces = page.locator(".turn").first.locator(".token")
     surprise = "all => all.map(one => Number(one.style.getPropertyValue('--surprise')))"
     surprises = pieces.evaluate_all(surprise)
     pieces.nth(surprises.index(max(surprises[:8]))).hover()
-    keep(page, "chat")
+    keep(page, "shades")
 
 
 def side_by_side(page: Page) -> None:
     """Take three answers, one of which is chosen, in the dark theme."""
     page.wait_for_selector("#model option", state="attached")
+    page.check("#setting-logprobs")
     settings = {"n": "3", "temperature": "0.8", "seed": "1", "max_tokens": "110", "stop": "\\n\\n"}
     complete(page, "def copy_file(source, target):\n", **settings)
     page.get_by_role("button", name="Go on with this").nth(0).click()
@@ -100,11 +113,10 @@ def side_by_side(page: Page) -> None:
 def phone(page: Page) -> None:
     """Take a chat on a small screen."""
     page.click("#open-settings")
-    page.check("#setting-monospace")
     setting(page, temperature="0.8", seed="3", max_tokens="90", stop="\\n\\n")
     page.click("#open-settings")
-    say(page, "def read_lines(path):\n")
-    say(page, "def copy_file(source, target):\n")
+    say(page, "def read_lines(path):")
+    say(page, "def copy_file(source, target):")
     page.locator("#input").blur()
     keep(page, "phone")
 

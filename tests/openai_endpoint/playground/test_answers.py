@@ -30,6 +30,7 @@ PROMPT = "def read_lines(path):\n    return"
 
 def test_a_completion_equals_the_openai_clients_and_is_shaded_by_probability(open_page, api) -> None:
     page = open_page()
+    page.check("#setting-logprobs")
     complete(page, PROMPT, temperature="0", max_tokens="24", top_logprobs="3")
     asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
     choice = api.completions.create(**asked, logprobs=3).choices[0]
@@ -44,13 +45,15 @@ def test_a_completion_equals_the_openai_clients_and_is_shaded_by_probability(ope
     bars = page.locator("#tooltip meter").evaluate_all("all => all.map(one => one.value)")
     assert bars == pytest.approx([math.exp(value) for value in likely], rel=1e-3)
     assert re.fullmatch(
-        rf"{len(shades)} tokens · .*first after [\d.]+ s · complete", page.inner_text(".figures")
+        rf"{len(shades)} tokens · .*first after [\d.]+ s · .*prompt of \d+ · complete",
+        page.inner_text(".figures"),
     )
 
 
 def test_prompt_tokens_are_shaded_on_request(open_page, api) -> None:
     page = open_page()
     page.get_by_text("Completion", exact=True).click()
+    page.check("#setting-logprobs")
     page.check("#setting-echo")
     complete(page, PROMPT, temperature="0", max_tokens="4")
     asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True}
@@ -88,9 +91,8 @@ def test_activity_is_shown_and_escape_stops_the_request(open_page, playground_ur
     page.keyboard.press("Escape")
     wait_for_end(page)
     for figures in page.locator(".figures").all_text_contents():
-        assert re.fullmatch(r"\d+ tokens · [\d.]+ tokens/s · first after [\d.]+ s · stopped", figures), (
-            figures
-        )
+        pace = r"[\d.]+ tokens/s · first after [\d.]+ s · then [\d.]+ ms a token, [\d.]+ at most"
+        assert re.fullmatch(rf"\d+ tokens · {pace} · stopped", figures), figures
     deadline = time.monotonic() + 60
     while (state := httpx.get(f"{playground_url}/playground/state").json())["running"]:
         assert time.monotonic() < deadline, state
@@ -100,7 +102,8 @@ def test_activity_is_shown_and_escape_stops_the_request(open_page, playground_ur
 def test_a_chat_has_a_history_that_can_be_edited_and_generated_again(open_page, api) -> None:
     page = open_page()
     bodies = []
-    page.on("request", lambda request: request.method == "POST" and bodies.append(request.post_data_json))
+    is_chat = re.compile("/v1/chat/completions$").search
+    page.on("request", lambda request: is_chat(request.url) and bodies.append(request.post_data_json))
     page.get_by_text("System prompt").click()
     page.fill("#system", "import os\n")
     setting(page, temperature="0", max_tokens="8")
@@ -142,9 +145,14 @@ def test_a_message_without_an_answer_is_not_sent_again(open_page) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "Object.defineProperty(window, 'sessionStorage', {get() { throw new DOMException('no') }})",
-        "sessionStorage.setItem('inflight-playground', '{\"settings\": {}, \"version\": 0}')",
-        "sessionStorage.setItem('inflight-playground', 'no JSON')",
+        "for (const name of ['sessionStorage', 'localStorage'])"
+        " Object.defineProperty(window, name, {get() { throw new DOMException('no') }})",
+        "localStorage.setItem('inflight-playground/settings', '7');"
+        "localStorage.setItem('inflight-playground/presets', 'null')",
+        "localStorage.setItem('inflight-playground/settings', 'no JSON');"
+        "localStorage.setItem('inflight-playground/presets', '[')",
+        "sessionStorage.setItem('inflight-playground/open', 'x');"
+        'localStorage.setItem(\'inflight-playground/conversation/x\', \'{"id": "x", "chat": 7}\')',
     ],
 )
 def test_the_page_works_without_valid_stored_state(open_page, script) -> None:
@@ -169,6 +177,49 @@ def test_server_errors_are_shown_unchanged(open_page, api) -> None:
     assert errors(page) == ["Temperature is “warm”, expected a number"]
     page.reload()
     assert texts(page) == [""]
+
+
+def test_answers_have_the_form_of_a_guide(open_page) -> None:
+    page = open_page()
+    guides = [
+        ("regex", "(19|20)00", {"1900", "2000"}),
+        ("choice", "yes\nno, \\\\never", {"yes", "no, \\never"}),
+        ("grammar", 'root ::= "one" | "two"', {"one", "two"}),
+    ]
+    for form, guide, expected in guides:
+        page.select_option("#setting-response_format", form)
+        setting(page, **{form: guide})
+        say(page, PROMPT)
+        assert errors(page) == [] and set(texts(page)) <= expected, form
+        page.click("#show-code")
+        assert f'"structured_outputs": {{"{form}": ' in page.inner_text("#python")
+        page.get_by_role("button", name="Close").click()
+    page.select_option("#setting-response_format", "json_schema")
+    setting(page, schema='{"enum": [7]}')
+    say(page, PROMPT)
+    assert texts(page)[0].strip() == "7"
+    page.fill("#setting-schema", "")
+    say(page, PROMPT)
+    assert errors(page) == ["JSON schema is empty: write one, or choose another form"]
+
+
+def test_the_tokens_of_the_next_prompt_are_counted(open_page, api) -> None:
+    page = open_page()
+    meter = page.locator("#context")
+    expect(meter).to_have_text("0 of 1,024 tokens")
+    setting(page, temperature="0", max_tokens="5")
+    page.fill("#input", "def f(x):")
+    messages = [{"role": "user", "content": "def f(x):"}]
+    answer = api.chat.completions.create(model="demo", messages=messages, temperature=0, max_tokens=5)
+    expect(meter.locator("b")).to_have_text(str(answer.usage.prompt_tokens))
+    say(page, "def f(x):")
+    assert f"prompt of {answer.usage.prompt_tokens} ·" in page.inner_text(".figures")
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": "return"})
+    page.fill("#input", "return")
+    usage = api.chat.completions.create(model="demo", messages=messages, max_tokens=1).usage
+    expect(meter.locator("b")).to_have_text(str(usage.prompt_tokens))
+    assert meter.locator("meter").evaluate("one => one.value") == pytest.approx(usage.prompt_tokens / 1024)
 
 
 def test_curl_and_python_get_the_same_answer(open_page) -> None:

@@ -22,8 +22,9 @@ from inflight.openai.playground.activity import Activity
 _PARTS = Path(__file__).parent / "page"
 # The scripts, in the order in which they are joined to one. The last one starts the page.
 _SCRIPTS = (
-    "api.js", "sampling.js", "controls.js", "tokens.js", "answers.js", "conversation.js", "code.js", "engine.js",
-    "main.js",
+    "vendor/marked.js", "storage.js", "api.js", "sampling.js", "controls.js", "markdown.js", "tokens.js",
+    "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js",
+    "engine.js", "main.js",
 )  # fmt: skip
 
 playground_router = APIRouter(include_in_schema=False)
@@ -54,14 +55,14 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 
 @playground_router.get("/playground/model")
-async def get_model(request: Request) -> dict[str, bool]:
-    """Return whether the model has a chat template. Without one, the page starts in its mode for completions."""
+async def get_model(request: Request) -> dict[str, bool | str]:
+    """Return whether the model has a usable chat template, and the reason if it has none."""
     context = context_of(request)
     try:
         await context.session.wait_for(context.model.chat_template)
-    except ApiError:
-        return {"has_chat_template": False}
-    return {"has_chat_template": True}
+    except ApiError as error:
+        return {"has_chat_template": False, "reason": str(error)}
+    return {"has_chat_template": True, "reason": ""}
 
 
 @cache

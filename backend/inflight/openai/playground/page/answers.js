@@ -10,12 +10,14 @@ const WORDS_FOR_ENDS = {
 const MAX_ANSWERS = 1024;
 
 /** Milliseconds below which a rate of tokens is not meaningful. */
-const SHORTEST_S = 0.05;
+const SHORTEST_MS = 50;
 
-/** One answer of a turn. */
+/** One answer of a turn. Answers of a chat may have calls of tools, whose results `onResults` sends, and Markdown. */
 class Answer {
-  constructor(number, count) {
+  constructor(number, count, { isChat = false, onResults = () => {} } = {}) {
     this.element = copyTemplate("answer");
+    this.markdown = isChat ? new MarkdownText(this.element.querySelector(".markdown")) : null;
+    this.calls = new ToolCalls(this.element.querySelector(".calls"), onResults);
     this.content = new TokenText(this.element.querySelector(".flow .text"));
     this.reasoning = new TokenText(this.element.querySelector(".reasoning-text"));
     this.numTokens = 0;
@@ -23,6 +25,7 @@ class Answer {
     this.numAtFirst = 0; // number of tokens of the first event, which are not part of the rate
     this.end = "";
     this.firstAt = this.lastAt = 0;
+    this.longestGap = 0;
     this.element.setAttribute("aria-label", count > 1 ? `Answer ${number} of ${count}` : "Answer");
     this.#button("copy", () => copyText(this.content.text, this.element));
   }
@@ -32,36 +35,61 @@ class Answer {
     const tokens = readTokens(choice.logprobs);
     const reasoning = choice.delta?.reasoning_content ?? choice.delta?.reasoning ?? "";
     const text = choice.text ?? choice.delta?.content ?? "";
-    const calls = (choice.delta?.tool_calls ?? []).map(({ function: f }) => (f.name ?? "") + (f.arguments ?? "")).join("");
+    const calls = choice.delta?.tool_calls ?? [];
     if (reasoning) {
       this.element.querySelector(".reasoning").hidden = false;
       this.reasoning.add(reasoning, tokens);
     }
-    this.content.add(text + calls, reasoning ? [] : tokens);
+    this.content.add(text, reasoning || calls.length ? [] : tokens);
+    this.calls.add(calls);
+    if (text) this.markdown?.show(this.content.text);
     this.numTokens += choice.token_ids?.length ?? 0;
     this.numLogProbs += tokens.length;
     if (choice.finish_reason) this.end = choice.finish_reason;
-    if (!(text || reasoning || calls || tokens.length || choice.token_ids?.length)) return;
+    if (!(text || reasoning || calls.length || tokens.length || choice.token_ids?.length)) return;
     if (!this.firstAt) this.numAtFirst = this.numTokens || this.numLogProbs || 1;
+    if (this.firstAt) this.longestGap = Math.max(this.longestGap, now - this.lastAt);
     this.firstAt ||= now;
     this.lastAt = now;
   }
 
-  /** Show the figures in a line. `startedAt`: when the request was sent; `usage`: token counts of all answers of the turn. */
+  /** Show the figures in a line. `startedAt`: when the request was sent; `usage`: the turn's token counts, once known. */
   showFigures(startedAt, usage) {
-    const count = this.numTokens || this.numLogProbs || usage || 0;
+    const count = this.numTokens || this.numLogProbs || usage?.completion_tokens || 0;
     const parts = [];
     if (count) parts.push(`${count} ${count === 1 ? "token" : "tokens"}`);
-    const seconds = (this.lastAt - this.firstAt) / 1000;
-    if (seconds >= SHORTEST_S) parts.push(`${rounded((count - this.numAtFirst) / seconds)} tokens/s`);
+    const gap = this.lastAt - this.firstAt;
+    const numLater = count - this.numAtFirst;
+    if (gap >= SHORTEST_MS) parts.push(`${rounded((1000 * numLater) / gap)} tokens/s`);
     if (this.firstAt) parts.push(`first after ${rounded((this.firstAt - startedAt) / 1000)} s`);
+    if (gap >= SHORTEST_MS && numLater > 0) {
+      parts.push(`then ${rounded(gap / numLater)} ms a token, ${rounded(this.longestGap)} at most`);
+    }
+    if (usage?.prompt_tokens) parts.push(`prompt of ${usage.prompt_tokens}`);
     if (this.end) parts.push(WORDS_FOR_ENDS[this.end] ?? this.end);
     this.element.querySelector(".figures").textContent = parts.join(" · ");
+  }
+
+  /** Return what is kept of the answer, as plain values. */
+  get plain() {
+    const figures = this.element.querySelector(".figures").textContent;
+    const calls = this.calls.list.map((call) => call.plain);
+    return { text: this.content.text, reasoning: this.reasoning.text, figures, calls, areSent: this.calls.areSent };
+  }
+
+  restore({ text, reasoning, figures, calls, areSent }) {
+    this.reasoning.add(reasoning, []);
+    this.element.querySelector(".reasoning").hidden = !reasoning;
+    this.content.add(text, []);
+    this.element.querySelector(".figures").textContent = figures;
+    this.calls.restore(calls, areSent);
+    this.finish();
   }
 
   finish() {
     this.reasoning.finish();
     this.content.finish();
+    this.markdown?.finish(this.content.text);
     this.element.classList.remove("running");
   }
 
@@ -78,11 +106,13 @@ function rounded(number) {
 /**
  * The answers to one prompt, one of which is chosen to continue.
  *
- * prompt: the text that a completion continues, shown before each answer; null in a chat.
+ * prompt: the text that a completion continues, shown before each answer; null in a chat. onResults: called when the
+ * user sends the results of the chosen answer's calls.
  */
 class Turn {
-  constructor(prompt = null) {
+  constructor(prompt = null, onResults = () => {}) {
     this.prompt = prompt;
+    this.onResults = onResults;
     this.element = copyTemplate("turn");
     this.grid = this.element.querySelector(".answers");
     this.answers = [];
@@ -93,16 +123,22 @@ class Turn {
     return this.answers[this.chosen]?.content.text ?? "";
   }
 
+  /** Return the messages that this turn of a chat is in later requests. */
+  get messages() {
+    const calls = this.answers[this.chosen]?.calls.messages(this.text) ?? [];
+    return calls.length || !this.text ? calls : [{ role: "assistant", content: this.text }];
+  }
+
   /** Send the request and show its answers until they end or `signal` aborts it. Errors are shown, not raised. */
   async run(path, body, signal) {
     this.#begin(body);
     const startedAt = performance.now();
-    let usage = 0;
+    let usage = null;
     try {
       for await (const event of streamFromServer(path, body, signal)) {
         const now = performance.now();
         for (const choice of event.choices) this.answers[choice.index].add(choice, now);
-        if (event.usage && this.answers.length === 1) usage = event.usage.completion_tokens;
+        if (event.usage) usage = this.answers.length === 1 ? event.usage : { prompt_tokens: event.usage.prompt_tokens };
         this.answers.forEach((answer) => answer.showFigures(startedAt, usage));
         followEnd();
       }
@@ -117,13 +153,10 @@ class Turn {
     this.element.removeAttribute("aria-busy");
   }
 
-  /** Restore saved answers after the page was loaded again. */
-  restore(texts, chosen) {
-    this.#begin({ n: texts.length });
-    this.answers.forEach((answer, i) => {
-      answer.content.add(texts[i] ?? "", []);
-      answer.finish();
-    });
+  /** Restore kept answers. */
+  restore(answers, chosen) {
+    this.#begin({ n: answers.length });
+    this.answers.forEach((answer, i) => answer.restore(answers[i]));
     this.choose(chosen);
     this.element.removeAttribute("aria-busy");
   }
@@ -135,7 +168,7 @@ class Turn {
     box.querySelector(".heading").textContent = error.heading ?? error.name;
     box.querySelector(".message").textContent = error.message;
     this.grid.after(box);
-    for (const answer of this.answers) answer.element.hidden = !answer.content.text && !answer.reasoning.text;
+    for (const answer of this.answers) answer.element.hidden = !answer.content.text && !answer.reasoning.text && !answer.calls.list.length;
     this.grid.hidden = this.answers.every((answer) => answer.element.hidden);
     if (error.status === 401) askForKey();
     followEnd();
@@ -155,7 +188,10 @@ class Turn {
 
   #begin(body) {
     const count = Math.min(Math.max(1, Math.trunc(body.n ?? 1)), MAX_ANSWERS);
-    this.answers = Array.from({ length: count }, (_, i) => new Answer(i + 1, count));
+    this.answers = Array.from({ length: count }, (_, i) => {
+      const onResults = () => (this.choose(i), this.onResults());
+      return new Answer(i + 1, count, { isChat: this.prompt === null, onResults });
+    });
     this.#forgetErrors();
     this.element.setAttribute("aria-busy", "true");
     this.grid.hidden = false;

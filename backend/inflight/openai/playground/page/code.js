@@ -12,8 +12,9 @@ function asCurl(path, body) {
 function asPython(path, body) {
   const isChat = path.endsWith("chat/completions");
   const fields = Object.entries(body);
-  const own = fields.filter(([name]) => !EXTRA_FIELDS.includes(name));
-  const extra = fields.filter(([name]) => EXTRA_FIELDS.includes(name));
+  const isExtra = (name) => name === "structured_outputs" || EXTRA_FIELDS.includes(name);
+  const own = fields.filter(([name]) => !isExtra(name));
+  const extra = fields.filter(([name]) => isExtra(name));
   if (extra.length) own.push(["extra_body", Object.fromEntries(extra)]);
   const key = apiKey ? `os.environ["OPENAI_API_KEY"]` : `"none"`;
   return [

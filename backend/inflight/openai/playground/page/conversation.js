@@ -1,4 +1,4 @@
-// The chat's messages and the completions: adds, edits and regenerates them, and saves them for a reload of the page.
+// The open conversation: the chat's messages and the completions, which are added, edited, generated again and kept.
 
 const MODES = {
   chat: { path: "v1/chat/completions", log: "chat-log", placeholder: "Say something" },
@@ -11,6 +11,7 @@ const completions = [];
 
 let mode = "chat";
 let running = null; // the AbortController of the running request
+let chatProblem = ""; // why the model answers no chats
 
 class UserMessage {
   constructor(text) {
@@ -74,16 +75,26 @@ function logElement() {
  * left out: many chat templates require that user and assistant alternate.
  */
 function messagesForRequest(draft = "") {
-  const system = byId("system").value;
-  const entries = chat.filter((entry) => entry instanceof UserMessage || entry.text);
-  const messages = entries.map((entry) => ({
-    role: entry instanceof UserMessage ? "user" : "assistant",
-    content: entry.text,
-  }));
+  const messages = chatMessages();
   if (draft) messages.push({ role: "user", content: draft });
   else while (messages.at(-1)?.role === "assistant") messages.pop();
   const answered = messages.filter(({ role }, index) => role !== "user" || messages[index + 1]?.role !== "user");
-  return system.trim() ? [{ role: "system", content: system }, ...answered] : answered;
+  return [...systemMessages(), ...answered];
+}
+
+/** Return the messages of the user and of the chosen answers, with calls of tools and their results. */
+function chatMessages() {
+  return chat.flatMap((entry) => (entry instanceof UserMessage ? [{ role: "user", content: entry.text }] : entry.messages));
+}
+
+function systemMessages() {
+  const content = byId("system").value;
+  return content.trim() ? [{ role: "system", content }] : [];
+}
+
+function setSystem(text) {
+  byId("system").value = text;
+  byId("system").closest("details").open = Boolean(text);
 }
 
 /** Return the request that the page sends next, without the fields that only a stream needs. */
@@ -109,7 +120,10 @@ async function answerChat() {
 }
 
 function newTurn(entries, prompt = null) {
-  const turn = new Turn(prompt);
+  const turn = new Turn(prompt, () => {
+    dropAfter(chat, turn);
+    answerChat();
+  });
   const goOn = turn.element.querySelector("[data-action=go-on]");
   goOn.hidden = prompt === null;
   goOn.addEventListener("click", () => goOnFrom(turn));
@@ -149,6 +163,7 @@ async function runTurn(turn, promptOrMessages) {
   running = null;
   showRunning();
   byId("spoken").textContent = turn.answers.map((answer) => answer.element.querySelector(".figures").textContent).join("; ");
+  contextMeter.update();
   saveLater();
 }
 
@@ -161,7 +176,7 @@ function saveConversation() {
   const plain = (entry) =>
     entry instanceof UserMessage
       ? { text: entry.text }
-      : { answers: entry.answers.map((answer) => answer.content.text), chosen: entry.chosen, prompt: entry.prompt };
+      : { answers: entry.answers.map((answer) => answer.plain), chosen: entry.chosen, prompt: entry.prompt };
   return { chat: chat.map(plain), completions: completions.map(plain), mode };
 }
 

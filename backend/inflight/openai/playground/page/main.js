@@ -41,39 +41,20 @@ function followEnd() {
 
 function startFollowing() {
   const scroller = byId("scroller");
+  let lastTop = 0;
   scroller.addEventListener("scroll", () => {
-    followsEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+    // Text may have been added since the page itself scrolled to the end, so only a step up is the user's.
+    if (scroller.scrollTop < lastTop) followsEnd = false;
+    if (scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60) followsEnd = true;
+    lastTop = scroller.scrollTop;
   });
 }
 
 // ---------------------------------------------------------------- state of a page that is loaded again
 
-const SAVED = "inflight-playground";
-const SAVED_KEY = "inflight-playground-key";
-
 function save() {
-  const saved = { settings: saveSettings(), system: byId("system").value, ...saveConversation() };
-  // Too large for the browser's storage: a reloaded page starts empty.
-  if (!store(SAVED, JSON.stringify(saved))) store(SAVED, "null");
-}
-
-/** Return the value stored in the browser under a name; null if there is no value or no storage. */
-function stored(name) {
-  try {
-    return sessionStorage.getItem(name);
-  } catch {
-    return null;
-  }
-}
-
-/** Store a value in the browser; return false if that is not possible. */
-function store(name, text) {
-  try {
-    sessionStorage.setItem(name, text);
-    return true;
-  } catch {
-    return false;
-  }
+  store("settings", JSON.stringify(saveSettings()));
+  keepConversation();
 }
 
 function saveLater() {
@@ -82,32 +63,20 @@ function saveLater() {
 }
 
 function restore() {
-  apiKey = stored(SAVED_KEY) ?? "";
-  try {
-    const saved = JSON.parse(stored(SAVED) ?? "null");
-    if (saved) {
-      restoreSettings(saved.settings);
-      byId("system").value = saved.system;
-      byId("system").closest("details").open = Boolean(saved.system);
-      restoreConversation(saved);
-      return;
-    }
-  } catch {
-    // Saved by another version of the page: start empty.
-    restoreSettings(initialSettings);
-    clearConversation();
-    byId("system").value = "";
-    mode = "chat";
-  }
-  beginWithCompletions();
+  apiKey = stored("key", "sessionStorage") ?? "";
+  const settings = storedJson("settings");
+  if (settings && typeof settings === "object") restoreSettings(settings);
+  reopenConversation();
 }
 
-/** Switch to completions if the model has no chat template, unless the user has already started. */
-async function beginWithCompletions() {
+/** Find out whether the model answers chats. If it does not, say why, and begin with completions. */
+async function askAboutChats() {
   const response = await fetchFromServer("playground/model").catch(() => null);
-  if (!response || (await response.json()).has_chat_template) return;
-  if (chat.length || completions.length || byId("input").value) return;
-  mode = "completion";
+  if (!response) return;
+  const { has_chat_template: hasTemplate, reason } = await response.json();
+  chatProblem = hasTemplate ? "" : reason;
+  const isUnused = !chat.length && !completions.length && !byId("input").value;
+  if (chatProblem && isUnused) mode = "completion";
   showMode();
 }
 
@@ -119,8 +88,15 @@ async function showModels() {
     const models = await listModels();
     const chosen = select.value;
     const name = ({ id, parent }) => (parent ? `${id} (adapter of ${parent})` : id);
-    select.replaceChildren(...models.map((model) => new Option(name(model), model.id)));
+    select.replaceChildren(
+      ...models.map((model) => {
+        const option = new Option(name(model), model.id);
+        option.dataset.longest = model.max_model_len ?? "";
+        return option;
+      }),
+    );
     if (models.some((model) => model.id === chosen)) select.value = chosen;
+    contextMeter.update();
   } catch (error) {
     if (error.status === 401) askForKey();
     else if (!select.options.length) select.replaceChildren(new Option("no models", ""));
@@ -138,10 +114,10 @@ function askForKey() {
 function useKey(event) {
   event.preventDefault();
   apiKey = byId("key").value.trim();
-  store(SAVED_KEY, apiKey);
+  store("key", apiKey, "sessionStorage");
   byId("key-form").hidden = true;
   showModels();
-  beginWithCompletions();
+  askAboutChats();
   engine.poll();
 }
 
@@ -153,22 +129,31 @@ function showMode() {
   byId("completion").hidden = mode !== "completion";
   byId("input").placeholder = MODES[mode].placeholder;
   document.body.dataset.mode = mode;
+  const radio = document.querySelector("input[name=mode][value=chat]");
+  radio.disabled = Boolean(chatProblem);
+  radio.closest("label").title = chatProblem;
+  byId("no-chat").hidden = !chatProblem;
+  byId("no-chat").textContent = `Chat is not available: ${chatProblem}`;
+  byId("send").disabled = mode === "chat" && Boolean(chatProblem);
   followEnd();
   showSettings();
+  contextMeter.update();
 }
 
-/** Show the settings that apply with the values of the other settings. */
+/** Show the settings that have a meaning, and the page as they say. */
 function showSettings() {
-  const isNeeded = {
-    schema: () => settingValue("response_format") === "json_schema",
-    top_logprobs: () => settingValue("logprobs"),
-    echo: () => mode === "completion",
-  };
-  for (const [field, isShown] of Object.entries(isNeeded)) {
-    document.querySelector(`[data-setting=${field}]`).hidden = !isShown();
-  }
+  showSettingsOf(mode);
+  document.documentElement.dataset.theme = settingValue("theme");
   document.body.classList.toggle("no-shades", !settingValue("logprobs"));
+  document.body.classList.toggle("rendered", settingValue("markdown") && !settingValue("logprobs"));
   document.body.classList.toggle("monospace", settingValue("monospace"));
+}
+
+/** Show and keep the settings after a change. */
+function settingsChanged() {
+  showSettings();
+  contextMeter.update();
+  saveLater();
 }
 
 function showRunning() {
@@ -179,15 +164,16 @@ function showRunning() {
 
 function openSettings(isOpen) {
   byId("open-settings").setAttribute("aria-expanded", String(isOpen));
-  byId("open-settings").textContent = isOpen && isNarrow.matches ? "Close" : "Settings";
+  byId("open-settings").setAttribute("aria-label", isOpen && isNarrow.matches ? "Close settings" : "Settings");
   document.body.classList.toggle("with-settings", isOpen);
+  if (isOpen && isNarrow.matches) openLibrary(false);
 }
 
 // ---------------------------------------------------------------- start
 
 function submitInput() {
   const text = byId("input").value;
-  if (!text.trim() || running) return;
+  if (!text.trim() || running || byId("send").disabled) return;
   followsEnd = true;
   send(text);
   fitHeight(byId("input"));
@@ -195,7 +181,7 @@ function submitInput() {
 
 function listen() {
   byId("composer").addEventListener("submit", (event) => (event.preventDefault(), submitInput()));
-  byId("input").addEventListener("input", () => fitHeight(byId("input")));
+  byId("input").addEventListener("input", () => (fitHeight(byId("input")), contextMeter.update()));
   byId("input").addEventListener("keydown", (event) => {
     if (!isSendKey(event)) return;
     event.preventDefault();
@@ -204,18 +190,21 @@ function listen() {
   document.addEventListener("keydown", (event) => {
     if (event.key !== "Escape" || byId("code").open) return;
     tooltip.show(null);
-    if (isNarrow.matches) openSettings(false);
+    if (isNarrow.matches) {
+      openSettings(false);
+      openLibrary(false);
+    }
     stop();
   });
   byId("stop").addEventListener("click", stop);
-  byId("clear").addEventListener("click", () => (clearConversation(), saveLater()));
+  byId("new").addEventListener("click", () => (openConversation(null), byId("input").focus()));
   byId("show-code").addEventListener("click", showCode);
   byId("code").addEventListener("click", ({ target }) => {
     if (target.dataset.copies) copyText(byId(target.dataset.copies).textContent, byId("code"));
   });
   byId("key-form").addEventListener("submit", useKey);
-  byId("system").addEventListener("input", saveLater);
-  byId("reset").addEventListener("click", () => (restoreSettings(initialSettings), showSettings(), saveLater()));
+  byId("system").addEventListener("input", () => (contextMeter.update(), saveLater()));
+  byId("model").addEventListener("change", () => contextMeter.update());
   byId("open-settings").addEventListener("click", () => openSettings(!document.body.classList.contains("with-settings")));
   byId("modes").addEventListener("change", ({ target }) => {
     stop();
@@ -225,12 +214,15 @@ function listen() {
   });
 }
 
-buildSettings(byId("setting-groups"), () => (showSettings(), saveLater()));
+buildSettings(byId("setting-groups"), settingsChanged);
 const initialSettings = saveSettings();
 const isNarrow = matchMedia("(max-width: 60rem)");
 const tooltip = new TokenTooltip(byId("tooltip"), byId("scroller"));
 const engine = new EngineStrip(byId("engine"));
+const contextMeter = new ContextMeter(byId("context"));
 listen();
+listenToLibrary();
+listenToPresets(settingsChanged);
 startFollowing();
 restore();
 showMode();
@@ -239,4 +231,5 @@ isNarrow.addEventListener("change", () => openSettings(!isNarrow.matches));
 document.addEventListener("visibilitychange", () => document.hidden || showModels());
 addEventListener("pagehide", save);
 showModels();
+askAboutChats();
 engine.poll();
