@@ -20,6 +20,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from inflight.access_log import write_access_lines
 from inflight.build import RunningEngine, build_engine, start_following
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
@@ -62,6 +63,7 @@ def main(load: LoadModel = load_model) -> int:
     logging.basicConfig(
         level=logging.INFO, format=f"rank {world.rank}: %(levelname)s %(message)s", stream=sys.stderr
     )
+    write_access_lines(sys.stderr)
     return _lead(world, report, load) if world.rank == 0 else _follow(world, load)
 
 

@@ -147,6 +147,7 @@ def test_loaded_models_are_remembered_in_a_long_log() -> None:
     assert "successfully loaded" not in log.text()
     assert log.loaded_models == {"ensemble"}
 
+
 START = """I1127 11:49:05.930049 8790 server.cc:604]
 +------------------+------+
 | Repository Agent | Path |
