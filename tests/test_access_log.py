@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from inflight import access_log
-from inflight.access_log import LOGGER, VARIABLE, AccessLog, write_access_lines
+from inflight.access_log import LOGGER, AccessLog, write_access_lines
 from inflight.batch_manager import GptManager
 from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.engine_description import EngineDescription
@@ -26,7 +26,7 @@ from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
 from inflight.errors import InvalidArgument, Unavailable
-from inflight.log_lines import parse_fields
+from inflight.log_lines import ACCESS_LOG_VARIABLE, parse_fields
 from inflight.testing.fake_engine import FakeEngine
 from tests.access_lines import PATIENCE_S, AccessLines, access_lines
 from tests.endpoint.factories import DESCRIPTION, Inbox
@@ -240,7 +240,7 @@ def test_lines_are_written_as_text_and_can_be_switched_off(monkeypatch: pytest.M
     LOGGER.handlers.clear()
     try:
         for switch, count in (("0", 0), ("1", 1)):
-            monkeypatch.setenv(VARIABLE, switch)
+            monkeypatch.setenv(ACCESS_LOG_VARIABLE, switch)
             LOGGER.handlers.clear()
             stream = io.StringIO()
             write_access_lines(stream)

@@ -27,10 +27,7 @@ from inflight.core.ports import SendResponseCallback
 from inflight.core.request.request import Origin, Request
 from inflight.core.request.response import RequestEnding, Response
 from inflight.core.request.stop import FinishReason
-from inflight.log_lines import ACCESS, LineFormatter, Value, format_fields
-
-VARIABLE = "INFLIGHT_ACCESS_LOG"
-"""Environment variable that switches the access log off with the value 0; `scripts/serve` sets it."""
+from inflight.log_lines import ACCESS, ACCESS_LOG_VARIABLE, LineFormatter, Value, format_fields
 
 LOGGER = logging.getLogger("inflight.access")
 """The logger of all access lines; a record's attribute `fields` has the values by name."""
@@ -47,7 +44,7 @@ def write_access_lines(stream: TextIO) -> None:
     level INFO, as it has configured logging.
     """
     LOGGER.propagate = False
-    LOGGER.setLevel(logging.INFO if os.environ.get(VARIABLE) != "0" else logging.CRITICAL)
+    LOGGER.setLevel(logging.INFO if os.environ.get(ACCESS_LOG_VARIABLE) != "0" else logging.CRITICAL)
     if not LOGGER.handlers:
         handler = _Handler(stream)
         handler.setFormatter(LineFormatter(ACCESS))

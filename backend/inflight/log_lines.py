@@ -22,6 +22,9 @@ from typing import TextIO, TypeAlias
 FORMATS = ("text", "json")
 """Values of --log-format."""
 
+ACCESS_LOG_VARIABLE = "INFLIGHT_ACCESS_LOG"
+"""Environment variable that switches the access log off with the value 0; --no-access-log sets it."""
+
 ACCESS = "access"
 """The source of access lines, whose text consists of fields only."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from inflight.engine_folder import is_engine_folder
-from inflight.log_lines import FORMATS, JsonLog
+from inflight.log_lines import ACCESS_LOG_VARIABLE, FORMATS, JsonLog
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
             os.environ.pop(variable, None)  # the models' processes must not get these secrets
+        if not options.access_log:
+            os.environ[ACCESS_LOG_VARIABLE] = "0"  # for the models' processes and that of /v1
         return _serve(options)
     except ServeError as error:
         print(f"serve: {error}", file=errors)
@@ -90,6 +92,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         tritonserver=given.tritonserver,
         log_verbose=given.log_verbose,
         log_format=given.log_format,
+        access_log=not given.no_access_log,
         exit_timeout_s=given.exit_timeout,
         ready_timeout_s=given.ready_timeout,
         restarts=given.restarts,
@@ -240,6 +243,7 @@ def _add_log_options(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="json: every line of the log, of all processes, is a JSON object (default: %(default)s)",
     )
+    add("--no-access-log", action="store_true", help="do not log a line for each request")
     add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
 
 

@@ -68,6 +68,7 @@ class ServerOptions:
         model_control: Triton's model control mode. With "explicit", requests can unload and load models, as
             an orchestrator itself does. In any mode all models of the repository are loaded at the start.
         log_format: The form in which the command line writes the log. Processes write text.
+        access_log: Whether the processes that the command line starts log a line for each request.
         client_apis: Triton's APIs that clients may use, and the key for loading and unloading models.
         tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the repository's
             values.
@@ -83,6 +84,7 @@ class ServerOptions:
     tritonserver: Path | None = None
     log_verbose: bool = False
     log_format: Literal["text", "json"] = "text"
+    access_log: bool = True
     exit_timeout_s: int = 30
     ready_timeout_s: int | None = None
     restarts: int = 0
