@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from inflight.core.report.metrics import Observations
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
 from inflight.core.request.response import RequestEnding, Response
-from inflight.core.request.results import make_result
+from inflight.core.request.results import make_response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.admission import Admission
 from inflight.core.schedule.running import Running
@@ -93,8 +93,7 @@ class Endings:
         ending = _ending_of(group) if is_final else None
         if group.error is None:
             try:
-                result = make_result(llm_request, self.running.block_counts)
-                return [Response(llm_request.request_id, result, None, is_final, ending)]
+                return [make_response(llm_request, self.running.block_counts, is_final, ending)]
             except Exception as error:  # other requests must continue, and this one still needs a response
                 group.error = as_request_error(error)
         return [Response(llm_request.request_id, None, group.error, True, ending)] if is_final else []

@@ -86,8 +86,10 @@ def _open(context: Context, request: Request, prepared: PreparedBody) -> OutputS
 
 
 async def _start(request: Request, stream: OutputStream) -> None:
-    await stream.start()
-    passage_of(request.scope).reaches_engine = True
+    try:
+        await stream.start()
+    finally:
+        passage_of(request.scope).reaches_engine = stream.is_submitted
 
 
 async def answer_whole(context: Context, request: Request, prepared: PreparedBody) -> list[Piece]:

@@ -38,7 +38,7 @@ class Passage:
 
     Attributes:
         origin: Where it came from.
-        reaches_engine: Whether it was submitted to the engine, which then writes its access line.
+        reaches_engine: Whether the engine has got it, and writes its access line.
     """
 
     origin: Origin

@@ -140,6 +140,11 @@ class OutputStream:
         self._handles: dict[int, tuple[int, RequestHandle]] = {}  # (batch index, handle) by request id
         self._is_closed = False
 
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the engine has got at least one of the requests."""
+        return bool(self._handles)
+
     def __aiter__(self) -> OutputStream:
         return self
 

@@ -245,7 +245,7 @@ class Request:
     prompt_table: PromptTable | None = None
     is_continuation: bool = False
     may_be_continued: bool = False
-    origin: Origin | None = None
+    origin: Origin | None = field(default=None, compare=False)
 
     @property
     def log_extra(self) -> dict[str, str] | None:
