@@ -11,7 +11,14 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.log_lines import REQUEST_ID, JsonLog, LineFormatter, format_fields, parse_fields
+from inflight.log_lines import (
+    REQUEST_ID,
+    JsonLog,
+    LineFormatter,
+    RankFormatter,
+    format_fields,
+    parse_fields,
+)
 
 from .tiers import examples
 
@@ -112,3 +119,10 @@ def test_a_traceback_follows_its_record() -> None:
         failed = record("failed", request_id="7", exc_info=sys.exc_info())
     first, *rest = LineFormatter("openai").format(failed).splitlines()
     assert first.endswith('failed request_id="7"') and rest[-1] == "ValueError: no"
+
+
+def test_a_ranks_line_keeps_its_form_and_has_the_id() -> None:
+    text = RankFormatter(3).format(record("failed", request_id="a"))
+    assert text == "rank 3: WARNING failed request_id=a"
+    (line,) = as_json(text + "\n")
+    assert (line["rank"], line["level"], line["message"], line["request_id"]) == (3, "warning", "failed", "a")

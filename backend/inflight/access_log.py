@@ -66,7 +66,7 @@ class Entry:
     """A request that has been accepted.
 
     Attributes:
-        origin: Where it came from.
+        origin: The request's origin.
         num_prompt_tokens: Number of its prompt tokens.
         begun_ns: When it was received, in monotonic nanoseconds.
     """
@@ -83,7 +83,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """What the thread needs for one line."""
+    """The values that the thread needs for one line."""
 
     entry: Entry
     fields: Mapping[str, Value]
@@ -128,8 +128,8 @@ class AccessLog:
         """Write the line of a request that did not reach the engine. Never blocks.
 
         Args:
-            origin: Where it came from; None: no line.
-            fields: Why it was refused.
+            origin: The request's origin; None: no line.
+            fields: The reason for the refusal.
         """
         if origin is not None and LOGGER.isEnabledFor(logging.INFO):
             entry = Entry(origin, 0, origin.received_ns or time.monotonic_ns())

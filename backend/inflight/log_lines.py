@@ -79,7 +79,7 @@ class LineFormatter(logging.Formatter):
     traceback follow unchanged.
 
     Args:
-        source: What stands before `]`: the process or the kind of line.
+        source: The text before `]`: the process or the kind of line.
     """
 
     def __init__(self, source: str) -> None:
@@ -96,6 +96,22 @@ class LineFormatter(logging.Formatter):
         return f"{head}{first}{request_id_field(record)}{newline}{rest}"
 
 
+class RankFormatter(logging.Formatter):
+    """Formats the records of a rank: `rank 1: WARNING message request_id=…`.
+
+    Args:
+        rank: The number of the rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank}: %(levelname)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as text."""
+        first, newline, rest = super().format(record).partition("\n")
+        return f"{first}{request_id_field(record)}{newline}{rest}"
+
+
 def request_id_field(record: logging.LogRecord) -> str:
     """Return ` request_id=…` for the end of a record's line; "" if the record belongs to no request."""
     request_id = str(getattr(record, "request_id", "") or REQUEST_ID.get())
@@ -103,7 +119,7 @@ def request_id_field(record: logging.LogRecord) -> str:
 
 
 class _Context(threading.local):
-    """What a thread has written so far: the unfinished line, and the level and source of the last record."""
+    """The state of one writing thread: the unfinished line, and the level and source of the last record."""
 
     def __init__(self) -> None:
         self.part = ""

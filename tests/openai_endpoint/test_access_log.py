@@ -1,4 +1,4 @@
-"""What /v1 leaves behind of each HTTP request: an access line, an id on every line, and metrics."""
+"""The traces of a request to /v1: an access line, an id on every line, and metrics."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class SocketEngineClient:
 
 
 class _Callback(NamedTuple):
-    """What to do with a request's responses: the front end's function, and the entry in the access log.
+    """A front end's function for a request's responses, and the request's entry in the access log.
 
     The engine writes the line in the access log, but not if it is lost.
     """

@@ -330,7 +330,7 @@ class LocalEngineClient:
 
 
 class _Callback(NamedTuple):
-    """What to do with a request's responses: the front end's function, and the entry in the access log."""
+    """A front end's function for a request's responses, and the request's entry in the access log."""
 
     on_response: SendResponseCallback
     entry: Entry | None

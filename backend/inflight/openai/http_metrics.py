@@ -1,4 +1,4 @@
-"""What each HTTP request leaves behind: counts and durations for Prometheus, and a line in the access log.
+"""Counts and durations of HTTP requests for Prometheus, and access lines of requests that are refused here.
 
 Names and labels of the metrics are those of prometheus-fastapi-instrumentator, which vLLM uses, so that
 dashboards made for it work. The label `code` with the exact status is an addition. The engine writes the
@@ -97,8 +97,8 @@ class HttpObserver:
     Args:
         app: The application that gets the requests.
         paths: The paths of all routes.
-        metrics: Where requests are counted.
-        access_log: Where requests are logged that fail before they reach the engine.
+        metrics: The counts.
+        access_log: The log of requests that fail before they reach the engine.
     """
 
     def __init__(

@@ -249,7 +249,10 @@ class KServeEngineClient:
     async def _run(self, running: _RunningRequest) -> None:
         request = running.request
         try:
-            responses = self._responses(running.inputs, output_names(request), request_parameters(request))
+            client_id = "" if request.origin is None else request.origin.request_id
+            responses = self._responses(
+                running.inputs, output_names(request), request_parameters(request), client_id
+            )
             async with contextlib.aclosing(responses):
                 async for result, is_final in responses:
                     running.take(result, is_final)
@@ -269,8 +272,11 @@ class KServeEngineClient:
         inputs: Mapping[str, NDArray[Any]],
         outputs: list[str],
         parameters: Mapping[str, str | bool],
+        client_id: str = "",
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
         """Yield (response, whether it is the last) for each response to one request; raise the server's errors.
+
+        The request's id begins with the client's, so that it is found in the log of the server.
 
         Closing the generator before the last response cancels the request.
         """
@@ -278,7 +284,7 @@ class KServeEngineClient:
             "model_name": self._model,
             "inputs": [_input(name, array) for name, array in inputs.items()],
             "outputs": [InferRequestedOutput(name) for name in outputs],
-            "request_id": f"{self._name}-{next(self._ids)}",
+            "request_id": f"{client_id}-{self._name}-{next(self._ids)}".lstrip("-"),
             "parameters": {"triton_enable_empty_final_response": True, **parameters},
         }
         self._connected()

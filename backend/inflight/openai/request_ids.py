@@ -37,7 +37,7 @@ class Passage:
     """One HTTP request on its way through the application.
 
     Attributes:
-        origin: Where it came from.
+        origin: The request's origin.
         reaches_engine: Whether the engine has got it, and writes its access line.
     """
 

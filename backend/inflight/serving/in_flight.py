@@ -72,7 +72,7 @@ class InFlightRequest:
         stream: The connection to the client.
         reply: Makes the outputs. Used by the sender thread only, once the request has been submitted.
         shown_name: Returns the name that the client used for an input, for errors of the engine.
-        origin: Where the request came from, for log lines.
+        origin: The request's origin, for log lines.
         ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the request is submitted.
         handles: Handles of the prompts' engine requests, in the order of the batch. Written once, by
             InFlight.

@@ -154,7 +154,7 @@ class ExternalDraft:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a request came from, for log lines.
+    """The origin of a request, for log lines.
 
     Attributes:
         front: The front end: "openai", "triton" or "executor".
@@ -216,7 +216,7 @@ class Request:
             accepted during a drain and with a full queue.
         may_be_continued: Whether a continuation may follow if the request ends with LENGTH; a drain waits a moment
             for the continuation.
-        origin: Where the request came from, for log lines; None: it gets no access line.
+        origin: The request's origin, for log lines; None: it gets no access line.
     """
 
     request_id: int

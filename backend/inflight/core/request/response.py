@@ -166,7 +166,7 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnding:
-    """What a request's line in the access log needs from the scheduler.
+    """The scheduler's part of a request's line in the access log.
 
     Attributes:
         num_output_tokens: Number of tokens generated in all sequences; of a beam search, its steps.
@@ -188,7 +188,7 @@ class Response:
         result: The outputs of one of the request's sequences, or None with an error.
         error: The error if the request failed; then `is_final` is true.
         is_final: Whether this is the request's last response, after which its id may be used again.
-        ending: Of the scheduler's last response to a request: how it ended. Not sent to other processes.
+        ending: The request's ending, in the scheduler's last response to it. Not sent to other processes.
     """
 
     request_id: int
