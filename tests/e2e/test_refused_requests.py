@@ -186,6 +186,15 @@ ODD_ANSWERS = {
         400,
         "Unable to parse 'data'",
     ),
+    "a number for a text": (GENERATE, {"text_input": 5, "max_tokens": 3}, 400, "Unable to parse JSON"),
+    "a number as id": (GENERATE, {"id": 5, "text_input": "a"}, 400, "Unable to parse 'id'"),
+    "a list as body": (GENERATE, [1], 400, "the body must be a JSON object"),
+    "no shape": (
+        INFER,
+        {"inputs": [{"name": "input_ids", "datatype": "INT32", "data": [1]}]},
+        400,
+        "Unable to parse 'shape'",
+    ),
     "nested ids": (
         "/v2/models/tensorrt_llm/generate",
         {"input_ids": [PROMPT], "request_output_len": 3},
@@ -227,3 +236,15 @@ def test_a_unary_call_of_a_decoupled_model_names_the_other(server: TritonServer)
             stub.ModelInfer(service_pb2.ModelInferRequest(model_name="tensorrt_llm"))
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert "tensorrt_llm_infer takes the same tensors" in caught.value.details()
+
+
+def test_one_dimensional_ids_over_grpc_are_answered_with_the_shapes(server: TritonServer) -> None:
+    tensors = {"input_ids": (PROMPT, [len(PROMPT)]), "request_output_len": ([3], [1, 1])}
+    request = service_pb2.ModelInferRequest(model_name="tensorrt_llm_infer")
+    for name, (values, shape) in tensors.items():
+        tensor = request.inputs.add(name=name, datatype="INT32", shape=shape)
+        tensor.contents.int_contents.extend(values)
+    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "[1, n] for the n ids of one prompt" in caught.value.details()

@@ -197,7 +197,9 @@ static const struct {
     {"failed to parse the request JSON buffer", ""},
     {"Unable to parse 'data': Shape does not match",
      "; generate takes a list of numbers as [1, 2, 3], without the batch dimension"},
-    {"Unable to parse 'data'", ""},
+    {"Unable to parse '", ""},
+    {"Unable to parse JSON", ""},
+    {"attempt to get members for non-object", ": the body must be a JSON object"},
     {"doesn't support models with decoupled transaction policy",
      "; tensorrt_llm_infer takes the same tensors and gives one response"},
 };
