@@ -13,6 +13,7 @@ instead. The thread is started by the first request.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -56,9 +57,18 @@ def random_id() -> str:
     return uuid.uuid4().hex
 
 
-class _Handler(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore errors: the log is closed."""
+class _Handler(logging.Handler):
+    """A handler that writes each line in one call, so that lines of several processes do not mix."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
+            self._stream.write(f"{self.format(record)}\n")
+            self._stream.flush()
 
 
 @dataclass(frozen=True, slots=True)

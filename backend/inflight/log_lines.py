@@ -45,7 +45,7 @@ _FIELD = r'(\w+)=("(?:[^"\\]|\\.)*"|[^\s"]+)'
 _FIELDS = re.compile(_FIELD)
 _REQUEST_ID = re.compile(r' request_id=("(?:[^"\\]|\\.)*"|[^\s"]+)$')
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_BARE = re.compile(r"[^\s\"=]+")
+_BARE = re.compile(r"[!#-<>-~]+")  # printable ASCII without quotes and the equals sign
 
 
 def format_fields(fields: Mapping[str, Value]) -> str:

@@ -23,10 +23,12 @@ def test_a_request_has_the_clients_id_or_a_random_one(build: Build, lines: Acces
     stage = build()
     stage.take(make_triton_request(request_id="mine"))
     stage.take(make_triton_request(token_inputs(client_id=7)))
-    first, second = (request.origin for request in stage.client.submitted.values())
-    assert first is not None and second is not None
+    stage.take(make_triton_request(request_id="x" * 10_000))
+    first, second, third = (request.origin for request in stage.client.submitted.values())
+    assert first is not None and second is not None and third is not None
     assert (first.front, first.request_id, first.client) == ("triton", "mine", "")
     assert re.fullmatch(r"[0-9a-f]{32}", second.request_id) and second.client == "7"
+    assert len(third.request_id) == 256
     assert first.model and 0 < first.received_ns <= second.received_ns
 
 

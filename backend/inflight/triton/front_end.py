@@ -47,6 +47,9 @@ from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
 
+_MAX_LOGGED_ID = 256
+"""Number of characters of a client's request id that log lines have."""
+
 _MAX_INLINE = 4096
 """Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
 
@@ -155,7 +158,7 @@ class FrontEnd:
 
     def _origin(self, triton_request: Any) -> Origin:
         """Return where a request comes from. Triton does not tell its models the client's address."""
-        request_id = triton_request.request_id() or random_id()
+        request_id = triton_request.request_id()[:_MAX_LOGGED_ID] or random_id()
         return Origin("triton", request_id, self._model.name, received_ns=time.monotonic_ns())
 
     def _admit(self, triton_request: Any, stream: TritonStream, origin: Origin) -> None:
