@@ -20,10 +20,12 @@ import signal
 import sys
 from collections.abc import Callable
 
+from inflight.access_log import write_access_lines
 from inflight.build import RunningEngine, build_engine, start_following
 from inflight.endpoint.supervision import Supervision
 from inflight.errors import ConfigError, Unavailable
 from inflight.load_model import LoadModel, load_model
+from inflight.log_lines import RankFormatter
 from inflight.processes import exempt_from_collection
 from inflight.ranks.job import Orders, Report, decode_orders, encode_line
 from inflight.ranks.launch import SHARED_MEMORY
@@ -59,9 +61,10 @@ def main(load: LoadModel = load_model) -> int:
     if folder := os.environ.get(SHARED_MEMORY):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     world = join()
-    logging.basicConfig(
-        level=logging.INFO, format=f"rank {world.rank}: %(levelname)s %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RankFormatter(world.rank))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    write_access_lines(sys.stderr)
     return _lead(world, report, load) if world.rank == 0 else _follow(world, load)
 
 

@@ -211,15 +211,16 @@ def test_padding_is_not_counted_as_output_in_the_metrics(fake_server):
     assert grown(before, after, "nv_llm_output_token_len_sum") == sum(lengths)
 
 
-def test_requests_log_nothing(narrow_server):
-    """In tensorrtllm_backend each one logs a line when it is deleted."""
+def test_requests_log_only_their_access_lines(narrow_server):
+    """In tensorrtllm_backend each one logs another line when it is deleted."""
     ask(narrow_server.grpc, input_ids=PROMPT, request_output_len=2)
     wait_until(lambda: "Started Metrics Service" in narrow_server.log_text())  # the last line of a start
     before = len(narrow_server.log_text())
     for number in range(5):
         ask(narrow_server.grpc, input_ids=[number + 1], request_output_len=2)
+    wait_until(lambda: narrow_server.log_text()[before:].count(" access] ") >= 5)
     lines = narrow_server.log_text()[before:].splitlines()
-    assert [line for line in lines if not re.search(r"Timestamp", line)] == []
+    assert [line for line in lines if not re.search(r"Timestamp| access\] ", line)] == []
 
 
 @pytest.mark.parametrize(

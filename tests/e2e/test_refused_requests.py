@@ -175,3 +175,76 @@ def test_the_last_requests_are_logged_when_the_server_is_lost(elsewhere, tmp_pat
         said = serving.process.communicate(timeout=TIMEOUT_S)[1]
     (line,) = [line for line in said.splitlines() if "one of the last requests before the end" in line]
     assert "tensorrt_llm" in line and "input_ids[1,5]" in line and "request_output_len[1,1]" in line
+
+
+ODD_ANSWERS = {
+    "no JSON": (GENERATE, b"{bad", 400, "failed to parse the request JSON buffer"),
+    "no JSON for infer": (INFER, b"{bad", 400, "failed to parse the request JSON buffer"),
+    "a text for a number": (
+        GENERATE,
+        {"text_input": "a", "max_tokens": "three"},
+        400,
+        "Unable to parse 'data'",
+    ),
+    "a number for a text": (GENERATE, {"text_input": 5, "max_tokens": 3}, 400, "Unable to parse JSON"),
+    "a number as id": (GENERATE, {"id": 5, "text_input": "a"}, 400, "Unable to parse 'id'"),
+    "a list as body": (GENERATE, [1], 400, "the body must be a JSON object"),
+    "no shape": (
+        INFER,
+        {"inputs": [{"name": "input_ids", "datatype": "INT32", "data": [1]}]},
+        400,
+        "Unable to parse 'shape'",
+    ),
+    "nested ids": (
+        "/v2/models/tensorrt_llm/generate",
+        {"input_ids": [PROMPT], "request_output_len": 3},
+        400,
+        "generate takes a list of numbers as [1, 2, 3], without the batch dimension",
+    ),
+    "one-dimensional ids": (
+        INFER,
+        {
+            "inputs": [
+                {"name": "input_ids", "shape": [5], "datatype": "INT32", "data": PROMPT},
+                {"name": "request_output_len", "shape": [1, 1], "datatype": "INT32", "data": [3]},
+            ]
+        },
+        400,
+        "[1, n] for the n ids of one prompt",
+    ),
+    "infer of a decoupled model": (
+        "/v2/models/tensorrt_llm/infer",
+        {"inputs": [{"name": "input_ids", "shape": [1, 5], "datatype": "INT32", "data": PROMPT}]},
+        501,
+        "tensorrt_llm_infer takes the same tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD_ANSWERS)
+def test_tritons_own_errors_have_the_right_status_and_a_hint(server: TritonServer, case: str) -> None:
+    path, body, status, hint = ODD_ANSWERS[case]
+    answered, says = post(server, path, body)
+    assert answered == status and hint in says, says
+    assert says.count(hint) == 1
+
+
+def test_a_unary_call_of_a_decoupled_model_names_the_other(server: TritonServer) -> None:
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(service_pb2.ModelInferRequest(model_name="tensorrt_llm"))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "tensorrt_llm_infer takes the same tensors" in caught.value.details()
+
+
+def test_one_dimensional_ids_over_grpc_are_answered_with_the_shapes(server: TritonServer) -> None:
+    tensors = {"input_ids": (PROMPT, [len(PROMPT)]), "request_output_len": ([3], [1, 1])}
+    request = service_pb2.ModelInferRequest(model_name="tensorrt_llm_infer")
+    for name, (values, shape) in tensors.items():
+        tensor = request.inputs.add(name=name, datatype="INT32", shape=shape)
+        tensor.contents.int_contents.extend(values)
+    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as caught:
+        service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "[1, n] for the n ids of one prompt" in caught.value.details()

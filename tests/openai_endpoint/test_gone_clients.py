@@ -17,6 +17,7 @@ from inflight.core.request.stop import StopReason
 from inflight.errors import Cancelled
 from inflight.openai.answers import Piece
 from inflight.openai.context import answer_stream, answer_whole
+from inflight.openai.request_ids import RequestIds, passage_of
 from inflight.prompt import Prompt, ReplyOptions
 from inflight.serving.engine_session import EngineSession
 from tests.core.factories import make_request
@@ -58,11 +59,17 @@ def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) ->
         await asyncio.to_thread(client.takes_third.wait)
         return {"type": "http.disconnect"}
 
+    scope: dict[str, Any] = {"type": "http", "headers": []}
+
+    async def identified(*_: Any) -> None:
+        """Do nothing: `RequestIds` has given the request its id."""
+
     async def ask() -> None:
+        await RequestIds(identified)(scope, receive, identified)
         prompt = Prompt(make_request(0), ReplyOptions(frozenset()))
-        prepared: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None)
+        prepared: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None, model_name="m")
         context: Any = SimpleNamespace(session=session)
-        request: Any = SimpleNamespace(receive=receive)
+        request: Any = SimpleNamespace(receive=receive, scope=scope)
         if is_streamed:
             await answer_stream(context, request, prepared, no_events)
         else:
@@ -71,5 +78,5 @@ def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) ->
     with pytest.raises(Cancelled, match="by its client"):
         asyncio.run(ask())
     session.close()
-    assert client.num_submitted == 3
+    assert client.num_submitted == 3 and passage_of(scope).reaches_engine
     assert sorted(client.stopped) == [1, 2, 3]

@@ -1,6 +1,7 @@
 """The server's log, and the causes of failures found in it."""
 
 import io
+import re
 
 import pytest
 
@@ -134,7 +135,7 @@ def test_stacks_and_verbose_logs_are_copied_completely() -> None:
     repeats = Repeats(lambda: 0.0)
     lines = [record("a stack", 1), *["  in wait\n"] * 30]
     assert [told for line in lines for told in repeats.add(line)] + repeats.end() == lines
-    verbose = ServerLog(io.BytesIO(record("again", 0).encode() * 1000), None, has_gpu=True, collapses=False)
+    verbose = ServerLog(io.BytesIO(record("again", 0).encode() * 1000), None, has_gpu=True, is_verbose=True)
     verbose.join(60)
     assert verbose.num_lines == 1000
 
@@ -145,3 +146,34 @@ def test_loaded_models_are_remembered_in_a_long_log() -> None:
     log.join(60)
     assert "successfully loaded" not in log.text()
     assert log.loaded_models == {"ensemble"}
+
+
+START = """I1127 11:49:05.930049 8790 server.cc:604]
++------------------+------+
+| Repository Agent | Path |
++------------------+------+
+
+I1127 11:49:05.930101 8790 python_be.cc:1840] "Forcing CPU only input tensors."
+Signal (15) received.
+I1127 11:49:05.930101 8790 host.py:175] "2 threads on the CPU"
+W1127 11:49:05.930101 8790 http_server.cc:362] "restricted"
+"""
+
+
+def test_what_tritonserver_itself_tells_is_kept_and_not_shown() -> None:
+    echo, everything = io.StringIO(), io.StringIO()
+    log = ServerLog(io.BytesIO(START.encode()), echo, has_gpu=True)
+    log.join(60)
+    assert log.text() == START and log.num_lines == len(START.splitlines())
+    assert echo.getvalue() == "".join(
+        line for line in START.splitlines(True) if re.search("Signal|host.py|restricted", line)
+    )
+    verbose = ServerLog(io.BytesIO(START.encode()), everything, has_gpu=True, is_verbose=True)
+    verbose.join(60)
+    assert everything.getvalue() == START
+
+
+def test_access_lines_are_never_counted_together() -> None:
+    line = "I1127 11:49:05.930101 8790 access] request_id=a\n"
+    repeats = Repeats(lambda: 0.0)
+    assert [told for _ in range(100) for told in repeats.add(line)] == [line] * 100

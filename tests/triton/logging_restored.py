@@ -1,4 +1,4 @@
-"""Restores the package's logger after a test."""
+"""Restores the package's loggers after a test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def logging_restored() -> Iterator[logging.Logger]:
-    logger = logging.getLogger("inflight")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    loggers = [logging.getLogger(name) for name in ("inflight", "inflight.access")]
+    before = [(list(each.handlers), each.level, each.propagate) for each in loggers]
     try:
-        yield logger
+        yield loggers[0]
     finally:
-        logger.handlers[:] = handlers
-        logger.setLevel(level)
-        logger.propagate = propagate
+        for logger, (handlers, level, propagate) in zip(loggers, before):
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+            logger.propagate = propagate

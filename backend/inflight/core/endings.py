@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush
 
 from inflight.core.report.metrics import Observations
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
-from inflight.core.request.response import Response
+from inflight.core.request.response import RequestEnding, Response
 from inflight.core.request.results import make_response
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.admission import Admission
@@ -90,12 +90,23 @@ class Endings:
 
     def _respond_last(self, llm_request: LlmRequest, is_final: bool) -> list[Response]:
         group = llm_request.group
+        ending = _ending_of(group) if is_final else None
         if group.error is None:
             try:
-                return [make_response(llm_request, self.running.block_counts, is_final)]
+                return [make_response(llm_request, self.running.block_counts, is_final, ending)]
             except Exception as error:  # other requests must continue, and this one still needs a response
                 group.error = as_request_error(error)
-        return [Response(llm_request.request_id, error=group.error, is_final=True)] if is_final else []
+        return [Response(llm_request.request_id, None, group.error, True, ending)] if is_final else []
+
+
+def _ending_of(group: RequestGroup) -> RequestEnding:
+    """Return how a request has ended whose sequences have all ended."""
+    sequences = group.sequences
+    return RequestEnding(
+        sum(sequence.num_generated for sequence in sequences),
+        tuple(sequence.finish_reason for sequence in sequences),
+        min((sequence.first_token_ns for sequence in sequences if sequence.first_token_ns), default=0),
+    )
 
 
 def as_request_error(error: Exception) -> InflightError:

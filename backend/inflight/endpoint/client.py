@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
+from typing import NamedTuple
 
+from inflight.access_log import AccessLog, Entry
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -72,6 +74,7 @@ class SocketEngineClient:
         self._connection: _EngineConnection | None = None
         self._closed = False
         self._is_away = False
+        self._access_log = AccessLog()
 
     def describe(self) -> EngineDescription:
         """Return the engine's description; raises Unavailable if it cannot be reached."""
@@ -89,8 +92,10 @@ class SocketEngineClient:
             parts = encode_submit(replace(request, request_id=request_id))
         except BadFrame as error:
             raise InvalidArgument(f"the request is too large: {error}") from error
+        entry = self._access_log.enter(request, request_id)
+        callback = _Callback(on_response, entry)
         for _ in range(_CONNECTIONS_TRIED):
-            if self._connected().submit(request_id, parts, on_response):
+            if self._connected().submit(request_id, parts, callback):
                 return RequestHandle(request_id, self.stop)
         raise Unreachable("the engine closes every connection; a later attempt may succeed")
 
@@ -136,6 +141,7 @@ class SocketEngineClient:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+        self._access_log.close()
 
     def _connected(self) -> _EngineConnection:
         with self._lock:
@@ -148,7 +154,7 @@ class SocketEngineClient:
     def _connect(self) -> _EngineConnection:
         """Make a new connection. Only the first of consecutive failures is logged, with the path."""
         try:
-            made = _EngineConnection(self._path)
+            made = _EngineConnection(self._path, self._access_log)
         except Unreachable as error:
             if not self._is_away:
                 _log.info("no engine at %s: %s", self._path, error)
@@ -158,17 +164,29 @@ class SocketEngineClient:
         return made
 
 
+class _Callback(NamedTuple):
+    """A front end's function for a request's responses, and the request's entry in the access log.
+
+    The engine writes the line in the access log, but not if it is lost.
+    """
+
+    on_response: SendResponseCallback
+    entry: Entry | None
+
+
 class _EngineConnection:
     """One connection to the engine, from Hello to its end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, access_log: AccessLog) -> None:
         self._path = path
+        self._access_log = access_log
         self._lock = threading.Lock()  # guards the callbacks and the unanswered queries
         self._send_lock = threading.Lock()
-        self._callbacks: dict[int, SendResponseCallback] = {}
+        self._callbacks: dict[int, _Callback] = {}
         self._queries: dict[int, Future[_Reply]] = {}
         self._query_ids = itertools.count(1)
         self.ended = False
+        self._is_closing = False
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self.description = self._greet()
@@ -190,14 +208,12 @@ class _EngineConnection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return description
 
-    def submit(
-        self, request_id: int, parts: Sequence[bytes | memoryview], on_response: SendResponseCallback
-    ) -> bool:
-        """Send a request; return whether `on_response` gets a response. If not, the connection has ended."""
+    def submit(self, request_id: int, parts: Sequence[bytes | memoryview], callback: _Callback) -> bool:
+        """Send a request; return whether `callback` gets a response. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
-            self._callbacks[request_id] = on_response
+            self._callbacks[request_id] = callback
         if self._send(*parts):
             return True
         with self._lock:
@@ -246,6 +262,7 @@ class _EngineConnection:
                 self._queries.pop(query.query_id, None)
 
     def close(self) -> None:
+        self._is_closing = True
         self._shut()
         if threading.current_thread() is not self._reader:
             self._reader.join()
@@ -286,15 +303,21 @@ class _EngineConnection:
     def _deliver(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
-                on_response = self._callbacks.pop(response.request_id, None)
+                callback = self._callbacks.pop(response.request_id, None)
             else:
-                on_response = self._callbacks.get(response.request_id)
-        if on_response is None:
-            return
+                callback = self._callbacks.get(response.request_id)
+        if callback is not None:
+            self._pass_on(callback, response)
+
+    @staticmethod
+    def _pass_on(callback: _Callback, response: Response) -> None:
         try:
-            on_response(response)
+            callback.on_response(response)
         except Exception:  # an error in a front end must not end the connection of all requests
-            _log.exception("a front end failed to take a response of request %d", response.request_id)
+            extra = callback.entry.log_extra if callback.entry else None
+            _log.exception(
+                "a front end failed to take a response of request %d", response.request_id, extra=extra
+            )
 
     def _answer(self, frame: _Reply) -> None:
         with self._lock:
@@ -306,12 +329,16 @@ class _EngineConnection:
         self._shut()
         with self._lock:
             self.ended = True
-            unanswered, answers = list(self._callbacks), list(self._queries.values())
+            unanswered, answers = list(self._callbacks.items()), list(self._queries.values())
+            self._callbacks.clear()
             self._queries.clear()
         for answer in answers:
             answer.set_exception(self._lost())
-        for request_id in unanswered:
-            self._deliver(Response(request_id, error=self._lost(), is_final=True))
+        for request_id, callback in unanswered:
+            response = Response(request_id, error=self._lost(), is_final=True)
+            self._pass_on(callback, response)
+            if not self._is_closing:  # otherwise the engine goes on, and writes the line
+                self._access_log.leave(callback.entry, response)
         self._socket.close()
 
     def _lost(self) -> Unreachable:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -60,6 +61,7 @@ class DraftingClient:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._drafted: dict[int, _Drafted] = {}  # by the ids that `submit` returned
+        self._access_log = AccessLog()
         self._thread = threading.Thread(target=self._run, name="inflight-drafting", daemon=True)
         self._thread.start()
 
@@ -77,15 +79,18 @@ class DraftingClient:
         except Unavailable as error:
             raise Unavailable(Name("num_draft_tokens"), " needs the draft model: ", *error.args) from error
         request_id = self._target.reserve_id()
+        take = self._access_log.follow(request, request_id, on_response)
 
         def respond(response: Response) -> None:
             if response.is_final:
                 with self._lock:
                     del self._drafted[request_id]
             try:
-                on_response(replace(response, request_id=request_id))
+                take(replace(response, request_id=request_id))
             except Exception:  # an error of one request must not end the thread of all
-                _log.exception("a front end failed to take a response of request %d", request_id)
+                _log.exception(
+                    "a front end failed to take a response of request %d", request_id, extra=request.log_extra
+                )
 
         engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
         drafted = _Drafted(request, engines, respond, self._jobs.put)
@@ -130,6 +135,7 @@ class DraftingClient:
         self._target.close()
         self._jobs.put(None)
         self._thread.join()
+        self._access_log.close()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -296,6 +302,7 @@ class _Drafted:
         request, num_generated = self._request, len(self._known) - self._request.prompt_length
         sampling = request.sampling
         return {
+            "origin": None,  # the client's request gets one access line, and its rounds none
             "input_token_ids": self._known,
             "priority": math.nextafter(request.priority, 1.0) if num_generated else request.priority,
             "sampling": replace(sampling, min_length=max(0, sampling.min_length - num_generated)),

@@ -19,8 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from inflight.access_log import AccessLog, Entry
 from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
@@ -73,7 +74,8 @@ class LocalEngineClient:
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
-        self._callbacks: dict[int, SendResponseCallback] = {}  # of all unanswered requests
+        self._access_log = AccessLog()
+        self._callbacks: dict[int, _Callback] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
@@ -109,7 +111,7 @@ class LocalEngineClient:
                 self._to_be_continued.add(request_id)
             if request.lora is not None and request.lora.weights is not None and self._adapters is not None:
                 self._adapters.expect_weights(request_id, request.lora.num_bytes)
-            self._callbacks[request_id] = on_response
+            self._callbacks[request_id] = _Callback(on_response, self._access_log.enter(request, request_id))
             self._queue[request_id] = replace(
                 request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
             )
@@ -224,12 +226,13 @@ class LocalEngineClient:
             self._stopped_in_queue.clear()
             self._stop_signals.clear()
             self._all_answered.notify_all()
-        for request_id, on_response in unanswered:
-            _deliver(on_response, Response(request_id, error=error, is_final=True))
+        for request_id, callback in unanswered:
+            self._deliver(callback, Response(request_id, error=error, is_final=True))
 
     def close(self) -> None:
         """Answer unanswered requests with Unavailable, after the loop has ended or if it hangs. Idempotent."""
         self.fail_all(Unavailable(_SHUTTING_DOWN))
+        self._access_log.close()
 
     def _wait_for_all(self, timeout_s: float) -> bool:
         """Wait until all requests are answered and no continuation is expected; return False after the timeout.
@@ -301,16 +304,36 @@ class LocalEngineClient:
     def _pass_to_callback(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
-                on_response = self._callbacks.pop(response.request_id, None)
+                callback = self._callbacks.pop(response.request_id, None)
                 self._expect_continuation(response)
             else:
-                on_response = self._callbacks.get(response.request_id)
+                callback = self._callbacks.get(response.request_id)
             drain_error = self._drain_error
-        if on_response is not None:
-            if drain_error is not None and response.result and response.result.was_cut_short:
-                _deliver_drain_error(on_response, response, drain_error)
-            else:
-                _deliver(on_response, response)
+        if callback is None:
+            return
+        if drain_error is not None and response.result and response.result.was_cut_short:
+            if not response.is_final:
+                return  # the last response of one sequence; the error is the request's final response
+            response = replace(response, result=None, error=drain_error)
+        self._deliver(callback, response)
+
+    def _deliver(self, callback: _Callback, response: Response) -> None:
+        try:
+            callback.on_response(response)
+        except Exception:  # an error in a front end must not end the loop
+            extra = callback.entry.log_extra if callback.entry else None
+            _log.exception(
+                "a front end failed to take a response of request %d", response.request_id, extra=extra
+            )
+        if response.is_final:
+            self._access_log.leave(callback.entry, response)
+
+
+class _Callback(NamedTuple):
+    """A front end's function for a request's responses, and the request's entry in the access log."""
+
+    on_response: SendResponseCallback
+    entry: Entry | None
 
 
 def _cost(request: Request) -> int:
@@ -333,18 +356,3 @@ def _take_first(
             break
         taken.append(request_id)
     return [waiting.pop(request_id) for request_id in taken]
-
-
-def _deliver_drain_error(
-    on_response: SendResponseCallback, response: Response, drain_error: InflightError
-) -> None:
-    """Deliver an error instead of the request's final response; drop the last responses of its other sequences."""
-    if response.is_final:
-        _deliver(on_response, Response(response.request_id, error=drain_error, is_final=True))
-
-
-def _deliver(on_response: SendResponseCallback, response: Response) -> None:
-    try:
-        on_response(response)
-    except Exception:  # an error in a front end must not end the loop
-        _log.exception("a front end failed to take a response of request %d", response.request_id)

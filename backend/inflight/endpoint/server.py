@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.core.request.handle import RequestHandle
 from inflight.core.request.response import Response
@@ -77,6 +78,7 @@ class EndpointServer:
         self.supervision = supervision
         self.drain = drain
         self.retire = retire
+        self.access_log = AccessLog()
         self._path = native(path)
         self._lock = threading.Lock()
         self._connections: set[_ClientConnection] = set()
@@ -106,6 +108,7 @@ class EndpointServer:
         # closed last.
         for connection in sorted(connections, key=lambda one: one.asked_to_retire):
             connection.close()
+        self.access_log.close()
 
     def _accept(self) -> None:
         while True:
@@ -214,9 +217,9 @@ class _ClientConnection:
         try:
             handle = self._client.submit(frame.request, on_response)
         except Exception as error:  # an error of one request must not end the connection of all
-            self._delivery.put(
-                Response(local_id, error=_as_inflight_error(error, _NOT_SUBMITTED), is_final=True)
-            )
+            refusal = _as_inflight_error(error, _NOT_SUBMITTED)
+            self._server.access_log.refuse(frame.request.origin, code=refusal.code)
+            self._delivery.put(Response(local_id, error=refusal, is_final=True))
             return
         with self._lock:
             if not finished.is_set():

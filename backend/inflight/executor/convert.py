@@ -19,7 +19,7 @@ from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRet
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions
+from inflight.core.request.request import ExternalDraft, FloatTensor, Origin, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
 from inflight.core.request.sampling_config import SamplingConfig as CoreSamplingConfig
@@ -85,6 +85,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         guide=_guide(request.guided_decoding_params),
         lora=to_lora_request(request.lora_config),
         prompt_table=table,
+        origin=Origin("executor", client=str(request.client_id or "")),
     )
     try:
         converted.validate(limits)

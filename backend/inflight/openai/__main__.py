@@ -17,12 +17,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TextIO, cast
 
 import uvicorn
 
+from inflight.access_log import write_access_lines
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
+from inflight.log_lines import FORMATS, JsonLog, LineFormatter
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     parser = _parser()
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="openai: %(message)s", stream=sys.stderr)
+    _log_to(cast(TextIO, JsonLog(sys.stderr)) if given.log_format == "json" else sys.stderr)
     try:
         options = read_arguments(given, given.host, given.port, given.metrics_url)
         client = _connect(given)
@@ -65,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server.run(sockets=[listener])
     client.close()
     return 0
+
+
+def _log_to(stream: TextIO) -> None:
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter("openai"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    write_access_lines(stream)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -108,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for requests in flight at the end (default: %(default)s)",
     )
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="json: every line of the log is a JSON object (default: %(default)s)",
+    )
     add_arguments(parser)
     return parser
 
@@ -137,6 +153,7 @@ def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -
         loop="uvloop",
         http=HttpProtocol,
         ws="none",
+        log_config=None,  # uvicorn's lines go where this package's do
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -12,12 +12,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
+from inflight.access_log import AccessLog
 from inflight.core.ports import EngineClient
 from inflight.errors import InflightError
 from inflight.openai import chat_completions, completions, models, server_routes, tokenize
 from inflight.openai.bodies import BodyReader
 from inflight.openai.context import Context
 from inflight.openai.errors import add_error_handlers
+from inflight.openai.http_metrics import HttpMetrics, HttpObserver
 from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
 from inflight.openai.playground.routes import playground_router
@@ -34,7 +36,8 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
         client: Client of the engine; the engine may be unavailable or restarted at any time.
         options: Options of the endpoint.
     """
-    session, model = EngineSession(client), ServingModel(client, options)
+    session, model, access_log = EngineSession(client), ServingModel(client, options), AccessLog()
+    context = Context(session, model, HttpMetrics())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -42,15 +45,19 @@ def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
         yield
         loading.cancel()
         session.close()
+        access_log.close()
 
     app = FastAPI(title="inflight", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.context = Context(session, model)
+    app.state.context = context
     app.state.bodies = BodyReader(session, options.max_body_bytes)
     add_error_handlers(app)
-    for module in (models, completions, chat_completions, tokenize, server_routes):
-        app.include_router(module.router)
-    app.include_router(playground_router)
+    modules = (models, completions, chat_completions, tokenize, server_routes)
+    routers = (*(module.router for module in modules), playground_router)
+    for router in routers:
+        app.include_router(router)
     add_middleware(app, options)
+    paths = frozenset(getattr(route, "path", "") for router in routers for route in router.routes)
+    app.add_middleware(HttpObserver, paths=paths, metrics=context.http_metrics, access_log=access_log)
     return app
 
 

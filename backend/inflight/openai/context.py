@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fastapi import Request
 from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
+from inflight.openai.http_metrics import HttpMetrics
 from inflight.openai.prepared_body import PreparedBody
-from inflight.openai.request_ids import request_id_of
+from inflight.openai.request_ids import passage_of, request_id_of
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import EventStream, Watcher, peeked
-from inflight.serving.engine_session import EngineSession
+from inflight.serving.engine_session import EngineSession, OutputStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Context:
 
     session: EngineSession
     model: ServingModel
+    http_metrics: HttpMetrics
 
     async def adapter_of(self, model: str | None) -> str:
         """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).
@@ -77,13 +79,26 @@ class Envelope:
         }
 
 
+def _open(context: Context, request: Request, prepared: PreparedBody) -> OutputStream:
+    """Return the stream of a request's outputs, with what log lines say about the request."""
+    origin = replace(passage_of(request.scope).origin, model=prepared.model_name)
+    return context.session.open(prepared.prompts, origin)
+
+
+async def _start(request: Request, stream: OutputStream) -> None:
+    try:
+        await stream.start()
+    finally:
+        passage_of(request.scope).reaches_engine = stream.is_submitted
+
+
 async def answer_whole(context: Context, request: Request, prepared: PreparedBody) -> list[Piece]:
     """Run the prompts to their end; return one piece for each choice, in order."""
-    stream = context.session.open(prepared.prompts)
+    stream = _open(context, request, prepared)
     watcher = Watcher(request, stream)  # before the start: submitting many prompts takes long
     parts: dict[int, list[Piece]] = {}
     try:
-        await stream.start()
+        await _start(request, stream)
         async for pieces in Pieces(prepared.asked, prepared.usage).read(stream):
             for piece in pieces:
                 parts.setdefault(piece.index, []).append(piece)
@@ -99,10 +114,10 @@ async def answer_stream(
     events_of: Callable[[AsyncIterator[list[Piece]]], AsyncIterator[bytes]],
 ) -> Response:
     """Return a streaming response. `events_of` converts the pieces to the events that it sends."""
-    stream = context.session.open(prepared.prompts)
+    stream = _open(context, request, prepared)
     watcher = Watcher(request, stream)
     try:
-        await stream.start()
+        await _start(request, stream)
         pieces = Pieces(prepared.asked, prepared.usage).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
     except BaseException:  # any error is raised again after the stream is closed

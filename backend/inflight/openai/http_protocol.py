@@ -13,8 +13,9 @@ import httptools
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from inflight.access_log import random_id
 from inflight.openai.errors import error_body
-from inflight.openai.request_ids import HEADER, random_id
+from inflight.openai.request_ids import HEADER
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

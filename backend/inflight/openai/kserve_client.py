@@ -36,6 +36,7 @@ from tritonclient.grpc import (  # pyright: ignore[reportMissingTypeStubs]  it h
     aio,
 )
 
+from inflight.access_log import AccessLog
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -101,6 +102,7 @@ class KServeEngineClient:
         self._name = uuid.uuid4().hex[:12]  # makes request ids unique among clients
         self._requests: dict[int, _RunningRequest] = {}
         self._closed = False
+        self._access_log = AccessLog()
         self._describing = threading.Lock()
         self._description: EngineDescription | None = None
         self._config: object = None  # source of `_description`; None: to be read again
@@ -133,9 +135,8 @@ class KServeEngineClient:
             Unsupported: A part of the request cannot be sent as a tensor.
         """
         request_id = next(self._ids)
-        running = _RunningRequest(
-            replace(request, request_id=request_id), input_tensors(request), on_response
-        )
+        take = self._access_log.follow(request, request_id, on_response)
+        running = _RunningRequest(replace(request, request_id=request_id), input_tensors(request), take)
         self._post(self._start, running)
         return RequestHandle(request_id, self.stop)
 
@@ -175,6 +176,7 @@ class KServeEngineClient:
         if threading.current_thread() is not self._thread:
             self._thread.join()
             self._loop.close()
+        self._access_log.close()
 
     def _described(self, config: Any, known: EngineDescription | None) -> EngineDescription:
         """Return the description of an engine with this configuration; return the object `known` if it is equal.
@@ -247,7 +249,10 @@ class KServeEngineClient:
     async def _run(self, running: _RunningRequest) -> None:
         request = running.request
         try:
-            responses = self._responses(running.inputs, output_names(request), request_parameters(request))
+            client_id = "" if request.origin is None else request.origin.request_id
+            responses = self._responses(
+                running.inputs, output_names(request), request_parameters(request), client_id
+            )
             async with contextlib.aclosing(responses):
                 async for result, is_final in responses:
                     running.take(result, is_final)
@@ -255,7 +260,9 @@ class KServeEngineClient:
         except InflightError as error:
             running.fail(error)
         except Exception as error:  # a bug in one request must not leave its client without an answer
-            _log.exception("a response of request %d could not be read", request.request_id)
+            _log.exception(
+                "a response of request %d could not be read", request.request_id, extra=request.log_extra
+            )
             running.fail(StepFailed(without_places(f"a response could not be read: {error!r}")))
         finally:
             self._requests.pop(request.request_id, None)
@@ -265,8 +272,11 @@ class KServeEngineClient:
         inputs: Mapping[str, NDArray[Any]],
         outputs: list[str],
         parameters: Mapping[str, str | bool],
+        client_id: str = "",
     ) -> AsyncGenerator[tuple[InferResult, bool], None]:
         """Yield (response, whether it is the last) for each response to one request; raise the server's errors.
+
+        The request's id begins with the client's, so that it is found in the log of the server.
 
         Closing the generator before the last response cancels the request.
         """
@@ -274,7 +284,7 @@ class KServeEngineClient:
             "model_name": self._model,
             "inputs": [_input(name, array) for name, array in inputs.items()],
             "outputs": [InferRequestedOutput(name) for name in outputs],
-            "request_id": f"{self._name}-{next(self._ids)}",
+            "request_id": f"{client_id}-{self._name}-{next(self._ids)}".lstrip("-"),
             "parameters": {"triton_enable_empty_final_response": True, **parameters},
         }
         self._connected()
@@ -381,7 +391,11 @@ class _RunningRequest:
         try:
             self._on_response(response)
         except Exception:  # an error in a front end must not end the connection of all requests
-            _log.exception("a front end failed to take a response of request %d", response.request_id)
+            _log.exception(
+                "a front end failed to take a response of request %d",
+                response.request_id,
+                extra=self.request.log_extra,
+            )
 
     def _end_if_done(self) -> None:
         if self.is_done and self.task is not None and self.task is not asyncio.current_task():

@@ -6,12 +6,16 @@ compared. Runs on the event loop of the process.
 
 from __future__ import annotations
 
-import uuid
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 
+from inflight.access_log import random_id
+from inflight.core.request.request import Origin
+from inflight.log_lines import REQUEST_ID
 from inflight.openai.errors import error_body, error_response
 
 if TYPE_CHECKING:
@@ -20,21 +24,34 @@ if TYPE_CHECKING:
 
 HEADER = "x-request-id"
 _MAX_CHARACTERS = 256
-_SCOPE_KEY = "inflight.request_id"
-
-
-def random_id() -> str:
-    """Return a random request id."""
-    return uuid.uuid4().hex
+_SCOPE_KEY = "inflight.passage"
 
 
 def request_id_of(request: Request) -> str:
     """Return the id of a request that has passed `RequestIds`."""
-    return request.scope[_SCOPE_KEY]
+    return passage_of(request.scope).origin.request_id
+
+
+@dataclass(slots=True)
+class Passage:
+    """One HTTP request on its way through the application.
+
+    Attributes:
+        origin: The request's origin.
+        reaches_engine: Whether the engine has got it, and writes its access line.
+    """
+
+    origin: Origin
+    reaches_engine: bool = False
+
+
+def passage_of(scope: Scope) -> Passage:
+    """Return the passage of a request that has passed `RequestIds`."""
+    return scope[_SCOPE_KEY]
 
 
 class RequestIds:
-    """Middleware that gives each request an id, and returns it in the answer's header.
+    """Middleware that gives each request an id, for log lines too, and returns it in the answer's header.
 
     Args:
         app: The application that gets the requests.
@@ -51,7 +68,8 @@ class RequestIds:
         own = Headers(scope=scope).get(HEADER, "")
         is_usable = len(own) <= _MAX_CHARACTERS and own.isascii() and own.isprintable()
         request_id = own if own and is_usable else random_id()
-        scope[_SCOPE_KEY] = request_id
+        scope[_SCOPE_KEY] = Passage(Origin("openai", request_id, "", _address(scope), time.monotonic_ns()))
+        REQUEST_ID.set(request_id)
 
         has_started = False
 
@@ -76,3 +94,12 @@ class RequestIds:
             "printable ASCII"
         )
         await JSONResponse(error_body(400, text, HEADER, "invalid_value"), 400)(scope, receive, send_with_id)
+
+
+def _address(scope: Scope) -> str:
+    """Return the client's address, as HOST:PORT; "" if it is not known."""
+    client = scope.get("client")
+    if not client:
+        return ""
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -67,13 +67,13 @@ async def get_version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return Triton's current metrics page, followed by the same metrics under vLLM's names."""
+    """Return Triton's metrics page, the same metrics under vLLM's names, and those of HTTP requests."""
     context = context_of(request)
     url = context.model.options.metrics_url
     if not url:
         raise ApiError("this server was started without a metrics page to forward", 404)
     page, kind = await context.session.wait_for(lambda: _page(url, context.model))
-    return Response(page, media_type=kind)
+    return Response(page + context.http_metrics.page(), media_type=kind)
 
 
 def _page(url: str, model: ServingModel) -> tuple[str, str]:

@@ -242,7 +242,12 @@ def _failed(
         # banned.
         level = logging.DEBUG if call.is_behind_draft else logging.WARNING
         _log.log(
-            level, "the logits post-processor %r failed for request %d", name, request_id, exc_info=error
+            level,
+            "the logits post-processor %r failed for request %d",
+            name,
+            request_id,
+            exc_info=error,
+            extra=call.processor.request.log_extra,
         )
     did = (
         str(error) if isinstance(error, _WrongResult) else f"raised {type(error).__name__}: {_text_of(error)}"

@@ -10,10 +10,12 @@ import errno
 import os
 import sys
 from collections.abc import Generator
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from inflight.engine_folder import is_engine_folder
+from inflight.log_lines import ACCESS_LOG_VARIABLE, FORMATS, JsonLog
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
@@ -35,13 +37,16 @@ _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal ends it; return the exit status."""
     raise_descriptor_limit()
+    errors = _error_stream(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
             os.environ.pop(variable, None)  # the models' processes must not get these secrets
+        if not options.access_log:
+            os.environ[ACCESS_LOG_VARIABLE] = "0"  # for the models' processes and that of /v1
         return _serve(options)
     except ServeError as error:
-        print(f"serve: {error}", file=sys.stderr)
+        print(f"serve: {error}", file=errors)
         return error.exit_code
     except OSError as error:
         if error.errno not in (errno.EMFILE, *_NO_ROOM):
@@ -51,8 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
             if error.errno == errno.EMFILE
             else f"{error}; TMPDIR may lead elsewhere"
         )
-        print(f"serve: {why}", file=sys.stderr)
+        print(f"serve: {why}", file=errors)
         return ServeError.exit_code
+
+
+def _error_stream(arguments: list[str]) -> TextIO:
+    """Return the stream for this command's errors, whose form must be known even if the command line is wrong."""
+    is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairwise(arguments)
+    return cast(TextIO, JsonLog(sys.stderr, "error")) if is_json else sys.stderr
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
@@ -80,6 +91,8 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         openai=_openai_options(given),
         tritonserver=given.tritonserver,
         log_verbose=given.log_verbose,
+        log_format=given.log_format,
+        access_log=not given.no_access_log,
         exit_timeout_s=given.exit_timeout,
         ready_timeout_s=given.ready_timeout,
         restarts=given.restarts,
@@ -129,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_options(parser)
     _add_address_options(parser)
     _add_running_options(parser)
+    _add_log_options(parser)
     _add_api_options(parser)
     _add_program_options(parser)
     _add_rank_options(parser)
@@ -219,6 +233,17 @@ def _add_running_options(parser: argparse.ArgumentParser) -> None:
         help="explicit: models can be unloaded and loaded by requests with the key of "
         f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
     )
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="json: every line of the log, of all processes, is a JSON object (default: %(default)s)",
+    )
+    add("--no-access-log", action="store_true", help="do not log a line for each request")
     add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
 
 
@@ -303,13 +328,16 @@ def _check_engine(given: argparse.Namespace) -> None:
 def _serve(options: ServerOptions) -> int:
     if options.write_repository is not None:
         return _write(options, options.write_repository)
-    with Signals() as signals, _echo() as echo:
+    with Signals() as signals, _echo(options.log_format) as echo:
         return Supervisor(options, signals, echo, lambda server: print(ready_line(server), flush=True)).run()
 
 
 @contextlib.contextmanager
-def _echo() -> Generator[TextIO, None, None]:
+def _echo(log_format: str) -> Generator[TextIO, None, None]:
     """Yield the stream for the server's log: stderr, with progress as a bar if it is a terminal."""
+    if log_format == "json":
+        yield cast(TextIO, JsonLog(sys.stderr))
+        return
     if not sys.stderr.isatty():
         yield sys.stderr
         return

@@ -220,7 +220,7 @@ def _wait(pipe: int, server_end: int, timeout_s: float | None) -> list[int]:
 
 def _log_error(what: str) -> None:
     """Write to the server's log in the format of its errors, so that `find_cause` finds the line."""
-    when = time.strftime("E%m%d %H:%M:%S.000000")
+    when = time.strftime("E%m%d %H:%M:%S.000000", time.gmtime())  # Triton logs UTC
     with contextlib.suppress(OSError):  # stderr is closed
         print(f"{when} {os.getpid()} guard.py] {what}: the server ends", file=sys.stderr)
 

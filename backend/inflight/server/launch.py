@@ -67,6 +67,8 @@ class ServerOptions:
         request_checks: Whether tritonserver loads a library that refuses requests that would end it.
         model_control: Triton's model control mode. With "explicit", requests can unload and load models, as
             an orchestrator itself does. In any mode all models of the repository are loaded at the start.
+        log_format: The form in which the command line writes the log. Processes write text.
+        access_log: Whether the processes that the command line starts log a line for each request.
         client_apis: Triton's APIs that clients may use, and the key for loading and unloading models.
         tp, pp, ep, mode, mpirun_arguments: Parameters of the engine (see `ranks`); None: the repository's
             values.
@@ -81,6 +83,8 @@ class ServerOptions:
     openai: OpenAiOptions = field(default_factory=OpenAiOptions)
     tritonserver: Path | None = None
     log_verbose: bool = False
+    log_format: Literal["text", "json"] = "text"
+    access_log: bool = True
     exit_timeout_s: int = 30
     ready_timeout_s: int | None = None
     restarts: int = 0
@@ -173,7 +177,7 @@ class TritonServer:
         except OSError as error:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
         is_verbose = self._options.log_verbose
-        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or is_verbose, not is_verbose)
+        self._log = ServerLog(self._process.output, self._echo, _has_gpu() or is_verbose, is_verbose)
         if self._openai:
             self._openai.start()
 

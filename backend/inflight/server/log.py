@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import IO, TextIO
 
+from inflight.log_lines import ACCESS
 from inflight.server import descriptors
 
 _KEPT_LINES = 20_000
@@ -20,6 +21,11 @@ _MAX_KINDS = 1000
 """Number of different lines that are remembered within `_REPEATED_S` seconds."""
 _RECORD = re.compile(r"(?P<level>[IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
 _LIBEVENT = "[warn]"
+_ACCESS = re.compile(rf"I\d{{4}} [\d:.]+ \d+ {ACCESS}\] ")
+_TRITONS_OWN = re.compile(r"I\d{4} [\d:.]+ \d+ \w+\.(?:cc|h|cpp):\d+\]")
+"""The information that tritonserver itself logs, unlike its models: a hundred lines at every start."""
+_TABLE = re.compile(r"[+|]|\s*$")
+"""The further lines of a record with a table."""
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 _STACK = "\n\nAt:\n"  # the text that pybind11 puts before a stack
 _NO_SIGN_OF_LIFE = re.compile(r"lock_exception|is not healthy|Failed to obtain the health mutex")
@@ -36,12 +42,21 @@ _WITHOUT_GPU = (
 class ServerLog:
     """The log of one server, line by line.
 
+    Args:
+        stream: The server's output.
+        echo: The stream to which lines are copied; None: they are only stored.
+        has_gpu: Whether messages about a missing GPU are of interest.
+        is_verbose: Whether to copy every line. If not, what tritonserver itself logs as information is only
+            stored, and repeated lines are counted.
+
     Attributes:
         num_lines: Number of lines that the server has written.
         loaded_models: Names of all models that the server has reported as loaded.
     """
 
-    def __init__(self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, collapses: bool = True) -> None:
+    def __init__(
+        self, stream: IO[bytes], echo: TextIO | None, has_gpu: bool, is_verbose: bool = False
+    ) -> None:
         self._stream = stream
         self._echo = echo
         self._unwanted = () if has_gpu else _WITHOUT_GPU
@@ -51,7 +66,8 @@ class ServerLog:
         self._changed = threading.Condition()
         self._last_line_at = time.monotonic()
         self._has_explained = False  # whether the advice about descriptors was written
-        self._repeats = Repeats(collapses=collapses)
+        self._repeats = Repeats(collapses=not is_verbose)
+        self._quiet = None if is_verbose else Quiet()
         self._thread = threading.Thread(target=self._copy, name="server-log", daemon=True)
         self._thread.start()
 
@@ -90,7 +106,8 @@ class ServerLog:
                 self.loaded_models.update(_LOADED.findall(line))
                 self._last_line_at = time.monotonic()
                 self._changed.notify_all()
-            self._pass_on(line)
+            if self._quiet is None or self._quiet.lets_pass(line):
+                self._pass_on(line)
             if descriptors.TOO_MANY in line and not self._has_explained:
                 self._has_explained = True
                 self._pass_on(f"serve: {descriptors.explanation()}\n")
@@ -105,11 +122,26 @@ class ServerLog:
             self._echo = None
 
 
+class Quiet:
+    """A filter of what tritonserver itself logs as information. Its warnings and errors, and all lines of models,
+    pass."""
+
+    def __init__(self) -> None:
+        self._hides = False  # whether the last record was held back
+
+    def lets_pass(self, line: str) -> bool:
+        """Return whether to show a line."""
+        if _RECORD.match(line):
+            self._hides = _TRITONS_OWN.match(line) is not None
+            return not self._hides
+        return not (self._hides and _TABLE.match(line))
+
+
 class Repeats:
     """A filter of lines that repeat, for example while no more connections can be accepted.
 
     Only the first lines of log records and libevent's lines are counted. Further lines of a record, such as
-    the stacks of threads, are always passed on.
+    the stacks of threads, are always passed on, and so are access lines.
 
     Args:
         clock: Monotonic clock, in seconds.
@@ -125,7 +157,11 @@ class Repeats:
     def add(self, line: str) -> list[str]:
         """Add a line; return the lines to pass on."""
         told = self.end() if self._clock() - self._begun_s >= _REPEATED_S else []
-        if not self._collapses or not (_RECORD.match(line) or line.startswith(_LIBEVENT)):
+        if (
+            not self._collapses
+            or _ACCESS.match(line)
+            or not (_RECORD.match(line) or line.startswith(_LIBEVENT))
+        ):
             return [*told, line]  # a further line of a record
         said = _RECORD.sub("", line, count=1)  # without the time
         if said in self._counts or len(self._counts) < _MAX_KINDS:

@@ -13,11 +13,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from inflight.core.ports import EngineClient
 from inflight.core.request.handle import RequestHandle
+from inflight.core.request.request import Origin
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
@@ -44,7 +47,7 @@ class EngineSession:
 
     async def compute(self, function: Callable[[], _T]) -> _T:
         """Run a function that computes, on another thread; return its result or raise its error."""
-        return await asyncio.get_running_loop().run_in_executor(self._computing, function)
+        return await _run(self._computing, function)
 
     def compute_later(self, function: Callable[[], object]) -> None:
         """Run `function` on a thread for computation later; ignore its result."""
@@ -56,15 +59,17 @@ class EngineSession:
 
         The function does not delay functions given to `compute`.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._waiting, function)
+        return await _run(self._waiting, function)
 
-    def open(self, prompts: Sequence[tuple[Prompt, NewText | None]]) -> OutputStream:
-        """Return a stream of the outputs of `prompts`.
+    def open(
+        self, prompts: Sequence[tuple[Prompt, NewText | None]], origin: Origin | None = None
+    ) -> OutputStream:
+        """Return a stream of the outputs of `prompts`, which come from `origin`.
 
         The prompts run from the stream's `start` to its `close`.
         """
         self._loop = asyncio.get_running_loop()
-        return OutputStream(self, prompts)
+        return OutputStream(self, prompts, origin)
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -106,15 +111,26 @@ class EngineSession:
             has_news.set()
 
 
+async def _run(threads: ThreadPoolExecutor, function: Callable[[], _T]) -> _T:
+    """Run a function on another thread in the caller's context, so that its log lines name the request."""
+    run = partial(copy_context().run, function)
+    return await asyncio.get_running_loop().run_in_executor(threads, run)
+
+
 class OutputStream:
     """The outputs of one client's request: an asynchronous iterator of lists of outputs to send together.
 
     The iterator raises the engine's error if a prompt fails, and Cancelled after `cancel`.
     """
 
-    def __init__(self, session: EngineSession, prompts: Sequence[tuple[Prompt, NewText | None]]) -> None:
+    def __init__(
+        self,
+        session: EngineSession,
+        prompts: Sequence[tuple[Prompt, NewText | None]],
+        origin: Origin | None = None,
+    ) -> None:
         self._session = session
-        self._requests = [prompt.request for prompt, _ in prompts]
+        self._requests = [replace(prompt.request, origin=origin) for prompt, _ in prompts]
         self._reply = Reply(prompts, in_one=False, repetition=_DELTAS)
         self._num_unfinished = len(prompts)
         self._has_news = asyncio.Event()
@@ -123,6 +139,11 @@ class OutputStream:
         self._lock = threading.Lock()
         self._handles: dict[int, tuple[int, RequestHandle]] = {}  # (batch index, handle) by request id
         self._is_closed = False
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the engine has got at least one of the requests."""
+        return bool(self._handles)
 
     def __aiter__(self) -> OutputStream:
         return self

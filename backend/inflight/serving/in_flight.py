@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from inflight.core.ports import EngineClient, SendResponseCallback
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import Request
+from inflight.core.request.request import Origin, Request
 from inflight.errors import (
     AlreadyExists,
     Cancelled,
@@ -72,6 +72,7 @@ class InFlightRequest:
         stream: The connection to the client.
         reply: Makes the outputs. Used by the sender thread only, once the request has been submitted.
         shown_name: Returns the name that the client used for an input, for errors of the engine.
+        origin: The request's origin, for log lines.
         ticket: Ticket of `ResponseBudget`, to release after the answer; 0 until the request is submitted.
         handles: Handles of the prompts' engine requests, in the order of the batch. Written once, by
             InFlight.
@@ -85,6 +86,7 @@ class InFlightRequest:
     stream: ClientStream
     reply: Reply
     shown_name: Callable[[str], str] = str
+    origin: Origin | None = None
     ticket: int = 0
     handles: tuple[RequestHandle, ...] = ()
     num_unfinished: int = 0
@@ -96,6 +98,11 @@ class InFlightRequest:
     def engine_ids(self) -> tuple[int, ...]:
         """Return the engine's request ids of the prompts."""
         return tuple(handle.request_id for handle in self.handles)
+
+    @property
+    def log_extra(self) -> dict[str, str] | None:
+        """The argument `extra` of log lines about this request."""
+        return None if self.origin is None else self.origin.log_extra
 
     def __str__(self) -> str:
         """Return a description for log lines."""

@@ -136,7 +136,7 @@ class Sender:
     def _give_up(self, arrival: Arrival, error: Exception) -> None:
         """Stop a request because a response could not be made or sent, and answer it with an error."""
         entry = arrival.entry
-        _log.debug("request %s could not be answered: %r", entry, error)
+        _log.debug("request %s could not be answered: %r", entry, error, extra=entry.log_extra)
         failed = error if isinstance(error, InflightError) else unexpected("response not sent", error)
         if not arrival.is_last:
             entry.send_failure = failed
@@ -145,4 +145,4 @@ class Sender:
         try:
             entry.stream.fail(failed)
         except Exception as last:  # whatever the error, this client cannot be answered
-            _log.debug("request %s could not be ended: %r", entry, last)
+            _log.debug("request %s could not be ended: %r", entry, last, extra=entry.log_extra)

@@ -62,7 +62,7 @@ class CancellationWatch:
         for position, entry in enumerate(entries, start=1):
             before = self._clock()
             if entry.stream.is_cancelled():
-                _log.debug("request %s: its client is gone", entry)
+                _log.debug("request %s: its client is gone", entry, extra=entry.log_extra)
                 self._in_flight.cancel(entry)
             asking += self._clock() - before
             if position % _BURST and position < len(entries):

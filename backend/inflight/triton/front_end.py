@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from inflight.access_log import AccessLog, random_id
 from inflight.core.ports import EngineClient
 from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.request import Origin, Request
 from inflight.errors import InflightError, Name, Unsupported, unexpected
+from inflight.log_lines import REQUEST_ID
 from inflight.prompt import Prompt
 from inflight.serving.client_lanes import ClientLanes
 from inflight.serving.completion_text import TokenizerFinder
@@ -42,6 +46,9 @@ from inflight.triton.input_arrays import input_arrays
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
+
+_MAX_LOGGED_ID = 256
+"""Number of characters of a client's request id that log lines have."""
 
 _MAX_INLINE = 4096
 """Largest text in bytes that `execute` itself tokenizes, in about two milliseconds."""
@@ -84,6 +91,7 @@ class FrontEnd:
         self._tokenizers = tokenizers
         self._responses = ResponseBuilder(pb_utils, model.outputs, model.is_batched)
         self._in_flight = InFlight(client)
+        self._access_log = AccessLog()
         self._budget = ResponseBudget()
         self._sender = Sender(
             self._in_flight, self._responses, self._budget, model.parameters.stream_interval
@@ -104,18 +112,21 @@ class FrontEnd:
     def execute(self, requests: Iterable[Any]) -> None:
         """Admit or refuse Triton's requests. Each request gets a final response, now or later."""
         for request in requests:
+            origin = self._origin(request)
+            REQUEST_ID.set(origin.request_id)
             stream = TritonStream(
                 request.get_response_sender(),
                 self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
                 partial(self._responses.error, write=error_writer(request.parameters())),
             )
             try:
-                self._admit(request, stream)
+                self._admit(request, stream, origin)
             except InflightError as error:
-                self._refuse(stream, error)
+                self._refuse(stream, origin, error)
             except Exception as error:  # a bug that affects one request must not end the others
-                self._pb_utils.Logger.log_error(f"execute: {error!r}")
-                self._refuse(stream, unexpected("the front end failed", error))
+                _log.error("execute: %r", error)
+                self._refuse(stream, origin, unexpected("the front end failed", error))
+        REQUEST_ID.set("")
 
     def close(self) -> None:
         """Answer all requests in flight, then release the client and the threads. Idempotent."""
@@ -129,9 +140,12 @@ class FrontEnd:
         # What is still in flight: requests that are being tokenized, and requests to which the engine client
         # has sent no final response.
         for entry in self._in_flight.stop_admitting():
-            self._refuse(entry.stream, error_of_ending(Ending.UNLOAD))
+            self._refuse(
+                entry.stream, None if entry.handles else entry.origin, error_of_ending(Ending.UNLOAD)
+            )
             self._budget.release(entry.ticket)
         self._lanes.close()
+        self._access_log.close()
 
     def flush(self, timeout_s: float) -> None:
         """Send waiting responses to Triton, for at most `timeout_s` seconds, and send none afterwards.
@@ -142,7 +156,12 @@ class FrontEnd:
         flushing.start()
         flushing.join(timeout_s)
 
-    def _admit(self, triton_request: Any, stream: TritonStream) -> None:
+    def _origin(self, triton_request: Any) -> Origin:
+        """Return where a request comes from. Triton does not tell its models the client's address."""
+        request_id = triton_request.request_id()[:_MAX_LOGGED_ID] or random_id()
+        return Origin("triton", request_id, self._model.name, received_ns=time.monotonic_ns())
+
+    def _admit(self, triton_request: Any, stream: TritonStream, origin: Origin) -> None:
         parameters = read_request_parameters(
             triton_request.parameters(),
             triton_request.timeout(),
@@ -165,7 +184,7 @@ class FrontEnd:
         context = self._context(description, triton_request, parameters)
         check_texts(rows, context.encoder, description.limits)
         reply = Reply((), not self._model.decoupled)
-        entry = InFlightRequest(triton_request.request_id(), stream, reply, rows[0].client_names())
+        entry = InFlightRequest(triton_request.request_id(), stream, reply, rows[0].client_names(), origin)
         if not self._must_wait(rows, parameters):
             self._start(entry, rows, context)
             return
@@ -182,6 +201,7 @@ class FrontEnd:
 
     def _start_later(self, entry: InFlightRequest, start: Callable[[], None]) -> None:
         """Start a request that is already registered. Runs on a thread of the client lanes."""
+        REQUEST_ID.set("" if entry.origin is None else entry.origin.request_id)
         try:
             if entry.ending is Ending.NONE:
                 start()
@@ -190,16 +210,16 @@ class FrontEnd:
         except InflightError as raised:
             error = raised
         except Exception as raised:  # a bug must not end the thread, which runs other requests' jobs
-            self._pb_utils.Logger.log_error(f"a request could not be started: {raised!r}")
+            _log.error("a request could not be started: %r", raised)
             error = unexpected("the front end failed", raised)
         self._in_flight.withdraw(entry)
-        self._refuse(entry.stream, error)
+        self._refuse(entry.stream, entry.origin, error)
 
     def _start(self, entry: InFlightRequest, rows: Sequence[TensorReader], context: ServingContext) -> None:
         """Tokenize the texts and submit the request to the engine. If this raises, nothing was submitted."""
         prompts = convert(rows, context)
         in_one = not self._model.decoupled
-        requests = [prompt.request for prompt in prompts]
+        requests = [_with_origin(prompt.request, entry.origin) for prompt in prompts]
         # The engine owns adapters' weights from here on. A reply must not keep them for as long as its
         # request lives.
         kept = [replace(prompt, request=prompt.request.without_weights()) for prompt in prompts]
@@ -264,11 +284,20 @@ class FrontEnd:
             return None
         return new_text(prompt, tokenizer, self._model.parameters.skip_special_tokens)
 
-    def _refuse(self, stream: ClientStream, error: InflightError) -> None:
+    def _refuse(self, stream: ClientStream, origin: Origin | None, error: InflightError) -> None:
+        """Answer a request with an error. With an origin, it gets its line in the access log here."""
+        self._access_log.refuse(origin, code=error.code)
         try:
             stream.fail(error)
         except Exception as failure:  # Triton may raise anything, and this client can no longer be answered
             _log.debug("a refusal could not be sent: %r", failure)
+
+
+def _with_origin(request: Request, origin: Origin | None) -> Request:
+    """Return a request with its origin, in which `client_id` takes the place of the client's address."""
+    if origin is not None and request.client_id:
+        origin = replace(origin, client=str(request.client_id))
+    return replace(request, origin=origin)
 
 
 class _StateRequests:

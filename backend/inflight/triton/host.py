@@ -10,16 +10,19 @@ import contextlib
 import importlib
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from inflight.access_log import write_access_lines
 from inflight.additional_outputs import parse_outputs, tensor_names
 from inflight.config import Parameters, Role
 from inflight.errors import ConfigError
 from inflight.file_names import readable
+from inflight.log_lines import request_id_field
 from inflight.parameter_reader import is_filled, read_parameters, without_effect
 from inflight.parameter_spec import DATA_TYPE_OF, input_types
 from inflight.processes import ProcessId
@@ -170,9 +173,9 @@ class TritonLogHandler(logging.Handler):
 
         Each line is a message, because Triton escapes newlines.
         """
-        write = self._write(record.levelno)
+        write, request_id = self._write(record.levelno), request_id_field(record)
         for line in self.format(record).splitlines():
-            write(readable(line))
+            write(readable(line + request_id))
 
     def _write(self, level: int) -> Callable[[str], None]:
         if level >= logging.ERROR:
@@ -183,7 +186,12 @@ class TritonLogHandler(logging.Handler):
 
 
 def log_to_triton(pb_utils: Any) -> None:
-    """Route the package's logging to Triton. Has no effect after the first call in a process."""
+    """Route the package's logging to Triton, except access lines, which go to stderr.
+
+    Has no effect after the first call in a process. Triton's logger would take a message to the server and
+    back for every access line.
+    """
+    write_access_lines(sys.stderr)
     logger = logging.getLogger("inflight")
     if not any(isinstance(handler, TritonLogHandler) for handler in logger.handlers):
         logger.addHandler(TritonLogHandler(pb_utils))

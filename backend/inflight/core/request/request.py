@@ -153,6 +153,30 @@ class ExternalDraft:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The origin of a request, for log lines.
+
+    Attributes:
+        front: The front end: "openai", "triton" or "executor".
+        request_id: The client's id of the request, or one that the front end made; "": none.
+        model: The model that the client named; "": none.
+        client: The client, as far as it is known: its address, or its `client_id`.
+        received_ns: When the front end received the request, in monotonic nanoseconds; 0: when the engine did.
+    """
+
+    front: str
+    request_id: str = ""
+    model: str = ""
+    client: str = ""
+    received_ns: int = 0
+
+    @property
+    def log_extra(self) -> dict[str, str]:
+        """The argument `extra` of log lines about this request."""
+        return {"request_id": self.request_id}
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request, as a front end submits it. Specification: Inference Request.
 
@@ -192,6 +216,7 @@ class Request:
             accepted during a drain and with a full queue.
         may_be_continued: Whether a continuation may follow if the request ends with LENGTH; a drain waits a moment
             for the continuation.
+        origin: The request's origin, for log lines; None: it gets no access line.
     """
 
     request_id: int
@@ -220,6 +245,12 @@ class Request:
     prompt_table: PromptTable | None = None
     is_continuation: bool = False
     may_be_continued: bool = False
+    origin: Origin | None = field(default=None, compare=False)
+
+    @property
+    def log_extra(self) -> dict[str, str] | None:
+        """The argument `extra` of log lines about this request."""
+        return None if self.origin is None else self.origin.log_extra
 
     @property
     def prompt_length(self) -> int:

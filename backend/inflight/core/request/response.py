@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -165,6 +165,21 @@ class SequenceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestEnding:
+    """The scheduler's part of a request's line in the access log.
+
+    Attributes:
+        num_output_tokens: Number of tokens generated in all sequences; of a beam search, its steps.
+        finish_reasons: The finish reason of each sequence.
+        first_token_ns: When the first token was sampled, in monotonic nanoseconds; 0: there is none.
+    """
+
+    num_output_tokens: int = 0
+    finish_reasons: tuple[FinishReason, ...] = ()
+    first_token_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """One call of the SendResponse callback. Specification: Get and Send Callbacks.
 
@@ -173,12 +188,14 @@ class Response:
         result: The outputs of one of the request's sequences, or None with an error.
         error: The error if the request failed; then `is_final` is true.
         is_final: Whether this is the request's last response, after which its id may be used again.
+        ending: The request's ending, in the scheduler's last response to it. Not sent to other processes.
     """
 
     request_id: int
     result: SequenceResult | None = None
     error: InflightError | None = None
     is_final: bool = False
+    ending: RequestEnding | None = field(default=None, compare=False)
 
     @property
     def sequence_index(self) -> int:

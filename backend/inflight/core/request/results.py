@@ -15,7 +15,13 @@ from inflight.core.kv.kv_cache_manager import BlockCounts
 from inflight.core.request.beam_search import BeamSearch
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import FloatTensor, Request
-from inflight.core.request.response import PerfMetrics, Response, ReturnedOutput, SequenceResult
+from inflight.core.request.response import (
+    PerfMetrics,
+    RequestEnding,
+    Response,
+    ReturnedOutput,
+    SequenceResult,
+)
 from inflight.core.request.stop import CUT_SHORT, FinishReason
 
 BlockCounter = Callable[[LlmRequest], BlockCounts]
@@ -23,12 +29,21 @@ BlockCounter = Callable[[LlmRequest], BlockCounts]
 cache, and not found."""
 
 
-def make_response(llm_request: LlmRequest, block_counts: BlockCounter, is_final: bool = False) -> Response:
+def make_response(
+    llm_request: LlmRequest,
+    block_counts: BlockCounter,
+    is_final: bool = False,
+    ending: RequestEnding | None = None,
+) -> Response:
     """Return the response with the sequence's result (`make_result`).
 
-    `is_final`: whether this is the request's last response.
+    Args:
+        llm_request: The sequence.
+        block_counts: See `make_result`.
+        is_final: Whether this is the request's last response.
+        ending: How the request has ended.
     """
-    return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final)
+    return Response(llm_request.request_id, make_result(llm_request, block_counts), None, is_final, ending)
 
 
 def ended_before_start(request: Request, reason: FinishReason) -> list[Response]:

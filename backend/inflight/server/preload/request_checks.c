@@ -11,6 +11,8 @@
  * the parser cannot be stopped. A compressed body may decompress to the size limit of an uncompressed one. The name of
  * a shared-memory region is removed from errors.
  *
+ * Some of Triton's own errors get the status of a client's mistake, or a hint (docs/triton.md).
+ *
  * Models are notified before the metrics page is read, so that it includes all requests answered before
  * (triton/metrics_on_demand.py).
  */
@@ -35,7 +37,7 @@
 
 /* The part of tritonserver.h that is used here; it is not installed with tritonserver. The C API's numbers are stable. */
 typedef struct Opaque Error, Request, Response, Server;
-enum { INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
+enum { INTERNAL = 1, INVALID_ARG = 3, BATCH_FIRST_DIM = 2, BYTES = 13, NUM_TYPES = 15 };
 static const uint64_t BYTES_OF[NUM_TYPES] = {1, 1, 1, 2, 4, 8, 1, 2, 4, 8, 2, 4, 8, 4, 2}; /* 4 for a text's length */
 
 /* Largest size in bytes of a tensor. For gRPC it is the limit of a message. For HTTP it is the largest tensor in a JSON body
@@ -75,6 +77,7 @@ static Error* (*real_server_metrics)(Server*, void**);
 static Error* (*batch_properties)(Server*, const char*, int64_t, uint32_t*, void**);
 static Error* (*error_new)(int, const char*);
 static void (*error_delete)(Error*);
+static const char* (*real_error_message)(Error*);
 static ssize_t (*real_readv)(int, const struct iovec*, int);
 static ssize_t (*real_writev)(int, const struct iovec*, int);
 static int (*real_accept)(int, struct sockaddr*, socklen_t*);
@@ -129,6 +132,7 @@ __attribute__((constructor)) static void begin(void) {
   batch_properties = dlsym(RTLD_NEXT, "TRITONSERVER_ServerModelBatchProperties");
   error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
   error_delete = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorDelete");
+  real_error_message = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorMessage");
   struct rlimit stack;
   if (getrlimit(RLIMIT_STACK, &stack) == 0) {
     /* The size of a thread's stack is the resource limit, or 2 MiB if there is no limit. */
@@ -185,15 +189,47 @@ static bool is_batch(const Request* request) {
   return (flags & BATCH_FIRST_DIM) != 0;
 }
 
+/* Triton's own errors about requests, with what it should have said. The front ends make the first ones, with the code
+ * INTERNAL for JSON that is wrong. The last one comes from the core, which makes its errors by other functions. */
+static const struct {
+  const char *said, *hint;
+} MENDED[] = {
+    {"failed to parse the request JSON buffer", ""},
+    {"Unable to parse 'data': Shape does not match",
+     "; generate takes a list of numbers as [1, 2, 3], without the batch dimension"},
+    {"Unable to parse '", ""},
+    {"Unable to parse JSON", ""},
+    {"attempt to get members for non-object", ": the body must be a JSON object"},
+    {"doesn't support models with decoupled transaction policy",
+     "; tensorrt_llm_infer takes the same tensors and gives one response"},
+};
+static const char UNEQUAL_BATCHES[] = "batch size does not match other inputs";
+static const char BATCH_HINT[] =
+    "; the first dimension of every input is the batch: [1, n] for the n ids of one prompt, [1, 1] for one number";
+
+const char* TRITONSERVER_ErrorMessage(Error* error) {
+  static _Thread_local char text[1024];
+  if (real_error_message == NULL) real_error_message = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorMessage");
+  const char* said = real_error_message(error);
+  if (real_request_new == NULL || said == NULL || strstr(said, UNEQUAL_BATCHES) == NULL) return said;
+  snprintf(text, sizeof text, "%.700s%s", said, BATCH_HINT);
+  return text;
+}
+
 /* Clients get the text of errors. When the Python backend's shared memory is full, its error has the name of the region.
  * The full text is then logged, and the client gets the text without the name. */
 Error* TRITONSERVER_ErrorNew(int code, const char* text) {
   static const char before[] = "shared memory pool size for key '";
+  char said[1024];
   if (error_new == NULL) error_new = dlsym(RTLD_NEXT, "TRITONSERVER_ErrorNew");
+  for (size_t each = 0; text != NULL && each < sizeof MENDED / sizeof *MENDED; each++) {
+    if (strstr(text, MENDED[each].said) == NULL) continue;
+    snprintf(said, sizeof said, "%.700s%s", text, MENDED[each].hint);
+    return error_new(code == INTERNAL ? INVALID_ARG : code, said);
+  }
   const char* name = text == NULL ? NULL : strstr(text, before);
   const char* end = name == NULL ? NULL : strchr(name + sizeof before - 1, '\'');
   if (end == NULL) return error_new(code, text);
-  char said[1024];
   snprintf(said, sizeof said, "%.*s…%.512s", (int)(name + sizeof before - 1 - text), text, end);
   fprintf(stderr, "%s\n", text);
   return error_new(code, said);
