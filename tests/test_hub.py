@@ -130,6 +130,14 @@ def test_a_model_is_fetched_once_and_found_without_the_hub(tmp_path: Path, model
     assert offline == found
 
 
+def test_the_command_downloads_a_checkpoint_for_a_server_without_the_hub(caller: Caller, hub: Hub) -> None:
+    done = caller.run("-m", "inflight.hub", "owner/model-1.5", "--revision", "v1")
+    [offline] = caller.find(("owner/model-1.5", "v1"), HF_HUB_OFFLINE="1")
+    assert done.stdout == f"{offline['folder']}\n" and _text(offline["folder"]) == "old"
+    refused = caller.run("-m", "inflight.hub", "owner/gated")
+    assert refused.returncode == 1 and "set HF_TOKEN to a token of yours" in refused.stderr
+
+
 def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> None:
     name = "owner/model-1.5"
     commit = hub.models[name].commit("v1")

@@ -237,7 +237,8 @@ class EngineConfig:
     dtype: str | None = parameter(
         None,
         choice("float32", "bfloat16", "float16", "int8", "fp8"),
-        "of weights and KV cache; int8 and fp8: of weights only, the rest is bfloat16; default: the checkpoint's",
+        "data type of weights and KV cache; int8 and fp8: of weights only, the rest is bfloat16; "
+        "default: the checkpoint's",
         behind="tokenizer_dir",
     )
     implementation: str | None = parameter(

@@ -4,10 +4,13 @@ Downloads use huggingface_hub: its cache (`HF_HOME`) is shared with other progra
 to private models, `HF_ENDPOINT` selects another hub, and `HF_HUB_OFFLINE=1` forbids access. Only files that
 the server needs are downloaded, no weights in other formats and no code. Imports only the standard library
 until it downloads a checkpoint or reads a GGUF file; any thread.
+
+`python -m inflight.hub NAME` downloads a checkpoint before a server starts, and prints its folder.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 import sys
@@ -114,3 +117,27 @@ def _reason(name: str, revision: str, error: Exception) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line of `python -m inflight.hub`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inflight.hub", description="Download a checkpoint from the Hugging Face hub."
+    )
+    parser.add_argument("model", metavar="DIR_OR_HF_ID", help="as the --model of scripts/serve")
+    parser.add_argument("--revision", help="branch, tag or commit (default: main)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> str | None:
+    """Download the checkpoint that the command line names and write its folder; return None, or an error."""
+    given = parse(arguments)
+    try:
+        sys.stdout.write(f"{find_checkpoint(given.model, given.revision)}\n")
+    except ConfigError as error:
+        return f"hub: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,6 +14,9 @@ from typing import Any
 
 from inflight.errors import ConfigError
 
+FIRST_VERSION = "0.1"
+"""The version whose parameters need no `since`."""
+
 # ---------------------------------------------------------------------- types and ranges
 
 
@@ -183,6 +186,7 @@ class ParameterSpec:
         no_effect: The reason why no value has an effect, which is logged if the parameter is given; "" for a
             parameter with an effect.
         behind: The key after which the row is in config.pbtxt, if not after the previous field's key.
+        since: The first version with the parameter.
     """
 
     key: str
@@ -197,6 +201,7 @@ class ParameterSpec:
     complaint: str = "{key}: got {text!r}"
     no_effect: str = ""
     behind: str = ""
+    since: str = FIRST_VERSION
 
     @property
     def built(self) -> bool:

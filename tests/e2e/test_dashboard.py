@@ -49,10 +49,13 @@ def expressions() -> Iterator[str]:
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
             yield variable["query"]["query"]
-    for rule in yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())["rules"][
-        "custom"
-    ]:
+    for rule in yaml.safe_load((DEPLOY / "helm" / "prometheus-adapter.yaml").read_text())["rules"]["custom"]:
         yield rule["seriesQuery"]
+
+
+def alerts() -> list[dict]:
+    groups = yaml.safe_load((DEPLOY / "helm" / "inflight" / "files" / "alerts.yaml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def matchers(text: str) -> list[tuple[str, str, str]]:
@@ -103,6 +106,15 @@ def test_queried_series_are_on_the_metrics_page(page, expression):
     rest = re.sub(r"by \([^)]*\)", "", SELECTOR.sub("", expression))
     bare = set(re.findall(r"[a-zA-Z_]\w*", rest)) - LANGUAGE - OF_PROMETHEUS
     assert not bare or bare == {"nv_trt_llm_request_metrics"}, "a metric without the dashboard's variables"
+
+
+@pytest.mark.parametrize("rule", alerts(), ids=lambda rule: rule["alert"])
+def test_series_of_alerts_are_on_the_metrics_page(page, rule):
+    for name, _, text in re.findall(r"\b((?:nv|inflight)_\w+)(\{([^}]*)\})?", rule["expr"]):
+        wanted = {label: value for label, _, value in matchers(text)}
+        assert any(
+            series == name and wanted.items() <= dict(labels).items() for series, labels in page.values
+        )
 
 
 def test_every_panel_has_a_description_a_unit_and_its_own_place():

@@ -1,4 +1,4 @@
-"""Write the tables in docs/tensors.md, metrics.md and openai.md from the declarations in the code.
+"""Write the tables in docs/tensors.md, metrics.md, openai.md and settings.md from the declarations in the code.
 
 `scripts/write_configs` runs it, and tests check that the pages equal its output.
 """
@@ -15,6 +15,7 @@ from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS,
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import ADDITIONAL_OUTPUTS, OUTPUTS
 from inflight.tensors.spec import TensorSpec, Vocabulary
+from inflight.triton.settings_page import settings_reference
 
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -144,7 +145,12 @@ def _counters(families: Iterable[CounterFamily]) -> Iterator[str]:
 
 def main(docs: Path) -> None:
     """Rewrite the pages in the folder `docs`."""
-    pages = {"tensors.md": tensor_tables(), "metrics.md": metric_tables(), "openai.md": body_table()}
+    pages = {
+        "tensors.md": tensor_tables(),
+        "metrics.md": metric_tables(),
+        "openai.md": body_table(),
+        "settings.md": settings_reference(),
+    }
     for name, tables in pages.items():
         page = docs / name
         page.write_text(fill_in(page.read_text(encoding="utf-8"), tables), encoding="utf-8")

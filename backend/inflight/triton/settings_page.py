@@ -1,0 +1,154 @@
+"""Write the reference of all settings, docs/settings.md, from the declarations of the parameters.
+
+`scripts/write_configs` runs it through `reference_pages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+
+from inflight.config import PARAMETERS, ParameterSpec, Role
+from inflight.parameter_names import OTHER_NAMES, OtherNames
+from inflight.parameter_spec import BOOLEAN, TEXT, integer
+from inflight.triton.config_pbtxt import DEFAULT_MAX_BATCH_SIZE, MODELS
+
+FIELDS = (
+    ParameterSpec(
+        "max_batch_size",
+        integer(1),
+        DEFAULT_MAX_BATCH_SIZE,
+        "maximum number of sequences that run at a time, and of prompts in one request",
+        frozenset(Role),
+    ),
+    ParameterSpec(
+        "decoupled_mode",
+        BOOLEAN,
+        True,
+        "a request may have several responses; false: exactly one",
+        frozenset({Role.ENGINE, Role.FRONT_END, Role.BLS}),
+    ),
+)
+"""Fields of config.pbtxt that --set also takes, although they are not parameters."""
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Model": (
+        *("gpt_model_path", "tokenizer_dir", "dtype", "engine", "tensorrt_engine_dir", "kernels", "weights"),
+        *("cuda_graph_mode", "engine_threads", "max_sequence_length", "max_attention_window_size"),
+        *("sink_token_length", "recurrent_state_snapshots", "default_end_ids"),
+    ),
+    "Scheduling": (
+        *("max_batch_size", "max_num_tokens", "gpt_model_type", "batch_scheduler_policy"),
+        *("enable_chunked_context", "context_chunking_policy", "max_queue_size", "max_beam_width"),
+        "max_sequences_per_request",
+    ),
+    "KV cache": (
+        *("kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction", "max_tokens_in_paged_kv_cache"),
+        *("tokens_per_block", "kv_cache_dtype", "enable_kv_cache_reuse"),
+    ),
+    "Requests and responses": (
+        *("decoupled_mode", "exclude_input_in_output", "stream_interval", "repeat_log_probs"),
+        *("normalize_log_probs", "max_repeated_logits_bytes", "additional_model_outputs"),
+        *("add_special_tokens", "skip_special_tokens", "accumulate_tokens", "ignored_request_parameters"),
+        *("prompt_embedding_table_data_type", "logits_post_processor_module", "cancellation_check_period_ms"),
+    ),
+    "LoRA adapters": (
+        *("lora_adapters", "lora_dir", "lora_prefetch_dir", "enable_adapter_commands"),
+        *("lora_cache_max_adapter_size", "lora_cache_optimal_adapter_size", "lora_cache_gpu_memory_fraction"),
+        *("lora_cache_host_memory_bytes", "lora_weights_data_type"),
+    ),
+    "Guided decoding": (
+        *("guided_decoding_backend", "guided_decoding_compile_timeout_ms", "guided_decoding_max_guide_bytes"),
+    ),
+    "Several models": (
+        *("tensorrt_llm_model_name", "tensorrt_llm_draft_model_name", "engine_endpoint"),
+        "draft_engine_endpoint",
+    ),
+    "Several ranks and GPUs": (
+        *("tensor_parallel_size", "pipeline_parallel_size", "moe_expert_parallel_size", "gpu_device_ids"),
+        *("launch_mode", "mpirun_arguments", "rank_timeout_ms"),
+    ),
+    "Watching and debugging": (
+        *("hang_timeout_ms", "watchdog_timeout_ms", "stats_check_period_ms", "iter_stats_max_iterations"),
+        *("request_stats_max_iterations", "enable_state_requests", "record_path", "debug_input_tensors"),
+        *("debug_output_tensors", "debug_tensor_names", "debug_tensors_max_iterations", "debug_tensors_dir"),
+    ),
+}
+"""The keys of all implemented settings, by heading of the page."""
+
+
+def settings_reference() -> str:
+    """Return the page's generated part: an entry for each setting, and a table of those without an effect."""
+    specs = {spec.key: spec for spec in (*FIELDS, *PARAMETERS)}
+    parts: list[str] = []
+    for title, keys in GROUPS.items():
+        parts += [f"## {title}", ""]
+        for key in keys:
+            parts += [*_entry(specs[key]), ""]
+    parts += ["## Settings without effect", "", *_idle(spec for spec in PARAMETERS if not spec.built)]
+    return "\n".join(parts)
+
+
+def _entry(spec: ParameterSpec) -> Iterator[str]:
+    """Yield the lines about one setting: its meaning, its values, the flag and other names, the models."""
+    names = OTHER_NAMES.get(spec.key, OtherNames())
+    yield f"### {spec.key}"
+    yield ""
+    yield f"{_sentence(spec.meaning)}."
+    yield ""
+    yield f"- values: {_plain(spec.kind.expected)}{_default(spec)}"
+    flag = f"`{names.flag}`, or " if names.flag else ""
+    yield f"- set by {flag}`--set {spec.key}=…`, since {spec.since}"
+    if found := list(_elsewhere(spec.key, names)):
+        yield f"- {'; '.join(found)}"
+    yield f"- read by {', '.join(f'`{model.name}`' for model in MODELS if model.role in spec.roles)}"
+
+
+def _default(spec: ParameterSpec) -> str:
+    """Return the end of a line with the default; empty if the meaning has it, or if there is none."""
+    value = spec.default.value if isinstance(spec.default, Enum) else spec.default
+    if value in (None, ()):
+        return ""
+    return f"; default: `{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _elsewhere(key: str, names: OtherNames) -> Iterator[str]:
+    if names.vllm:
+        yield f"vLLM: {', '.join(f'`{name}`' for name in names.vllm.split(', '))}"
+    if names.tensorrt_llm:
+        yield f"TensorRT-LLM: `{names.tensorrt_llm}`"
+    if names.is_of_backend:
+        yield f"tensorrtllm_backend: `{_variable(key)}`"
+
+
+def _variable(key: str) -> str:
+    """Return the variable of tensorrtllm_backend's templates that sets the parameter."""
+    spec = next((spec for spec in PARAMETERS if spec.key == key), None)
+    return (spec.template if spec else {"max_batch_size": "triton_max_batch_size"}.get(key, "")) or key
+
+
+def _idle(specs: Iterator[ParameterSpec]) -> Iterator[str]:
+    yield "| key | meaning | here |"
+    yield "|---|---|---|"
+    for spec in specs:
+        here = "read by Triton's Python backend only" if spec.read_by_triton else spec.expectation
+        values = f" (values: {spec.kind.expected})" if spec.read_by_triton and spec.kind is not TEXT else ""
+        meaning = "place of the tensors that Triton gives to a model" if spec.read_by_triton else spec.meaning
+        yield f"| `{spec.key}` | {_plain(meaning)} | {_plain(here + values)} |"
+
+
+def _sentence(meaning: str) -> str:
+    """Return the text with a capital letter, unless it begins with the name of a value."""
+    text = _plain(meaning)
+    return text if text.split()[0].endswith(":") else text[0].upper() + text[1:]
+
+
+def _plain(text: str) -> str:
+    """Return the text without characters that Markdown would read as HTML or as a column."""
+    return (
+        text.replace(">=", "≥")
+        .replace("<=", "≤")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace("|", "\\|")
+    )
