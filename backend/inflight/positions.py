@@ -148,8 +148,7 @@ def longest_sequence(values: Mapping[str, Any]) -> int | None:
     Linear and YaRN scaling multiply the length of the first training by their factor, and many checkpoints
     keep the original `max_position_embeddings` beside them. With Llama 3's scaling that key is always the
     scaled length. Dynamic NTK ends where scaling would begin, because cached keys would then belong to
-    another base. With `llama_4_scaling_beta` queries grow after the length of the first training, which is not
-    implemented here, so that sequences end there.
+    another base.
     """
     positions, family = stated_positions(values), _family(values)
     if positions is None or family.is_scaled:
@@ -161,10 +160,7 @@ def longest_sequence(values: Mapping[str, Any]) -> int | None:
         return positions
     # Some models have a section for each kind of layer.
     sections = [section, *filter(is_object, section.values())]
-    longest = max(positions, *(_scaled(each, values, positions) for each in sections))
-    return (
-        min(longest, _original(section, values, longest)) if section.get("llama_4_scaling_beta") else longest
-    )
+    return max(positions, *(_scaled(each, values, positions) for each in sections))
 
 
 def _family(values: Mapping[str, Any]) -> _Positions:

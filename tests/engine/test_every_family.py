@@ -122,6 +122,7 @@ FAST = [
             "gemma4-shared",
             "gpt-oss",
             "llama4",
+            "ministral3",
             "qwen3.5",
             "granite-hybrid-moe",
             "nemotron-h",
@@ -130,8 +131,8 @@ FAST = [
     ("mixtral", "torch"),
 ]
 """Experts, latent attention, windows in some layers, experts beside MLPs, keys as values, shared keys and values,
-per-layer embeddings, several residual streams, learned sinks, chunks, two kinds of recurrent layers, layers of one
-part."""
+per-layer embeddings, several residual streams, learned sinks, chunks, queries scaled by position, two kinds of
+recurrent layers, layers of one part."""
 ON_ONE_STAGE = ["gemma3n", "gemma3n-widths", "gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
     "arcee",
@@ -140,7 +141,6 @@ OF_KNOWN_COMPONENTS = [
     "exaone4",
     "glm4-moe",
     "glm4-moe-lite",
-    "mistral4",
     "falcon",
     "ernie4.5",
     "ernie4.5-moe",

@@ -133,6 +133,20 @@ def test_unquantized_modules_are_loaded_unchanged(zoo: Zoo, tmp_path: Path) -> N
     assert row.generated == model.greedy(model.prompt(12), 6)
 
 
+def test_modules_that_rules_of_gptq_exclude_are_loaded_unchanged(
+    zoo: Zoo, tmp_path: Path, kernels: str | None
+) -> None:
+    """Also one of three projections that are multiplied together."""
+    skipped = ("layers.0.mlp.down_proj", "v_proj")
+    model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"], skipped, dtype="bfloat16")
+    _change(tmp_path, dynamic={r"-:model\.layers\.0\.mlp\.down_proj": {}, r"-:.*\.v_proj": {}})
+    row = alone(load_engine(tmp_path, dtype="float32", kernels=kernels), model.prompt(12), 6)
+    assert row.generated == model.greedy(model.prompt(12), 6)
+    kept = alone(load_engine(tmp_path, kernels=kernels), model.prompt(30), 20)
+    exact = model.logits(kept.tokens)[29:-1]
+    assert (torch.stack(kept.logits) - exact).square().mean().sqrt() / exact.std() < 0.2
+
+
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16"])
 def test_quantized_checkpoints_may_be_quantized_again(zoo: Zoo, tmp_path: Path, dtype: str) -> None:
     model = write(zoo["llama-gqa"], tmp_path, FORMATS["gptq"])
@@ -207,7 +221,13 @@ def _float4(strategy: str, group_size: int | None) -> dict[str, Any]:
         ("awq", {"bits": 3}, r"bits' is 3, expected 4"),
         ("awq", {"rotated": True}, r"'quantization_config.rotated' is True, expected no such key"),
         ("gptq", {"bits": 3}, "bits' is 3, expected 4 or 8"),
-        ("gptq", {"dynamic": {"x": {"bits": 8}}}, "expected none: bits that differ by module"),
+        (
+            "gptq",
+            {"dynamic": {r"-:.*\.o_proj": {}, r"+:.*\.down_proj": {"bits": 8}}},
+            r"the rule '\+:\.\*.*down_proj' gives modules other parameters",
+        ),
+        ("gptq", {"dynamic": {"x": {"bits": 8}}}, "the rule 'x' gives modules other parameters"),
+        ("gptq", {"dynamic": ["x"]}, "expected an object of rules"),
         ("gptq", {"checkpoint_format": "marlin"}, "'marlin', expected gptq or gptq_v2"),
         ("modelopt", {"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ', expected 'FP8'"),
         (

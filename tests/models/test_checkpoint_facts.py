@@ -113,7 +113,7 @@ def test_the_longest_sequence_is_that_of_a_load(tmp_path: Path, case: str, state
 def test_without_scaling_the_length_is_that_of_the_familys_own(tmp_path: Path) -> None:
     facts = _facts(tmp_path, {"model_type": "gpt_oss", "max_position_embeddings": 65536})
     assert facts.longest_sequence == 131072
-    assert _facts(tmp_path, {"model_type": "ministral3"}).longest_sequence == 16384
+    assert _facts(tmp_path, {"model_type": "ministral3"}).longest_sequence == 262144
     assert _facts(tmp_path, {"model_type": "kimi_linear", "model_max_length": 99}).longest_sequence == 99
 
 

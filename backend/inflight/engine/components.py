@@ -25,7 +25,6 @@ def only_by_torch(decoder: DecoderConfig) -> dict[str, bool]:
         and (experts.has_norms or experts.has_expert_scales),
         "experts with weighted inputs": experts is not None and experts.weighs_inputs,
         "attention in chunks": any(decoder.attention_chunks),
-        "attention whose temperature depends on the position": decoder.attention_temperature is not None,
         "ALiBi": decoder.alibi is not None,
         "a norm on embeddings": decoder.embedding_norm,
         "norms without weights": decoder.qk_norm == "unweighted",

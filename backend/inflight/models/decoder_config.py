@@ -133,17 +133,21 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTemperature:
-    """A temperature of attention that depends on the position, in layers without rotary positions.
+    """A temperature of attention that depends on the position.
 
-    Queries at position p are multiplied by 1 + growth * log(1 + floor((p + 1) / interval)).
+    Queries at position p are multiplied by 1 + growth * log(1 + floor((p + first_position) / interval)).
 
     Attributes:
         growth: Factor of the logarithm.
         interval: Number of consecutive positions with equal factors.
+        first_position: Number by which the first position is counted: 0 or 1.
+        is_everywhere: Whether all layers have it; otherwise those without rotary positions.
     """
 
     growth: float
     interval: float
+    first_position: int
+    is_everywhere: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +423,11 @@ class DecoderConfig:
     def has_own_kv(self, layer: int) -> bool:
         """Return whether a layer with attention computes keys and values, instead of reading another layer's."""
         return not self.kv_layers or self.kv_layers[layer] == layer
+
+    def has_temperature(self, layer: int) -> bool:
+        """Return whether a layer's queries depend on the temperature of attention."""
+        temperature = self.attention_temperature
+        return temperature is not None and (temperature.is_everywhere or self.ropes[layer] is None)
 
     def at(self, layer: int) -> DecoderConfig:
         """Return this configuration with the sizes of `layer` for all layers."""

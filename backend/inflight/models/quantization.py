@@ -26,6 +26,7 @@ _INSTEAD = (
     "take the unquantized checkpoint (--dtype int8 or fp8 quantizes it here), or one in FP8, AWQ, GPTQ or "
     "compressed-tensors"
 )
+_EXCLUDED = "-:"  # begins GPTQModel's rules for modules that are not quantized
 _REFUSED = {
     "bitsandbytes": "bitsandbytes' formats need its own kernels",
     "torchao": "torchao stores tensors of its own classes",
@@ -188,8 +189,7 @@ def _read_gptq(section: ConfigFile) -> Quantization:
     layout = layouts[0] or layouts[1]
     if layout not in (None, "gptq", "gptq_v2"):
         raise section.error("checkpoint_format", f"gptq or gptq_v2; {_INSTEAD}")
-    if section.value("dynamic"):
-        raise section.error("dynamic", f"none: bits that differ by module are not read; {_INSTEAD}")
+    _check_dynamic(section)
     quantization = Quantization(
         "gptq",
         zero_offset=0 if layout == "gptq_v2" else 1,
@@ -205,6 +205,19 @@ def _read_gptq(section: ConfigFile) -> Quantization:
         "adapter", "method", "mse", "hyb_act",
     )  # fmt: skip
     return quantization
+
+
+def _check_dynamic(section: ConfigFile) -> None:
+    """Raise ConfigError unless all of GPTQModel's rules exclude modules, whose tensors then are plain."""
+    rules: Any = section.value("dynamic") or {}
+    if not is_object(rules):
+        raise section.error("dynamic", "an object of rules")
+    if other := next((rule for rule in rules if not rule.startswith(_EXCLUDED)), None):
+        raise section.error(
+            "dynamic",
+            f"only rules that exclude modules ({_EXCLUDED}PATTERN): the rule {other!r} gives modules other "
+            f"parameters, which are not read; {_INSTEAD}",
+        )
 
 
 _READERS: dict[str, Callable[[ConfigFile], Quantization]] = {

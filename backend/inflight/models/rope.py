@@ -1,4 +1,4 @@
-"""Rotary positions: reading their section of config.json, and computing their tables in float32.
+"""Rotary positions: reading their section of config.json, and computing tables by position in float32.
 
 transformers 5 writes one object, `rope_parameters` with `rope_theta` and `rope_type` inside; older checkpoints
 have `rope_theta` at the top level, and `rope_scaling` with `rope_type` (or `type`) if there is any scaling.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint_config import ConfigFile
+from inflight.models.decoder_config import AttentionTemperature
 from inflight.models.neutral_keys import ANY, NeutralKeys, refuse_unread
 from inflight.models.rope_config import (
     DynamicScaling,
@@ -42,6 +43,13 @@ def rope_tables(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Te
     frequencies, factor = inverse_frequencies(rope, head_dim, max_positions)
     angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * frequencies
     return angles.cos() * factor, angles.sin() * factor
+
+
+def query_factors(temperature: AttentionTemperature, max_positions: int) -> Tensor:
+    """Return the factor of queries at every position, [max_positions] float32 on the CPU."""
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    steps = torch.floor((positions + temperature.first_position) / temperature.interval)
+    return 1 + temperature.growth * torch.log1p(steps)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, float]:

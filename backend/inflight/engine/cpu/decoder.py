@@ -45,7 +45,7 @@ from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, DecoderWeights
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, LatentAttention
 from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, ShortConv, total_size
-from inflight.models.rope import rope_tables
+from inflight.models.rope import query_factors, rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array
@@ -137,6 +137,11 @@ class NativeDecoder:
         for layer, rope in zip(self._layers, ropes, strict=True):
             if rope is not None:
                 layer.cos, layer.sin = (table.data_ptr() for table in self._rope_tables[rope])
+        if config.attention_temperature is not None:
+            self._query_factors = query_factors(config.attention_temperature, max_sequence_length)
+            for index, layer in enumerate(self._layers):
+                if part.held_config(config).has_temperature(index):
+                    layer.query_factors = self._query_factors.data_ptr()
         self._adapters = PackedAdapters(packer.library, config, part, self.dtype)
         self._logits_memory = Recycled()
         self._cache: KvCache | None = None

@@ -100,6 +100,7 @@ class LayerStruct(Structure):
         ("learned_sinks", c_void_p),
         ("cos", c_void_p),
         ("sin", c_void_p),
+        ("query_factors", c_void_p),
         ("keys", c_void_p),
         ("values", c_void_p),
         ("key_scales", c_void_p),

@@ -36,7 +36,7 @@ from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeig
 from inflight.models.decoder_config import LatentAttention
 from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
 from inflight.models.recurrent import RecurrentWeights
-from inflight.models.rope import rope_tables
+from inflight.models.rope import query_factors, rope_tables
 from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part
 from inflight.sampling.row_kernels import RowKernels
@@ -122,6 +122,10 @@ class Decoder:
             for rope in dict.fromkeys(self._layer_ropes)
             if rope is not None
         }
+        temperature = config.attention_temperature
+        self._query_factors = None
+        if temperature is not None:
+            self._query_factors = query_factors(temperature, max_sequence_length).to(self._device)
 
     def _make_mixer(self, weights: RecurrentWeights | None) -> Mixer | None:
         """Return the recurrent part of a layer; None if the layer has none."""
@@ -177,7 +181,9 @@ class Decoder:
             rope: self._operations.rotation(cos, sin, packed.positions)
             for rope, (cos, sin) in self._rope_tables.items()
         }
-        temperature = self._temperature(packed.positions)
+        query_factors = self._query_factors
+        if query_factors is not None:
+            query_factors = query_factors[packed.positions][:, None, None]
         # The rows' keys and values, by index of the layer among layers with attention.
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in enumerate(weights.layers):
@@ -193,7 +199,7 @@ class Decoder:
                 if self._held.has_attention(index):
                     rotation = rotations.get(self._layer_ropes[index])
                     attended = self._attend(
-                        read, rotation, index, layer, places, of_window, cache, own, temperature
+                        read, rotation, index, layer, places, of_window, cache, own, query_factors
                     )
                     mixed = attended if mixed is None else attended + mixed
                 assert mixed is not None, "the layer has attention or a recurrent state"
@@ -307,14 +313,6 @@ class Decoder:
         )
         return (self._norm(projected, weights.norm) + of_tokens) * 2**-0.5
 
-    def _temperature(self, positions: Tensor) -> Tensor | None:
-        """Return the factors of queries at these positions, [rows, 1, 1] float32; None if all factors are 1."""
-        config = self.config.attention_temperature
-        if config is None:
-            return None
-        steps = torch.floor((positions.float() + 1) / config.interval)
-        return (1 + config.growth * torch.log1p(steps))[:, None, None]
-
     def _recur(self, x: Tensor, index: int, layer: LayerWeights, cache: KvCache) -> Tensor | None:
         """Return the output of layer `index`'s recurrent part; None if the layer has none."""
         mixer, factors = self._mixers[index], self.config.multipliers
@@ -351,12 +349,12 @@ class Decoder:
         metadata: Any,
         cache: KvCache,
         own: dict[int, tuple[Tensor, Tensor]],
-        temperature: Tensor | None,
+        query_factors: Tensor | None,
     ) -> Tensor:
         """Return the output of a layer's attention.
 
         `own` has the rows' keys and values of earlier layers, by index among layers with attention, and
-        `temperature` the factors of queries in layers without rotary positions.
+        `query_factors` [rows, 1, 1] the factors of queries in layers with a temperature of attention.
         """
         place, gates, factors = self._places[index], None, self.config.multipliers
         x = _times(x, factors and factors.attention_input)
@@ -366,12 +364,12 @@ class Decoder:
             cache.write(place, places, keys, values)
         elif self._held.has_own_kv(index):
             queries, keys, values, gates = self._queries_keys_values(x, rotation, index, layer, places, cache)
-            if temperature is not None and rotation is None:
-                queries = (queries * temperature).to(queries.dtype)
             if self._held.kv_layers:
                 own[place] = keys, values
         else:
             queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
+        if query_factors is not None and self._held.has_temperature(index):
+            queries = (queries * query_factors).to(queries.dtype)
         read = self._attention.attend(queries, keys, values, place, metadata, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)

@@ -20,7 +20,7 @@ from inflight.engine.tensorrt.weights import NetworkMatrix, Weights
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.models import DecoderConfig, Layer, Norm
-from inflight.models.rope import rope_tables
+from inflight.models.rope import query_factors, rope_tables
 from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part
 
@@ -100,6 +100,11 @@ class _Layers:
         self._adapters = NetworkAdapters(graph, self._held, settings, order)
         self._attention = self._make_attention()
         self._tables = {rope: self._rotary_tables(rope) for rope in dict.fromkeys(config.ropes)}
+        temperature = config.attention_temperature
+        self._query_factors = None
+        if temperature is not None:
+            factors = graph.constant(query_factors(temperature, settings.max_seq_len), "float32")
+            self._query_factors = graph.unsqueeze(graph.gather(factors, self._positions), 1, 2)
 
     def define(self, weights: Weights) -> None:
         made = self._made
@@ -180,6 +185,8 @@ class _Layers:
         tables = self._tables[self._config.ropes[index]]
         queries, keys = self._rotate(queries, tables), self._rotate(keys, tables)
         queries = graph.multiply(queries, made.number(held.score_scale, 3, "float32"))
+        if self._query_factors is not None and held.has_temperature(index):
+            queries = graph.multiply(queries, self._query_factors)
         dtype = self._settings.dtype
         read = self._attention.attend(
             index, graph.cast(queries, dtype), graph.cast(keys, dtype), values, self._windows[index]

@@ -15,10 +15,9 @@ from inflight.models.families.family import (
     Family,
     LatentNames,
     MlpNames,
-    read_longest,
     read_size,
 )
-from inflight.models.families.llama import LLAMA_NAMES, read_llama_like, without_growth
+from inflight.models.families.llama import LLAMA_NAMES, read_llama_like, take_temperature
 from inflight.models.neutral_keys import ANY, NeutralKeys
 from inflight.models.rope import section_key
 from inflight.models.rope_config import YarnScaling
@@ -211,10 +210,8 @@ def read_num_draft_layers(config: ConfigFile) -> int:
 
 
 def _read_mistral4(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Mistral 4: latent attention, YaRN, and normalized softmax probabilities of experts.
-
-    As in Ministral 3, the growth of queries with their position is not implemented, so sequences are limited.
-    """
+    """Read the config of Mistral 4: latent attention, YaRN, normalized softmax probabilities of experts, and
+    Ministral 3's temperature of attention."""
     num_dense = config.count("first_k_dense_replace", 0)
     layers = tuple(index >= num_dense for index in range(config.positive_int("num_hidden_layers")))
     experts = replace(
@@ -224,14 +221,13 @@ def _read_mistral4(config: ConfigFile) -> DecoderConfig:
     )
     interleaved = config.boolean("rope_interleave", "rope_interleave" not in config.values)
     latent = _read_latent(config, interleaved=interleaved, head_is_whole=True)
-    longest, part = read_longest(config), "partial_rotary_factor"
-    section = section_key(config)
+    part, section = "partial_rotary_factor", section_key(config)
     if config.has(section) and config.child(section).has(part):
         rotated = latent.query_head_dim * config.child(section).number(part)
         if int(rotated) != latent.rope_head_dim:
             raise config.child(section).error(part, "qk_rope_head_dim over qk_head_dim")
-    config = without_growth(config, MISTRAL4_SCALING, also=(part,))
-    return _read_decoder(config, latent, experts, mlp_bias=False, max_positions=longest)
+    config, temperature = take_temperature(config, MISTRAL4_SCALING, also=(part,))
+    return _read_decoder(config, latent, experts, mlp_bias=False, attention_temperature=temperature)
 
 
 DEEPSEEK_FAMILIES = (

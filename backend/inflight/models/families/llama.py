@@ -8,7 +8,7 @@ from typing import Any
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.json_values import is_list
-from inflight.models.decoder_config import DecoderConfig, QkNorm
+from inflight.models.decoder_config import AttentionTemperature, DecoderConfig, QkNorm
 from inflight.models.families.family import (
     WINDOWS_UNUSED,
     AttentionNames,
@@ -31,6 +31,7 @@ from inflight.models.rope import read_layer_type_ropes, read_rope, section_key
 from inflight.models.rope_config import RopeConfig
 from inflight.positions import MINISTRAL3_SCALING
 
+_GROWTH = "llama_4_scaling_beta"
 _QWEN3_HEAD_DIM = _MINISTRAL3_HEAD_DIM = 128  # if the key is absent
 # Any value is accepted, because in these families only `sliding_window` matters.
 _WINDOW_IS_USED: NeutralKeys = {"use_sliding_window": (None, True, False)}
@@ -152,8 +153,11 @@ def _read_mistral(config: ConfigFile) -> DecoderConfig:
     return read_llama_like(config, default_kv_heads=8, sliding_windows=windows)
 
 
-def without_growth(config: ConfigFile, default: Mapping[str, Any], also: tuple[str, ...] = ()) -> ConfigFile:
-    """Return a config of Mistral AI's without the growth of queries with their position.
+def take_temperature(
+    config: ConfigFile, default: Mapping[str, Any], also: tuple[str, ...] = ()
+) -> tuple[ConfigFile, AttentionTemperature | None]:
+    """Return a config of Mistral AI's without the temperature of attention, and this temperature; None if it does
+    not depend on the position.
 
     `default`: `rope_parameters` of files that have none. `also`: further keys of `rope_parameters` to leave out.
     """
@@ -161,29 +165,25 @@ def without_growth(config: ConfigFile, default: Mapping[str, Any], also: tuple[s
     if not config.has(key):
         config = config.with_values({key: default})
     scaling = config.child(key)
-    if scaling.value("llama_4_scaling_beta") is None:
-        raise scaling.error("llama_4_scaling_beta", "a number, the growth of queries with their position")
-    original = "original_max_position_embeddings"
-    if not config.has(original):
-        scaling.positive_int(original)
+    growth: Any = scaling.value(_GROWTH)
+    if type(growth) not in (int, float) or not 0 <= growth < float("inf"):
+        raise scaling.error(_GROWTH, "a number >= 0, the growth of queries with their position")
+    original = "original_max_position_embeddings"  # the one beside the object counts, if there are two
+    interval = (config if config.has(original) else scaling).positive_int(original)
     # max_position_embeddings has no effect in this object.
-    outside = ("llama_4_scaling_beta", "max_position_embeddings", *also)
-    return config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
+    outside = (_GROWTH, "max_position_embeddings", *also)
+    config = config.with_values({key: {k: v for k, v in scaling.values.items() if k not in outside}})
+    return config, AttentionTemperature(growth, interval, 0, True) if growth else None
 
 
 def _read_ministral3(config: ConfigFile) -> DecoderConfig:
-    """Read the config of Ministral 3: Mistral without windows by layer, and YaRN.
-
-    The family's queries are also multiplied by a factor that grows with the position, and is 1 before
-    `original_max_position_embeddings`. This factor is not implemented, so sequences are limited to that length.
-    """
-    longest = read_longest(config)
-    config = without_growth(config, MINISTRAL3_SCALING)
+    """Read the config of Ministral 3: Mistral without windows by layer, YaRN, and a temperature of attention."""
+    config, temperature = take_temperature(config, MINISTRAL3_SCALING)
     return read_llama_like(
         config,
         default_kv_heads=8,
         default_theta=1e6,
-        max_positions=longest,
+        attention_temperature=temperature,
         norm_eps=config.number_or_none("rms_norm_eps") or 1e-5,
         head_dim=config.int_or_none("head_dim") or _MINISTRAL3_HEAD_DIM,
         sliding_windows=(config.int_or_none("sliding_window"),) * config.positive_int("num_hidden_layers"),

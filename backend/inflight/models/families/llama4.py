@@ -89,7 +89,7 @@ def _read_temperature(config: ConfigFile) -> AttentionTemperature | None:
     tuned = config.value("attn_temperature_tuning")  # a number in some files
     if tuned is not None and type(tuned) not in (bool, int):
         raise config.error("attn_temperature_tuning", "true or false")
-    return None if tuned in (False, 0) else AttentionTemperature(growth, interval)
+    return None if tuned in (False, 0) else AttentionTemperature(growth, interval, 1, False)
 
 
 def _read_experts(config: ConfigFile, num_layers: int) -> ExpertsConfig | None:

@@ -591,6 +591,7 @@ class Decoder {
       if (layer.cos) rotate<E>(data, layer.cos + position * half, layer.sin + position * half, shape_.rotary_dim);
       if (norms_each && shape_.norms_rotated) norm();
     }
+    if (layer.query_factors) scale_by<E>(layer.query_factors[position], qkv, shape_.heads * head_dim);
     const int size = shape_.tokens_per_block;
     const int64_t block = batch.block_tables[batch.slots[row] * batch.table_width + position / size];
     const Stored* keys = qkv + static_cast<int64_t>(shape_.heads) * head_dim;
@@ -687,6 +688,9 @@ class Decoder {
       for (int head = 0; head < shape_.heads; ++head)
         rotate_latent<E>(latent_, queries.of(latent_, row, head) + latent_.nope, layer.cos ? layer.cos + at : nullptr,
                          layer.sin + at, shape_.rotary_dim);
+      if (layer.query_factors)
+        scale_by<E>(layer.query_factors[batch.positions[row]], queries.of(latent_, row, 0),
+                    shape_.heads * latent_.query());
     }
     team_.barrier();
     AttentionShape attention = attention_;

@@ -113,6 +113,7 @@ struct Layer {
   const float *query_norm, *key_norm;  // [head_dim], or of all heads; or null
   const float* learned_sinks;          // [heads], or null
   const float *cos, *sin;              // [positions, rotary_dim / 2], or null
+  const float* query_factors;          // [positions], or null
   void *keys, *values;
   float *key_scales, *value_scales;  // of a cache of levels
   Recurrent recurrent;
@@ -220,6 +221,14 @@ void rotate(typename E::Stored* head, const float* cos, const float* sin, int ro
     const Floats first = E::load(head + i, mask), second = E::load(head + half + i, mask);
     E::store(head + i, fnmadd(second, s, mul(first, c)), mask);
     E::store(head + half + i, fmadd(first, s, mul(second, c)), mask);
+  }
+}
+
+template <class E>
+void scale_by(float factor, typename E::Stored* x, int count) {
+  for (int i = 0; i < count; i += kLanes) {
+    const Mask mask = first_lanes(count - i);
+    E::store(x + i, mul(E::load(x + i, mask), floats(factor)), mask);
   }
 }
 
