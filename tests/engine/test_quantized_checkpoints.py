@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight.core.request.request import Request
 from inflight.errors import ConfigError
+from inflight.models.checkpoint import Checkpoint
 from inflight.models.loader import check_weights
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
@@ -174,6 +175,35 @@ def test_4_bit_floats_stay_in_compiled_layers_if_their_scales_are_powers_of_2(
     exact = model.logits(row.tokens)[29:-1]
     error = (torch.stack(row.logits) - exact).square().mean().sqrt() / exact.std()
     assert error < 0.2, "activations are rounded to int8, or to bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_load_reads_the_headers_once_for_its_checks_and_once_for_the_weights(
+    copy: Copy, tmp_path: Path, dtype: str | None, kernels: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read the headers of a mixture of experts takes seconds."""
+    copy("gptq", tmp_path)
+    opened: list[Path] = []
+    describe = Checkpoint._describe
+
+    def note(checkpoint: Checkpoint) -> Any:
+        opened.append(checkpoint.folder)
+        return describe(checkpoint)
+
+    monkeypatch.setattr(Checkpoint, "_describe", note)
+    load_engine(tmp_path, dtype=dtype, kernels=kernels)
+    assert opened == [tmp_path, tmp_path]
+
+
+def test_a_changed_file_is_checked_again(copy: Copy, tmp_path: Path) -> None:
+    copy("gptq", tmp_path)
+    model = read_model_description(tmp_path)
+    check_weights(model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"missing model\.norm\.weight"):
+        check_weights(model)
 
 
 def test_a_quantization_config_without_quantized_tensors_is_refused(zoo: Zoo, tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def _file_names(folder: Path) -> dict[str, set[str]]:
         weight_map = ConfigFile.load(folder / _INDEX).child("weight_map")
         files: dict[str, set[str]] = {}
         for tensor, file in weight_map.values.items():
-            if not isinstance(file, str) or Path(file).name != file:
+            if not isinstance(file, str) or (file not in files and Path(file).name != file):
                 raise weight_map.error(tensor, "the name of a file in the same folder")
             files.setdefault(file, set()).add(tensor)
         return files

@@ -435,8 +435,10 @@ class _Finder:
             modules: list[tuple[StoredRows, ...]], columns: int, kept: Range, has_bias: bool, is_gated: bool
         ) -> StackSource:
             matrices = tuple(TensorSource(_named(each, "weight"), columns, kept) for each in modules)
-            vectors = tuple(chain.from_iterable(_named(each, "bias") for each in modules))
-            return StackSource(TensorSource(vectors) if has_bias else None, matrices, is_gated)
+            bias = None
+            if has_bias:
+                bias = TensorSource(tuple(chain.from_iterable(_named(each, "bias") for each in modules)))
+            return StackSource(bias, matrices, is_gated)
 
         # The ranks' results are summed, so only one rank may add the bias.
         has_down_bias = config.has_bias and own[0] == 0

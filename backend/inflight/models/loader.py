@@ -20,6 +20,7 @@ from inflight.models.levels import MatrixKind
 from inflight.models.registry import ModelDescription
 from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, Sink
+from inflight.models.survey import survey
 from inflight.models.weight_reader import WeightReader
 from inflight.models.weight_sources import stored_shapes, tensors
 from inflight.progress import load_progress
@@ -38,8 +39,7 @@ def check_weights(model: ModelDescription) -> None:
 
     The message names a missing, unexpected or wrongly shaped tensor, and its file.
     """
-    with Checkpoint(model.folder) as checkpoint:
-        fitted(model, checkpoint)
+    survey(model)
 
 
 def stored_dtype(model: ModelDescription) -> torch.dtype:
@@ -49,19 +49,14 @@ def stored_dtype(model: ModelDescription) -> torch.dtype:
     """
     if model.decoder.dtype is not None:
         return getattr(torch, model.decoder.dtype)
-    with Checkpoint(model.folder) as checkpoint:
-        model = fitted(model, checkpoint)
-        first = next(iter(tensor_shapes(model)))
-        return getattr(torch, model.decoder.dtype or checkpoint.tensors[first].dtype)
+    return getattr(torch, survey(model).dtype)
 
 
 def quantized_kinds(model: ModelDescription) -> Counter[MatrixKind]:
     """Count the checkpoint's quantized matrices of each format; reads the files' headers only."""
     if model.quantization is None:
         return Counter()
-    with Checkpoint(model.folder) as checkpoint:
-        fitted(model, checkpoint)
-        return Counter(levels.kind for levels in checkpoint.levels.values())
+    return Counter(kind for kind, _ in survey(model).levels.values())
 
 
 def num_weight_bytes(
@@ -85,10 +80,9 @@ def num_weight_bytes(
             embedding is stored twice.
     """
     part, head_dtype = part or Part.whole(model.decoder), head_dtype or linear_dtype
-    with Checkpoint(model.folder) as checkpoint:
-        model = untied(fitted(model, checkpoint), checkpoint)
-        levels, stored = checkpoint.levels, checkpoint.tensors
-        of_levels = {name: stored[name].level_bytes or 0 for name in levels if levels[name].kind in kept}
+    found = survey(model)
+    model = found.model
+    of_levels = {name: size for name, (kind, size) in found.levels.items() if kind in kept}
     sources = find_sources(model, part)
     of_layers = sources.token_inputs
     looked_up = (sources.embedding, sources.position_embedding, of_layers and of_layers.embedding)

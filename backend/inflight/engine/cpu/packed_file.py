@@ -42,13 +42,13 @@ from torch import Tensor
 from inflight.checkpoint_config import checkpoint_name
 from inflight.engine.host_memory import Arena
 from inflight.engine.memory import available_cpu_memory
+from inflight.models.survey import file_states
 from inflight.sampling.transfer import as_array
 from inflight.user_cache import cache_folder, mark_used, remove_unused
 
 _PACKAGE = Path(__file__).parents[2]
 _FOLDER = "packed"
 _SUFFIX, _UNFINISHED, _LOCK = ".weights", ".part", ".lock"
-_OF_CHECKPOINTS = (".safetensors", ".gguf", ".json")
 _DIGEST_BYTES, _NAME_BYTES = 16, 8
 _ALIGNMENT = 64  # bytes: a cache line
 _TRAILER = struct.Struct(f"<QQ{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
@@ -88,7 +88,7 @@ class PackedFile:
         if cache is None:
             return None
         place = _digest(_encoded((str(checkpoint.resolve()), layout)), size=_NAME_BYTES)
-        identity = _digest(place, _encoded(_states(checkpoint)), _sources())
+        identity = _digest(place, _encoded(file_states(checkpoint)), _sources())
         name = checkpoint_name(checkpoint).replace("/", "--")
         return cls(cache / _FOLDER / f"{name}-{place.hex()}{_SUFFIX}", identity)
 
@@ -268,13 +268,6 @@ class _Unpickler(pickle.Unpickler):
     def _place_of(self, address: int) -> tuple[int, int, int]:
         """Return the last of `places` that begins at or before an address."""
         return self._places[bisect_right(self._places, (address, math.inf)) - 1]
-
-
-def _states(checkpoint: Path) -> list[tuple[str, int, int, int]]:
-    """Return name, size and times of a checkpoint's files, which change whenever a file is replaced."""
-    files = sorted(file for file in checkpoint.iterdir() if file.suffix in _OF_CHECKPOINTS and file.is_file())
-    found = [(file.name, file.stat()) for file in files]
-    return [(name, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for name, state in found]
 
 
 @functools.cache
