@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from inflight.config import PARAMETERS
 from inflight.parameter_names import OTHER_NAMES
 from inflight.server import cli
@@ -25,9 +27,11 @@ def test_every_setting_is_in_one_group() -> None:
     assert sorted(keys) == sorted(BUILT), "list it in GROUPS of triton/settings_page.py"
 
 
-def test_other_names_belong_to_settings_and_their_flags_exist() -> None:
+def test_other_names_belong_to_settings_and_their_flags_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(OTHER_NAMES) <= BUILT
-    flags = {option for action in cli._parser()._actions for option in action.option_strings}
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     assert {names.flag for names in OTHER_NAMES.values()} - {""} <= flags
 
 
