@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from inflight.arguments import Parser, program_name
 from inflight.doctor import machine, output, programs
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding, Level, examine, worst
@@ -57,10 +58,9 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/doctor",
+    parser = Parser(
+        prog=program_name("scripts/doctor"),
         description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add(

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
+from inflight.arguments import Parser, program_name
 from inflight.engine_folder import is_engine_folder
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, add_arguments, read_arguments
 from inflight.processes import raise_descriptor_limit
@@ -117,14 +118,13 @@ def _openai_options(given: argparse.Namespace) -> OpenAiOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/serve",
+    parser = Parser(
+        prog=program_name("scripts/serve"),
         description="Start tritonserver in the foreground, and print READY when every model is ready.",
         epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "
         "model_repository/tensorrt_llm/config.pbtxt lists the parameters for --set; "
         "--set max_batch_size=N is the number of sequences that run at a time; with "
         "--set decoupled_mode=false, tensorrt_llm and ensemble give one response per request.",
-        allow_abbrev=False,
     )
     _add_model_options(parser)
     _add_address_options(parser)

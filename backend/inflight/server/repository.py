@@ -85,8 +85,8 @@ class RuntimeRepository:
 
 
 def default_repository() -> Path:
-    """Return the `model_repository` folder beside this package in a checkout."""
-    return Path(__file__).resolve().parents[3] / "model_repository"
+    """Return the model repository that comes with this package; in a checkout, the one at its top."""
+    return (Path(__file__).resolve().parents[1] / "bundled" / "model_repository").resolve()
 
 
 def assemble(
