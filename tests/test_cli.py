@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_help_lists_every_command_and_imports_no_dependency(tmp_path: Path) -> None:
-    program = "import sys; from inflight.cli import main; status = main(['--help']); sys.exit(status)"
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); "
+    program = path + "from inflight.cli import main; sys.exit(main(['--help']))"
     command = [
         sys.executable,
         "-S",

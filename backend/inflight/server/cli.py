@@ -9,7 +9,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
@@ -33,14 +33,19 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve until a signal ends it; return the exit status."""
+def main(arguments: list[str] | None = None, run: Callable[[ServerOptions], int] | None = None) -> int:
+    """Serve until a signal ends it; return the exit status.
+
+    Args:
+        arguments: The command line; None: this process's.
+        run: Function that serves with the parsed options; None: `serve`.
+    """
     raise_descriptor_limit()
     try:
         options = parse(arguments)
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
             os.environ.pop(variable, None)  # the models' processes must not get these secrets
-        return _serve(options)
+        return (run or serve)(options)
     except ServeError as error:
         print(f"serve: {error}", file=sys.stderr)
         return error.exit_code
@@ -99,6 +104,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         mode=given.mode,
         mpirun_arguments=given.mpirun_arguments,
         write_repository=given.write_repository,
+        triton=not given.no_triton,
     )
 
 
@@ -180,6 +186,11 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
         explanation = "default: %(default)s; 0: any free one"
         add(f"--{service}-port", type=port, default=default, metavar="PORT", help=explanation)
     add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
+    add(
+        "--no-triton",
+        action="store_true",
+        help="serve /v1 only, with the engine in this process: needs no tritonserver, and is not restarted",
+    )
 
 
 def _add_running_options(parser: argparse.ArgumentParser) -> None:
@@ -300,7 +311,8 @@ def _check_engine(given: argparse.Namespace) -> None:
         raise OptionError("--engine tensorrt needs --engine-dir with a folder that scripts/build wrote")
 
 
-def _serve(options: ServerOptions) -> int:
+def serve(options: ServerOptions) -> int:
+    """Keep a tritonserver running until a signal ends this process; return the exit status."""
     if options.write_repository is not None:
         return _write(options, options.write_repository)
     with Signals() as signals, _echo() as echo:
