@@ -24,6 +24,7 @@ from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, lay_out
 from inflight.server.option_types import count, named_folder, port, seconds, setting, whole
+from inflight.server.other_servers import translate
 from inflight.server.ports import Ports
 from inflight.server.ranks import Mode
 from inflight.server.repository import Wanted, default_repository
@@ -63,7 +64,8 @@ def main(arguments: list[str] | None = None, run: Callable[[ServerOptions], int]
 
 def parse(arguments: list[str] | None) -> ServerOptions:
     """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
-    given = _parser().parse_args(arguments)
+    given = _parser().parse_args(translate(sys.argv[1:] if arguments is None else arguments))
+    _choose_model(given)
     _check_engine(given)
     return ServerOptions(
         model_repository=given.model_repository,
@@ -108,6 +110,15 @@ def parse(arguments: list[str] | None) -> ServerOptions:
     )
 
 
+def _choose_model(given: argparse.Namespace) -> None:
+    """Take the model from its place on the command line if --model does not name it."""
+    if given.positional_model is None:
+        return
+    if given.model is not None:
+        raise OptionError(f"--model {given.model} and {given.positional_model} name a model: use only one")
+    given.model = given.positional_model
+
+
 def _checkpoint(given: argparse.Namespace) -> Path | None:
     if given.model is not None:
         return find_checkpoint(given.model, given.revision)
@@ -144,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
     add(
         "--model",
         metavar="DIR_OR_HF_ID",
@@ -184,7 +196,8 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
         explanation = "default: %(default)s; 0: any free one"
-        add(f"--{service}-port", type=port, default=default, metavar="PORT", help=explanation)
+        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
+        add(*flags, type=port, default=default, metavar="PORT", help=explanation)
     add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
     add(
         "--no-triton",

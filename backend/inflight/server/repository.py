@@ -323,7 +323,8 @@ def _mode_of(
 def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
     for key in values:
         if key not in present:
-            near = difflib.get_close_matches(key, present, n=3, cutoff=0.5)
+            fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
+            near = difflib.get_close_matches(key, [*present, *fields], n=3, cutoff=0.5)
             hint = (
                 f"did you mean {' or '.join(near)}?"
                 if near
