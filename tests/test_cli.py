@@ -44,8 +44,8 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     from inflight.server.cli import parse
 
     with pytest.raises(SystemExit):
-        parse(["--modl", "x"])
-    assert "unrecognized arguments: --modl x (did you mean --model?)" in capsys.readouterr().err
+        parse(["--modl=x"])
+    assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

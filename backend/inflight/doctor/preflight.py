@@ -50,10 +50,10 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
                 f"{folder} has a TensorRT engine, and this machine has no NVIDIA GPU: serve the checkpoint that "
                 "it was built of, or take another machine"
             )
-        yield from _checkpoint(folder)
-    if (reason := _settings(options)) is not None or (
-        wanted.model is not None and not has_gpu(root) and (reason := _memory(options, wanted.model))
-    ):
+        if found := list(_checkpoint(folder)):
+            yield from found
+            return
+    if (reason := _settings(options) or _memory(options, root)) is not None:
         yield reason
 
 
