@@ -4,20 +4,32 @@
 can be known in less than a second.
 """
 
-import sys
+from __future__ import annotations
 
-from inflight.doctor import preflight
-from inflight.server import cli
+import sys
+from typing import TYPE_CHECKING
+
 from inflight.server.errors import OptionError
-from inflight.server.launch import ServerOptions
+from inflight.server.option_parser import make_parser
+
+if TYPE_CHECKING:
+    from inflight.server.launch import ServerOptions
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal ends this process; return the exit status."""
-    return cli.main(arguments, _serve)
+    given = sys.argv[1:] if arguments is None else arguments
+    if "-h" in given or "--help" in given:
+        make_parser().parse_args(["--help"])  # needs no installation, unlike the imports below
+    from inflight.server import cli
+
+    return cli.main(given, _serve)
 
 
 def _serve(options: ServerOptions) -> int:
+    from inflight.doctor import preflight
+    from inflight.server import cli
+
     if found := list(preflight.problems(options)):
         raise OptionError("; ".join(found))
     for warning in preflight.warnings(options):
