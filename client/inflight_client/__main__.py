@@ -1,4 +1,4 @@
-"""The command line: `python -m inflight_client generate "a prompt"`, `chat`, `state`, `adapters`, `convert-lora`."""
+"""The command line: `python -m inflight_client` with `generate`, `chat`, `state`, `adapters` or `convert-lora`."""
 
 from __future__ import annotations
 
