@@ -1,4 +1,4 @@
-"""`python -m inflight_client generate "a prompt"`, `… state`, `… adapters`, `… convert-lora`: the command line."""
+"""The command line: `python -m inflight_client` with `generate`, `chat`, `state`, `adapters` or `convert-lora`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from inflight_client.chat import chat
 from inflight_client.client import Client
 from inflight_client.errors import ServerError
 from inflight_client.guide import GUIDE_TYPES, Guide
@@ -62,6 +63,10 @@ def _generate(options: argparse.Namespace) -> None:
         _print_stream(client.stream(prompt, options.max_tokens, **keywords), as_ids)
     else:
         _print_answers(client.generate(prompt, options.max_tokens, **keywords), as_ids)
+
+
+def _chat(options: argparse.Namespace) -> None:
+    chat(options.url.rstrip("/"), options.system, options.max_tokens, sys.stdin, sys.stdout)
 
 
 def _state(options: argparse.Namespace) -> None:
@@ -115,7 +120,8 @@ def _print_log_probs(answer: Completion | Sequence) -> None:
 
 
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m inflight_client", description="Ask the server for text.")
+    program = sys.argv[0] if sys.argv[0] == "inflight client" else "python -m inflight_client"
+    parser = argparse.ArgumentParser(prog=program, description="Ask the server for text.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print the answer")
     generate.set_defaults(run=_generate)
@@ -126,6 +132,7 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     state = commands.add_parser("state", help="print the state of the server's batcher, as JSON")
     state.set_defaults(run=_state)
     _add_server(state, "the model to ask, tensorrt_llm by default")
+    _add_chat(commands.add_parser("chat", help="send lines as messages of a chat, and print the answers"))
     _add_convert_lora(commands)
     _add_adapters(commands.add_parser("adapters", help="print the server's LoRA adapters, as JSON"))
     options = parser.parse_args(arguments)
@@ -140,6 +147,15 @@ def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
     ):
         generate.error("--stream shows one answer as it comes: leave out --n and --beam-width")
     return options
+
+
+def _add_chat(command: argparse.ArgumentParser) -> None:
+    command.set_defaults(run=_chat)
+    command.add_argument(
+        "--url", default="http://localhost:9000", help="address of /v1 (http://localhost:9000)"
+    )
+    command.add_argument("--system", metavar="TEXT", help="the system message")
+    command.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens of an answer")
 
 
 def _add_convert_lora(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -108,3 +108,12 @@ def test_the_wheels_libraries_are_not_used_if_a_local_build_is_requested(
     program = "from inflight.engine.cpu import library; print(library.foresee('float32'))"
     with pytest.raises(AssertionError, match=r"no C\+\+ compiler .*, and INFLIGHT_CPU_BUILD is local"):
         installation.run("-c", program, INFLIGHT_CPU_BUILD="local")
+
+
+def test_the_wheel_has_the_command_and_the_demo_model(installation: Installation) -> None:
+    assert installation.run("-m", "inflight", "--version").startswith("inflight ")
+    program = "from inflight.server.repository import default_repository; print(default_repository())"
+    repository = Path(installation.run("-c", program).strip())
+    assert repository.is_relative_to(installation.packages)
+    assert (repository / "tensorrt_llm" / "1" / "demo_model" / "model.safetensors").is_file()
+    assert "  offline " in installation.run("-m", "inflight", "bench", "--help")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, write_lora_files
 from inflight.adapters.peft_folder import read_peft_folder
+from inflight.arguments import program_name
 from inflight.core.request.adapter import ITEM_SIZES
 from inflight.errors import InflightError
 from inflight.models.registry import read_model_description
@@ -16,7 +17,7 @@ from inflight.models.registry import read_model_description
 def main(arguments: list[str] | None = None) -> int:
     """Convert the folder named on the command line; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="scripts/convert_lora",
+        prog=program_name("scripts/convert_lora"),
         description=f"Write a PEFT folder's adapter as {WEIGHTS_FILE} and {CONFIG_FILE}: the tensors lora_weights "
         "and lora_config of a request. As the folder N of lora_prefetch_dir they are the adapter of task id N.",
     )

@@ -19,6 +19,7 @@ from typing import Any, TextIO, TypeGuard
 
 import msgspec
 
+from inflight.arguments import program_name
 from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace, make_begin
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
@@ -243,7 +244,7 @@ def _describe_end(response: Response) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run `scripts/replay`; return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="scripts/replay",
+        prog=program_name("scripts/replay"),
         description="Run a recorded schedule again, without the model. "
         "Exit code 0: identical, 1: it differs, 2: the trace cannot be read.",
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from inflight.arguments import Parser, program_name
 from inflight.doctor import machine, output, programs
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding, Level, examine, worst
@@ -18,7 +19,12 @@ _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks and write the findings to stdout; return the exit status."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.positional_model is not None:
+        if given.model is not None:
+            parser.error(f"--model {given.model} and {given.positional_model} name a model: use only one")
+        given.model = given.positional_model
     findings: list[Finding] = []
     for name, check in _checks(given):
         findings += examine(name, check)
@@ -57,12 +63,12 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/doctor",
+    parser = Parser(
+        prog=program_name("scripts/doctor"),
         description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
-        allow_abbrev=False,
     )
     add = parser.add_argument
+    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
     add(
         "--model",
         metavar="DIR_OR_HF_ID",
@@ -77,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")
     for service, default in _PORTS.items():
-        add(f"--{service}-port", type=port, default=default, metavar="PORT", help="default: %(default)s")
+        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
+        add(*flags, type=port, default=default, metavar="PORT", help="default: %(default)s")
     add("--tritonserver", type=Path, metavar="PATH", help="as for scripts/serve")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     return parser

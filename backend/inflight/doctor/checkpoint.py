@@ -7,7 +7,6 @@ The checkpoint is read by the functions that load it, and laid out in a model re
 from __future__ import annotations
 
 import importlib.util
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -71,22 +70,12 @@ def check_checkpoint(
 
 def _parameters(folder: Path, dtype: str | None, settings: Mapping[str, str]) -> Parameters:
     """Return the engine parameters from the config.pbtxt that a start would write."""
-    from inflight.config import Role
-    from inflight.parameter_reader import read_parameters
-    from inflight.server import config_text
-    from inflight.server.repository import Wanted, assemble, default_repository
+    from inflight.server.repository import Wanted, assemble, default_repository, read_engine_parameters
 
     with tempfile.TemporaryDirectory(prefix="inflight-doctor-") as target:
-        assemble(default_repository(), Path(target, "models"), Wanted(folder, dtype, dict(settings)))
-        text = Path(target, "models", "tensorrt_llm", "config.pbtxt").read_text(encoding="utf-8")
-    size = re.search(r"^max_batch_size\s*:\s*(\d+)", text, re.MULTILINE)
-    values = config_text.read_parameters(text)
-    configuration = {
-        "name": "tensorrt_llm",
-        "max_batch_size": int(size[1]) if size else 0,
-        "parameters": {key: {"string_value": value} for key, value in values.items()},
-    }
-    return read_parameters(configuration, Role.ENGINE)
+        models = Path(target, "models")
+        assemble(default_repository(), models, Wanted(folder, dtype, dict(settings)))
+        return read_engine_parameters(models, "tensorrt_llm")
 
 
 def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:

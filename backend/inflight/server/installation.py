@@ -106,7 +106,8 @@ def _package_folder() -> Path:
     if not locations:
         raise ServeError(
             "no tritonserver in this Python environment: install the one in nvidia-pytriton "
-            "(pip install --no-deps nvidia-pytriton -c constraints.txt) or name yours with --tritonserver PATH"
+            "(pip install --no-deps nvidia-pytriton), name yours with --tritonserver PATH, or serve /v1 alone "
+            "with --no-triton"
         )
     return Path(locations[0])
 

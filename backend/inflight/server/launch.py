@@ -74,6 +74,7 @@ class ServerOptions:
             values.
         write_repository: Folder in which to lay out the models for another program. If it is set, no server
             is started.
+        triton: Whether a tritonserver serves the models; if not, only /v1 and the engine endpoint do.
     """
 
     model_repository: Path = field(default_factory=default_repository)
@@ -97,6 +98,7 @@ class ServerOptions:
     mode: ranks.Mode | None = None
     mpirun_arguments: str | None = None
     write_repository: Path | None = None
+    triton: bool = True
 
 
 def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:

@@ -1,6 +1,7 @@
 """Choose the ports of a server, or check that they are free, before anything is started."""
 
 import contextlib
+import errno
 import random
 import socket
 from dataclasses import dataclass
@@ -66,6 +67,10 @@ def _claim(held: contextlib.ExitStack, address: str, port: int, flag: str) -> in
             _bind_to_free(listener, address)
         listener.listen()
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise OptionError(
+                f"--host {address}: this machine has no such address; 0.0.0.0 listens on all that it has"
+            ) from None
         reason = error.strerror or str(error)
         raise OptionError(
             f"port {port} on {address} cannot be used ({reason}): choose another with {flag}, 0 for any free one"

@@ -6,14 +6,17 @@ the values of parameters when they are loaded.
 """
 
 import difflib
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
+from inflight.config import Parameters, Role
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.parameter_reader import is_filled
+from inflight.parameter_reader import read_parameters as read_configuration
 from inflight.parameter_spec import input_types
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
@@ -85,8 +88,20 @@ class RuntimeRepository:
 
 
 def default_repository() -> Path:
-    """Return the `model_repository` folder beside this package in a checkout."""
-    return Path(__file__).resolve().parents[3] / "model_repository"
+    """Return the model repository that comes with this package; in a checkout, the one at its top."""
+    return (Path(__file__).resolve().parents[1] / "bundled" / "model_repository").resolve()
+
+
+def read_engine_parameters(repository: Path, model: str) -> Parameters:
+    """Read the parameters of an engine from its config.pbtxt. Raises ConfigError with every problem."""
+    text = (repository / model / _CONFIG).read_text(encoding="utf-8")
+    size = re.search(r"^max_batch_size\s*:\s*(\d+)", text, re.MULTILINE)
+    configuration = {
+        "name": model,
+        "max_batch_size": int(size[1]) if size else 0,
+        "parameters": {key: {"string_value": value} for key, value in read_parameters(text).items()},
+    }
+    return read_configuration(configuration, Role.ENGINE)
 
 
 def assemble(
@@ -308,7 +323,8 @@ def _mode_of(
 def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
     for key in values:
         if key not in present:
-            near = difflib.get_close_matches(key, present, n=3, cutoff=0.5)
+            fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
+            near = difflib.get_close_matches(key, [*present, *fields], n=3, cutoff=0.5)
             hint = (
                 f"did you mean {' or '.join(near)}?"
                 if near

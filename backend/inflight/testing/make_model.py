@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
 
+from inflight.arguments import program_name
 from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description
 from inflight.testing.quantize import FORMATS, MXFP4, quantize_weights
@@ -222,7 +223,9 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint that the command line describes; return the exit status."""
-    parser = argparse.ArgumentParser(prog="scripts/make_model", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=program_name("scripts/make_model"), description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
     parser.add_argument("--family", choices=ARCHITECTURES, default="llama", help="default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")

@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from inflight.arguments import program_name
 from inflight.checkpoint_config import DTYPES
 from inflight.engine.tensorrt.build import WEIGHT_DTYPES, BuildOptions, build_engine
 from inflight.engine.tensorrt.build_progress import build_progress
@@ -64,7 +65,7 @@ def _summary(folder: Path, sidecar: Sidecar) -> str:
 def _parser() -> argparse.ArgumentParser:
     defaults = BuildOptions()
     parser = argparse.ArgumentParser(
-        prog="scripts/build",
+        prog=program_name("scripts/build"),
         description="Build a TensorRT engine of a checkpoint: for each rank two plans and a description, in a "
         "folder. With TensorRT for RTX this needs no GPU.",
     )

@@ -1,0 +1,108 @@
+"""The console command `inflight`, or `python -m inflight`: runs the program of a subcommand.
+
+Imports only the standard library, so that `--help` and `--version` answer at once, also before anything is
+installed. A subcommand's program runs in this process, as with `python -m`, and parses its own options.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+from inflight.arguments import nearest
+
+COMMANDS = {
+    "serve": ("inflight.serve_command", "start a server"),
+    "doctor": ("inflight.doctor", "check whether this machine can run a server"),
+    "bench": ("benchmarks", "run a benchmark; without a name, list them"),
+    "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
+    "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
+    "replay": ("inflight.batch_manager.replay", "replay a trace's schedule without the model"),
+    "convert-lora": ("inflight.adapters.convert_lora", "convert a PEFT folder to TensorRT-LLM's two files"),
+    "make-model": ("inflight.testing.make_model", "write a checkpoint with random weights"),
+}
+"""Module and purpose of each subcommand."""
+
+_BUNDLED = Path(__file__).parent / "bundled"
+_WRONG_USAGE = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        sys.stderr.write(_help())
+        return _WRONG_USAGE
+    command, *rest = given
+    if command in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if command in ("-V", "--version"):
+        sys.stdout.write(f"inflight {version()}\n")
+        return 0
+    if command not in COMMANDS:
+        near = nearest(command, (*COMMANDS, "--help", "--version"))
+        hint = f"did you mean {near}?" if near else "inflight --help lists the commands"
+        sys.stderr.write(f"inflight: there is no command {command}; {hint}\n")
+        return _WRONG_USAGE
+    return _run(command, rest)
+
+
+def version() -> str:
+    """Return the version of this package; "unknown" in a checkout that is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("inflight")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _run(command: str, rest: list[str]) -> int:
+    """Run a subcommand's program with the options `rest`; return 0, or exit with the program's status."""
+    module, _ = COMMANDS[command]
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        sys.path.append(str(_BUNDLED))
+    missing = _missing(command)
+    if missing:
+        sys.stderr.write(f"inflight {command}: {missing}\n")
+        return 1
+    if command == "bench":
+        from inflight import bench_command
+
+        found = bench_command.find(rest)
+        if isinstance(found, int):
+            return found
+        module, rest = found
+    # A package's program is its module __main__.
+    sys.argv[:] = [f"inflight {command}", *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=False)
+    return 0
+
+
+def _missing(command: str) -> str | None:
+    """Return what to install for a subcommand whose requirements the package itself does not have."""
+    if command == "client" and importlib.util.find_spec("tritonclient") is None:
+        return "it needs tritonclient: pip install 'inflight[kserve]'"
+    return None
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {purpose}" for name, (_, purpose) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: inflight COMMAND [options]; inflight --version",
+            "",
+            *lines,
+            "",
+            "inflight COMMAND --help lists a command's options.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

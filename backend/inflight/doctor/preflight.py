@@ -1,0 +1,181 @@
+"""Reasons that a server with given options cannot start, found in less than a second, before it is started.
+
+Reads small files only and does not import torch, because the launcher, which calls this, runs as long as the
+server. What takes longer to find out is reported by `inflight doctor`, or when the engine loads.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
+from inflight.doctor.machine import has_gpu
+from inflight.engine.memory import available_cpu_memory
+from inflight.engine_folder import is_engine_folder
+from inflight.errors import ConfigError
+from inflight.server.launch import ServerOptions, lay_out
+from inflight.server.repository import read_engine_parameters
+
+_ENGINE = "tensorrt_llm"
+_CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_LEAST_FREE_BYTES = 16 << 20  # for the server's folder: configurations, compiled request checks, logs
+_NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_GIB = 2**30
+
+
+def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
+    """Yield each reason that keeps a server with these options from starting, with what to do about it.
+
+    Raises OptionError for settings that no model has.
+
+    Args:
+        options: The server's options.
+        root: Root of the file system in which a GPU is looked for.
+    """
+    wanted = options.wanted
+    if reason := _temporary_folder():
+        yield reason
+        return
+    for name, folder in wanted.adapters:
+        yield from _adapter(name, folder)
+    for folder in dict.fromkeys(folder for folder in (wanted.model, wanted.engine_dir) if folder is not None):
+        if is_engine_folder(folder) and not has_gpu(root):
+            yield (
+                f"{folder} has a TensorRT engine, and this machine has no NVIDIA GPU: serve the checkpoint that "
+                "it was built of, or take another machine"
+            )
+        if found := list(_checkpoint(folder)):
+            yield from found
+            return
+    if (reason := _settings(options) or _memory(options, root)) is not None:
+        yield reason
+
+
+def warnings(options: ServerOptions) -> Iterator[str]:
+    """Yield what a server with these options will not do, though it starts."""
+    model = options.wanted.model
+    is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
+    if model is not None and not is_tokenizer_elsewhere and not (model / "tokenizer.json").exists():
+        yield (
+            f"{model} has no tokenizer.json: only requests with token ids are served; "
+            "--set tokenizer_dir=FOLDER names another folder"
+        )
+
+
+def _temporary_folder() -> str | None:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free >= _LEAST_FREE_BYTES:
+        return None
+    needed = _LEAST_FREE_BYTES >> 20
+    return f"{folder} has {free >> 20} MiB free, and a server needs {needed}: set TMPDIR to another folder"
+
+
+def _adapter(name: str, folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        return  # laying out the models reports it
+    has_weights = any((folder / weights).is_file() for weights in _ADAPTER_WEIGHTS)
+    if not (folder / "adapter_config.json").is_file() or not has_weights:
+        yield (
+            f"--lora {name}={folder}: no LoRA adapter in that folder, expected adapter_config.json and "
+            f"{' or '.join(_ADAPTER_WEIGHTS)}, as PEFT's save_pretrained writes them"
+        )
+    elif pointer := _pointer(folder, _ADAPTER_WEIGHTS):
+        yield pointer
+
+
+def _checkpoint(folder: Path) -> Iterator[str]:
+    if pointer := _pointer(folder, _CHECKED):
+        yield pointer
+        return
+    if not (folder / "config.json").is_file():
+        return  # loading the model reports it
+    try:
+        config = read_config_file(folder)
+        reason, name = _no_decoder(config), CheckpointFacts.read(folder).name
+    except ConfigError as error:
+        yield str(error)
+        return
+    if reason is not None:
+        yield f"{folder} is {name}, {reason}: take a decoder of text (docs/models.md lists the families)"
+
+
+def _no_decoder(config: ConfigFile) -> str | None:
+    """Return why the model does not continue texts; None if config.json does not show that."""
+    if config.values.get("is_encoder_decoder") is True:
+        return "an encoder with a decoder"
+    names = config.texts("architectures")
+    if names and all(_computes_no_text(name) for name in names):
+        return "which computes embeddings or classes instead of a next token"
+    return None
+
+
+def _computes_no_text(architecture: str) -> bool:
+    is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return is_bare or architecture.endswith(_NO_TEXT)
+
+
+def _pointer(folder: Path, patterns: tuple[str, ...]) -> str | None:
+    """Return what to do if a file is a pointer of Git LFS, which stands for a file that was not downloaded."""
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        try:
+            with path.open("rb") as file:
+                is_pointer = file.read(len(_POINTER)) == _POINTER
+        except OSError:
+            continue  # loading the model reports it
+        if is_pointer:
+            return f"{path} is a pointer of Git LFS instead of the file: run `git lfs pull` in {folder}"
+    return None
+
+
+def _settings(options: ServerOptions) -> str | None:
+    """Return what is wrong with the engine's parameters; None if they are valid."""
+    with tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
+        repository = lay_out(options, Path(target, "models"))
+        if _ENGINE not in repository.models:
+            return None
+        try:
+            parameters = read_engine_parameters(repository.path, _ENGINE)
+            parameters.engine.validate()
+            engine = parameters.engine
+            parameters.scheduler.validate(engine.max_num_sequences, engine.tokens_per_block)
+        except ConfigError as error:
+            return str(error)
+    return None
+
+
+def _memory(options: ServerOptions, root: Path) -> str | None:
+    """Return by how much the weights exceed the memory, if they are kept as they are stored, on this machine."""
+    wanted, folder = options.wanted, options.wanted.model
+    if folder is None or has_gpu(root):
+        return None
+    is_kept = wanted.dtype is None and "dtype" not in wanted.settings
+    is_mapped = "mmap" in (wanted.weights, wanted.settings.get("weights"))
+    if not is_kept or is_mapped or max(options.tp or 1, options.pp or 1) > 1:
+        return None
+    config = read_config_file(folder) if (folder / "config.json").is_file() else None
+    if config is None or config.text_part().multimodal is not None:
+        return None
+    needed, free = _stored_bytes(folder), available_cpu_memory()
+    if needed <= free:
+        return None
+    return (
+        f"{folder} has {needed / _GIB:.1f} GiB of weights, and {free / _GIB:.1f} GiB of memory are available: "
+        "take --dtype int8, --weights mmap or a machine with more memory"
+    )
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Return the size of the weights' files: those of the index, or model.safetensors."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        names = set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = {"model.safetensors"}
+    return sum((folder / name).stat().st_size for name in names if (folder / name).is_file())

@@ -1,0 +1,45 @@
+"""The program of `inflight serve` and `scripts/serve`: starts a server, with or without a tritonserver.
+
+`inflight.server.cli` parses the options. Before anything is started, `inflight.doctor.preflight` checks what
+can be known in less than a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from inflight.server.errors import OptionError
+from inflight.server.option_parser import make_parser
+
+if TYPE_CHECKING:
+    from inflight.server.launch import ServerOptions
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve until a signal ends this process; return the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "-h" in given or "--help" in given:
+        make_parser().parse_args(["--help"])  # needs no installation, unlike the imports below
+    from inflight.server import cli
+
+    return cli.main(given, _serve)
+
+
+def _serve(options: ServerOptions) -> int:
+    from inflight.doctor import preflight
+    from inflight.server import cli
+
+    if found := list(preflight.problems(options)):
+        raise OptionError("; ".join(found))
+    for warning in preflight.warnings(options):
+        sys.stderr.write(f"serve: {warning}\n")
+    if options.triton:
+        return cli.serve(options)
+    from inflight import standalone
+
+    return standalone.serve(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The options of `scripts/serve`. Standard library only, so that --help needs no installation."""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from inflight.arguments import Parser, program_name
+from inflight.log_lines import FORMATS
+from inflight.openai.options import add_arguments
+from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
+from inflight.server.option_types import count, named_folder, port, seconds, setting, whole
+from inflight.server.ranks import Mode
+from inflight.server.repository import default_repository
+
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
+    parser = Parser(
+        prog=program_name("scripts/serve"),
+        description="Start tritonserver in the foreground, and print READY when every model is ready.",
+        epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "
+        "model_repository/tensorrt_llm/config.pbtxt lists the parameters for --set; "
+        "--set max_batch_size=N is the number of sequences that run at a time; with "
+        "--set decoupled_mode=false, tensorrt_llm and ensemble give one response per request.",
+    )
+    _add_model_options(parser)
+    _add_address_options(parser)
+    _add_running_options(parser)
+    _add_log_options(parser)
+    _add_api_options(parser)
+    _add_program_options(parser)
+    _add_rank_options(parser)
+    add_arguments(parser)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
+    add(
+        "--model",
+        metavar="DIR_OR_HF_ID",
+        help="Hugging Face checkpoint or GGUF file to serve (default: the demo model)",
+    )
+    add(
+        "--revision",
+        metavar="REVISION",
+        help="branch, tag or commit of a --model that is fetched from the Hugging Face hub (default: main)",
+    )
+    add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
+    add(
+        "--weights",
+        choices=("memory", "mmap"),
+        help="mmap: on a CPU, map the weights from a file in ~/.cache/inflight, which the first start writes "
+        "(default: memory)",
+    )
+    add(
+        "--lora",
+        metavar="NAME=PEFT_FOLDER",
+        type=named_folder,
+        action="append",
+        default=[],
+        help="a LoRA adapter that requests may name; may be repeated",
+    )
+    add(
+        "--set",
+        metavar="KEY=VALUE",
+        type=setting,
+        action="append",
+        default=[],
+        help="a parameter of config.pbtxt; may be repeated",
+    )
+
+
+def _add_address_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    for service, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002), ("openai", 9000)):
+        explanation = "default: %(default)s; 0: any free one"
+        flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
+        add(*flags, type=port, default=default, metavar="PORT", help=explanation)
+    add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
+    add(
+        "--no-triton",
+        action="store_true",
+        help="serve /v1 only, with the engine in this process: needs no tritonserver, and is not restarted",
+    )
+
+
+def _add_running_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--exit-timeout",
+        type=seconds,
+        default=30,
+        metavar="SECONDS",
+        help="seconds for requests in flight when the server shuts down (default: %(default)s)",
+    )
+    add(
+        "--ready-timeout",
+        type=count,
+        default=300,
+        metavar="SECONDS",
+        help="seconds without progress after which a start is given up: no line in the log, no file "
+        "read, no memory filled (default: %(default)s)",
+    )
+    add(
+        "--restarts",
+        type=whole,
+        default=5,
+        metavar="N",
+        help="restart a server that has ended by itself, and give up after N failed starts in a row; 0: never "
+        "restart it (default: %(default)s)",
+    )
+    add(
+        "--no-request-checks",
+        action="store_true",
+        help="do not refuse requests that would crash tritonserver (empty batches, shapes that overflow, ...)",
+    )
+    add(
+        "--model-control",
+        choices=("none", "explicit"),
+        default="none",
+        help="explicit: models can be unloaded and loaded by requests with the key of "
+        f"{CONTROL_KEY_VARIABLE} in the header {CONTROL_KEY_HEADER} (default: %(default)s)",
+    )
+
+
+def _add_log_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--log-format",
+        choices=FORMATS,
+        default="text",
+        help="json: every line of the log, of all processes, is a JSON object (default: %(default)s)",
+    )
+    add("--no-access-log", action="store_true", help="do not log a line for each request")
+    add("--log-verbose", action="store_true", help="write tritonserver's verbose log, with all of its lines")
+
+
+def _add_api_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--allow-shared-memory",
+        action="store_true",
+        help="let every client register shared memory of this machine, as perf_analyzer --shared-memory does: it "
+        "can then read and write what the server's processes have in /dev/shm",
+    )
+    add("--allow-logging", action="store_true", help="let every client change the settings of Triton's log")
+    add("--allow-trace", action="store_true", help="let every client change the settings of Triton's traces")
+    add(
+        "--allow-model-config",
+        action="store_true",
+        help="let every client read the models' configurations, which name folders of this machine; "
+        "perf_analyzer and /v1 on another host (--triton) need them",
+    )
+
+
+def _add_program_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model-repository", type=Path, default=default_repository(), metavar="DIR", help="models to load")
+    add(
+        "--write-repository",
+        type=Path,
+        metavar="DIR",
+        help="lay out the models in this new folder, for a tritonserver that another program starts",
+    )
+    add("--tritonserver", type=Path, metavar="PATH", help="use another tritonserver, with its own backends")
+    add(
+        "--engine",
+        choices=("torch", "transformers", "tensorrt"),
+        help="torch: this server's own layers; transformers: its modelling code, for any decoder whose attention "
+        "can be replaced; tensorrt: plans that scripts/build wrote (default: torch for families that it has, "
+        "transformers for others)",
+    )
+    add(
+        "--engine-dir",
+        metavar="DIR",
+        type=Path,
+        help="folder of plans that scripts/build wrote; without --model, the tokenizer is read from it too",
+    )
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tp", type=count, metavar="N", help="tensor-parallel ranks (default: the repository's, or 1)")
+    add("--pp", type=count, metavar="M", help="pipeline-parallel ranks (default: the repository's, or 1)")
+    add(
+        "--ep",
+        type=count,
+        metavar="N",
+        help="number of groups of tensor-parallel ranks, each of which has some of the experts (default: the "
+        "repository's, or 1: every rank has a slice of every expert)",
+    )
+    add(
+        "--mode",
+        choices=get_args(Mode),
+        help="what starts the ranks: leader, this command; orchestrator, the model, which restarts them if "
+        "one is lost (default: in_process for one rank, orchestrator for several)",
+    )
+    add(
+        "--mpirun-arguments",
+        metavar="ARGUMENTS",
+        help='further arguments for mpirun, in one argument: --mpirun-arguments="--hostfile hosts"',
+    )

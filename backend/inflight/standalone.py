@@ -1,0 +1,116 @@
+"""`inflight serve --no-triton`: /v1 and the engine endpoint without a tritonserver.
+
+The engine runs in this process, and listens at the engine endpoint, a Unix socket in the server's folder. The
+OpenAI endpoint is the same process as beside a tritonserver, and connects to this socket. The main thread
+waits for signals. Nothing restarts the engine: if it is lost, this process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inflight.errors import ConfigError, InflightError
+from inflight.processes import exempt_from_collection
+from inflight.server import runtime_directory
+from inflight.server.errors import OptionError, ServeError
+from inflight.server.keeper import Keeper
+from inflight.server.launch import ServerOptions, lay_out
+from inflight.server.openai_process import OpenAiProcess
+from inflight.server.ports import Ports, resolve_host, resolve_ports
+from inflight.server.repository import RuntimeRepository, read_engine_parameters
+from inflight.server.supervisor import Signals
+
+if TYPE_CHECKING:
+    from inflight.build import RunningEngine
+
+_ENGINE = "tensorrt_llm"
+_CHECK_S = 0.1
+_INTERRUPTED = 130
+
+
+def serve(options: ServerOptions) -> int:
+    """Serve until a signal ends this process; return the exit status. Raises ServeError if it cannot start."""
+    _check(options)
+    ports = resolve_ports(resolve_host(options.host), Ports(openai=options.ports.openai))
+    logging.basicConfig(level=logging.INFO, format="serve: %(message)s", stream=sys.stderr)
+    folder = runtime_directory.make()
+    keeper = Keeper(folder)
+    try:
+        return _serve(options, folder, ports)
+    except KeyboardInterrupt:  # while the model is loaded
+        return _INTERRUPTED
+    finally:
+        runtime_directory.end_processes(folder)
+        runtime_directory.remove(folder)
+        keeper.dismiss()
+
+
+def _check(options: ServerOptions) -> None:
+    """Raise OptionError for options that need a tritonserver."""
+    if options.ports.openai is None:
+        raise OptionError("--no-triton and --no-openai leave nothing to serve: use only one of them")
+    if options.write_repository is not None:
+        raise OptionError("--write-repository is for a tritonserver: leave out --no-triton")
+    if options.mode not in (None, "in_process") or max(options.tp or 1, options.pp or 1) > 1:
+        raise OptionError("--no-triton serves with one rank: --tp, --pp and --mode need a tritonserver")
+
+
+def _serve(options: ServerOptions, folder: Path, ports: Ports) -> int:
+    assert ports.openai is not None, "checked"
+    repository = lay_out(options, folder / "models")
+    socket = folder / "engine.sock"
+    wanted = replace(options.openai, host=options.host, port=ports.openai, metrics_url="")
+    openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), sys.stderr)
+    openai.start()
+    try:
+        running = _start_engine(repository, socket)
+        try:
+            with Signals() as signals:
+                return _run(
+                    options, openai, signals, f"READY openai={openai.url} model={repository.checkpoint}"
+                )
+        finally:
+            running.close(0.0)
+    finally:
+        openai.kill()
+
+
+def _start_engine(repository: RuntimeRepository, socket: Path) -> RunningEngine:
+    """Load the model and serve it at the socket. Raises ServeError if the model cannot be loaded."""
+    from inflight.build import build_engine, check_parameters
+
+    try:
+        parameters = read_engine_parameters(repository.path, _ENGINE)
+        if parameters.tensor_parallel_size * parameters.pipeline_parallel_size > 1:
+            raise OptionError("--no-triton serves with one rank: several ranks need a tritonserver")
+        check_parameters(parameters)
+        version = repository.path / _ENGINE / "1"
+        running = build_engine(parameters, str(version), str(socket), on_hang=_end)
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
+    exempt_from_collection()
+    return running
+
+
+def _end(error: InflightError) -> None:
+    """End this process because the engine hangs. The keeper ends the OpenAI endpoint."""
+    print(f"serve: the server ends: {error}", file=sys.stderr, flush=True)
+    os._exit(ServeError.exit_code)
+
+
+def _run(options: ServerOptions, openai: OpenAiProcess, signals: Signals, ready: str) -> int:
+    """Print READY when /v1 listens, wait for a signal, and let requests in flight finish."""
+    while not openai.is_up() and not signals.any():
+        if openai.failure:
+            raise ServeError(f"the OpenAI endpoint does not start: {openai.failure}")
+        signals.wait(openai.is_up, _CHECK_S)
+    if not signals.any():
+        print(ready, flush=True)
+    signals.wait(lambda: False)
+    openai.end(signals.several, max(1.0, options.exit_timeout_s))
+    return 128 + signals.received[-1] if signals.several() else 0

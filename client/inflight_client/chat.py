@@ -1,0 +1,73 @@
+"""A chat on a terminal, over the server's `/v1/chat/completions`. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import TextIO
+
+_PROMPT = "> "
+
+
+def chat(url: str, system: str | None, max_tokens: int | None, lines: TextIO, answers: TextIO) -> None:
+    """Send each line as a message, with the messages before it, and write the answers as they come.
+
+    Raises ValueError, with the server's message, if a message is refused.
+    """
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for line in _messages(lines):
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for text in _ask(url, messages, max_tokens):
+            answers.write(text)
+            answers.flush()
+            answer += text
+        answers.write("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _messages(lines: TextIO) -> Iterator[str]:
+    """Yield the lines that are not empty, with a prompt before each on a terminal."""
+    while True:
+        if lines.isatty():
+            sys.stderr.write(_PROMPT)
+            sys.stderr.flush()
+        line = lines.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> Iterator[str]:
+    """Yield the parts of the answer."""
+    body: dict[str, object] = {"messages": messages, "stream": True}
+    if max_tokens is not None:
+        body["max_tokens"] = max_tokens
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            for line in response:
+                data = line.decode().removeprefix("data: ").strip()
+                if data and data != "[DONE]":
+                    yield _text(json.loads(data))
+    except urllib.error.HTTPError as error:
+        raise ValueError(_reason(error)) from None
+
+
+def _text(event: dict) -> str:
+    if "error" in event:
+        raise ValueError(event["error"]["message"])
+    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Return the message in the body of a refusal, else the HTTP status."""
+    try:
+        return json.loads(error.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return str(error)

@@ -1,0 +1,62 @@
+"""`inflight_client chat` sends lines as a chat, and prints the answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from inflight_client.chat import chat
+
+
+class _Endpoint(BaseHTTPRequestHandler):
+    """Answers a chat with its last message in capitals, in two parts; refuses the message `no`."""
+
+    bodies: list[dict]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        text = body["messages"][-1]["content"]
+        self.send_response(400 if text == "no" else 200)
+        self.end_headers()
+        if text == "no":
+            self.wfile.write(json.dumps({"error": {"message": "it is refused"}}).encode())
+            return
+        for part in (text.upper(), "!"):
+            event = {"choices": [{"delta": {"content": part}}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    _Endpoint.bodies = []
+    with HTTPServer(("127.0.0.1", 0), _Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_chat_sends_the_messages_before(url: str) -> None:
+    answers = io.StringIO()
+    chat(url, "be brief", 5, io.StringIO("one\n\ntwo\n"), answers)
+    assert answers.getvalue() == "ONE!\nTWO!\n"
+    last = _Endpoint.bodies[-1]
+    roles = [message["role"] for message in last["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert last["messages"][2]["content"] == "ONE!" and last["max_tokens"] == 5
+
+
+def test_a_refusal_has_the_servers_message(url: str) -> None:
+    with pytest.raises(ValueError, match="it is refused"):
+        chat(url, None, None, io.StringIO("no\n"), io.StringIO())

@@ -1,0 +1,97 @@
+"""Reasons that a server cannot start are found before it is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from inflight import serve_command
+from inflight.doctor import preflight
+from inflight.server.launch import ServerOptions
+from inflight.server.repository import Wanted, default_repository
+
+DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n"
+
+
+def make_checkpoint(folder: Path, architecture: str, **values: object) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
+    return folder
+
+
+def problem(folder: Path, **wanted: object) -> str:
+    (found,) = preflight.problems(ServerOptions(wanted=Wanted(folder, **wanted)))  # type: ignore[arg-type]
+    return found
+
+
+def test_the_demo_model_has_no_problem() -> None:
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL))
+    assert not [*preflight.problems(options), *preflight.warnings(options)]
+
+
+def test_an_encoder_with_a_decoder(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "t5", "T5ForConditionalGeneration", is_encoder_decoder=True)
+    assert "is T5ForConditionalGeneration, an encoder with a decoder" in problem(folder)
+
+
+@pytest.mark.parametrize("architecture", ["BertModel", "BertForMaskedLM", "Qwen2ForSequenceClassification"])
+def test_models_that_compute_no_next_token(tmp_path: Path, architecture: str) -> None:
+    assert "computes embeddings or classes" in problem(make_checkpoint(tmp_path / "bert", architecture))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs(tmp_path: Path, file: str) -> None:
+    folder = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM")
+    (folder / file).write_text(POINTER)
+    assert f"{folder / file} is a pointer of Git LFS instead of the file: run `git lfs pull`" in problem(
+        folder
+    )
+
+
+def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
+    assert "no LoRA adapter in that folder" in problem(DEMO_MODEL, adapters=(("sql", tmp_path),))
+
+
+def test_an_invalid_setting() -> None:
+    assert "max_num_tokens: got 'x'" in problem(DEMO_MODEL, settings={"max_num_tokens": "x"})
+
+
+def test_weights_that_exceed_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_cpu_memory", lambda: 1 << 20)
+    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
+    assert "GiB of weights" in problem(DEMO_MODEL)
+    assert not list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, weights="mmap"))))
+
+
+def test_a_full_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(100, 99, 1))
+    assert "set TMPDIR to another folder" in problem(DEMO_MODEL)
+
+
+def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM")
+    (warning,) = preflight.warnings(ServerOptions(wanted=Wanted(folder)))
+    assert "no tokenizer.json: only requests with token ids are served" in warning
+
+
+def test_serve_says_the_reason_and_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint(tmp_path / "bert", "BertModel")
+    assert serve_command.main([str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"serve: {folder} is BertModel")
+
+
+def test_a_misspelled_parameter_is_answered_with_max_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_command.main(["--set", "max_batch_sizes=3"]) == 2
+    assert "did you mean max_batch_size or" in capsys.readouterr().err
+
+
+def test_the_launcher_imports_no_torch() -> None:
+    program = "import sys, inflight.serve_command; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,52 @@
+"""`inflight serve --no-triton` serves /v1 without a tritonserver, and ends without leaving anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from inflight import serve_command
+
+
+def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inflight", "serve", "--no-triton", "--openai-port", "0"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            ready = process.stdout.readline().split()
+            assert ready[0] == "READY"
+            url = ready[1].removeprefix("openai=")
+            body = {"model": "demo_model", "prompt": "def f(", "max_tokens": 3}
+            request = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 3
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert not list(tmp_path.glob("inflight-server-*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--no-openai"], "--no-openai"),
+        (["--tp", "2"], "--tp"),
+        (["--write-repository", "new"], "--write-repo"),
+    ],
+)
+def test_options_that_need_a_tritonserver_are_refused(
+    options: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve_command.main(["--no-triton", *options]) == 2
+    assert named in capsys.readouterr().err

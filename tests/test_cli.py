@@ -1,0 +1,66 @@
+"""The console command `inflight`: its subcommands, and its answers to wrong usage."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight import cli
+from inflight.server.repository import default_repository
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_help_lists_every_command_and_imports_no_dependency(tmp_path: Path) -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); "
+    program = path + "from inflight.cli import main; sys.exit(main(['--help']))"
+    command = [
+        sys.executable,
+        "-S",
+        "-E",
+        "-c",
+        f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); {program}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in cli.COMMANDS)
+
+
+def test_every_command_has_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(cli.__file__).parent / "bundled"))
+    assert all(importlib.util.find_spec(module) for module, _ in cli.COMMANDS.values())
+
+
+def test_a_wrong_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["srve"]) == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+
+
+def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    from inflight.server.cli import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--modl=x"])
+    assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"inflight {cli.version()}\n"
+
+
+def test_the_package_contains_the_repositorys_models() -> None:
+    assert default_repository() == ROOT / "model_repository"
+
+
+def test_the_help_of_serve_needs_no_installation() -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); "
+    program = path + "from inflight.serve_command import main; main(['--help'])"
+    command = [sys.executable, "-S", "-E", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--no-triton" in done.stdout
