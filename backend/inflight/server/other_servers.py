@@ -49,7 +49,7 @@ DIFFERENT = {
     "--cpu-offload-gb": "not supported: all weights are on the device",
     "--enable-log-requests": "take --log-verbose",
 }
-"""What to do instead, by another server's flag that has no option with the same values here."""
+"""Advice by another server's flag that has no option with the same values here."""
 
 
 def translate(arguments: Sequence[str]) -> list[str]:
