@@ -32,6 +32,7 @@ RUN mkdir -p backend/inflight client/inflight_client && \
 # The compiled layers are built for every target of the image's architecture, so that no container waits for them.
 COPY README.md LICENSE ./
 COPY backend backend
+COPY benchmarks benchmarks
 COPY client client
 COPY model_repository model_repository
 RUN python3 -m pip install --no-deps . ./client && cd / && python3 -m inflight.engine.cpu.prebuild

@@ -12,9 +12,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
+from inflight.access_log import write_access_lines
 from inflight.errors import ConfigError, InflightError
+from inflight.log_lines import JsonLog
 from inflight.processes import exempt_from_collection
 from inflight.server import runtime_directory
 from inflight.server.errors import OptionError, ServeError
@@ -37,11 +39,13 @@ def serve(options: ServerOptions) -> int:
     """Serve until a signal ends this process; return the exit status. Raises ServeError if it cannot start."""
     _check(options)
     ports = resolve_ports(resolve_host(options.host), Ports(openai=options.ports.openai))
-    logging.basicConfig(level=logging.INFO, format="serve: %(message)s", stream=sys.stderr)
+    log = cast(TextIO, JsonLog(sys.stderr)) if options.log_format == "json" else sys.stderr
+    logging.basicConfig(level=logging.INFO, format="serve: %(message)s", stream=log)
+    write_access_lines(log)
     folder = runtime_directory.make()
     keeper = Keeper(folder)
     try:
-        return _serve(options, folder, ports)
+        return _serve(options, folder, ports, log)
     except KeyboardInterrupt:  # while the model is loaded
         return _INTERRUPTED
     finally:
@@ -60,12 +64,12 @@ def _check(options: ServerOptions) -> None:
         raise OptionError("--no-triton serves with one rank: --tp, --pp and --mode need a tritonserver")
 
 
-def _serve(options: ServerOptions, folder: Path, ports: Ports) -> int:
+def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> int:
     assert ports.openai is not None, "checked"
     repository = lay_out(options, folder / "models")
     socket = folder / "engine.sock"
     wanted = replace(options.openai, host=options.host, port=ports.openai, metrics_url="")
-    openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), sys.stderr)
+    openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), log)
     openai.start()
     try:
         running = _start_engine(repository, socket)

@@ -17,8 +17,15 @@ from inflight import serve_command
 
 def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--no-triton", "--openai-port", "0"]
+    command += ["--log-format", "json"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    log = tmp_path / "log"
+    with (
+        log.open("w") as stderr,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             ready = process.stdout.readline().split()
@@ -35,6 +42,8 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert not list(tmp_path.glob("inflight-server-*"))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["output_tokens"] for line in lines if line.get("front") == "openai"] == [3]
 
 
 @pytest.mark.parametrize(
