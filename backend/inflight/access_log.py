@@ -72,7 +72,7 @@ class _Handler(logging.Handler):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AccessEntry:
     """A request that has been accepted.
 
     Attributes:
@@ -95,7 +95,7 @@ class Entry:
 class _Line:
     """The values that the thread needs for one line."""
 
-    entry: Entry
+    entry: AccessEntry
     fields: Mapping[str, Value]
     ending: RequestEnding
     wall_s: float
@@ -112,7 +112,7 @@ class AccessLog:
         self._num_dropped = 0
 
     @staticmethod
-    def enter(request: Request, request_id: int) -> Entry | None:
+    def enter(request: Request, request_id: int) -> AccessEntry | None:
         """Return the entry of an accepted request; None if it gets no line.
 
         Args:
@@ -124,9 +124,9 @@ class AccessLog:
             return None
         if not origin.request_id:
             origin = replace(origin, request_id=str(request_id))
-        return Entry(origin, request.prompt_length, origin.received_ns or time.monotonic_ns())
+        return AccessEntry(origin, request.prompt_length, origin.received_ns or time.monotonic_ns())
 
-    def leave(self, entry: Entry | None, response: Response) -> None:
+    def leave(self, entry: AccessEntry | None, response: Response) -> None:
         """Write the line of a request whose final response is `response`. Never blocks."""
         if entry is None or not LOGGER.isEnabledFor(logging.INFO):
             return
@@ -142,7 +142,7 @@ class AccessLog:
             fields: The reason for the refusal.
         """
         if origin is not None and LOGGER.isEnabledFor(logging.INFO):
-            entry = Entry(origin, 0, origin.received_ns or time.monotonic_ns())
+            entry = AccessEntry(origin, 0, origin.received_ns or time.monotonic_ns())
             self._put(_Line(entry, fields, RequestEnding(), time.time(), time.monotonic_ns()))
 
     def follow(

@@ -118,7 +118,7 @@ def request_id_field(record: logging.LogRecord) -> str:
     return f" request_id={_format_value(request_id)}" if request_id else ""
 
 
-class _Context(threading.local):
+class _LineState(threading.local):
     """The state of one writing thread: the unfinished line, and the level and source of the last record."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class JsonLog:
     def __init__(self, stream: TextIO, level: str = "info") -> None:
         self._stream = stream
         self._level = level
-        self._context = _Context()
+        self._context = _LineState()
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:

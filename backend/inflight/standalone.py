@@ -1,6 +1,6 @@
 """`inflight serve --no-triton`: /v1 and the engine endpoint without a tritonserver.
 
-The engine runs in this process, and listens at the engine endpoint, a Unix socket in the server's folder. The
+The engine runs in this process, and listens at the engine endpoint, a Unix socket. The
 OpenAI endpoint is the same process as beside a tritonserver, and connects to this socket. The main thread
 waits for signals. Nothing restarts the engine: if it is lost, this process ends.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from inflight.access_log import write_access_lines
+from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
 from inflight.log_lines import JsonLog
 from inflight.processes import exempt_from_collection
@@ -67,7 +68,7 @@ def _check(options: ServerOptions) -> None:
 def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> int:
     assert ports.openai is not None, "checked"
     repository = lay_out(options, folder / "models")
-    socket = folder / "engine.sock"
+    socket = Path(endpoint_path(os.getpid(), _ENGINE, str(folder)))
     wanted = replace(options.openai, host=options.host, port=ports.openai, metrics_url="")
     openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), log)
     openai.start()

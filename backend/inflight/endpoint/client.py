@@ -19,7 +19,7 @@ from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
 from typing import NamedTuple
 
-from inflight.access_log import AccessLog, Entry
+from inflight.access_log import AccessEntry, AccessLog
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -171,7 +171,7 @@ class _Callback(NamedTuple):
     """
 
     on_response: SendResponseCallback
-    entry: Entry | None
+    entry: AccessEntry | None
 
 
 class _EngineConnection:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from inflight.access_log import AccessLog, Entry
+from inflight.access_log import AccessEntry, AccessLog
 from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
@@ -75,7 +75,7 @@ class LocalEngineClient:
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
         self._access_log = AccessLog()
-        self._callbacks: dict[int, _Callback] = {}  # of all unanswered requests
+        self._callbacks: dict[int, _ResponseTarget] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
@@ -111,7 +111,9 @@ class LocalEngineClient:
                 self._to_be_continued.add(request_id)
             if request.lora is not None and request.lora.weights is not None and self._adapters is not None:
                 self._adapters.expect_weights(request_id, request.lora.num_bytes)
-            self._callbacks[request_id] = _Callback(on_response, self._access_log.enter(request, request_id))
+            self._callbacks[request_id] = _ResponseTarget(
+                on_response, self._access_log.enter(request, request_id)
+            )
             self._queue[request_id] = replace(
                 request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
             )
@@ -317,7 +319,7 @@ class LocalEngineClient:
             response = replace(response, result=None, error=drain_error)
         self._deliver(callback, response)
 
-    def _deliver(self, callback: _Callback, response: Response) -> None:
+    def _deliver(self, callback: _ResponseTarget, response: Response) -> None:
         try:
             callback.on_response(response)
         except Exception:  # an error in a front end must not end the loop
@@ -329,11 +331,11 @@ class LocalEngineClient:
             self._access_log.leave(callback.entry, response)
 
 
-class _Callback(NamedTuple):
+class _ResponseTarget(NamedTuple):
     """A front end's function for a request's responses, and the request's entry in the access log."""
 
     on_response: SendResponseCallback
-    entry: Entry | None
+    entry: AccessEntry | None
 
 
 def _cost(request: Request) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from playwright.sync_api import Page, Route
+from playwright.sync_api import Page, Route, expect
 
 CHAT, COMPLETION = "**/v1/chat/completions", "**/v1/completions"
 
@@ -33,7 +33,7 @@ def say(page: Page, text: str) -> None:
 def wait_for_end(page: Page) -> None:
     """Wait until no request is running."""
     page.wait_for_selector("#send:visible")
-    page.wait_for_function("!document.querySelector('[aria-busy]')")
+    expect(page.locator("[aria-busy]")).to_have_count(0, timeout=30_000)
 
 
 def texts(page: Page) -> list[str]:
