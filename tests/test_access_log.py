@@ -190,7 +190,7 @@ class Stuck(AccessLines):
 
 
 def test_a_log_that_is_stuck_delays_no_request(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(access_log, "_MOST_WAITING", 3)
+    monkeypatch.setattr(access_log, "_MAX_WAITING", 3)
     with access_lines(Stuck()) as lines:
         assert isinstance(lines, Stuck)
         loop.submit("first")

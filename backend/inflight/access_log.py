@@ -33,7 +33,7 @@ from inflight.log_lines import ACCESS, ACCESS_LOG_VARIABLE, LineFormatter, Value
 LOGGER = logging.getLogger("inflight.access")
 """The logger of all access lines; a record's attribute `fields` has the values by name."""
 
-_MOST_WAITING = 10_000
+_MAX_WAITING = 10_000
 _END_S = 1.0
 _NS_PER_MS = 1e6
 
@@ -65,7 +65,7 @@ class _Handler(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
+        """Write a record as one line."""
         with contextlib.suppress(OSError, ValueError):  # the stream is closed
             self._stream.write(f"{self.format(record)}\n")
             self._stream.flush()
@@ -173,7 +173,7 @@ class AccessLog:
             thread.join(_END_S)
 
     def _put(self, line: _Line) -> None:
-        if self._lines.qsize() >= _MOST_WAITING:
+        if self._lines.qsize() >= _MAX_WAITING:
             self._num_dropped += 1
             return
         self._lines.put(line)
@@ -200,7 +200,7 @@ class _ResponseCount:
         self._first_token_ns = 0
 
     def add(self, response: Response) -> None:
-        """Count a response."""
+        """Add a response's tokens and finish reason to the counts."""
         result = response.result
         if result is None:
             return

@@ -1,17 +1,22 @@
-"""`inflight bench NAME`: finds a program in the package `benchmarks`. Standard library only."""
+"""`inflight bench NAME` and `scripts/bench NAME`: run a program of the package `benchmarks`, or list them.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import runpy
 import sys
 from pathlib import Path
 
-from inflight.arguments import nearest
+from inflight.arguments import nearest, program_name
 
 
-def find(arguments: list[str]) -> tuple[str, list[str]] | int:
-    """Return the benchmark's module and options; or an exit status, after writing a list or an error."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run a benchmark with its options, or write the list; return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     programs = _programs()
     if not arguments or arguments[0] in ("-h", "--help"):
         (sys.stdout if arguments else sys.stderr).write(_usage(programs))
@@ -22,7 +27,9 @@ def find(arguments: list[str]) -> tuple[str, list[str]] | int:
         hint = f"; did you mean {near}?" if near else ""
         sys.stderr.write(f"bench: there is no benchmark {arguments[0]}{hint}\n{_usage(programs)}")
         return 2
-    return f"benchmarks.{name}", arguments[1:]
+    sys.argv[:] = [sys.argv[0], *arguments[1:]]
+    runpy.run_module(f"benchmarks.{name}", run_name="__main__")
+    return 0
 
 
 def _programs() -> dict[str, str]:
@@ -39,4 +46,10 @@ def _programs() -> dict[str, str]:
 
 def _usage(programs: dict[str, str]) -> str:
     lines = [f"  {name:16} {purpose}" for name, purpose in programs.items()]
-    return "\n".join(["usage: inflight bench NAME [options]; NAME --help lists them", "", *lines, ""])
+    return "\n".join(
+        [f"usage: {program_name('scripts/bench')} NAME [options]; NAME --help lists them", "", *lines, ""]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

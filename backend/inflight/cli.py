@@ -16,7 +16,7 @@ from inflight.arguments import nearest
 COMMANDS = {
     "serve": ("inflight.serve_command", "start a server"),
     "doctor": ("inflight.doctor", "check whether this machine can run a server"),
-    "bench": ("benchmarks", "run a benchmark; without a name, list them"),
+    "bench": ("inflight.bench_command", "run a benchmark; without a name, list them"),
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
     "replay": ("inflight.batch_manager.replay", "replay a trace's schedule without the model"),
@@ -69,13 +69,6 @@ def _run(command: str, rest: list[str]) -> int:
     if missing:
         sys.stderr.write(f"inflight {command}: {missing}\n")
         return 1
-    if command == "bench":
-        from inflight import bench_command
-
-        found = bench_command.find(rest)
-        if isinstance(found, int):
-            return found
-        module, rest = found
     # A package's program is its module __main__.
     sys.argv[:] = [f"inflight {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=False)

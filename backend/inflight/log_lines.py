@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TextIO, TypeAlias
+from typing import TextIO, TypeAlias, cast
 
 FORMATS = ("text", "json")
 """Values of --log-format."""
@@ -49,7 +50,7 @@ _BARE = re.compile(r"[!#-<>-~]+")  # printable ASCII without quotes and the equa
 
 
 def format_fields(fields: Mapping[str, Value]) -> str:
-    """Return `name=value name=value …`."""
+    """Return fields as text for a log line: `name=value name=value …`."""
     return " ".join(f"{name}={_format_value(value)}" for name, value in fields.items())
 
 
@@ -165,7 +166,7 @@ class JsonLog:
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream."""
+        """Let readers of the stream see the lines written so far."""
         with self._lock:
             self._stream.flush()
 
@@ -198,6 +199,11 @@ class JsonLog:
         last = self._context.last
         head = last if last.get("level", "info") != "info" else {"level": self._level}
         return {"time": _text_of(now), **head, "message": line}
+
+
+def open_log(log_format: str, level: str = "info") -> TextIO:
+    """Return stderr, or for the format json a wrapper that writes JSON; `level` is that of lines without one."""
+    return cast(TextIO, JsonLog(sys.stderr, level)) if log_format == "json" else sys.stderr
 
 
 def _message(text: str) -> dict[str, Value]:

@@ -12,12 +12,12 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, TextIO
 
 from inflight.access_log import write_access_lines
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
-from inflight.log_lines import JsonLog
+from inflight.log_lines import open_log
 from inflight.processes import exempt_from_collection
 from inflight.server import runtime_directory
 from inflight.server.errors import OptionError, ServeError
@@ -40,7 +40,7 @@ def serve(options: ServerOptions) -> int:
     """Serve until a signal ends this process; return the exit status. Raises ServeError if it cannot start."""
     _check(options)
     ports = resolve_ports(resolve_host(options.host), Ports(openai=options.ports.openai))
-    log = cast(TextIO, JsonLog(sys.stderr)) if options.log_format == "json" else sys.stderr
+    log = open_log(options.log_format)
     logging.basicConfig(level=logging.INFO, format="serve: %(message)s", stream=log)
     write_access_lines(log)
     folder = runtime_directory.make()

@@ -24,7 +24,7 @@ from inflight.errors import InflightError, RequestError, StepFailed, without_pla
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """Ends sequences and requests.
+    """Ends sequences and requests: frees their blocks and slots, and makes their last responses.
 
     Attributes:
         groups: Requests without a final response, by request id; ended requests are removed here.

@@ -12,7 +12,8 @@ from inflight.arguments import Parser, program_name
 from inflight.doctor import machine, output, programs
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding, Level, examine, worst
-from inflight.server.option_types import port, setting
+from inflight.server.errors import OptionError
+from inflight.server.option_types import add_checkpoint, choose_model, port, setting
 
 _PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 9000}
 
@@ -21,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the checks and write the findings to stdout; return the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    if given.positional_model is not None:
-        if given.model is not None:
-            parser.error(f"--model {given.model} and {given.positional_model} name a model: use only one")
-        given.model = given.positional_model
+    try:
+        choose_model(given)
+    except OptionError as error:
+        parser.error(str(error))
     findings: list[Finding] = []
     for name, check in _checks(given):
         findings += examine(name, check)
@@ -68,18 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check whether this machine can serve: green, yellow or red, with fixes. Starts nothing.",
     )
     add = parser.add_argument
-    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
-    add(
-        "--model",
-        metavar="DIR_OR_HF_ID",
-        help="checkpoint or GGUF file to check: can it be loaded, and does it fit?",
-    )
-    add(
-        "--revision",
-        metavar="REVISION",
-        help="branch, tag or commit on the Hugging Face hub, as for scripts/serve",
-    )
-    add("--dtype", choices=("float32", "bfloat16", "float16", "int8", "fp8"), help="as for scripts/serve")
+    add_checkpoint(parser, "checkpoint or GGUF file to check: can it be loaded, and does it fit?")
     add("--set", metavar="KEY=VALUE", type=setting, action="append", default=[], help="as for scripts/serve")
     add("--host", default="127.0.0.1", help="as for scripts/serve")
     for service, default in _PORTS.items():

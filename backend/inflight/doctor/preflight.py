@@ -23,7 +23,7 @@ from inflight.server.repository import read_engine_parameters
 _ENGINE = "tensorrt_llm"
 _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_LEAST_FREE_BYTES = 16 << 20  # for the server's folder: configurations, compiled request checks, logs
+_MIN_FREE_BYTES = 16 << 20  # for the server's folder: configurations, compiled request checks, logs
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _GIB = 2**30
@@ -71,9 +71,9 @@ def warnings(options: ServerOptions) -> Iterator[str]:
 def _temporary_folder() -> str | None:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free >= _LEAST_FREE_BYTES:
+    if free >= _MIN_FREE_BYTES:
         return None
-    needed = _LEAST_FREE_BYTES >> 20
+    needed = _MIN_FREE_BYTES >> 20
     return f"{folder} has {free >> 20} MiB free, and a server needs {needed}: set TMPDIR to another folder"
 
 

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import replace
-from typing import NamedTuple
 
-from inflight.access_log import AccessEntry, AccessLog
+from inflight.access_log import AccessLog
 from inflight.core.ports import SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterCommand, AdapterState
@@ -28,6 +27,7 @@ from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason
+from inflight.endpoint.delivery import ResponseTarget
 from inflight.endpoint.frames import (
     AdapterStates,
     BadFrame,
@@ -92,10 +92,9 @@ class SocketEngineClient:
             parts = encode_submit(replace(request, request_id=request_id))
         except BadFrame as error:
             raise InvalidArgument(f"the request is too large: {error}") from error
-        entry = self._access_log.enter(request, request_id)
-        callback = _Callback(on_response, entry)
+        target = ResponseTarget(on_response, self._access_log.enter(request, request_id))
         for _ in range(_CONNECTIONS_TRIED):
-            if self._connected().submit(request_id, parts, callback):
+            if self._connected().submit(request_id, parts, target):
                 return RequestHandle(request_id, self.stop)
         raise Unreachable("the engine closes every connection; a later attempt may succeed")
 
@@ -164,25 +163,15 @@ class SocketEngineClient:
         return made
 
 
-class _Callback(NamedTuple):
-    """A front end's function for a request's responses, and the request's entry in the access log.
-
-    The engine writes the line in the access log, but not if it is lost.
-    """
-
-    on_response: SendResponseCallback
-    entry: AccessEntry | None
-
-
 class _EngineConnection:
     """One connection to the engine, from Hello to its end."""
 
     def __init__(self, path: str, access_log: AccessLog) -> None:
         self._path = path
         self._access_log = access_log
-        self._lock = threading.Lock()  # guards the callbacks and the unanswered queries
+        self._lock = threading.Lock()  # guards the targets and the unanswered queries
         self._send_lock = threading.Lock()
-        self._callbacks: dict[int, _Callback] = {}
+        self._targets: dict[int, ResponseTarget] = {}
         self._queries: dict[int, Future[_Reply]] = {}
         self._query_ids = itertools.count(1)
         self.ended = False
@@ -208,20 +197,20 @@ class _EngineConnection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         return description
 
-    def submit(self, request_id: int, parts: Sequence[bytes | memoryview], callback: _Callback) -> bool:
-        """Send a request; return whether `callback` gets a response. If not, the connection has ended."""
+    def submit(self, request_id: int, parts: Sequence[bytes | memoryview], target: ResponseTarget) -> bool:
+        """Send a request; return whether `target` gets a response. If not, the connection has ended."""
         with self._lock:
             if self.ended:
                 return False
-            self._callbacks[request_id] = callback
+            self._targets[request_id] = target
         if self._send(*parts):
             return True
         with self._lock:
             self.ended = True  # the reader may be busy and notice later
-            return self._callbacks.pop(request_id, None) is None  # then the reader has answered it
+            return self._targets.pop(request_id, None) is None  # then the reader has answered it
 
     def stop(self, stop: Stop) -> None:
-        if stop.request_id in self._callbacks:
+        if stop.request_id in self._targets:
             self._send(encode(stop))
 
     def state(self, timeout_s: float) -> str:
@@ -303,21 +292,11 @@ class _EngineConnection:
     def _deliver(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
-                callback = self._callbacks.pop(response.request_id, None)
+                target = self._targets.pop(response.request_id, None)
             else:
-                callback = self._callbacks.get(response.request_id)
-        if callback is not None:
-            self._pass_on(callback, response)
-
-    @staticmethod
-    def _pass_on(callback: _Callback, response: Response) -> None:
-        try:
-            callback.on_response(response)
-        except Exception:  # an error in a front end must not end the connection of all requests
-            extra = callback.entry.log_extra if callback.entry else None
-            _log.exception(
-                "a front end failed to take a response of request %d", response.request_id, extra=extra
-            )
+                target = self._targets.get(response.request_id)
+        if target is not None:
+            target.take(response)
 
     def _answer(self, frame: _Reply) -> None:
         with self._lock:
@@ -329,16 +308,16 @@ class _EngineConnection:
         self._shut()
         with self._lock:
             self.ended = True
-            unanswered, answers = list(self._callbacks.items()), list(self._queries.values())
-            self._callbacks.clear()
+            unanswered, answers = list(self._targets.items()), list(self._queries.values())
+            self._targets.clear()
             self._queries.clear()
         for answer in answers:
             answer.set_exception(self._lost())
-        for request_id, callback in unanswered:
+        for request_id, target in unanswered:
             response = Response(request_id, error=self._lost(), is_final=True)
-            self._pass_on(callback, response)
+            target.take(response)
             if not self._is_closing:  # otherwise the engine goes on, and writes the line
-                self._access_log.leave(callback.entry, response)
+                self._access_log.leave(target.entry, response)
         self._socket.close()
 
     def _lost(self) -> Unreachable:

@@ -10,11 +10,14 @@ Any thread may call any method. An idle consumer waits on a condition variable.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from itertools import chain, islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+from inflight.access_log import AccessEntry
+from inflight.core.ports import SendResponseCallback
 from inflight.core.request.response import Response, merge_responses
 
 MAX_MERGED_LOGITS_BYTES = 8 << 20
@@ -23,8 +26,37 @@ MAX_MERGED_LOGITS_BYTES = 8 << 20
 Without this limit, a stream that falls behind could need as much memory as its whole answer.
 """
 
+_log = logging.getLogger(__name__)
+
 _Key = tuple[int, int]  # request id, sequence index
 _R = TypeVar("_R", bound=Response)
+
+
+def pass_on(response: Response, on_response: SendResponseCallback, log_extra: dict[str, str] | None) -> None:
+    """Call a front end's function with a response. Log its errors, which must not end other requests.
+
+    Args:
+        response: The response.
+        on_response: The front end's function.
+        log_extra: The argument `extra` of log lines about the request.
+    """
+    try:
+        on_response(response)
+    except Exception:  # the caller's thread serves all requests
+        _log.exception(
+            "a front end failed to take a response of request %d", response.request_id, extra=log_extra
+        )
+
+
+class ResponseTarget(NamedTuple):
+    """A front end's function for a request's responses, and the request's entry in the access log."""
+
+    on_response: SendResponseCallback
+    entry: AccessEntry | None
+
+    def take(self, response: Response) -> None:
+        """Pass a response on to the front end."""
+        pass_on(response, self.on_response, self.entry.log_extra if self.entry else None)
 
 
 class Delivery(Generic[_R]):

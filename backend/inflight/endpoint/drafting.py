@@ -37,6 +37,7 @@ from inflight.core.request.response import PerfMetrics, Response, SequenceResult
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.sampling_config import DRAWING, SamplingConfig
 from inflight.core.request.stop import CUT_SHORT, FINISH_REASON_OF_STOP, FinishReason, StopReason
+from inflight.endpoint.delivery import pass_on
 from inflight.errors import InflightError, Name, StepFailed, Unavailable, without_places
 
 _log = logging.getLogger(__name__)
@@ -85,12 +86,7 @@ class DraftingClient:
             if response.is_final:
                 with self._lock:
                     del self._drafted[request_id]
-            try:
-                take(replace(response, request_id=request_id))
-            except Exception:  # an error of one request must not end the thread of all
-                _log.exception(
-                    "a front end failed to take a response of request %d", request_id, extra=request.log_extra
-                )
+            pass_on(replace(response, request_id=request_id), take, request.log_extra)
 
         engines = _EngineSide(self._target, limits), _EngineSide(self._draft, draft_limits)
         drafted = _Drafted(request, engines, respond, self._jobs.put)
@@ -189,7 +185,7 @@ class _Drafted:
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def stop(self, reason: StopReason) -> None:
-        """End the request early."""
+        """End the request with the tokens that it has, at once or when its current round stops."""
         self._stop = self._stop or reason
         if self._running is not None:
             self._running.stop(reason)

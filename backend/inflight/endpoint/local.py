@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from inflight.access_log import AccessEntry, AccessLog
+from inflight.access_log import AccessLog
 from inflight.config import SEQUENCES_PER_ITERATION
 from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
@@ -32,6 +32,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.results import ended_before_start
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason, StopReason, StopSignal
+from inflight.endpoint.delivery import ResponseTarget
 from inflight.errors import InflightError, Unavailable, Unsupported
 
 _log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class LocalEngineClient:
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
         self._access_log = AccessLog()
-        self._callbacks: dict[int, _ResponseTarget] = {}  # of all unanswered requests
+        self._targets: dict[int, ResponseTarget] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
@@ -111,7 +112,7 @@ class LocalEngineClient:
                 self._to_be_continued.add(request_id)
             if request.lora is not None and request.lora.weights is not None and self._adapters is not None:
                 self._adapters.expect_weights(request_id, request.lora.num_bytes)
-            self._callbacks[request_id] = _ResponseTarget(
+            self._targets[request_id] = ResponseTarget(
                 on_response, self._access_log.enter(request, request_id)
             )
             self._queue[request_id] = replace(
@@ -137,7 +138,7 @@ class LocalEngineClient:
                 )
                 if waiting.lora is not None and self._adapters is not None:
                     self._adapters.give_up_weights(request_id)
-            elif request_id in self._callbacks and request_id not in self._stopped_in_queue:
+            elif request_id in self._targets and request_id not in self._stopped_in_queue:
                 self._stop_signals.append(StopSignal(request_id, reason, sequence_index, time.monotonic_ns()))
             else:
                 return
@@ -156,7 +157,7 @@ class LocalEngineClient:
             raise Unsupported("this engine does not report its state")
         batcher = json.loads(self._read_state(timeout_s))
         with self._lock:
-            in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._callbacks)}
+            in_front = {"queued_requests": len(self._queue), "unanswered_requests": len(self._targets)}
         return json.dumps({**in_front, "batcher": batcher})
 
     def adapters(self, command: AdapterCommand, timeout_s: float) -> tuple[AdapterState, ...]:
@@ -203,13 +204,13 @@ class LocalEngineClient:
             if self._wait_for_all(timeout_s):
                 return
             self._drain_error, self._refuses_all = error, True
-            late = list(self._callbacks)
+            late = list(self._targets)
         for request_id in late:
             self.stop(request_id, StopReason.CANCELLED)
         with self._lock:
-            if self._all_answered.wait_for(lambda: not self._callbacks, _PATIENCE_S):
+            if self._all_answered.wait_for(lambda: not self._targets, _PATIENCE_S):
                 return
-            num_unanswered = len(self._callbacks)
+            num_unanswered = len(self._targets)
         _log.error("the generation loop hangs; %d requests are answered without it", num_unanswered)
         self.fail_all(error)
 
@@ -222,14 +223,14 @@ class LocalEngineClient:
         with self._delivering, self._lock:
             self._refuses_all = True
             self._to_be_continued.clear()
-            unanswered = list(self._callbacks.items())
-            self._callbacks.clear()
+            unanswered = list(self._targets.items())
+            self._targets.clear()
             self._queue.clear()
             self._stopped_in_queue.clear()
             self._stop_signals.clear()
             self._all_answered.notify_all()
-        for request_id, callback in unanswered:
-            self._deliver(callback, Response(request_id, error=error, is_final=True))
+        for request_id, target in unanswered:
+            self._deliver(target, Response(request_id, error=error, is_final=True))
 
     def close(self) -> None:
         """Answer unanswered requests with Unavailable, after the loop has ended or if it hangs. Idempotent."""
@@ -242,7 +243,7 @@ class LocalEngineClient:
         The caller holds the lock.
         """
         end_s = time.monotonic() + timeout_s
-        while self._all_answered.wait_for(lambda: not self._callbacks, max(0.0, end_s - time.monotonic())):
+        while self._all_answered.wait_for(lambda: not self._targets, max(0.0, end_s - time.monotonic())):
             now_s = time.monotonic()
             gap_s = min(self._continued_until_s, end_s) - now_s
             if gap_s <= 0:
@@ -285,7 +286,7 @@ class LocalEngineClient:
             self._pass_to_callback(response)
         if response.is_final:
             with self._lock:
-                if not self._callbacks:
+                if not self._targets:
                     self._all_answered.notify_all()
 
     def wait_until_sent(self, timeout_s: float) -> bool:
@@ -306,36 +307,23 @@ class LocalEngineClient:
     def _pass_to_callback(self, response: Response) -> None:
         with self._lock:
             if response.is_final:
-                callback = self._callbacks.pop(response.request_id, None)
+                target = self._targets.pop(response.request_id, None)
                 self._expect_continuation(response)
             else:
-                callback = self._callbacks.get(response.request_id)
+                target = self._targets.get(response.request_id)
             drain_error = self._drain_error
-        if callback is None:
+        if target is None:
             return
         if drain_error is not None and response.result and response.result.was_cut_short:
             if not response.is_final:
                 return  # the last response of one sequence; the error is the request's final response
             response = replace(response, result=None, error=drain_error)
-        self._deliver(callback, response)
+        self._deliver(target, response)
 
-    def _deliver(self, callback: _ResponseTarget, response: Response) -> None:
-        try:
-            callback.on_response(response)
-        except Exception:  # an error in a front end must not end the loop
-            extra = callback.entry.log_extra if callback.entry else None
-            _log.exception(
-                "a front end failed to take a response of request %d", response.request_id, extra=extra
-            )
+    def _deliver(self, target: ResponseTarget, response: Response) -> None:
+        target.take(response)
         if response.is_final:
-            self._access_log.leave(callback.entry, response)
-
-
-class _ResponseTarget(NamedTuple):
-    """A front end's function for a request's responses, and the request's entry in the access log."""
-
-    on_response: SendResponseCallback
-    entry: AccessEntry | None
+            self._access_log.leave(target.entry, response)
 
 
 def _cost(request: Request) -> int:

@@ -139,7 +139,7 @@ class LoraConfig(Frozen):
 
 @dataclass(frozen=True)
 class LookaheadDecodingConfig(Frozen):
-    """Sizes of lookahead decoding."""
+    """Lookahead decoding: sizes of its window, its n-grams, and the set of n-grams verified at a time."""
 
     max_window_size: int
     max_ngram_size: int

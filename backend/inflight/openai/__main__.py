@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import TextIO, cast
+from typing import TextIO
 
 import uvicorn
 
@@ -25,7 +25,7 @@ from inflight.access_log import write_access_lines
 from inflight.core.ports import EngineClient
 from inflight.endpoint.client import SocketEngineClient
 from inflight.errors import InflightError
-from inflight.log_lines import FORMATS, JsonLog, LineFormatter
+from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return_large_blocks()
     parser = _parser()
     given = parser.parse_args(arguments)
-    _log_to(cast(TextIO, JsonLog(sys.stderr)) if given.log_format == "json" else sys.stderr)
+    _log_to(open_log(given.log_format))
     try:
         options = read_arguments(given, given.host, given.port, given.metrics_url)
         client = _connect(given)

@@ -110,7 +110,7 @@ class HttpObserver:
         self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on."""
+        """Pass the request on to the application, then count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -45,6 +45,7 @@ from inflight.core.request.handle import RequestHandle
 from inflight.core.request.request import Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import FINISH_REASON_OF_STOP, StopReason
+from inflight.endpoint.delivery import pass_on
 from inflight.errors import (
     ERROR_KINDS,
     InflightError,
@@ -388,14 +389,7 @@ class _RunningRequest:
         self._deliver(Response(self.request.request_id, result, is_final=self.is_done))
 
     def _deliver(self, response: Response) -> None:
-        try:
-            self._on_response(response)
-        except Exception:  # an error in a front end must not end the connection of all requests
-            _log.exception(
-                "a front end failed to take a response of request %d",
-                response.request_id,
-                extra=self.request.log_extra,
-            )
+        pass_on(response, self._on_response, self.request.log_extra)
 
     def _end_if_done(self) -> None:
         if self.is_done and self.task is not None and self.task is not asyncio.current_task():

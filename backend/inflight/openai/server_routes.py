@@ -61,7 +61,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/version")
 async def get_version() -> dict[str, str]:
-    """Return the package's version."""
+    """Return this package's version as vLLM's /version does: `{"version": "0.1.0"}`."""
     return {"version": package_version()}
 
 

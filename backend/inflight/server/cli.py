@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from inflight.engine_folder import is_engine_folder
-from inflight.log_lines import ACCESS_LOG_VARIABLE, JsonLog
+from inflight.log_lines import ACCESS_LOG_VARIABLE, open_log
 from inflight.openai.options import API_KEYS_VARIABLE, OpenAiOptions, read_arguments
 from inflight.processes import raise_descriptor_limit
 from inflight.progress import ProgressEcho
@@ -25,6 +25,7 @@ from inflight.server.client_apis import CONTROL_KEY_VARIABLE, ClientApis
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, lay_out
 from inflight.server.option_parser import make_parser
+from inflight.server.option_types import choose_model
 from inflight.server.other_servers import translate
 from inflight.server.ports import Ports
 from inflight.server.repository import Wanted
@@ -67,13 +68,13 @@ def main(arguments: list[str] | None = None, run: Callable[[ServerOptions], int]
 def _error_stream(arguments: list[str]) -> TextIO:
     """Return the stream for this command's errors, whose form must be known even if the command line is wrong."""
     is_json = "--log-format=json" in arguments or ("--log-format", "json") in pairwise(arguments)
-    return cast(TextIO, JsonLog(sys.stderr, "error")) if is_json else sys.stderr
+    return open_log("json" if is_json else "text", "error")
 
 
 def parse(arguments: list[str] | None) -> ServerOptions:
     """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
     given = make_parser().parse_args(translate(sys.argv[1:] if arguments is None else arguments))
-    _choose_model(given)
+    choose_model(given)
     _check_engine(given)
     return ServerOptions(
         model_repository=given.model_repository,
@@ -120,15 +121,6 @@ def parse(arguments: list[str] | None) -> ServerOptions:
     )
 
 
-def _choose_model(given: argparse.Namespace) -> None:
-    """Take the model from its place on the command line if --model does not name it."""
-    if given.positional_model is None:
-        return
-    if given.model is not None:
-        raise OptionError(f"--model {given.model} and {given.positional_model} name a model: use only one")
-    given.model = given.positional_model
-
-
 def _checkpoint(given: argparse.Namespace) -> Path | None:
     if given.model is not None:
         return find_checkpoint(given.model, given.revision)
@@ -166,11 +158,8 @@ def serve(options: ServerOptions) -> int:
 @contextlib.contextmanager
 def _echo(log_format: str) -> Generator[TextIO, None, None]:
     """Yield the stream for the server's log: stderr, with progress as a bar if it is a terminal."""
-    if log_format == "json":
-        yield cast(TextIO, JsonLog(sys.stderr))
-        return
-    if not sys.stderr.isatty():
-        yield sys.stderr
+    if log_format == "json" or not sys.stderr.isatty():
+        yield open_log(log_format)
         return
     with contextlib.closing(ProgressEcho(sys.stderr)) as echo:
         yield cast(TextIO, echo)

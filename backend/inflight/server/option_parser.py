@@ -8,11 +8,9 @@ from inflight.arguments import Parser, program_name
 from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
-from inflight.server.option_types import count, named_folder, port, seconds, setting, whole
+from inflight.server.option_types import add_checkpoint, count, named_folder, port, seconds, setting, whole
 from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
-
-_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,18 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
-    add(
-        "--model",
-        metavar="DIR_OR_HF_ID",
-        help="Hugging Face checkpoint or GGUF file to serve (default: the demo model)",
-    )
-    add(
-        "--revision",
-        metavar="REVISION",
-        help="branch, tag or commit of a --model that is fetched from the Hugging Face hub (default: main)",
-    )
-    add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
+    add_checkpoint(parser, "Hugging Face checkpoint or GGUF file to serve (default: the demo model)")
     add(
         "--weights",
         choices=("memory", "mmap"),

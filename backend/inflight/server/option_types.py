@@ -1,7 +1,39 @@
-"""Types of command-line options, as functions for argparse. Standard library only, see `trtllm_launcher`."""
+"""Types of command-line options, as functions for argparse, and options of several programs.
+
+Standard library only, see `trtllm_launcher`.
+"""
 
 import argparse
 from pathlib import Path
+
+from inflight.server.errors import OptionError
+
+_DTYPES = ("float32", "bfloat16", "float16", "int8", "fp8")
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add the options that choose a checkpoint: --model or its position (`choose_model`), --revision, --dtype.
+
+    `help`: what the program does with the model.
+    """
+    add = parser.add_argument
+    add("positional_model", nargs="?", metavar="DIR_OR_HF_ID", help="the same as --model")
+    add("--model", metavar="DIR_OR_HF_ID", help=help)
+    add(
+        "--revision",
+        metavar="REVISION",
+        help="branch, tag or commit of a --model that is fetched from the Hugging Face hub (default: main)",
+    )
+    add("--dtype", choices=_DTYPES, help="data type of the weights (default: the checkpoint's)")
+
+
+def choose_model(given: argparse.Namespace) -> None:
+    """Take the model from its position if --model does not name it. Raises OptionError if both do."""
+    if given.positional_model is None:
+        return
+    if given.model is not None:
+        raise OptionError(f"--model {given.model} and {given.positional_model} name a model: use only one")
+    given.model = given.positional_model
 
 
 def setting(text: str) -> tuple[str, str]:

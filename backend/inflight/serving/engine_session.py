@@ -72,7 +72,7 @@ class EngineSession:
         return OutputStream(self, prompts, origin)
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads, without the functions that still wait for one. Idempotent."""
         for pool in (self._computing, self._waiting):
             pool.shutdown(wait=True, cancel_futures=True)
         self._stopping.shutdown(wait=True)

@@ -181,9 +181,7 @@ class Decoder:
             rope: self._operations.rotation(cos, sin, packed.positions)
             for rope, (cos, sin) in self._rope_tables.items()
         }
-        query_factors = self._query_factors
-        if query_factors is not None:
-            query_factors = query_factors[packed.positions][:, None, None]
+        query_factors = None if self._query_factors is None else self._query_factors[packed.positions]
         # The rows' keys and values, by index of the layer among layers with attention.
         own: dict[int, tuple[Tensor, Tensor]] = {}
         for index, layer in enumerate(weights.layers):
@@ -354,7 +352,7 @@ class Decoder:
         """Return the output of a layer's attention.
 
         `own` has the rows' keys and values of earlier layers, by index among layers with attention, and
-        `query_factors` [rows, 1, 1] the factors of queries in layers with a temperature of attention.
+        `query_factors` [rows] the factors of queries in layers with a temperature of attention.
         """
         place, gates, factors = self._places[index], None, self.config.multipliers
         x = _times(x, factors and factors.attention_input)
@@ -369,7 +367,7 @@ class Decoder:
         else:
             queries, (keys, values) = self._queries_alone(x, rotation, index, layer), own[place]
         if query_factors is not None and self._held.has_temperature(index):
-            queries = (queries * query_factors).to(queries.dtype)
+            queries = (queries * query_factors[:, None, None]).to(queries.dtype)
         read = self._attention.attend(queries, keys, values, place, metadata, cache, layer.sinks)
         if self.config.latent is not None and layer.latent is not None:
             read = self._decompress(read, layer.latent, self.config.latent)

@@ -439,7 +439,7 @@ def _read_sparsity3n(config: ConfigFile, num_layers: int) -> tuple[float, ...]:
 
 
 def _read_altup(config: ConfigFile) -> AltUpConfig:
-    """Return the residual streams."""
+    """Read the configuration of AltUp's residual streams."""
     num_streams, active = config.positive_int("altup_num_inputs"), config.count("altup_active_idx")
     if num_streams < 2:
         raise config.error("altup_num_inputs", "an integer >= 2")
