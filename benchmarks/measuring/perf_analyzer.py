@@ -27,6 +27,7 @@ _LIBRARIES = (("libb64.so.0d", "libb64-*.so.0d"), ("libcudart.so.12", "libcudart
 
 _ERROR_LINES = 4  # lines of an error that are shown; the program's usage follows
 _ATTEMPTS = 3
+_VERSION = "1"  # of all models in model_repository
 
 
 def find() -> Path:
@@ -77,7 +78,9 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
 def _export(arguments: Sequence[str], timeout: float | None) -> str:
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         path = Path(folder) / "profile.json"
-        done = run([*arguments, "--profile-export-file", str(path)], timeout)
+        # Without a version, perf_analyzer takes the one whose statistics have changed, and fails if the server
+        # counts the last requests only after their responses.
+        done = run([*arguments, "-x", _VERSION, "--profile-export-file", str(path)], timeout)
         if done.returncode:
             said = (done.stderr or done.stdout).splitlines()[:_ERROR_LINES]
             raise ServeError("\n".join([f"perf_analyzer ended with {done.returncode}:", *said]))
