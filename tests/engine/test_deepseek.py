@@ -17,9 +17,9 @@ from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.layers.experts import route
 from inflight.errors import ConfigError
-from inflight.models import Linear, read_model_description
+from inflight.models import read_model_description
 from inflight.models.decoder_config import ExpertsConfig
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_weights import ExpertWeights, Linear
 from inflight.models.sharding import Part
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine

@@ -15,7 +15,8 @@ from inflight.engine.layers.quantized_linear import QuantizedLinear
 from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.quantize import quantize_int8
 from inflight.load_model import load_model
-from inflight.models import Linear, read_model_description
+from inflight.models import read_model_description
+from inflight.models.decoder_weights import Linear
 from tests.engine.driver import alone, load_engine
 from tests.engine.kernels import by_default_and, needs_native
 from tests.engine.ranks import assert_same, ranks

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.layers.grouped_linear import GroupedLinear
 from inflight.engine.layers.torch_sink import TorchSink
-from inflight.models import Linear
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_weights import ExpertWeights, Linear
 from inflight.models.levels import FLOAT4, GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
 from inflight.models.registry import read_model_description

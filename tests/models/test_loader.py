@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from inflight import progress
 from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, read_model_description
+from inflight.models import read_model_description
+from inflight.models.decoder_weights import DecoderWeights
 from inflight.models.loader import num_weight_bytes
 from inflight.models.sharding import Part, Shard
 from inflight.ranks.topology import Mapping

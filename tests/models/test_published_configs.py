@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.registry import UnknownFamily, read_model_description
-from inflight.models.rope import inverse_frequencies
+from inflight.models.rope_tables import inverse_frequencies
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("published_configs.json").read_text(encoding="utf-8")

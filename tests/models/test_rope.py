@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
-from inflight.models.rope import inverse_frequencies, read_rope, rope_tables
+from inflight.models.rope import read_rope
+from inflight.models.rope_tables import inverse_frequencies, rope_tables
 
 HEAD_DIM = 64
 MAX_POSITIONS = 8192

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from inflight.engine.layers.torch_sink import load_weights
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, read_model_description
+from inflight.models import read_model_description
 from inflight.models.checkpoint import Checkpoint
+from inflight.models.decoder_weights import DecoderWeights
 from inflight.models.sharding import WHOLE, Part, Shard
 from inflight.ranks.topology import Mapping
 from tests.models.zoo import Zoo

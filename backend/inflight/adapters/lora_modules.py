@@ -48,7 +48,7 @@ PROJECTIONS = {
     "up": (Module.MLP_H_TO_4H, Module.MLP_GATE),
     "down": (Module.MLP_4H_TO_H,),
 }
-"""The modules in each projection of `inflight.models.Layer`, by name of the field, in the order of the outputs."""
+"""The modules in each projection of `decoder_weights.Layer`, by name of the field, in the order of the outputs."""
 
 SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
 """The modules of adapters on a device, where a fused module is split into its parts, which share A."""

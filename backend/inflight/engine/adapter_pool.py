@@ -25,7 +25,8 @@ from inflight.adapters.lora_modules import Module, module_sizes, projections
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.engine.host_memory import zeros
 from inflight.engine.low_rank import LowRank, low_rank_layers
-from inflight.models import DecoderConfig, LayerWeights, Linear
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import LayerWeights, Linear
 from inflight.models.sharding import Part
 from inflight.sampling.transfer import upload
 

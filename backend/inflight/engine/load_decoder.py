@@ -32,7 +32,8 @@ from inflight.engine.layers.torch_sink import load_weights
 from inflight.engine.layers.transformers_decoder import TransformersDecoder, TransformersModel
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, DecoderWeights, PlainWeights
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import DecoderWeights, PlainWeights
 from inflight.models.levels import MatrixKind
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds, stored_dtype
 from inflight.models.recurrent import Mamba2

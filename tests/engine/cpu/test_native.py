@@ -18,7 +18,7 @@ from inflight.engine.cpu.library import load_library
 from inflight.engine.cpu.packing import Packer
 from inflight.engine.quantize import quantize_int8
 from inflight.errors import ConfigError
-from inflight.models import Linear
+from inflight.models.decoder_weights import Linear
 from inflight.sampling.nan_check import find_peaks
 from inflight.testing.make_model import Shape, make_model
 from tests.engine.driver import alone, load_engine

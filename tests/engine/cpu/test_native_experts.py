@@ -17,9 +17,9 @@ from inflight.engine.cpu.structs import BatchStruct
 from inflight.engine.layers.experts import mix_experts
 from inflight.engine.layers.layer_operations import apply_norm
 from inflight.engine.quantize import quantize_int8
-from inflight.models import DecoderConfig, DecoderWeights, LayerWeights, Linear, Norm, decoder_weights
+from inflight.models import DecoderConfig, decoder_weights
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, NormPlacement, Scoring
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_weights import DecoderWeights, ExpertWeights, LayerWeights, Linear, Norm
 from inflight.models.sharding import Part
 from tests.engine.cpu.targets import on_every_target
 from tests.engine.kernels import needs_native

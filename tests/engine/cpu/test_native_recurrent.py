@@ -19,7 +19,8 @@ from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.recurrent.mixers import make_mixer
 from inflight.engine.recurrent.states import RecurrentStates
 from inflight.engine.slots import SlotTable
-from inflight.models import DecoderConfig, DecoderWeights, Linear, Norm, decoder_weights
+from inflight.models import DecoderConfig, decoder_weights
+from inflight.models.decoder_weights import DecoderWeights, Linear, Norm
 from inflight.models.recurrent import (
     GatedDelta,
     Mamba2,

@@ -21,7 +21,7 @@ from inflight.engine.engine import ModelEngine
 from inflight.engine.layers.decoder import Decoder
 from inflight.engine.layers.grouped_linear import GroupedLinear, pack, unpack
 from inflight.engine.layers.torch_sink import TorchSink
-from inflight.models import Linear
+from inflight.models.decoder_weights import Linear
 from inflight.models.levels import GroupedMatrix
 from inflight.models.loader import load_weights_into, num_weight_bytes, quantized_kinds
 from inflight.models.registry import read_model_description

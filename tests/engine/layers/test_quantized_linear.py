@@ -23,7 +23,7 @@ from inflight.engine.layers.quantized_linear import (
 )
 from inflight.engine.layers.torch_sink import TorchSink
 from inflight.errors import ConfigError
-from inflight.models import PlainWeights
+from inflight.models.decoder_weights import PlainWeights
 from tests.engine.driver import Driver, alone, load_engine
 from tests.models.zoo import Zoo, ZooModel
 from tests.tiers import with_all

@@ -42,10 +42,11 @@ from inflight.engine.packing import PackedBatch
 from inflight.engine.recurrent.states import RecurrentStates
 from inflight.engine.windows import AttentionWindow
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, DecoderWeights
+from inflight.models import DecoderConfig
 from inflight.models.decoder_config import ClampedSwiglu, ExpertsConfig, LatentAttention
+from inflight.models.decoder_weights import DecoderWeights
 from inflight.models.recurrent import GatedDelta, Mamba2, RecurrentConfig, ShortConv, total_size
-from inflight.models.rope import query_factors, rope_tables
+from inflight.models.rope_tables import query_factors, rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.nan_check import Peaks
 from inflight.sampling.transfer import as_array

@@ -28,9 +28,8 @@ from inflight.engine.cpu.structs import (
 )
 from inflight.engine.host_memory import Arena, zeros
 from inflight.engine.quantize import INT8_LEVELS
-from inflight.models import Layer, Norm
 from inflight.models.decoder_config import LatentAttention
-from inflight.models.decoder_weights import ExpertWeights, LatentWeights
+from inflight.models.decoder_weights import ExpertWeights, LatentWeights, Layer, Norm
 from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.recurrent import RecurrentWeights
 from inflight.models.sink import Sink, StoredMatrix

@@ -32,12 +32,21 @@ from inflight.engine.layers.layer_operations import ACTIVATIONS, LayerOperations
 from inflight.engine.packing import PackedBatch, TileLimits, tile_limits
 from inflight.engine.recurrent.mixers import Mixer, make_mixer
 from inflight.engine.windows import AttentionWindow
-from inflight.models import DecoderConfig, LayerWeights, Linear, Norm, PlainWeights
+from inflight.models import DecoderConfig
 from inflight.models.decoder_config import LatentAttention
-from inflight.models.decoder_weights import ExpertNorms, ExpertWeights, LatentWeights, LayerInputWeights
+from inflight.models.decoder_weights import (
+    ExpertNorms,
+    ExpertWeights,
+    LatentWeights,
+    LayerInputWeights,
+    LayerWeights,
+    Linear,
+    Norm,
+    PlainWeights,
+)
 from inflight.models.recurrent import RecurrentWeights
-from inflight.models.rope import query_factors, rope_tables
 from inflight.models.rope_config import RopeConfig
+from inflight.models.rope_tables import query_factors, rope_tables
 from inflight.models.sharding import Part
 from inflight.sampling.row_kernels import RowKernels
 

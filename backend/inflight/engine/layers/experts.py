@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.models import Linear
 from inflight.models.decoder_config import ExpertsConfig
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_weights import ExpertWeights, Linear
 from inflight.sampling.transfer import to_list
 
 _MIN_SUM = 1e-20  # lower bound of the sum by which probabilities are divided

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.models import Linear
+from inflight.models.decoder_weights import Linear
 from inflight.models.levels import GroupedMatrix, Levels, float4_pairs
 
 MIN_GROUP = 16

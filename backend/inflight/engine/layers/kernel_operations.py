@@ -12,7 +12,8 @@ from inflight.engine.cuda.kernels.layers import ACTIVATIONS, add_norm, gated_act
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.layers.layer_operations import LayerOperations
 from inflight.engine.recurrent.linear_attention import BY_TORCH, LinearAttention
-from inflight.models import DecoderConfig, Norm
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import Norm
 from inflight.models.recurrent import GatedDelta, KimiDelta, Mamba2
 
 ADD_NORM, HEADS, ACTIVATION = "sum and norm", "rotation and KV cache", "activation"

@@ -17,7 +17,8 @@ from inflight.engine.cuda.trial import IsOff, has_triton, log_not_used
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.kv_quantization import KvQuantization
 from inflight.engine.layers.layer_operations import LayerOperations
-from inflight.models import DecoderConfig, Norm
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import Norm
 from inflight.models.recurrent import KimiDelta, Mamba2, RecurrentConfig
 
 _ROWS = (1, 63, 64, 65, 128, 129)

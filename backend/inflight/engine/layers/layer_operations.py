@@ -15,7 +15,8 @@ from torch import Tensor
 
 from inflight.engine.kv_cache import KvCache
 from inflight.engine.recurrent.linear_attention import BY_TORCH
-from inflight.models import DecoderConfig, Norm
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import Norm
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from inflight.config import FP8, INT8
 from inflight.engine.quantize import FLOAT8, RowQuantizer, quantize_float8
-from inflight.models import Linear
+from inflight.models.decoder_weights import Linear
 from inflight.shared_constants import MIN_SCALE
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -19,7 +19,8 @@ from inflight.engine.layers.grouped_linear import MIN_GROUP, GroupedLinear, tile
 from inflight.engine.layers.quantized_linear import Products, QuantizedLinear
 from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
-from inflight.models import LayerWeights, Linear, ModelDescription, PlainWeights
+from inflight.models import ModelDescription
+from inflight.models.decoder_weights import LayerWeights, Linear, PlainWeights
 from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into, stored_dtype
 from inflight.models.sharding import Part

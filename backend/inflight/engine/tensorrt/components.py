@@ -9,9 +9,9 @@ from torch import Tensor
 
 from inflight.engine.tensorrt.graph import Graph
 from inflight.engine.tensorrt.weights import NetworkMatrix
-from inflight.models import DecoderConfig, Norm
+from inflight.models import DecoderConfig
 from inflight.models.decoder_config import ExpertsConfig
-from inflight.models.decoder_weights import ExpertWeights
+from inflight.models.decoder_weights import ExpertWeights, Norm
 
 _MIN_SUM = 1e-20  # lower bound of the sum by which probabilities are divided
 

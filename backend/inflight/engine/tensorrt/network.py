@@ -19,9 +19,10 @@ from inflight.engine.tensorrt.sidecar import Settings
 from inflight.engine.tensorrt.weights import NetworkMatrix, Weights
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
-from inflight.models import DecoderConfig, Layer, Norm
-from inflight.models.rope import query_factors, rope_tables
+from inflight.models import DecoderConfig
+from inflight.models.decoder_weights import Layer, Norm
 from inflight.models.rope_config import RopeConfig
+from inflight.models.rope_tables import query_factors, rope_tables
 from inflight.models.sharding import Part
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from inflight.engine.quantize import quantize_matrix
 from inflight.errors import ConfigError
-from inflight.models import DecoderWeights, Layer, ModelDescription
+from inflight.models import ModelDescription
+from inflight.models.decoder_weights import DecoderWeights, Layer
 from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into
 from inflight.models.sharding import Part
