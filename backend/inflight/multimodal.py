@@ -19,6 +19,7 @@ SECTION = "text_config"
 _OF_WHOLE = ("eos_token_id", "quantization_config", "compression_config", "quantization")
 _DTYPES = ("dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
+_SENSES = ("vision", "audio", "image", "video", "speech")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +252,12 @@ def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
         }
     stated.pop("architectures", None)
     return TextPart(found, {**stated, **outside}, "" if is_flat else SECTION, frozenset(outside))
+
+
+def other_inputs(values: Mapping[str, Any]) -> list[str]:
+    """Return the keys of config.json whose sections show that the model takes more than text."""
+    sections = [key for key, value in values.items() if key.endswith("_config") and is_object(value)]
+    return [key for key in sections if key.startswith(_SENSES)]
 
 
 def _find_class(values: Mapping[str, Any]) -> Multimodal | None:

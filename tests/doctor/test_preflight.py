@@ -75,6 +75,12 @@ def test_a_full_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "set TMPDIR to another folder" in problem(DEMO_MODEL)
 
 
+def test_an_unknown_family(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "foo", "FooForCausalLM", model_type="foo")
+    assert f"{folder} is FooForCausalLM, which is none of the" in problem(folder)
+    assert "which is none of the" in problem(folder, settings={"engine": "torch"})
+
+
 def test_a_missing_tokenizer_is_a_warning(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "llama", "LlamaForCausalLM")
     (warning,) = preflight.warnings(ServerOptions(wanted=Wanted(folder)))
@@ -93,5 +99,7 @@ def test_a_misspelled_parameter_is_answered_with_max_batch_size(capsys: pytest.C
 
 
 def test_the_launcher_imports_no_torch() -> None:
-    program = "import sys, inflight.serve_command; sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys, inflight.serve_command, inflight.doctor.preflight; sys.exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
+from inflight.config import EngineConfig
+from inflight.doctor.family import refused_by_family
 from inflight.doctor.machine import has_gpu
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine_folder import is_engine_folder
@@ -53,7 +55,12 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         if found := list(_checkpoint(folder)):
             yield from found
             return
-    if (reason := _settings(options) or _memory(options, root)) is not None:
+    try:
+        engine = _engine(options)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if (reason := _family(options, engine) or _memory(options, root)) is not None:
         yield reason
 
 
@@ -134,20 +141,24 @@ def _pointer(folder: Path, patterns: tuple[str, ...]) -> str | None:
     return None
 
 
-def _settings(options: ServerOptions) -> str | None:
-    """Return what is wrong with the engine's parameters; None if they are valid."""
+def _engine(options: ServerOptions) -> EngineConfig | None:
+    """Return the engine's parameters, None without an engine; raise ConfigError if they are not valid."""
     with tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
         repository = lay_out(options, Path(target, "models"))
         if _ENGINE not in repository.models:
             return None
-        try:
-            parameters = read_engine_parameters(repository.path, _ENGINE)
-            parameters.engine.validate()
-            engine = parameters.engine
-            parameters.scheduler.validate(engine.max_num_sequences, engine.tokens_per_block)
-        except ConfigError as error:
-            return str(error)
-    return None
+        parameters = read_engine_parameters(repository.path, _ENGINE)
+        engine = parameters.engine
+        engine.validate()
+        parameters.scheduler.validate(engine.max_num_sequences, engine.tokens_per_block)
+        return engine
+
+
+def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
+    folder = options.wanted.model
+    if engine is None or folder is None or is_engine_folder(folder) or not (folder / "config.json").is_file():
+        return None
+    return refused_by_family(read_config_file(folder), engine.implementation)
 
 
 def _memory(options: ServerOptions, root: Path) -> str | None:

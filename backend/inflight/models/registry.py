@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,24 +46,34 @@ class UnknownFamily(ConfigError):
 
     Attributes:
         family: The family's name in config.json.
+        known: The names that would be known instead; empty if the name is known, but a feature is not.
     """
 
-    def __init__(self, error: ConfigError, family: str) -> None:
+    def __init__(self, error: ConfigError, family: str, known: Sequence[str] = ()) -> None:
         super().__init__(str(error))
         self.family = family
+        self.known = known
 
 
 def read_model_description(folder: Path | str) -> ModelDescription:
     """Read config.json of a checkpoint folder, and generation_config.json if present.
 
-    For a multimodal model, the text part is described.
+    For a multimodal model, the text part is described. A warning is logged if the checkpoint has its own code.
 
     Raises:
         UnknownFamily: The family is not in `FAMILIES`.
         ConfigError: The folder, a file or a key is missing, has the wrong type, or requires an unsupported
             feature; the message has the file, the key, its value and the expected values.
     """
-    config = read_config_file(folder).text_part()
+    config = read_config_file(folder)
+    description = describe(config)
+    _note_own_code(config, _family(config.text_part()))
+    return description
+
+
+def describe(config: ConfigFile) -> ModelDescription:
+    """Describe the model of a config.json, with the errors of `read_model_description`."""
+    config = config.text_part()
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)
     try:
@@ -72,7 +83,6 @@ def read_model_description(folder: Path | str) -> ModelDescription:
     decoder = replace(decoder, eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config))
     refuse_unread(config, family.neutral)
     _check(config, decoder)
-    _note_own_code(config, family)
     names = family.names
     if family.read_norms is not None:
         names = replace(names, norms=family.read_norms(config))
@@ -91,8 +101,9 @@ def _family(config: ConfigFile) -> Family:
         for family in FAMILIES:
             if family.model_type == model_type:
                 return family
-        expected = f"one of {', '.join(family.model_type for family in FAMILIES)}"
-        raise UnknownFamily(config.error("model_type", expected), model_type or "a model without model_type")
+        types = [family.model_type for family in FAMILIES]
+        error = config.error("model_type", f"one of {', '.join(types)}")
+        raise UnknownFamily(error, model_type or "a model without model_type", types)
     for family in FAMILIES:
         if family.architecture in architectures:
             if model_type in (None, family.model_type):
@@ -103,13 +114,14 @@ def _family(config: ConfigFile) -> Family:
             if any(other.model_type == model_type for other in FAMILIES):
                 raise error
             raise UnknownFamily(error, f"model_type {model_type}")
-    expected = f"one of {', '.join(family.architecture for family in FAMILIES)}"
-    raise UnknownFamily(config.error("architectures", expected), ", ".join(architectures))
+    names = [family.architecture for family in FAMILIES]
+    error = config.error("architectures", f"one of {', '.join(names)}")
+    raise UnknownFamily(error, ", ".join(architectures), names)
 
 
 def _note_own_code(config: ConfigFile, family: Family) -> None:
     """Log that a checkpoint has its own code, which is not run; transformers does not run it by default either."""
-    own = config.whole.values.get("auto_map")
+    own = config.values.get("auto_map")
     classes = [name for name in own if name.startswith("AutoModel")] if is_object(own) else []
     if classes:
         _logger.warning(

@@ -42,6 +42,7 @@ from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_object
 from inflight.models import DecoderConfig
+from inflight.multimodal import other_inputs
 
 _log = logging.getLogger(__name__)
 
@@ -191,8 +192,7 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
         raise refuse(
             f"architectures is {list(architectures)}, expected {' or '.join(names)}, which predicts the next token"
         )
-    parts = [key for key in file.values if key.endswith("_config") and isinstance(file.values[key], dict)]
-    if senses := [key for key in parts if key.startswith(("vision", "audio", "image", "video", "speech"))]:
+    if senses := other_inputs(file.values):
         raise refuse(f"it takes more than text ({', '.join(senses)})")
     return found[0]
 
