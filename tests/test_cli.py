@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from inflight import cli
+from inflight import cli, version
 from inflight.server.repository import default_repository
+from inflight.version import package_version
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,7 +52,18 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"inflight {cli.version()}\n"
+    assert capsys.readouterr().out == f"inflight {package_version()}\n"
+
+
+def test_the_version_of_a_checkout_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    installed = package_version()
+    monkeypatch.setattr(metadata, "version", missing)
+    assert package_version() == installed
+    monkeypatch.setattr(version, "_PROJECT", Path("/nowhere"))
+    assert package_version() == "unknown"
 
 
 def test_the_package_contains_the_repositorys_models() -> None:
@@ -63,4 +76,4 @@ def test_the_help_of_serve_needs_no_installation() -> None:
     command = [sys.executable, "-S", "-E", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "--no-triton" in done.stdout
+    assert "--no-triton" in done.stdout and "docs/settings.md" in done.stdout

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
+from inflight.version import package_version
+
 _UNRECOGNIZED = "unrecognized arguments: "
 
 
@@ -25,10 +27,11 @@ def program_name(script: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations, and suggests the nearest option for an unknown one."""
+    """An argument parser that takes no abbreviations, suggests the nearest option, and has --version."""
 
     def __init__(self, **keywords: object) -> None:
         super().__init__(allow_abbrev=False, **keywords)  # pyright: ignore[reportArgumentType]
+        self.add_argument("--version", action="version", version=f"inflight {package_version()}")
 
     def error(self, message: str) -> NoReturn:
         """Write the usage and the message, with the nearest option, and exit with 2."""

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from inflight.arguments import nearest, program_name
+from inflight.version import package_version
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,6 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         (sys.stdout if arguments else sys.stderr).write(_usage(programs))
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        sys.stdout.write(f"inflight {package_version()}\n")
+        return 0
     name = arguments[0].replace("-", "_")
     if name not in programs:
         near = nearest(name, programs)

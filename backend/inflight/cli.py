@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from inflight.arguments import nearest
+from inflight.version import package_version
 
 COMMANDS = {
     "serve": ("inflight.serve_command", "start a server"),
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.write(_help())
         return 0
     if command in ("-V", "--version"):
-        sys.stdout.write(f"inflight {version()}\n")
+        sys.stdout.write(f"inflight {package_version()}\n")
         return 0
     if command not in COMMANDS:
         near = nearest(command, (*COMMANDS, "--help", "--version"))
@@ -48,16 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"inflight: there is no command {command}; {hint}\n")
         return _WRONG_USAGE
     return _run(command, rest)
-
-
-def version() -> str:
-    """Return the version of this package; "unknown" in a checkout that is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("inflight")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _run(command: str, rest: list[str]) -> int:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until a signal ends this process; return the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
-    if "-h" in given or "--help" in given:
-        make_parser().parse_args(["--help"])  # needs no installation, unlike the imports below
+    for option in ("-h", "--help", "--version"):
+        if option in given:
+            make_parser().parse_args([option])  # needs no installation, unlike the imports below
     from inflight.server import cli
 
     return cli.main(given, _serve)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from inflight.version import package_version
+
 ROOT = Path(__file__).resolve().parents[2]
 # Prints which interpreter runs, and where its environment is.
 PYTHON = """#!/bin/sh
@@ -68,3 +70,12 @@ def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Pat
         "-m",
         "some_model",
     ]
+
+
+@pytest.mark.parametrize("script", ["serve", "doctor", "bench"])
+def test_the_version_is_printed_before_anything_is_installed(checkout: Path, script: str):
+    (checkout / "backend").symlink_to(ROOT / "backend")
+    command = [checkout / "scripts" / script, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"inflight {package_version()}\n", "")
+    assert not (checkout / ".venv").exists()

@@ -15,7 +15,8 @@ from inflight.errors import InflightError, Unavailable
 from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.metric_aliases import vllm_aliases
-from inflight.openai.serving_model import ServingModel, package_version
+from inflight.openai.serving_model import ServingModel
+from inflight.version import package_version
 
 router = APIRouter()
 _METRICS_TIMEOUT_S = 5.0

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from inflight.checkpoint_config import checkpoint_name
@@ -26,6 +25,7 @@ from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.completion_text import TokenizerFinder
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
+from inflight.version import package_version
 
 _log = logging.getLogger(__name__)
 
@@ -34,14 +34,6 @@ _ADAPTERS_FRESH_S = 1.0
 """Seconds for which a listed adapter is assumed to exist. If it no longer does, the engine refuses the request."""
 _SLOW_S = 1.0
 """A failed attempt to reach the engine that takes this many seconds is not repeated for as many seconds."""
-
-
-def package_version() -> str:
-    """Return this package's version, "unknown" if it is not installed."""
-    try:
-        return version("inflight")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 class ServingModel:

@@ -19,7 +19,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog=program_name("scripts/serve"),
         description="Start tritonserver in the foreground, and print READY when every model is ready.",
         epilog="--no-venv, an option of the script itself, uses the active Python environment instead of .venv. "
-        "model_repository/tensorrt_llm/config.pbtxt lists the parameters for --set; "
+        "docs/settings.md lists the parameters for --set; "
         "--set max_batch_size=N is the number of sequences that run at a time; with "
         "--set decoupled_mode=false, tensorrt_llm and ensemble give one response per request.",
     )
@@ -57,7 +57,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         type=setting,
         action="append",
         default=[],
-        help="a parameter of config.pbtxt; may be repeated",
+        help="a parameter (docs/settings.md lists them); may be repeated",
     )
 
 
