@@ -16,10 +16,12 @@ from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding
 from inflight.engine import load_decoder, memory
 from inflight.engine.cpu import library
+from inflight.gguf import folder as gguf_folder
 from inflight.models import checkpoint as stored
 from inflight.server.repository import default_repository
 from inflight.testing.make_model import make_model as make_random_model
 from tests.engine.kernels import needs_native
+from tests.models.gguf_files import write as write_gguf
 from tests.models.mxfp4 import pack
 from tests.models.sparse_files import write_35b_mixture
 from tests.models.zoo import make_model
@@ -197,7 +199,7 @@ def test_a_file_that_cannot_be_mapped_is_reported(copy: Path, monkeypatch: pytes
 )
 def test_settings_that_a_start_refuses_are_reported(settings: dict[str, str], says: str):
     found = check(DEMO, **settings)["checkpoint"]
-    assert found.level is RED and says in found.says and "--help" in found.mend
+    assert found.level is RED and says in found.says and "docs/settings.md" in found.mend
 
 
 def test_a_folder_whose_name_is_not_utf8_is_reported(tmp_path: Path):
@@ -304,3 +306,30 @@ def test_packed_experts_are_kept(tmp_path: Path):
     kept, unpacked = (check(tmp_path, *dtype)["checkpoint"].says for dtype in ((), ("bfloat16",)))
     assert "mxfp4 kept as it is (4-bit floats)" in kept
     assert "mxfp4 unpacked when" in unpacked
+
+
+def test_a_gguf_file_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    found = check(write_gguf(tmp_path / "m.gguf", "llama", "Q4_0", "Q8_0").folder)
+    assert found["checkpoint"].level is GREEN
+    assert found["checkpoint"].says.startswith("LlamaForCausalLM, 3 layers, ")
+    assert "a GGUF file of Q4_0, Q8_0 " in found["checkpoint"].says
+    assert found["room"].level is GREEN and found["tokenizer"].level is YELLOW
+
+
+def test_a_gguf_file_that_cannot_be_read_is_reported_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+    file = write_gguf(tmp_path / "whole.gguf", "llama", "F32").folder
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-5000])
+    mixture = write_gguf(tmp_path / "mixture.gguf", "llama", "F32", expert__count=8).folder
+    for faulty, says, mend in (
+        (cut, "not a complete GGUF file", "download the file again"),
+        (mixture, "llama.expert_count' is 8", "docs/models.md lists"),
+    ):
+        found = check(faulty)["checkpoint"]
+        assert found.level is RED and says in found.says and mend in found.mend, found
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: None)
+    assert "XDG_CACHE_HOME" in check(file)["checkpoint"].mend

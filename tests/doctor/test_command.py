@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -90,6 +91,11 @@ def test_missing_packages_are_reported():
         assert "cannot be examined" not in found[name]["says"] and found[name]["level"] in ("green", "yellow")
 
 
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the doctor of a checkout without .venv."""
@@ -124,3 +130,22 @@ def test_no_venv_examines_the_active_environment(
     done = subprocess.run([script, "--no-venv", "--json"], capture_output=True, text=True, timeout=60)
     found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
     assert str(active) in found["Python"]["says"] and not done.stderr
+
+
+@pytest.mark.parametrize("version", [(2, 7, 18), (3, 9, 18)])
+def test_an_old_python_is_refused_in_a_sentence(version: tuple[int, int, int]):
+    program = (
+        f"import sys; sys.version_info = {version}; sys.path.insert(0, sys.argv[1]); import inflight.doctor"
+    )
+    command = [sys.executable, "-S", "-E", "-c", program, str(ROOT / "backend")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(
+        f"Python {version[0]}.{version[1]} runs this, which is too old: install Python 3.10"
+    )
+
+
+def test_old_pythons_can_parse_what_prints_the_sentence():
+    for package in ("inflight", "inflight/doctor"):
+        text = (ROOT / "backend" / package / "__init__.py").read_text(encoding="ascii")
+        ast.parse(text, feature_version=(3, 4))

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from inflight.arguments import Parser, program_name
-from inflight.doctor import machine, output, programs
+from inflight.doctor import disks, machine, network, output, programs
 from inflight.doctor.checkpoint import check_checkpoint
 from inflight.doctor.finding import Finding, Level, examine, worst
 from inflight.server.errors import OptionError
@@ -46,10 +46,15 @@ def _checks(given: argparse.Namespace) -> list[tuple[str, Callable[[], Iterable[
         ("torch", partial(programs.check_torch, has_gpu)),
         ("CPU layers", partial(machine.check_layers, has_gpu)),
         ("/dev/shm", machine.check_shared_memory),
+        ("temporary folder", disks.check_temporary_folder),
+        ("inflight's cache", disks.check_own_cache),
+        ("hub's cache", disks.check_hub_cache),
         ("ports", partial(machine.check_ports, given.host, ports)),
         ("tritonserver", partial(programs.check_tritonserver, given.tritonserver)),
         ("MPI", programs.check_mpi),
     ]
+    if model is None:  # or a GGUF file, which is not asked for by a name either
+        checks.append(("hub", network.check_hub))
     if has_gpu:
         of_cache = dict(given.set).get("kv_cache_dtype", "auto")
         checks.append(("attention", partial(programs.check_attention, model, given.dtype, of_cache)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inflight.checkpoint_config import CheckpointFacts
-from inflight.doctor.finding import Finding, green, red, yellow
+from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
 
 if TYPE_CHECKING:
@@ -48,17 +48,14 @@ def check_checkpoint(
         yield red("checkpoint", str(error), "rename the folder")
         return
     except ConfigError as error:
-        mend = (
-            "name its folder, or fetch it: scripts/serve --model does so with a name of the Hugging Face hub"
-        )
-        yield red("checkpoint", str(error), mend)
+        yield red("checkpoint", str(error), _mend_search(model, str(error)))
         return
     try:
         parameters = _parameters(folder, dtype, settings)
         parameters.engine.validate()
         parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
     except (OptionError, ConfigError) as error:
-        mend = "scripts/serve --help; model_repository/tensorrt_llm/config.pbtxt lists the parameters"
+        mend = "scripts/serve --help; docs/settings.md lists the parameters"
         yield red("checkpoint", str(error), mend)
         return
     if is_engine_folder(folder):
@@ -194,9 +191,30 @@ def _quantization(facts: CheckpointFacts, kept: frozenset[MatrixKind]) -> str:
     if facts.quantization is None:
         return "not quantized"
     method = facts.quantization.text_or_none("quant_method")
+    if method == "gguf":
+        method = f"a GGUF file of {', '.join(facts.quantization.texts('types'))}"
     if kept:
         return f"{method} kept as it is ({' and '.join(sorted(kind.value for kind in kept))})"
     return f"{method} unpacked when it is loaded"
+
+
+def _mend_search(model: str, reason: str) -> str:
+    """Return what to do about a model that is not found, or a GGUF file that cannot be translated."""
+    if not (model.lower().endswith(".gguf") and Path(model).expanduser().is_file()):
+        return (
+            "name its folder, or fetch it: scripts/serve --model does so with a name of the Hugging Face hub"
+        )
+    if "needs the package gguf" in reason:
+        return INSTALL
+    if "cannot be written" in reason or "no folder to write" in reason:
+        return "set XDG_CACHE_HOME to a folder of yours with room"
+    if "split.count" in reason:
+        return "llama-gguf-split --merge FIRST_PART WHOLE_FILE of llama.cpp"
+    if "cannot be read" in reason or "not a complete GGUF file" in reason:
+        return "download the file again: it is damaged, or only a part of it"
+    return (
+        "take another GGUF file (docs/models.md lists what is read), or the model's Hugging Face checkpoint"
+    )
 
 
 def _mend(reason: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
 from inflight.config import EngineConfig
+from inflight.doctor.disks import MIN_TEMPORARY_BYTES
 from inflight.doctor.family import refused_by_family
 from inflight.doctor.machine import has_gpu
 from inflight.engine.memory import available_cpu_memory
@@ -25,7 +26,6 @@ from inflight.server.repository import read_engine_parameters
 _ENGINE = "tensorrt_llm"
 _CHECKED = ("*.safetensors", "tokenizer.json", "config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_MIN_FREE_BYTES = 16 << 20  # for the server's folder: configurations, compiled request checks, logs
 _NO_TEXT = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _GIB = 2**30
@@ -78,9 +78,9 @@ def warnings(options: ServerOptions) -> Iterator[str]:
 def _temporary_folder() -> str | None:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    if free >= _MIN_FREE_BYTES:
+    if free >= MIN_TEMPORARY_BYTES:
         return None
-    needed = _MIN_FREE_BYTES >> 20
+    needed = MIN_TEMPORARY_BYTES >> 20
     return f"{folder} has {free >> 20} MiB free, and a server needs {needed}: set TMPDIR to another folder"
 
 
