@@ -76,11 +76,12 @@ find_python() {
 }
 
 make_venv() {
-  local base version
+  local base version said
   base="$(find_python)"
   version="$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
   say "making $(basename "$VENV") with $base (Python $version)"
-  if ! "$base" -m venv --clear "$VENV" >/dev/null 2>&1; then
+  if ! said="$("$base" -m venv --clear "$VENV" 2>&1)"; then
+    case "$said" in *"No space left on device"* | *"Disk quota exceeded"*) explain_failure "$said" ;; esac
     # Debian keeps ensurepip in a package of its own.
     apt_install "python$version-venv" && "$base" -m venv --clear "$VENV" >&2 ||
       die "$base -m venv does not work; on Debian and Ubuntu install python$version-venv"
@@ -118,22 +119,61 @@ apt_install() {
 }
 
 install() {
-  local extra="[mpi]" quiet=(-qq)
-  [ "$1" = test ] && extra="[test]"
-  [ -t 2 ] && quiet=()
+  local said
   say "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)') (a minute or two, once)"
-  (
-    cd "$ROOT"
-    pip() { "$PYTHON" -m pip --disable-pip-version-check install --no-warn-conflicts "${quiet[@]}" -c constraints.txt "$@" >&2; }
-    if [ "$1" = client ]; then
-      # perf_analyzer is in tritonclient's wheel, but libraries that it needs are in the server's wheel.
-      pip --no-deps tritonclient nvidia-pytriton
-      return
-    fi
-    # The server's wheel depends on client packages that are not used here.
-    pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii
-  ) || die "installing failed"
+  # What goes to stderr is passed on, and kept to tell the cause of a failure.
+  said="$(set -o pipefail; { cd "$ROOT" && install_packages "$1" 2>&1 >&3 | pass_on; } 3>&2)" || explain_failure "$said"
 }
+
+install_packages() {
+  local extra="[mpi]" options=(-q)
+  [ ! -t 3 ] || options=()
+  [ "$1" = test ] && extra="[test]"
+  # Of a server's packages only the modules that it imports are compiled: the others would take 150 MB.
+  [ "$1" = test ] || options+=(--no-compile)
+  pip() { "$PYTHON" -m pip --disable-pip-version-check install --no-warn-conflicts "${options[@]}" -c constraints.txt "$@"; }
+  if [ "$1" = client ]; then
+    # perf_analyzer is in tritonclient's wheel, but libraries that it needs are in the server's wheel.
+    pip --no-deps tritonclient nvidia-pytriton
+    return
+  fi
+  # The server's wheel depends on client packages that are not used here.
+  pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii && link_equal_programs && compile_imports
+}
+
+compile_imports() {
+  env -u PYTHONDONTWRITEBYTECODE "$PYTHON" -c 'import inflight.engine.load, inflight.openai.__main__, huggingface_hub, gguf, rich'
+}
+
+# tritonclient's wheel has one program twice.
+link_equal_programs() {
+  local bin
+  bin="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+  ! cmp -s "$bin/perf_analyzer" "$bin/perf_client" || ln -f "$bin/perf_analyzer" "$bin/perf_client"
+}
+
+# Copies lines to stdout and to descriptor 3.
+pass_on() {
+  local line
+  while IFS= read -r line || [ -n "$line" ]; do printf '%s\n' "$line"; printf '%s\n' "$line" >&3; done
+}
+
+# Ends the script with the cause of an installation's failure, which the messages of pip or venv show.
+explain_failure() {
+  local temporary="${TMPDIR:-/tmp}" index
+  case "$1" in
+    *"No space left on device"* | *"Disk quota exceeded"*)
+      die "installing failed because a disk is full: $(basename "$VENV") takes 1.2 GB ($(room "$ROOT")), $temporary as much" \
+        "while packages are unpacked ($(room "$temporary")); free space, or set TMPDIR to another folder" ;;
+    *"connection broken by"* | *"Max retries exceeded"* | *"from versions: none"* | *"HTTP error"* | *"HTTPError"*)
+      index="${PIP_INDEX_URL:-$("$PYTHON" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}"
+      die "installing failed because the package registry $(sed 's|//[^/]*@|//|' <<<"$index") does not answer, or lacks a" \
+        "package for this machine; check the network, set HTTPS_PROXY if it has a proxy, or PIP_INDEX_URL to a mirror" ;;
+    *) die "installing failed; the messages above say why" ;;
+  esac
+}
+
+room() { df -Ph "$1" 2>/dev/null | awk 'NR == 2 { print $4 " free" }'; }
 
 # The Python of the server's models reads .pth files and encodes paths of imported modules in ASCII, whatever the locale
 # is. So if the folder's name has other letters, the package is imported by a link in site-packages.

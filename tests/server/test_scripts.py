@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import venv
 from pathlib import Path
 
+import pip
 import pytest
 
 from inflight.version import package_version
@@ -20,6 +23,14 @@ case "$1 $2" in
 esac
 """
 PIP = "#!/bin/sh\nexit 1\n"
+# Prints what pip would print in $PIP_SAYS and fails.
+FAILING_PYTHON = PYTHON.replace(
+    '  "-c "*) ;;', '  "-c "* | "- "*) ;;\n  "-m pip") [ "$3" != config ] && echo "$PIP_SAYS" >&2; exit 1 ;;'
+)
+FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+BROKEN = """WARNING: Retrying (Retry(total=0, connect=None, read=None, redirect=None, status=None)) after \
+connection broken by 'NewConnectionError("HTTPSConnection(host='pypi.org'): Connection refused")': /simple/"""
+NOT_THERE = "ERROR: Could not find a version that satisfies the requirement torch (from versions: none)"
 
 
 @pytest.fixture
@@ -70,6 +81,58 @@ def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Pat
         "-m",
         "some_model",
     ]
+
+
+def install(checkout: Path, **variables: str) -> str:
+    """Install the requirements of a server, which must fail; return what is said."""
+    command = ["bash", "-c", 'set -euo pipefail; . "$0/scripts/lib.sh"; bootstrap serve', str(checkout)]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1 and not done.stdout
+    assert not list(checkout.glob(".venv/.inflight-*"))
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("says", "cause", "mend"),
+    [
+        (
+            FULL,
+            "installing failed because a disk is full: .venv takes 1.2 GB",
+            "set TMPDIR to another folder",
+        ),
+        (BROKEN, "because the package registry https://host/simple does not answer", "set HTTPS_PROXY"),
+        (NOT_THERE, "or lacks a package for this machine", "PIP_INDEX_URL to a mirror"),
+        ("ERROR: something else", "installing failed; the messages above say why", ""),
+    ],
+    ids=["a full disk", "a registry that does not answer", "a package that is not there", "anything else"],
+)
+def test_a_failed_installation_says_its_cause(checkout: Path, says: str, cause: str, mend: str):
+    make_environment(checkout, ".venv")
+    (checkout / ".venv" / "bin" / "python").write_text(FAILING_PYTHON)
+    said = install(checkout, PIP_SAYS=says, PIP_INDEX_URL="https://me:secret@host/simple")
+    *before, last = said.splitlines()
+    assert says.splitlines()[-1] in before, "what pip says is passed on"
+    assert cause in last and mend in last and "secret" not in last
+
+
+def test_a_registry_that_refuses_connections_is_named(checkout: Path):
+    folder, packages = checkout / ".venv", checkout / "packages"
+    packages.mkdir()
+    (packages / "pip").symlink_to(Path(pip.__file__).parent)
+    venv.create(folder, with_pip=False, symlinks=True)
+    (folder / "bin" / "pip").write_text(PIP)
+    (folder / "bin" / "pip").chmod(0o755)
+    of_pip = {name: "" for name in os.environ if name.startswith("PIP_")}
+    said = install(
+        checkout,
+        **of_pip,
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL="http://127.0.0.1:1/simple",
+        PIP_RETRIES="0",
+        PYTHONPATH=str(packages),
+    )
+    assert "because the package registry http://127.0.0.1:1/simple does not answer" in said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("script", ["serve", "doctor", "bench"])
