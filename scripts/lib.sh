@@ -126,7 +126,7 @@ install() {
 }
 
 install_packages() {
-  local extra="[mpi]" options=(-q)
+  local extra="[mpi]" options=(-qq)
   [ ! -t 3 ] || options=()
   [ "$1" = test ] && extra="[test]"
   # Of a server's packages only the modules that it imports are compiled: the others would take 150 MB.
