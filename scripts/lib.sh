@@ -72,7 +72,7 @@ find_python() {
       return
     fi
   done
-  die "no Python 3.10, 3.11 or 3.12 on PATH"
+  die "no Python 3.10, 3.11 or 3.12 on PATH: apt-get install python3.11 python3.11-venv"
 }
 
 make_venv() {

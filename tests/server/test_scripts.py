@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import venv
@@ -81,6 +83,22 @@ def test_perf_analyzer_of_the_tests_environment_is_used_if_present(checkout: Pat
         "-m",
         "some_model",
     ]
+
+
+def test_equal_programs_are_stored_once(checkout: Path):
+    make_environment(checkout, ".venv")
+    folder = checkout / ".venv" / "bin"
+    (folder / "python").write_text(f"#!/bin/sh\necho '{folder}'\n")
+    command = ["bash", "-c", '. "$0/scripts/lib.sh"; PYTHON="$1" link_equal_programs', str(checkout)]
+    for content, is_same in ((PYTHON, False), (PIP, True)):
+        (folder / "perf_client").write_text(content)
+        subprocess.run([*command, str(folder / "python")], check=True, timeout=60)
+        assert (folder / "perf_client").samefile(folder / "perf_analyzer") is is_same
+
+
+def test_the_modules_that_are_compiled_exist():
+    (names,) = re.findall(r"-c 'import (.+)'$", (ROOT / "scripts" / "lib.sh").read_text(), re.MULTILINE)
+    assert all(importlib.util.find_spec(name) for name in names.split(", "))
 
 
 def install(checkout: Path, **variables: str) -> str:
