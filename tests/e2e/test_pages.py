@@ -32,10 +32,10 @@ START = re.compile(r"(\w+=(\".*\"|\S+) )?scripts/serve(?P<flags>( [^#]+)?)(#.*)?
 PLAIN = ("", "--allow-model-config", "--model /path/to/checkpoint")
 """Flags with which a server is the demo model's, which other tests use too."""
 INSTALLS, DOCKER, CLUSTER = "installs packages", "needs Docker", "needs a cluster"
-DEVELOPERS = "for developers: scripts/test and scripts/check are run by what runs this test"
+DEVELOPERS = "runs, measures or builds what this test is a part of"
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
-    "docs/comparing.md": {"": "installs other systems"},
     "docs/chat.md": {".venv/bin/pip": INSTALLS},
+    "docs/comparing.md": {"": "installs other systems"},
     "docs/contributing.md": {"": DEVELOPERS},
     "docs/demo-model.md": {"scripts/train": "trains for minutes"},
     "docs/from-vllm.md": {"vllm serve": "is vLLM's own command"},
