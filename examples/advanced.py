@@ -1,7 +1,7 @@
 """Many concurrent requests: token ids from a CSV file, streamed or whole, with beams, on one rank or several.
 
 python examples/advanced.py --model_path CHECKPOINT --input_tokens_csv_file prompts.csv --streaming
-mpirun -n 2 python examples/advanced.py ...                           # leader mode: rank 0 takes the requests
+.venv/bin/mpirun -n 2 .venv/bin/python examples/advanced.py ...        # leader mode: rank 0 takes the requests
 python examples/advanced.py ... --use_orchestrator_mode --num_ranks 2  # this program starts the ranks
 """
 

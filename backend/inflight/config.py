@@ -511,7 +511,7 @@ class Parameters:
     guided_decoding_backend: str = parameter(
         "llguidance",
         choice("llguidance", "xgrammar", any_case=True),
-        "library for guided decoding; xgrammar must be installed: pip install -e '.[guided-xgrammar]'",
+        "library for guided decoding; xgrammar must be installed: .venv/bin/pip install -e '.[guided-xgrammar]'",
     )
     guided_decoding_compile_timeout_ms: int = parameter(
         5000, integer(1), "a guide that takes longer to compile is refused"

@@ -17,8 +17,8 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
 from inflight.testing.fake_model import expected_tokens
-from tests.simulation.host_cache import HostCache, with_adapters
-from tests.simulation.scenario import Scenario
+from inflight.testing.simulation.host_cache import HostCache, with_adapters
+from inflight.testing.simulation.scenario import Scenario
 
 ERRORS = StepFailed("it does not work"), Unavailable("the device is gone")
 ROUNDS = 3  # of the scenario's requests, with idle time in between

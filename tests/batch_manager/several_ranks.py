@@ -23,9 +23,9 @@ from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBat
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
+from inflight.testing.simulation.host_cache import HostCache
+from inflight.testing.simulation.scenario import Scenario
 from tests.batch_manager.ranks_in_memory import make_ranks
-from tests.simulation.host_cache import HostCache
-from tests.simulation.scenario import Scenario
 
 ROUNDS, GAP = 2, 150
 """Rounds of the scenario's requests, with enough time in between for all ranks to fall asleep."""

@@ -13,7 +13,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopSignal
 from inflight.testing.fake_model import expected_tokens
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .recorded import outcome, read
 from .test_gpt_manager import LIMITS

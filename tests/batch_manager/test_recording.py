@@ -56,7 +56,7 @@ from inflight.core.schedule.batch import (
     TokenDetails,
 )
 from inflight.errors import ConfigError, InvalidArgument, StepFailed, Unavailable
-from tests.core.factories import make_table
+from inflight.testing.small_inputs import make_table
 
 LIMITS = EngineLimits(
     vocab_size=3,

@@ -27,6 +27,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.endpoint.local import LocalEngineClient
 from inflight.errors import StepFailed
 from inflight.testing.fake_engine import FakeEngine
+from inflight.testing.simulation.scenario import Scenario, draw
 from tests.batch_manager.recorded import (
     ERRORS,
     GAP,
@@ -39,7 +40,6 @@ from tests.batch_manager.recorded import (
     simple_trace,
     write,
 )
-from tests.simulation.scenario import Scenario, draw
 from tests.tiers import examples, with_all
 
 SEEDS = range(examples(fast=15, all=60))

@@ -19,6 +19,7 @@ from inflight.batch_manager.replay import (
 )
 from inflight.config import SchedulingConfig
 from inflight.core.schedule.batch import BeamGroup, ModelOutput, ScheduledBatch
+from inflight.testing.simulation.scenario import draw
 from tests.batch_manager.recorded import (
     END_ID,
     LIMITS,
@@ -28,7 +29,6 @@ from tests.batch_manager.recorded import (
     simple_trace,
     write,
 )
-from tests.simulation.scenario import draw
 from tests.tiers import with_all
 
 SEEDS = range(60)

@@ -19,9 +19,9 @@ from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
 from inflight.testing.fake_engine import FakeEngine
 from inflight.testing.fake_model import expected_tokens
+from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.simulation.scenario import Scenario, draw, draw_with_a_bad_device
 from tests.batch_manager.ranks_in_memory import make_ranks
-from tests.core.integrity import check_integrity
-from tests.simulation.scenario import Scenario, draw, draw_with_a_bad_device
 from tests.tiers import examples
 
 from .several_ranks import Rank, run_in_step

@@ -6,34 +6,20 @@ from typing import Any
 
 from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.kv.block_keys import CacheRules
-from inflight.core.request.adapter import LoraWeights, Matrix, PromptTable, RawBuffer, StoredAdapter
+from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 
 def make_request(request_id: int = 1, prompt: int | tuple[int, ...] = 4, new: int = 4, **fields) -> Request:
     """A request of `prompt` tokens (a count, or the ids)."""
     ids = tuple(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
     return Request(request_id, ids, new, **fields)
-
-
-def make_adapter(
-    handle: int = 1, rank: int = 8, task_id: int | None = None, version: int = 0
-) -> StoredAdapter:
-    """A stored adapter without weights; its digest differs for every handle and version."""
-    digest = handle.to_bytes(8, "big") + version.to_bytes(8, "big")
-    weights = LoraWeights(Matrix((0, 0), "float32", RawBuffer(b"")), ())
-    return StoredAdapter(handle, digest, handle if task_id is None else task_id, rank, weights)
-
-
-def make_table(digest: bytes = b"a table") -> PromptTable:
-    """A prompt table of one row, for models of hidden size 1."""
-    return PromptTable(Matrix((1, 1), "float32", RawBuffer(bytes(4))), digest)
 
 
 def make_limits(

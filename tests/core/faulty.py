@@ -11,7 +11,7 @@ from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBat
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
 from inflight.testing.fake_engine import FakeEngine
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 
 def at_token(request: Request, number: int) -> int:

@@ -10,8 +10,9 @@ from inflight.core.report.metrics import adapter_stats
 from inflight.core.request.adapter import StoredAdapter
 from inflight.core.schedule.adapter_pages import AdapterPages
 from inflight.errors import InvalidArgument
-from tests.core.factories import make_adapter, make_limits
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.small_inputs import make_adapter
+from tests.core.factories import make_limits
 
 
 def make_pages(count: int) -> AdapterPages:

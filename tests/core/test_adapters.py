@@ -25,8 +25,9 @@ from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed, Unavailable, Unsupported
-from tests.core.factories import make_adapter, make_limits, make_request, make_scheduler
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.small_inputs import make_adapter
+from tests.core.factories import make_limits, make_request, make_scheduler
 
 WEIGHTS = LoraWeights(Matrix((1, 4), "float32", RawBuffer(bytes(16))), ((0, 0, 1),))
 

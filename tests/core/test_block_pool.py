@@ -9,7 +9,7 @@ import pytest
 
 from inflight.core.kv.block_pool import BlockHeap, BlockPool
 from inflight.core.kv.retention import Retention
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 MS = 1_000_000
 

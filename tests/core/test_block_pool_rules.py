@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inflight.core.kv.block_pool import BlockPool
 from inflight.core.kv.retention import DEFAULT_PRIORITY, Retention
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 from tests.tiers import examples
 
 MS = 1_000_000

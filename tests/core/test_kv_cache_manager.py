@@ -8,7 +8,7 @@ import pytest
 
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, block_digest, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 SHARED, UNSHARED = CacheRules(ROOT_SCOPE), CacheRules(None)
 

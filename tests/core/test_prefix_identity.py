@@ -15,7 +15,7 @@ import inflight.core.kv.block_keys as block_keys
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, PrefixIdentity, block_digest, private_scope
 from inflight.core.kv.kv_cache_manager import KvCacheManager, PrefixMatch
 from inflight.errors import InvalidArgument
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 from tests.tiers import examples
 
 SIZE = 4

@@ -14,7 +14,7 @@ from inflight.core.schedule.batch import ModelOutput
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_model import expected_beam_steps, expected_tokens
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .factories import Driver, make_limits, make_request, make_scheduler
 from .faulty import FaultyDevice, Outcome, at_token, run

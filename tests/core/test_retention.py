@@ -8,7 +8,7 @@ from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.errors import InvalidArgument
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 MS = 1_000_000
 SIZE = 4

@@ -9,7 +9,7 @@ from inflight.core.request.request import OutputOptions
 from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, SlotStart
 from inflight.errors import AlreadyExists, ConfigError, InvalidArgument, StepFailed
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler
 

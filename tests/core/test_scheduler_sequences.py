@@ -15,7 +15,7 @@ from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import BeamGroup, BeamMove, ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InvalidArgument, StepFailed
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .factories import Driver, make_request, make_scheduler, with_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.core.schedule.running import Slots
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .factories import make_sequence
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.core.kv.state_snapshots import StateSnapshots
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 A, B, C, D = (bytes([number]) * 16 for number in range(4))
 

@@ -13,7 +13,7 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule import waiting_queue
 from inflight.core.schedule.waiting_queue import WaitingQueue
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .factories import make_sequence
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 
@@ -11,7 +10,7 @@ from inflight_client import Client, ServerError
 
 from .clients import ask, completion
 from .post_processors import PAGE
-from .test_readme import ROOT, here
+from .test_readme import here
 
 PROMPT = [5, 9, 5, 9, 3]
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(), re.S | re.M)
@@ -86,17 +85,6 @@ def test_a_post_processor_that_raises_ends_only_its_request(client):
 def test_a_post_processor_that_bans_every_token_is_reported(client):
     with pytest.raises(ServerError, match="logits_post_processor_name must leave a token that may come next"):
         client.generate(PROMPT, 4, logits_post_processor_name="ban_all")
-
-
-@pytest.mark.parametrize(
-    "command", [text for kind, text in BLOCKS if kind == "bash" and "scripts/" not in text]
-)
-def test_a_command_of_the_post_processors_page_works(exact_server, command):
-    done = subprocess.run(
-        ["bash", "-c", here(command, exact_server)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() and '"error"' not in done.stdout  # the word may be in a sampled text
 
 
 def test_the_programs_of_the_post_processors_page_run(exact_server):

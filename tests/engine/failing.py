@@ -19,7 +19,7 @@ from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine, RowOutputs
 from inflight.errors import StepFailed
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 
 class Fault(Exception):

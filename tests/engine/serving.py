@@ -23,7 +23,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
 from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, LogitsPostProcessors
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 CHUNK_TOKENS = 32
 WAYS = {

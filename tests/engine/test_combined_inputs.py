@@ -19,7 +19,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 from tests.engine.kernels import DEFAULT, TORCH
 from tests.engine.serving import Served, config_of
 from tests.engine.tables import TableOracle, make_table, with_table

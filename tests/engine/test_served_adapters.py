@@ -32,7 +32,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import AdapterLoad
 from inflight.core.scheduler import Scheduler
 from inflight.engine import capacity
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 from tests.engine.kernels import DEFAULT, TORCH, by_default_and
 from tests.engine.lora import Adapter, make_adapter, stored
 from tests.engine.ranks import TOPOLOGIES, assert_same_result, ranks

@@ -16,12 +16,11 @@ from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.request.request import Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
+from inflight.testing.simulation.drawn_requests import draw_tokens
+from inflight.testing.simulation.queue_oracle import cost_of
+from inflight.testing.simulation.scenario import Scenario
+from inflight.testing.simulation.simulated_server import SimulatedServer
 from tests.tiers import with_all
-
-from .drawn_requests import draw_tokens
-from .queue_oracle import cost_of
-from .scenario import Scenario
-from .simulated_server import SimulatedServer
 
 VOCAB_SIZE = 50
 

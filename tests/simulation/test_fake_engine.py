@@ -30,7 +30,7 @@ from inflight.testing.fake_model import (
     expected_tokens,
     log_softmax,
 )
-from tests.core.factories import make_adapter, make_table
+from inflight.testing.small_inputs import make_adapter, make_table
 
 VOCAB_SIZE = 31
 ADAPTER, TABLE = make_adapter(rank=10), make_table()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiers import with_all
-
-from .faults import FAULTS, FAULTS_OF_PIPELINES
-from .faults_of_adapters import pages_taken_before_their_turn
-from .faults_of_states import FAULTS_OF_STATES, snapshot_found_before_its_batch_is_back
-from .scenario import (
+from inflight.testing.simulation.scenario import (
     Scenario,
     draw,
     draw_with_a_bad_device,
     draw_with_everybody_leaving,
     draw_with_failing_rows,
 )
-from .simulated_server import run
+from inflight.testing.simulation.simulated_server import run
+from tests.tiers import with_all
+
+from .faults import FAULTS, FAULTS_OF_PIPELINES
+from .faults_of_adapters import pages_taken_before_their_turn
+from .faults_of_states import FAULTS_OF_STATES, snapshot_found_before_its_batch_is_back
 
 SEEDS = range(200)
 DETECTED_LATE = (pages_taken_before_their_turn, snapshot_found_before_its_batch_is_back)

@@ -18,13 +18,12 @@ from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRet
 from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits
-from tests.core.factories import make_table
+from inflight.testing.simulation.drawn_requests import draw_tokens
+from inflight.testing.simulation.outcome import RunOutcome
+from inflight.testing.simulation.scenario import Scenario
+from inflight.testing.simulation.simulated_server import SimulatedServer, run
+from inflight.testing.small_inputs import make_table
 from tests.tiers import with_all
-
-from .drawn_requests import draw_tokens
-from .outcome import Outcome
-from .scenario import Scenario
-from .simulated_server import SimulatedServer, run
 
 VOCAB_SIZE = 5000
 """Size of the vocabulary, large enough that no generated text equals a prompt."""
@@ -120,7 +119,7 @@ PROMPT = tuple(range(100, 100 + 6 * SIZE + 1))  # six full blocks and a token
 OTHER = tuple(range(300, 300 + 3 * SIZE + 1))  # three full blocks and a token
 
 
-def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> Outcome:
+def run_one_after_another(num_blocks: int, *requests: Request, gap: int = 10) -> RunOutcome:
     """Run requests of which each arrives long after the previous one has ended."""
     config = SchedulingConfig(max_num_tokens=64)
     arrivals = {gap * place: (request,) for place, request in enumerate(requests)}

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from inflight.engine.tensorrt.row_residency import RowResidency
+from inflight.testing.simulation import simulated_server
+from inflight.testing.simulation.rows_device import RowsDevice
+from inflight.testing.simulation.scenario import (
+    Scenario,
+    draw,
+    draw_with_a_bad_device,
+    draw_with_failing_rows,
+)
+from inflight.testing.simulation.simulated_server import run
 from tests.tiers import examples, with_all
-
-from . import simulated_server
-from .rows_device import RowsDevice
-from .scenario import Scenario, draw, draw_with_a_bad_device, draw_with_failing_rows
-from .simulated_server import run
 
 SEEDS = range(examples(fast=100, all=200))
 

@@ -27,13 +27,12 @@ from inflight.core.schedule.running import Running
 from inflight.core.scheduler import Scheduler
 from inflight.errors import StepFailed, Unavailable
 from inflight.testing.fake_engine import FakeEngine
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.endings import check_endings
+from inflight.testing.simulation.host_cache import HostCache, with_adapters
+from inflight.testing.simulation.integrity import check_integrity
+from inflight.testing.simulation.outcome import RunOutcome
+from inflight.testing.simulation.scenario import Breakdowns, Scenario, draw, time_of_answer
 from tests.tiers import examples, with_all
-
-from .endings import check_endings
-from .host_cache import HostCache, with_adapters
-from .outcome import Outcome
-from .scenario import Breakdowns, Scenario, draw, time_of_answer
 
 CORE = str(Path(inflight.core.__file__).parent)
 MAX_ITERATIONS = 3000
@@ -95,14 +94,14 @@ class Run:
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.config, scenario.limits)
         self._adapters = HostCache(scenario.seed)
-        self.outcome = Outcome(adapters=self._adapters.given, without_adapter=self._adapters.failed)
+        self.outcome = RunOutcome(adapters=self._adapters.given, without_adapter=self._adapters.failed)
         self.num_faults = self.num_crowded = 0
         self._lines = lines
         self._engine = FakeEngine(scenario.limits)
         self._in_flight: deque[tuple[Any, Any]] = deque()
         self._lone: set[int] = set()
 
-    def to_the_end(self) -> Outcome:
+    def to_the_end(self) -> RunOutcome:
         """Run to the end, with checks in every iteration and at the end."""
         iteration = 0
         while iteration <= self.scenario.last_event or self.scheduler.num_active or self._in_flight:

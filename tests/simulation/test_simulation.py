@@ -10,24 +10,27 @@ import pytest
 from inflight.config import CapacityPolicy
 from inflight.core.request.response import SequenceResult, merge_responses
 from inflight.core.request.stop import FinishReason
-from tests.tiers import examples, with_all
-
-from .outcome import Outcome
-from .scenario import (
+from inflight.testing.simulation.outcome import RunOutcome
+from inflight.testing.simulation.scenario import (
     Breakdowns,
     Scenario,
     draw,
     draw_with_a_bad_device,
     draw_with_everybody_leaving,
     draw_with_failing_rows,
+    one_in_flight,
+    three_stages,
+    two_in_flight,
+    two_stages,
 )
-from .simulated_server import run
+from inflight.testing.simulation.simulated_server import run
+from tests.tiers import examples, with_all
 
 SEEDS = with_all([range(150), range(150, 1000)], [range(150)])
 PIPELINED_SEEDS = with_all([range(75), range(75, 500)], [range(75)])
 NUM_OF_A_KIND = examples(fast=50, all=100)
 """Number of seeds of a test."""
-Outcomes = list[tuple[CapacityPolicy, Outcome]]
+Outcomes = list[tuple[CapacityPolicy, RunOutcome]]
 
 
 @pytest.fixture(scope="module", params=SEEDS, ids=str)
@@ -49,29 +52,10 @@ def pipelined_outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return [_outcome(draw(seed).pipelined(2 + seed % 2)) for seed in request.param]
 
 
-def _outcome(scenario: Scenario) -> tuple[CapacityPolicy, Outcome]:
+def _outcome(scenario: Scenario) -> tuple[CapacityPolicy, RunOutcome]:
     outcome = run(scenario)
     outcome.responses.clear()
     return scenario.config.policy, outcome
-
-
-def one_in_flight(scenario: Scenario) -> Scenario:
-    return scenario.in_turn()
-
-
-def two_in_flight(scenario: Scenario) -> Scenario:
-    """Return the scenario with two batches in flight. With every other seed, its requests never need the
-    host."""
-    ahead = scenario.ahead()
-    return ahead.without_host_waits() if scenario.seed % 2 else ahead
-
-
-def two_stages(scenario: Scenario) -> Scenario:
-    return scenario.pipelined(2)
-
-
-def three_stages(scenario: Scenario) -> Scenario:
-    return scenario.pipelined(3)
 
 
 def test_every_seed_gives_each_request_its_result_alone(outcomes, seeds):
@@ -151,7 +135,7 @@ def test_the_seeds_cover_every_situation(outcomes, seeds):
     """Pauses, chunks, copies and rejected drafts must occur in the runs."""
     often, seldom = len(seeds) // 8, len(seeds) // 12
 
-    def count(reached: Callable[[Outcome], object]) -> int:
+    def count(reached: Callable[[RunOutcome], object]) -> int:
         return sum(bool(reached(outcome)) for _, outcome in outcomes)
 
     assert count(lambda outcome: outcome.num_pauses) > seldom

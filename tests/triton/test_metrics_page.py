@@ -28,7 +28,8 @@ def test_the_queries_use_existing_metrics() -> None:
     text = PAGE.read_text(encoding="utf-8")
     asked = {
         name
-        for query in re.findall(r"```\n(.*?)```", text, re.S)
+        for language, query in re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
+        if not language
         for name in re.findall(r"inflight_\w+", query)
     }
     names = {family.name for family in FAMILIES}

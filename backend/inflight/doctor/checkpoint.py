@@ -226,7 +226,7 @@ def _mend(reason: str) -> str:
         return 'write it in smaller files: save_pretrained(B, max_shard_size="5GB") of transformers'
     if "cannot be read" in reason or "does not exist" in reason or "missing" in reason:
         return "download the checkpoint again: files are missing or damaged"
-    return "take a checkpoint of a supported family (README.md lists them), or fix what the message says"
+    return "take a checkpoint of a supported family (docs/models.md lists them), or fix what the message says"
 
 
 def _check_path(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -26,7 +27,9 @@ class _OpenVino(System):
         scheduler.max_num_seqs = max(64, setting.max_together)
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
-        properties = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": setting.threads}
+        # oneDNN restricted to AVX2 has no products of bfloat16, and OpenVINO does not notice.
+        precision = "f32" if os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2" else "bf16"
+        properties = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": setting.threads}
         self._pipeline = ContinuousBatchingPipeline(setting.model, scheduler, "CPU", properties)
         self.kv_cache = KvCache(scheduler.num_kv_blocks * _TOKENS_PER_BLOCK, _KV_VALUE_BYTES)
         self._num_submitted = 0

@@ -85,7 +85,8 @@ class RowsDevice(SimulatedDevice):
         """Compute a token like the base class, but read the slot's row instead of blocks."""
         slot = next(slot for slot, held in self._slots.items() if held is row)
         position, size = row.num_tokens, self.limits.tokens_per_block
-        held = [digest for block_id in row.block_table for digest in self._cache[block_id]]
+        block_ids: list[int] = row.block_table
+        held = [digest for block_id in block_ids for digest in self._cache[block_id]]
         assert self._rows[slot][:position] == held[:position], "the row is not what its blocks are"
         digest = super()._run_token(row, token_id)
         assert self._cache[row.block_table[position // size]][position % size] == digest

@@ -1,9 +1,11 @@
 """Oracle of the number of sequences that an iteration ends because of stops, deadlines and events."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from inflight.config import SchedulingConfig
@@ -22,7 +24,7 @@ class EndingsOracle:
         self._most = config.sequences_per_iteration
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> Generator[None, None, None]:
         """Check that `accept` ends a bounded number of sequences, among them the first pending one."""
         before = [sequence for sequence in sequences_of(self._scheduler) if not _has_ended(sequence)]
         pending = self._scheduler._to_end._queue

@@ -1,5 +1,7 @@
 """Compare a scheduler's metrics, statistics and state with its observed work."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import re
@@ -14,7 +16,7 @@ from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 
-from .blame import Flight
+from .blame import BatchInFlight
 from .cache_oracle import CacheOracle
 from .queue_oracle import QueueOracle, sequences_of
 from .scenario import Scenario
@@ -63,7 +65,7 @@ class Accounts:
         """Count paused sequences."""
         self.num_pauses += num_paused
 
-    def updates(self, flight: Flight, live: Iterable[LlmRequest]) -> None:
+    def updates(self, flight: BatchInFlight, live: Iterable[LlmRequest]) -> None:
         """Count the `live` rows of a batch that is about to come back."""
         sampled = set(flight.batch.sampled_slots())
         for llm_request in live:

@@ -42,8 +42,8 @@ class Breakdowns:
 
     transient: frozenset[int] = frozenset()
     unusable: frozenset[int] = frozenset()
-    faulty: Mapping[int, int] = field(default_factory=dict)
-    failing_rows: Mapping[int, int] = field(default_factory=dict)
+    faulty: Mapping[int, int] = field(default_factory=dict[int, int])
+    failing_rows: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def __bool__(self) -> bool:
         return bool(self.transient or self.unusable or self.faulty or self.failing_rows)
@@ -168,6 +168,28 @@ def draw_with_everybody_leaving(seed: int) -> Scenario:
     stops = tuple(StopSignal(request_id, StopReason.CANCELLED) for request_id in scenario.requests)
     config = replace(scenario.config, sequences_per_iteration=rng.randint(1, 3))
     return replace(scenario, config=config, stops={**scenario.stops, at: stops})
+
+
+def one_in_flight(scenario: Scenario) -> Scenario:
+    """Return the scenario with one batch in flight."""
+    return scenario.in_turn()
+
+
+def two_in_flight(scenario: Scenario) -> Scenario:
+    """Return the scenario with two batches in flight. With every other seed, its requests never need the
+    host."""
+    ahead = scenario.ahead()
+    return ahead.without_host_waits() if scenario.seed % 2 else ahead
+
+
+def two_stages(scenario: Scenario) -> Scenario:
+    """Return the scenario for a device of two pipeline stages."""
+    return scenario.pipelined(2)
+
+
+def three_stages(scenario: Scenario) -> Scenario:
+    """Return the scenario for a device of three pipeline stages."""
+    return scenario.pipelined(3)
 
 
 def _without_host(request: Request) -> Request:

@@ -10,14 +10,14 @@ from inflight.core.request.stop import FINISH_REASON_OF_STOP, FinishReason
 from inflight.errors import InvalidArgument, Unavailable
 
 from .alone import Expected, compare_context, compare_outputs, search_alone, sequence_alone
-from .outcome import Outcome
+from .outcome import RunOutcome
 from .scenario import Scenario, time_of
 
 _MS = 1_000_000
 ENDED_FROM_OUTSIDE = frozenset(FINISH_REASON_OF_STOP.values())
 
 
-def check_endings(scenario: Scenario, outcome: Outcome) -> None:
+def check_endings(scenario: Scenario, outcome: RunOutcome) -> None:
     """Check every request's responses and their times."""
     requests = scenario.requests
     assert outcome.responses.keys() == requests.keys()
@@ -33,7 +33,7 @@ def check_endings(scenario: Scenario, outcome: Outcome) -> None:
     _check_deadlines(scenario, outcome)
 
 
-def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
+def _check_error(scenario: Scenario, outcome: RunOutcome, last: Response) -> None:
     """Check that only invalid, refused, adapterless and convicted requests got errors."""
     if last.request_id in scenario.invalid:
         assert isinstance(last.error, InvalidArgument)
@@ -47,7 +47,7 @@ def _check_error(scenario: Scenario, outcome: Outcome, last: Response) -> None:
 
 
 def _check_results(
-    scenario: Scenario, outcome: Outcome, request: Request, index: int, responses: list[Response]
+    scenario: Scenario, outcome: RunOutcome, request: Request, index: int, responses: list[Response]
 ) -> None:
     results = [response.result for response in responses if response.result]
     has_failed = outcome.responses[request.request_id][-1].error is not None
@@ -135,7 +135,7 @@ def _have_sums(step: list[Expected], sums: Sequence[float]) -> bool:
     return all(abs(total - beam.cum_log_prob) < 1e-9 for total, beam in zip(sums, step, strict=True))
 
 
-def _check_metrics(outcome: Outcome, request: Request, final: SequenceResult) -> None:
+def _check_metrics(outcome: RunOutcome, request: Request, final: SequenceResult) -> None:
     metrics = final.perf_metrics
     assert (metrics is not None) == request.output.return_perf_metrics
     if metrics is None or not final.is_sequence_final:
@@ -188,7 +188,7 @@ def _patience(scenario: Scenario) -> int:
     return 2 * max(0, scenario.depth - 2) + num_sequences * is_divided
 
 
-def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
+def _check_stops(scenario: Scenario, outcome: RunOutcome) -> None:
     """Check that no stopped request is left after that iteration."""
     for iteration, signals in scenario.stops.items():
         for signal in signals:
@@ -200,7 +200,7 @@ def _check_stops(scenario: Scenario, outcome: Outcome) -> None:
             assert ended <= iteration + _patience(scenario), "a stop was not heeded at once"
 
 
-def _check_deadlines(scenario: Scenario, outcome: Outcome) -> None:
+def _check_deadlines(scenario: Scenario, outcome: RunOutcome) -> None:
     """Check that no request stays beyond its deadline or is ended before it."""
     for request in scenario.requests.values():
         latest = _deadline_of(scenario, request)

@@ -1,7 +1,9 @@
-"""Invariants of the core's records: checks for tests, which read private state.
+"""Invariants of the core's records: checks that read private state.
 
 `check_integrity` raises AssertionError unless the records of a scheduler, or of one of its parts, agree.
 """
+
+# pyright: reportPrivateUsage=false
 
 from __future__ import annotations
 

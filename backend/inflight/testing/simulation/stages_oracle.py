@@ -10,7 +10,7 @@ from inflight.core.request.request import Request
 from inflight.core.schedule.batch import EngineLimits
 from inflight.core.scheduler import Scheduler
 
-from .blame import Flight
+from .blame import BatchInFlight
 
 
 class StagesOracle:
@@ -22,7 +22,7 @@ class StagesOracle:
         self._overlaps_iterations = limits.overlaps_iterations
         self._num_batches = 0
 
-    def check(self, flight: Flight, ahead: Sequence[Flight]) -> None:
+    def check(self, flight: BatchInFlight, ahead: Sequence[BatchInFlight]) -> None:
         """Check a new batch against the batches in flight."""
         assert flight.batch.micro_batch_id == self._num_batches % self._num_stages
         self._num_batches += 1
@@ -42,7 +42,7 @@ class StagesOracle:
             "the other stages have too little work"
         )
 
-    def _check_overlap(self, flight: Flight, ahead: Sequence[Flight]) -> None:
+    def _check_overlap(self, flight: BatchInFlight, ahead: Sequence[BatchInFlight]) -> None:
         """Check that it samples on the device if any row can continue, else is back before the next batch."""
         sampled = _sampled(flight)
         goes_on = not sampled or any(not waits_for_host(r.request) for r in sampled)
@@ -55,7 +55,7 @@ class StagesOracle:
             )
 
 
-def _sampled(flight: Flight) -> list[LlmRequest]:
+def _sampled(flight: BatchInFlight) -> list[LlmRequest]:
     """Return the sequences that get a token."""
     slots = set(flight.batch.sampled_slots())
     return [r for r in flight.rows if slots.intersection(r.slots)]
@@ -69,7 +69,7 @@ def waits_for_host(request: Request) -> bool:
     return bool(sampling.beam_width > 1 or sampling.repetition_penalty != 1.0 or describes or guesses)
 
 
-def _generating(flight: Flight) -> list[LlmRequest]:
+def _generating(flight: BatchInFlight) -> list[LlmRequest]:
     """Return the sequences with a row in generation."""
     batch = flight.batch
     slots = {*batch.generation_slots, *(chunk.slot for chunk in batch.context if chunk.is_generation)}

@@ -5,6 +5,8 @@ sequence before it in the order must have a reason for its delay; and when admis
 the order must lack slots or blocks. Quadratic in the number of requests, and made of plain lists.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections import Counter
@@ -134,7 +136,7 @@ class QueueOracle:
         waiting += [
             request for request in self._held.values() if self._scheduler.is_active(request.request_id)
         ]
-        refused = set()
+        refused: set[int] = set()
         for request in requests:
             ahead = [other for other in waiting if other.priority >= request.priority]
             count = sum(other.sampling.num_sequences for other in (*ahead, request))

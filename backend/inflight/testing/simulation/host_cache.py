@@ -3,6 +3,8 @@
 The result for a request depends only on the seed and its id, so that it is the same in every kind of run.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import random
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, LoraRequest, StoredAdapter
 from inflight.core.request.request import IterationInput
 from inflight.errors import InvalidArgument, StepFailed
-from tests.core.factories import make_adapter
+from inflight.testing.small_inputs import make_adapter
 
 NUM_TASKS = 5
 MAX_RANKS = 8

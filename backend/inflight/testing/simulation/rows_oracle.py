@@ -3,6 +3,8 @@
 No sequence is left out while there are rows for it, and the order is kept.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -102,7 +104,7 @@ class RowsOracle:
         return llm_request.context_length + llm_request.draft_length <= self._config.max_num_tokens
 
     def _one_after_another(self, contexts: list[LlmRequest], budget: int) -> dict[int, int]:
-        granted = {}
+        granted: dict[int, int] = {}
         for llm_request in contexts:
             count = 0
             for piece in self._pieces(llm_request):

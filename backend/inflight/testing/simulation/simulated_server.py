@@ -5,11 +5,13 @@
 (`blame`) and reports (`accounts`); at the end every request must have the same result as alone (`endings`).
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from inflight.core.request.llm_request import LlmRequest
@@ -17,16 +19,16 @@ from inflight.core.request.request import IterationInput
 from inflight.core.request.response import Response
 from inflight.core.scheduler import Scheduler
 from inflight.errors import InflightError, StepFailed
-from tests.core.integrity import check_integrity
+from inflight.testing.simulation.integrity import check_integrity
 
 from .accounts import Accounts
-from .blame import Blame, Flight
+from .blame import BatchInFlight, Blame
 from .cache_oracle import CacheOracle
 from .device import Breakdown, SimulatedDevice
 from .endings import check_endings
 from .endings_oracle import EndingsOracle
 from .host_cache import HostCache, with_adapters
-from .outcome import Outcome
+from .outcome import RunOutcome
 from .queue_oracle import QueueOracle
 from .rows_oracle import RowsOracle
 from .scenario import Scenario, time_of_answer
@@ -36,8 +38,8 @@ from .state_oracle import StateOracle
 _MAX_ITERATIONS = 3000
 
 
-def run(scenario: Scenario) -> Outcome:
-    """Run to the end; AssertionError on any broken promise."""
+def run(scenario: Scenario) -> RunOutcome:
+    """Run a scenario to its end. Raises AssertionError if an oracle finds a fault."""
     server = SimulatedServer(scenario)
     while not server.is_done:
         server.step()
@@ -50,7 +52,7 @@ class SimulatedServer:
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.outcome = Outcome()
+        self.outcome = RunOutcome()
         self.scheduler = Scheduler(scenario.config, scenario.limits)
         self.adapters = HostCache(scenario.seed)
         self.outcome.adapters, self.outcome.without_adapter = self.adapters.given, self.adapters.failed
@@ -65,7 +67,7 @@ class SimulatedServer:
         self.blame = Blame(scenario)
         self.turns = EndingsOracle(self.scheduler, scenario.config)
         self._device = SimulatedDevice(scenario.limits, scenario.seed)
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[BatchInFlight] = deque()
         self._iteration = 0
         self._rng = random.Random(scenario.seed)
 
@@ -93,7 +95,7 @@ class SimulatedServer:
             assert flight is None, "there is nobody to run"
         self._iteration += 1
 
-    def _check_iteration(self, flight: Flight | None) -> None:
+    def _check_iteration(self, flight: BatchInFlight | None) -> None:
         if self._rng.random() < 0.3:  # a broken invariant stays broken
             check_integrity(self.scheduler)
         batch, rows = (flight.batch, flight.rows) if flight else (None, ())
@@ -140,7 +142,7 @@ class SimulatedServer:
         self.queue.accepted([r for r in valid if r.request_id not in refused], inputs.adapters.events)
         self._answered(responses)
 
-    def _schedule(self) -> Flight | None:
+    def _schedule(self) -> BatchInFlight | None:
         before = [(r, r.num_scheduled_tokens) for r in self.scheduler.running_sequences]
         batch = self.scheduler.schedule()
         running = self.scheduler.running_sequences
@@ -152,7 +154,7 @@ class SimulatedServer:
         self.cache.scheduled(batch, started)
         slots = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
         rows = tuple({owners[slot].key: owners[slot] for slot in slots}.values())
-        flight = Flight(batch, rows, started)
+        flight = BatchInFlight(batch, rows, started)
         self.blame.take_off(flight, ahead=self._in_flight)
         self._run(flight)
         self._in_flight.append(flight)
@@ -176,7 +178,7 @@ class SimulatedServer:
                 ranks = [(one.request.priority, -at) for one, at in ((victim, place), (other, other_place))]
                 assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
 
-    def _run(self, flight: Flight) -> None:
+    def _run(self, flight: BatchInFlight) -> None:
         may_be_late = self.scenario.is_pipelined or flight.batch.samples_on_device
         is_early = flight.planned_error and not (may_be_late and self._device.breaks_down_late())
         with _failures_kept(flight):
@@ -184,7 +186,7 @@ class SimulatedServer:
                 self._device.break_down(flight.batch)
             flight.logits = self._device.begin(flight.batch, flight.is_behind_failure)
 
-    def _decode(self, flight: Flight) -> None:
+    def _decode(self, flight: BatchInFlight) -> None:
         if flight.outcome is not None:
             return
         assert flight.logits is not None
@@ -193,7 +195,7 @@ class SimulatedServer:
                 self._device.break_down_late(flight.batch, flight.logits)
             flight.outcome = self._device.decode(flight.batch, flight.logits)
 
-    def _come_back(self, flight: Flight) -> None:
+    def _come_back(self, flight: BatchInFlight) -> None:
         self._decode(flight)
         if isinstance(flight.outcome, InflightError):
             self._fail(flight, flight.outcome)
@@ -211,7 +213,7 @@ class SimulatedServer:
         self.cache.updated(live)
         self._answered(responses)
 
-    def _fail(self, flight: Flight, error: InflightError) -> None:
+    def _fail(self, flight: BatchInFlight, error: InflightError) -> None:
         convicted = self.blame.failed(flight, behind=self._in_flight)
         # The contents of a faulty request's blocks may be the cause: no request may reuse them.
         self.cache.is_complete &= not convicted
@@ -234,7 +236,7 @@ class SimulatedServer:
 
     # ---------------------------------------------------------------- checks of batches
 
-    def _check_batch(self, flight: Flight) -> None:
+    def _check_batch(self, flight: BatchInFlight) -> None:
         batch, outcome = flight.batch, self.outcome
         assert 0 < batch.num_tokens <= self.scenario.config.max_num_tokens
         for chunk in batch.context:
@@ -247,7 +249,7 @@ class SimulatedServer:
 
 
 @contextmanager
-def _failures_kept(flight: Flight) -> Iterator[None]:
+def _failures_kept(flight: BatchInFlight) -> Generator[None, None, None]:
     """Turn failures that were planted, or that are allowed, into the flight's result."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Outcome of a run: its responses, and counters of the situations that runs are meant to reach."""
+"""The outcome of a run: its responses, and counters of the situations that runs are meant to reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """Filled in while a scenario runs.
 
     Attributes:
@@ -43,19 +43,19 @@ class Outcome:
         num_divided_endings: Iterations that left pending endings for the next one.
     """
 
-    responses: dict[int, list[Response]] = field(default_factory=dict)
-    errors: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[FinishReason] = field(default_factory=Counter)
-    final_iterations: dict[int, int] = field(default_factory=dict)
-    sequence_ends: dict[tuple[int, int], int] = field(default_factory=dict)
-    refused: set[int] = field(default_factory=set)
-    adapters: Mapping[int, bytes] = field(default_factory=dict)
-    without_adapter: Mapping[int, str] = field(default_factory=dict)
-    convicted: set[int] = field(default_factory=set)
-    started: list[tuple[int, int]] = field(default_factory=list)
-    reused: Counter[tuple[int, int]] = field(default_factory=Counter)
-    missed: Counter[tuple[int, int]] = field(default_factory=Counter)
-    copied: Counter[tuple[int, int]] = field(default_factory=Counter)
+    responses: dict[int, list[Response]] = field(default_factory=dict[int, list[Response]])
+    errors: Counter[str] = field(default_factory=Counter[str])
+    reasons: Counter[FinishReason] = field(default_factory=Counter[FinishReason])
+    final_iterations: dict[int, int] = field(default_factory=dict[int, int])
+    sequence_ends: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    refused: set[int] = field(default_factory=set[int])
+    adapters: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    without_adapter: Mapping[int, str] = field(default_factory=dict[int, str])
+    convicted: set[int] = field(default_factory=set[int])
+    started: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    reused: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
+    missed: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
+    copied: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
     num_iterations: int = 0
     num_failed_iterations: int = 0
     num_pauses: int = 0

@@ -24,7 +24,7 @@ FAILED_ROW = StepFailed("the row")
 
 
 @dataclass
-class Flight:
+class BatchInFlight:
     """A batch on its way through the device.
 
     Attributes:
@@ -46,7 +46,7 @@ class Flight:
     is_spoiled: bool = False
     logits: FakeLogits | None = None
     outcome: ModelOutput | InflightError | None = None
-    void: set[int] = field(default_factory=set)
+    void: set[int] = field(default_factory=set[int])
 
     @property
     def has_failed(self) -> bool:
@@ -90,7 +90,7 @@ class Blame:
         self._culprits: set[int] = set()
         self._most_suspects = 1
 
-    def take_off(self, flight: Flight, ahead: Iterable[Flight]) -> None:
+    def take_off(self, flight: BatchInFlight, ahead: Iterable[BatchInFlight]) -> None:
         """Record a batch that is about to run after the others in flight."""
         breakdowns, batch = self._scenario.breakdowns, flight.batch
         failed = [each for each in ahead if each.may_fail]
@@ -108,7 +108,7 @@ class Blame:
             self._culprits |= culprits
             self._num_by_chance += not culprits
 
-    def failed(self, flight: Flight, behind: Iterable[Flight]) -> set[int]:
+    def failed(self, flight: BatchInFlight, behind: Iterable[BatchInFlight]) -> set[int]:
         """Record a batch that is about to come back as an error; return the requests that must end."""
         self.num_failed += 1
         for other in behind:
@@ -123,7 +123,7 @@ class Blame:
         self.convicted |= requests
         return requests
 
-    def fail_rows(self, flight: Flight) -> list[LlmRequest]:
+    def fail_rows(self, flight: BatchInFlight) -> list[LlmRequest]:
         """Make the rows fail that the scenario plans to fail alone, in a batch that is about to come back.
 
         Returns the sequences that get the device's output; of a request with a failed row, those before it.

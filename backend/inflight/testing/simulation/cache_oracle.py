@@ -16,6 +16,9 @@ from inflight.core.request.llm_request import LlmRequest, RequestState
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
 
+_Prefix = tuple[Hashable, tuple[int, ...], tuple[int, ...]]
+"""Key of the beginning before a block, and the tokens and extra ids in it."""
+
 
 class CacheOracle:
     """Oracle of computed and reused blocks.
@@ -41,7 +44,7 @@ class CacheOracle:
         self._scheduler = scheduler
         self._shares_all = config.enable_kv_cache_reuse
         self._size = scheduler.kv_cache.tokens_per_block
-        self._numbers: dict[Hashable, int] = {}  # one for every prefix seen so far
+        self._numbers: dict[_Prefix, int] = {}  # one for every prefix seen so far
         self._known: set[int] = set()
         self._chains: dict[int, list[int]] = {}  # prefix numbers of all full blocks, by sequence key
         self._num_promised: dict[int, int] = {}  # promised blocks by sequence key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
@@ -11,9 +12,11 @@ from inflight.core.request.adapter import LoraRequest, PromptTable
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import Conditions, expected_tokens
-from tests.core.factories import make_table
+from inflight.testing.small_inputs import make_table
 
 from .host_cache import NUM_TASKS, digest_of
+
+_T = TypeVar("_T")
 
 _TABLES = (None, make_table(b"one table"), make_table(b"another table"))
 _EXTRA_IDS = (0, 7, 8)
@@ -48,7 +51,7 @@ class Habits:
 def draw_habits(rng: random.Random) -> Habits:
     """Draw settings; each kind of variety occurs in some scenarios only, so that all mixtures occur."""
 
-    def sometimes(values: tuple) -> tuple:
+    def sometimes(values: tuple[_T, ...]) -> tuple[_T, ...]:
         return values if rng.random() < 0.4 else values[:1]
 
     return Habits(

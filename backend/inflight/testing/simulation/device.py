@@ -10,23 +10,26 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from enum import Enum, auto
+from typing import TypeVar
 
 from inflight.core.schedule.batch import EngineLimits, ScheduledBatch
 from inflight.testing.fake_engine import FakeEngine, FakeLogits
+
+_T = TypeVar("_T")
 
 
 class Breakdown(Exception):
     """The device failed on request."""
 
 
-class _Breakdown(Enum):
+class _FailureStage(Enum):
     HEARD_NOTHING = auto()
     HEARD_SOME = auto()
     COMPUTED = auto()
     CARRIES_ON = auto()
 
 
-_COMPUTED = (_Breakdown.COMPUTED, _Breakdown.CARRIES_ON)
+_COMPUTED = (_FailureStage.COMPUTED, _FailureStage.CARRIES_ON)
 _LATE = 0.4  # share of failures that are raised in `decode`, if it chooses the tokens
 
 
@@ -69,22 +72,22 @@ class SimulatedDevice(FakeEngine):
     def break_down(self, batch: ScheduledBatch) -> None:
         """Raise, somewhere in an iteration."""
         self._unheard.update(batch.released_slots)
-        kind = self._rng.choice([_Breakdown.HEARD_NOTHING, _Breakdown.HEARD_SOME, *_COMPUTED])
+        kind = self._rng.choice([_FailureStage.HEARD_NOTHING, _FailureStage.HEARD_SOME, *_COMPUTED])
         with self._forgotten_on_failure(batch, batch.starts, batch.adapter_loads):
-            if kind is _Breakdown.HEARD_SOME:
+            if kind is _FailureStage.HEARD_SOME:
                 self._apply(self._some_of(batch))
             elif kind in _COMPUTED:
                 logits = self._forward(batch)
                 if self._rng.random() < 0.3:
                     self._decode(batch, logits)
-            if kind is not _Breakdown.CARRIES_ON:
+            if kind is not _FailureStage.CARRIES_ON:
                 raise Breakdown
         raise Breakdown
 
     def _some_of(self, batch: ScheduledBatch) -> ScheduledBatch:
         """Return the batch with a part of its deltas."""
 
-        def some(values: tuple) -> tuple:
+        def some(values: tuple[_T, ...]) -> tuple[_T, ...]:
             return values[: self._rng.randint(0, len(values))]
 
         return replace(

@@ -1,0 +1,136 @@
+"""Search random seeds for a fault of the scheduler: `inflight simulate [--minutes N] [--seed S]`.
+
+Every seed makes scenarios of requests, stops and failures of the device. Each is run on four kinds of device,
+with and without recurrent states, and every request must get the result that it gets alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import count, product
+
+from inflight.arguments import Parser, program_name
+
+from .scenario import (
+    Scenario,
+    draw,
+    draw_with_a_bad_device,
+    draw_with_everybody_leaving,
+    draw_with_failing_rows,
+    one_in_flight,
+    three_stages,
+    time_of,
+    two_in_flight,
+    two_stages,
+)
+from .simulated_server import run
+
+_DRAWS = {
+    "usual": draw,
+    "a bad device": draw_with_a_bad_device,
+    "failing rows": draw_with_failing_rows,
+    "everybody leaves": draw_with_everybody_leaving,
+}
+_DEVICES = {
+    "one batch in flight": one_in_flight,
+    "two batches in flight": two_in_flight,
+    "two stages": two_stages,
+    "three stages": three_stages,
+}
+_MAX_SEED = 2**32
+_REPORT_EVERY_S = 10.0
+_NS_PER_HOUR = 3600 * 10**9
+_MAX_SHOWN = 20  # failures
+
+
+def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], Scenario]]]:
+    """Yield the name of each scenario of a seed, and a function that makes it."""
+    for draws, device, has_state in product(_DRAWS, _DEVICES, (False, True)):
+
+        def make(draws: str = draws, device: str = device, has_state: bool = has_state) -> Scenario:
+            scenario = _DEVICES[device](_DRAWS[draws](seed))
+            return scenario.with_state() if has_state else scenario
+
+        yield ", ".join([draws, device, *(["recurrent states"] if has_state else [])]), make
+
+
+class Search:
+    """Runs the scenarios of one seed after another, and counts them."""
+
+    def __init__(self) -> None:
+        self.num_seeds = self.num_runs = self.num_failed = 0
+        self._simulated_ns = 0
+        self._begun_s = time.monotonic()
+
+    def try_seed(self, seed: int) -> None:
+        """Run all scenarios of a seed; print those that fail, with the error's traceback for the first one."""
+        for name, make in scenarios(seed):
+            try:
+                self._simulated_ns += time_of(run(make()).num_iterations) - time_of(0)
+            except Exception as error:  # an oracle's AssertionError, or an error of the code under test
+                self.num_failed += 1
+                if self.num_failed == 1:
+                    traceback.print_exc()
+                if self.num_failed <= _MAX_SHOWN:
+                    _say(f"seed {seed} failed ({name}): {type(error).__name__}: {error}")
+            self.num_runs += 1
+        self.num_seeds += 1
+
+    def report(self) -> str:
+        """Return the counts so far, in one line."""
+        minutes = (time.monotonic() - self._begun_s) / 60
+        return (
+            f"seeds {self.num_seeds}, runs {self.num_runs}, failed runs {self.num_failed}, "
+            f"simulated hours {self._simulated_ns / _NS_PER_HOUR:.2f}, "
+            f"seeds a minute {self.num_seeds / minutes:.0f}"
+        )
+
+
+def main() -> int:
+    """Run the command line; return 1 if a scenario failed."""
+    parser = Parser(prog=program_name("scripts/simulate"), description=__doc__)
+    parser.add_argument("--minutes", type=float, metavar="N", help="end after N minutes; default: at Ctrl-C")
+    parser.add_argument("--seed", type=int, metavar="S", help="run this seed only, to repeat a failure")
+    options = parser.parse_args()
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: expected a number above 0")
+    if options.seed is not None and options.seed < 0:
+        parser.error(f"--seed {options.seed}: expected 0 or more")
+    if not __debug__:
+        parser.error("python -O removes the assertions that find faults: run it without -O")
+    search = Search()
+    with contextlib.suppress(KeyboardInterrupt):
+        _search(search, options.seed, options.minutes)
+    _say(search.report())
+    return 1 if search.num_failed else 0
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _search(search: Search, seed: int | None, minutes: float | None) -> None:
+    if seed is not None:
+        search.try_seed(seed)
+        return
+    first = random.SystemRandom().randrange(_MAX_SEED)
+    _say(f"seeds from {first} on; Ctrl-C ends the search")
+    begun_s = reported_s = time.monotonic()
+    for number in count(first):
+        search.try_seed(number)
+        now_s = time.monotonic()
+        if minutes is not None and now_s - begun_s >= 60 * minutes:
+            return
+        if now_s - reported_s >= _REPORT_EVERY_S:
+            _say(search.report())
+            reported_s = now_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""Adapters and prompt tables without content, for schedulers that run without a device."""
+
+from __future__ import annotations
+
+from inflight.core.request.adapter import LoraWeights, Matrix, PromptTable, RawBuffer, StoredAdapter
+
+
+def make_adapter(
+    handle: int = 1, rank: int = 8, task_id: int | None = None, version: int = 0
+) -> StoredAdapter:
+    """A stored adapter without weights; its digest differs for every handle and version."""
+    digest = handle.to_bytes(8, "big") + version.to_bytes(8, "big")
+    weights = LoraWeights(Matrix((0, 0), "float32", RawBuffer(b"")), ())
+    return StoredAdapter(handle, digest, handle if task_id is None else task_id, rank, weights)
+
+
+def make_table(digest: bytes = b"a table") -> PromptTable:
+    """A prompt table of one row, for models of hidden size 1."""
+    return PromptTable(Matrix((1, 1), "float32", RawBuffer(bytes(4))), digest)
