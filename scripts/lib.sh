@@ -166,7 +166,7 @@ explain_failure() {
       die "installing failed because a disk is full: $(basename "$VENV") takes 1.2 GB ($(room "$ROOT")), $temporary as much" \
         "while packages are unpacked ($(room "$temporary")); free space, or set TMPDIR to another folder" ;;
     *"connection broken by"* | *"Max retries exceeded"* | *"from versions: none"* | *"HTTP error"* | *"HTTPError"*)
-      index="${PIP_INDEX_URL:-$("$PYTHON" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}"
+      index="${PIP_INDEX_URL:-$("$PYTHON" -m pip config get global.index-url 2>/dev/null || echo PyPI)}"
       die "installing failed because the package registry $(sed 's|//[^/]*@|//|' <<<"$index") does not answer, or lacks a" \
         "package for this machine; check the network, set HTTPS_PROXY if it has a proxy, or PIP_INDEX_URL to a mirror" ;;
     *) die "installing failed; the messages above say why" ;;
