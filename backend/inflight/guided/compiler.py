@@ -43,7 +43,7 @@ _ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 class _Order(Enum):
-    """What the thread does other than compiling guides."""
+    """An order to the thread, other than to compile a guide."""
 
     PREPARE = "prepare"
     END = "end"
