@@ -36,7 +36,7 @@ from inflight.core.scheduler import Scheduler
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
 from inflight.guided.compiler import ChildCompiler, GuideBounds
-from inflight.guided.grammars import Grammars
+from inflight.guided.grammars import GrammarLibrary, Grammars
 from inflight.guided.make_backend import BACKENDS, make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from inflight.sampling import Sampler
@@ -84,7 +84,7 @@ def mask_milliseconds(
     begun = time.perf_counter()
     compiled = backend.compile(_GUIDE)
     figures["compile_ms"] = _milliseconds(time.perf_counter() - begun)
-    grammars = Grammars(backend, vocabulary)
+    grammars = Grammars(lambda: GrammarLibrary(backend, vocabulary))
     grammars.add(_GUIDE, compiled)
     rounds: list[dict[str, float]] = []
     for _ in range(num_rounds):
@@ -165,7 +165,8 @@ def gaps_milliseconds(folder: Path, num_slow: int, num_tokens: int) -> list[floa
 
     def make_grammars(vocab_size: int) -> Grammars:
         vocabulary = made_up_vocabulary(vocab_size)
-        found.append(Grammars(make_backend("llguidance", vocabulary), vocabulary))
+        library = GrammarLibrary(make_backend("llguidance", vocabulary), vocabulary)
+        found.append(Grammars(lambda: library))
         return found[0]
 
     engine = load_engine(

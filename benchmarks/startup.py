@@ -78,11 +78,7 @@ class Start:
 def main() -> None:
     """Measure, and print one line of JSON last."""
     given = _arguments()
-    command = [sys.executable, "-m", "inflight.server", "--model", str(given.model)]
-    command += ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--openai-port=0"]
-    command += ["--dtype", given.dtype] if given.dtype else []
-    for setting in given.set:
-        command += ["--set", setting]
+    command = _command(given)
     starts = []
     for _ in range(given.starts):
         with tempfile.TemporaryDirectory(prefix="inflight-bench-") as empty:
@@ -95,7 +91,18 @@ def main() -> None:
     print(json.dumps(_report(given, starts)))
 
 
-def _arguments() -> argparse.Namespace:
+def _command(given: argparse.Namespace) -> list[str]:
+    """Return the command that starts the server at any free ports."""
+    command = [sys.executable, "-m", "inflight.serve_command", "--model", str(given.model), "--openai-port=0"]
+    of_triton = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+    command += ["--no-triton"] if given.no_triton else of_triton
+    command += ["--dtype", given.dtype] if given.dtype else []
+    for setting in given.set:
+        command += ["--set", setting]
+    return command
+
+
+def _arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,10 +110,11 @@ def _arguments() -> argparse.Namespace:
     add("--model", type=Path, required=True, help="checkpoint folder")
     add("--dtype", help="default: the checkpoint's")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="as for scripts/serve")
+    add("--no-triton", action="store_true", help="as for scripts/serve")
     add("--starts", type=int, default=3, help="starts; figures are their medians (default: %(default)s)")
     add("--cold", action="store_true", help="empty the machine's page cache before each start")
     add("--compile", action="store_true", help="keep no compiled layers from one start to the next")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]:
@@ -120,6 +128,7 @@ def _report(given: argparse.Namespace, starts: list[Start]) -> dict[str, object]
             "model": given.model.resolve().name,
             "dtype": given.dtype,
             "set": given.set,
+            "triton": not given.no_triton,
             "cold": given.cold,
             "compile": given.compile,
             "cpu": cpu_name(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ import pytest
 from inflight.build import build_engine
 from inflight.config import EngineConfig
 from inflight.engine.cpu import library
-from inflight.errors import ConfigError
-from inflight.load_model import _begin_compiling, _check_same_names, load_model
+from inflight.errors import ConfigError, Unsupported
+from inflight.load_model import _begin_compiling, _check_same_names, _make_grammars, load_model
 from inflight.sampling import LogitsPostProcessors
+from tests.guided.test_at_random import DEMO_MODEL
 from tests.triton.factories import make_parameters
 
 NOTHING: list[tuple[str, bool]] = []
@@ -126,6 +128,33 @@ def test_all_ranks_have_post_processors_of_the_same_names(names: tuple[str, ...]
             assert f"this rank has {list(mine)}, and another rank has other names" in str(error)
             noticed += 1
     assert noticed == (0 if agrees else 1)
+
+
+# ---------------------------------------------------------------------- guides
+
+
+def test_a_tokenizer_is_read_when_guides_need_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A server is ready without it. A broken one only has guides refused, like a missing one."""
+    caplog.set_level("INFO")
+    assert _make_grammars(make_parameters(), str(tmp_path), None, 300) is None
+    assert "tokenizer.json does not exist" in caplog.text
+    (tmp_path / "tokenizer.json").write_text("{}")
+    grammars = _make_grammars(make_parameters(), str(tmp_path), None, 300)
+    assert grammars is not None
+    with pytest.raises(Unsupported, match="there is no tokenizer to follow guides with"):
+        grammars.library()
+    assert "tokenizer.json is not a tokenizer" in caplog.text
+    whole = _make_grammars(make_parameters(), str(DEMO_MODEL), None, 300)
+    assert whole is not None
+    assert len(whole.library().vocabulary.tokens) == 300
+
+
+def test_a_missing_grammar_library_is_reported_when_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match="guided_decoding_backend is llguidance, which is not installed"):
+        _make_grammars(make_parameters(), str(DEMO_MODEL), None, 300)
 
 
 def test_groups_of_experts_need_several_ranks(tmp_path: Path) -> None:

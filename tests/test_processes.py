@@ -53,6 +53,21 @@ def test_a_process_may_open_as_much_as_the_system_allows():
     assert told.stdout.split() == ["1000", "1000"]
 
 
+def test_objects_that_imports_make_are_exempt_from_collection():
+    program = """
+import gc
+from inflight.processes import without_collection
+collections = []
+gc.callbacks.append(lambda phase, _: collections.append(phase))
+with without_collection():
+    kept = [[] for _ in range(10_000)]
+    print(len(collections))
+print(gc.isenabled(), gc.get_freeze_count() >= 10_000)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0", "True", "True"]
+
+
 def test_objects_of_a_loaded_process_are_exempt_from_collection():
     program = """
 import gc

@@ -85,6 +85,14 @@ class RunningEngine:
         """
         return [] if self._debug_tensors is None else self._debug_tensors.latest()
 
+    def prepare_guides(self) -> None:
+        """Set up guided decoding in the background, if this engine has not done so yet. Called once it serves.
+
+        Otherwise the first request with a guide does, and pauses other requests for some tenths of a second.
+        """
+        if self._guides is not None:
+            self._guides.prepare()
+
     def close(self, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
         """Refuse new requests, finish or end requests in flight, end all threads, free the device. Idempotent.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
+import sys
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,9 @@ from typing import TYPE_CHECKING
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import FP8, INT8
 from inflight.engine_folder import is_engine_folder
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unsupported
+from inflight.file_names import native
+from inflight.processes import without_collection
 from inflight.ranks.topology import Mapping
 
 if TYPE_CHECKING:
@@ -98,6 +102,7 @@ def load_model(
     config = _settle_engine(parameters, path)
     path = str(config.gpt_model_path)
     _begin_compiling(config, path)
+    _import_engine()
 
     def find_processors() -> LogitsPostProcessors:
         return _find_processors(processors, parameters.logits_post_processor_module)
@@ -106,7 +111,14 @@ def load_model(
     if rank_context is None:
         Mapping(moe_ep_size=parameters.moe_expert_parallel_size)  # raises if several ranks are needed
         return _load_whole(config, path, parameters.gpu_device_ids, find_processors(), make_grammars)
-    return _load_part(config, path, parameters.gpu_device_ids, rank_context, find_processors, make_grammars)
+    return _load_part(
+        config,
+        path,
+        parameters.gpu_device_ids,
+        rank_context,
+        find_processors,
+        lambda vocab_size: _set_up(make_grammars(vocab_size)),
+    )
 
 
 def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
@@ -129,6 +141,13 @@ def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
     return config
 
 
+def _import_engine() -> None:
+    """Import torch and the engine. Nothing is exempted from collection in a program that has imported torch."""
+    if "torch" not in sys.modules:
+        with without_collection():
+            importlib.import_module("inflight.engine.load")
+
+
 def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> LogitsPostProcessors:
     from inflight.sampling.logits_post_processors import NO_POST_PROCESSORS, load_post_processors
 
@@ -147,22 +166,48 @@ def _find_processors(given: LogitsPostProcessors | None, module: str | None) -> 
 def _make_grammars(
     parameters: Parameters, path: str, vocabulary: GuideVocabulary | None, vocab_size: int
 ) -> Grammars | None:
-    """Return the grammars for a vocabulary of `vocab_size`; None without a tokenizer."""
-    from inflight.guided.grammars import Grammars
-    from inflight.guided.make_backend import make_backend
+    """Return the grammars for a vocabulary of `vocab_size`, not set up yet; None without a tokenizer.json.
+
+    Raises ConfigError if the grammar library is not installed.
+    """
+    from inflight.guided.grammars import GrammarLibrary, Grammars
+    from inflight.guided.make_backend import check_installed, make_backend
     from inflight.guided.vocabulary import GuideVocabulary
 
-    if vocabulary is None:
-        from inflight.text.tokenizer import Tokenizer
+    name, folder = parameters.guided_decoding_backend, parameters.tokenizer_dir or path
+    if vocabulary is None and not (tokenizer_file := Path(native(folder)) / "tokenizer.json").is_file():
+        _log.info("no guided decoding: %s does not exist", tokenizer_file)
+        return None  # token ids can still be served
+    check_installed(name)
 
-        try:
-            tokenizer = Tokenizer.from_dir(parameters.tokenizer_dir or path)
-        except ConfigError as error:  # without a tokenizer, token ids can still be served
-            _log.info("no guided decoding: %s", error)
-            return None
-        vocabulary = GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
-    vocabulary = GuideVocabulary.of_size(vocab_size, vocabulary.tokens, vocabulary.special_ids)
-    return Grammars(make_backend(parameters.guided_decoding_backend, vocabulary), vocabulary)
+    def set_up() -> GrammarLibrary:
+        found = vocabulary or _read_vocabulary(folder)
+        of_model = GuideVocabulary.of_size(vocab_size, found.tokens, found.special_ids)
+        return GrammarLibrary(make_backend(name, of_model), of_model)
+
+    return Grammars(set_up)
+
+
+def _read_vocabulary(folder: str) -> GuideVocabulary:
+    """Read the vocabulary of a tokenizer. Raises Unsupported if the tokenizer cannot be read."""
+    from inflight.core.request.guide import NO_GUIDES
+    from inflight.guided.vocabulary import GuideVocabulary
+    from inflight.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_dir(folder)
+    except ConfigError as error:  # token ids can still be served
+        _log.info("no guided decoding: %s", error)
+        raise Unsupported(*NO_GUIDES.args) from None
+    return GuideVocabulary(tuple(tokenizer.token_bytes()), tokenizer.special_ids)
+
+
+def _set_up(grammars: Grammars | None) -> Grammars | None:
+    """Set up grammars at once, because the ranks, which wait for each other, must not wait for it later."""
+    with contextlib.suppress(Unsupported):  # requests with guides will be refused
+        if grammars is not None:
+            grammars.library()
+    return grammars
 
 
 def _begin_compiling(config: EngineConfig, path: str) -> None:

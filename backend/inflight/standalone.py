@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -76,9 +77,8 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         running = _start_engine(repository, socket)
         try:
             with Signals() as signals:
-                return _run(
-                    options, openai, signals, f"READY openai={openai.url} model={repository.checkpoint}"
-                )
+                ready = f"READY openai={openai.url} model={repository.checkpoint}"
+                return _run(options, openai, signals, ready, running.prepare_guides)
         finally:
             running.close(0.0)
     finally:
@@ -108,7 +108,13 @@ def _end(error: InflightError) -> None:
     os._exit(ServeError.exit_code)
 
 
-def _run(options: ServerOptions, openai: OpenAiProcess, signals: Signals, ready: str) -> int:
+def _run(
+    options: ServerOptions,
+    openai: OpenAiProcess,
+    signals: Signals,
+    ready: str,
+    after_ready: Callable[[], None],
+) -> int:
     """Print READY when /v1 listens, wait for a signal, and let requests in flight finish."""
     while not openai.is_up() and not signals.any():
         if openai.failure:
@@ -116,6 +122,7 @@ def _run(options: ServerOptions, openai: OpenAiProcess, signals: Signals, ready:
         signals.wait(openai.is_up, _CHECK_S)
     if not signals.any():
         print(ready, flush=True)
+        after_ready()
     signals.wait(lambda: False)
     openai.end(signals.several, max(1.0, options.exit_timeout_s))
     return 128 + signals.received[-1] if signals.several() else 0

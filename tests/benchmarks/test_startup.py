@@ -6,10 +6,12 @@ import io
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import startup
+from inflight.server import cli
 
 LOG = """\
 I1121 23:50:14.803680 1 pinned_memory_manager.cc:283] "Pinned memory pool disabled"
@@ -34,6 +36,16 @@ def test_log_lines_become_events_in_order() -> None:
     assert not log.ready.is_set()
     log.copy(io.StringIO("READY http=127.0.0.1:1 grpc=127.0.0.1:2 metrics=127.0.0.1:3 model=m\n"))
     assert log.ready.is_set() and log.ready_s is not None
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_the_server_takes_free_ports_and_the_given_settings(triton: bool, tmp_path: Path) -> None:
+    given = ["--model", str(tmp_path), "--set", "weights=mmap", *([] if triton else ["--no-triton"])]
+    options = cli.parse(startup._command(startup._arguments(given))[3:])
+    assert options.triton == triton
+    assert options.wanted.settings == {"weights": "mmap"}
+    assert set(options.ports.of_triton().values()) == ({0} if triton else {8000, 8001, 8002})
+    assert options.ports.openai == 0
 
 
 def test_descendants_of_a_process_are_found_with_their_memory() -> None:

@@ -16,7 +16,7 @@ from inflight.core.request.sampling_config import SamplingConfig
 from inflight.engine.engine import ModelEngine
 from inflight.engine.load import load_engine
 from inflight.guided.backend import GuideBackend, MaskJob
-from inflight.guided.grammars import Grammars
+from inflight.guided.grammars import GrammarLibrary, Grammars
 from inflight.guided.make_backend import make_backend
 from inflight.guided.vocabulary import GuideVocabulary
 from tests.models.zoo_configs import VOCAB_SIZE
@@ -54,9 +54,13 @@ def tiny_backend(name: str = "llguidance") -> GuideBackend:
     return make_backend(name, tiny_vocabulary())
 
 
+def grammars_of(backend: GuideBackend, vocabulary: GuideVocabulary, **changes: Any) -> Grammars:
+    return Grammars(lambda: GrammarLibrary(backend, vocabulary), **changes)
+
+
 def tiny_grammars(vocab_size: int = VOCAB_SIZE, name: str = "llguidance") -> Grammars:
     assert vocab_size == VOCAB_SIZE
-    return Grammars(tiny_backend(name), tiny_vocabulary())
+    return grammars_of(tiny_backend(name), tiny_vocabulary())
 
 
 def load(

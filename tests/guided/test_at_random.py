@@ -18,6 +18,7 @@ from tests.engine.serving import Served, config_of, serve
 from tests.guided.at_random import Case, make_cases
 from tests.guided.factories import (
     check_tokens,
+    grammars_of,
     load,
     make_request,
     text_of,
@@ -86,7 +87,7 @@ def test_texts_of_the_demo_model_follow_their_guides() -> None:
 
     def make_grammars(vocab_size: int) -> Grammars:
         found.append(GuideVocabulary.of_size(vocab_size, tokens, tokenizer.special_ids))
-        return Grammars(make_backend("llguidance", found[0]), found[0])
+        return grammars_of(make_backend("llguidance", found[0]), found[0])
 
     engine = load(DEMO_MODEL, 600, 32, make_grammars=make_grammars)
     (vocabulary,) = found

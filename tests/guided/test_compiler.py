@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +16,12 @@ import psutil
 import pytest
 
 from inflight.core.request.guide import Guide, GuideEvent, GuideKind
-from inflight.errors import InvalidArgument
+from inflight.errors import InvalidArgument, Unsupported
 from inflight.guided.compiler import ChildCompiler, GuideBounds
-from inflight.guided.grammars import Grammars
+from inflight.guided.grammars import GrammarLibrary, Grammars
 from tests.commands import children_running
 from tests.guided.at_random import make_bomb
-from tests.guided.factories import tiny_backend, tiny_grammars, tiny_vocabulary
+from tests.guided.factories import grammars_of, tiny_backend, tiny_grammars, tiny_vocabulary
 from tests.tiers import with_all
 
 GOOD = Guide(GuideKind.REGEX, "[a-d]{3}")
@@ -294,8 +295,56 @@ def test_a_compiler_can_be_closed_while_a_guide_compiles() -> None:
         it.submit(1, make_bomb())
 
 
+def test_the_library_is_set_up_once_by_the_first_guide() -> None:
+    set_up: list[GrammarLibrary] = []
+
+    def make() -> GrammarLibrary:
+        set_up.append(GrammarLibrary(tiny_backend(), tiny_vocabulary()))
+        return set_up[0]
+
+    with compiling(Grammars(make)) as it:
+        assert not set_up
+        it.submit(1, GOOD)
+        assert it.next() == (GuideEvent(1),)
+        it.submit(2, Guide(GuideKind.REGEX, "[a-d]{4}"))
+        assert it.next() == (GuideEvent(2),)
+    assert len(set_up) == 1
+
+
+def test_the_library_can_be_set_up_before_the_first_guide() -> None:
+    is_set_up = threading.Event()
+
+    def make() -> GrammarLibrary:
+        is_set_up.set()
+        return GrammarLibrary(tiny_backend(), tiny_vocabulary())
+
+    with compiling(Grammars(make)) as it:
+        it.compiler.prepare()
+        assert is_set_up.wait(60)
+        it.submit(1, GOOD)
+        assert it.next() == (GuideEvent(1),)
+
+
+@pytest.mark.parametrize("error", [Unsupported("no tokenizer"), OSError("no vocabulary")])
+def test_guides_are_refused_if_the_library_cannot_be_set_up(error: Exception) -> None:
+    num_tries = []
+
+    def fail() -> GrammarLibrary:
+        num_tries.append(error)
+        raise error
+
+    with compiling(Grammars(fail)) as it:
+        it.compiler.prepare()
+        for number in (1, 2):
+            it.submit(number, GOOD)
+            (event,) = it.next()
+            assert event.error_kind == ("UNSUPPORTED" if isinstance(error, Unsupported) else "INTERNAL")
+            assert str(error) in event.error
+    assert len(num_tries) == 1
+
+
 def test_the_number_of_kept_guides_is_bounded() -> None:
-    grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
+    grammars = grammars_of(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abc"]
     for guide in guides:
         grammars.matcher(guide)
@@ -306,7 +355,7 @@ def test_the_number_of_kept_guides_is_bounded() -> None:
 
 def test_guides_of_active_requests_are_kept() -> None:
     """A guide is kept until its request starts, however many guides are compiled in between."""
-    grammars = Grammars(tiny_backend(), tiny_vocabulary(), max_guides=2)
+    grammars = grammars_of(tiny_backend(), tiny_vocabulary(), max_guides=2)
     guides = [Guide(GuideKind.REGEX, letter) for letter in "abcdef"]
     with compiling(grammars) as it:
         for number, guide in enumerate(guides):

@@ -18,7 +18,7 @@ from inflight.guided.make_backend import make_backend
 from inflight.guided.schemas import distinct
 from inflight.guided.schemas.distinct import ItemWatch, Places
 from inflight.guided.vocabulary import GuideVocabulary
-from tests.guided.factories import has_bit
+from tests.guided.factories import grammars_of, has_bit
 
 _BYTES = [bytes([each]) for each in range(128)]
 _PIECES = [b'"}', b'"},', b"]}", b"]]", b" }", b'"}]}', b'x"}']
@@ -40,7 +40,7 @@ def _no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grammars() -> Grammars:
-    return Grammars(make_backend("llguidance", VOCABULARY), VOCABULARY)
+    return grammars_of(make_backend("llguidance", VOCABULARY), VOCABULARY)
 
 
 def guide(items: dict[str, Any]) -> Guide:

@@ -13,10 +13,9 @@ from inflight.core.request.response import Response, merge_responses
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.guided.compiler import ChildCompiler, GuideBounds
-from inflight.guided.grammars import Grammars
 from tests.engine.serving import config_of
 from tests.guided.at_random import make_bomb
-from tests.guided.factories import load, make_request, text_of, tiny_backend, tiny_vocabulary
+from tests.guided.factories import load, make_request, text_of, tiny_grammars, tiny_vocabulary
 from tests.guided.test_served import WORDS
 from tests.models.zoo import Zoo, ZooModel
 
@@ -25,7 +24,7 @@ class Loop:
     """A loop over a small random model, and its responses."""
 
     def __init__(self, model: ZooModel, bounds: GuideBounds) -> None:
-        grammars = Grammars(tiny_backend(), tiny_vocabulary())
+        grammars = tiny_grammars()
         engine = load(model.folder, make_grammars=lambda size: grammars)
         self.model = model
         self.responses: queue.SimpleQueue[Response] = queue.SimpleQueue()

@@ -16,17 +16,12 @@ from inflight.core.ports import (
     Ranks,
 )
 from inflight.core.request.adapter import AdapterEvent, AdapterUpdate
-from inflight.core.request.guide import GuideEvent
+from inflight.core.request.guide import NO_GUIDES, GuideEvent
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.stop import StopSignal
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Name, Unsupported
 
-_NO_GUIDES = Unsupported(
-    Name("guided_decoding_guide_type"),
-    ": there is no tokenizer to follow guides with: the parameter tokenizer_dir names the folder of a "
-    "tokenizer.json, which else is looked for beside the weights",
-)
 _NO_ADAPTERS = Unsupported(
     Name("lora_task_id"), ": this server keeps no LoRA adapters, so that no request can have one"
 )
@@ -100,9 +95,7 @@ class OwnInputs:
             if request.guide is not None
         ]
         if self._guides is None:
-            return tuple(
-                GuideEvent(request_id, _NO_GUIDES.kind, _NO_GUIDES.marked) for request_id, _ in guided
-            )
+            return tuple(GuideEvent(request_id, NO_GUIDES.kind, NO_GUIDES.marked) for request_id, _ in guided)
         for request_id in [each for each in self._guided if not self._scheduler.is_active(each)]:
             self._guides.forget(request_id)
             self._guided.remove(request_id)

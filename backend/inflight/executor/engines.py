@@ -76,7 +76,9 @@ def start(parameters: Parameters, parallel: ParallelConfig | None, load: LoadMod
         _check_num_ranks(
             parameters, 1, "was started alone; in leader mode mpirun -n N starts it on every rank"
         )
-        return _InProcess(start_engine(parameters, "", load=load))
+        running = start_engine(parameters, "", load=load)
+        running.prepare_guides()
+        return _InProcess(running)
     parameters = _for_ranks(parameters, num_ranks)
     _check_participants(parallel, num_ranks)
     _check_num_ranks(parameters, num_ranks, f"was started on {num_ranks} ranks")

@@ -15,11 +15,19 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
-from inflight.errors import InflightError, InvalidArgument, Name, StepFailed, error_from_kind
+from inflight.errors import (
+    InflightError,
+    InvalidArgument,
+    Name,
+    StepFailed,
+    Unsupported,
+    error_from_kind,
+)
 from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
@@ -32,6 +40,13 @@ _SHARE_OF_TIME = 0.1
 """Fraction of the time limit after which a guide is interrupted if new guides wait."""
 _MAX_FAILURES = 256
 _ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
+
+
+class _Order(Enum):
+    """An order to the thread, other than to compile a guide."""
+
+    PREPARE = "prepare"
+    END = "end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +99,7 @@ class ChildCompiler:
         self._failures: OrderedDict[Guide, InflightError] = OrderedDict()
         self._events: list[GuideEvent] = []
         self._guides: dict[int, Guide] = {}  # by id of each unfinished request
-        self._jobs: queue.SimpleQueue[Guide | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Guide | _Order] = queue.SimpleQueue()
         self._slow: deque[Guide] = deque()  # interrupted guides to compile again; used by the thread only
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
@@ -130,13 +145,17 @@ class ChildCompiler:
             events, self._events = tuple(self._events), []
         return events
 
+    def prepare(self) -> None:
+        """Set up the grammar library on this object's thread, so that the first guide need not wait for it."""
+        self._jobs.put(_Order.PREPARE)
+
     def close(self) -> None:
         """Kill the process and end the thread. Idempotent."""
         with self._lock:
             self._is_closed = True
             if self._child is not None:
                 self._child.kill()
-        self._jobs.put(None)
+        self._jobs.put(_Order.END)
         self._thread.join()
 
     # ---------------------------------------------------------------- the thread
@@ -145,8 +164,11 @@ class ChildCompiler:
         while not self._is_closed:
             is_slow = bool(self._slow) and self._jobs.empty()
             guide = self._slow.popleft() if is_slow else self._jobs.get()
-            if guide is None:
+            if guide is _Order.END:
                 break
+            if guide is _Order.PREPARE:
+                self._set_up_library()
+                continue
             if self._is_unwanted(guide):
                 continue
             error: InflightError | None = None
@@ -162,6 +184,14 @@ class ChildCompiler:
                 error = StepFailed(Name("guided_decoding_guide"), f" could not be compiled: {failure!r}")
             self._record_result(guide, error)
         self._end_child()
+
+    def _set_up_library(self) -> None:
+        try:
+            self._grammars.library()
+        except Unsupported:  # as the log says; guides will be refused
+            pass
+        except Exception:  # a library may raise anything; every guide will fail with the same error
+            _log.warning("no guide can be compiled", exc_info=True)
 
     def _is_unwanted(self, guide: Guide) -> bool:
         """Return whether all requests for a guide have ended; if so, drop the guide."""
@@ -209,13 +239,14 @@ class ChildCompiler:
                 self._child.status,
             )
             self._end_child()
+        vocabulary = self._grammars.library().vocabulary
         child = _Child(self._command)
         with self._lock:
             self._child = child
             if self._is_closed:
                 child.kill()
         try:
-            child.ask(self._grammars.vocabulary, _START_S, lambda: True)
+            child.ask(vocabulary, _START_S, lambda: True)
         except (TimeoutError, OSError) as error:
             self._end_child()
             raise StepFailed(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
@@ -43,32 +44,59 @@ class MaskRows:
     drafts: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarLibrary:
+    """A grammar library that was set up with a vocabulary."""
+
+    backend: GuideBackend
+    vocabulary: GuideVocabulary
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of each sequence."""
+        return Budget.of_vocabulary(self.vocabulary)
+
+
 class Grammars:
     """A cache of matchers by guide. It keeps pinned guides, and the most recently used guides of all others.
 
-    Attributes:
-        vocabulary: The vocabulary of the masks.
+    Args:
+        set_up: Function that sets up the grammar library, which takes a second with a large vocabulary. It is
+            called once, by the first use of a guide or by `library`. It raises Unsupported if guides cannot be
+            followed.
+        max_guides: Maximum number of guides that are kept, except for pinned ones.
     """
 
-    def __init__(
-        self, backend: GuideBackend, vocabulary: GuideVocabulary, max_guides: int = _MAX_KEPT
-    ) -> None:
-        self.vocabulary = vocabulary
-        self._backend = backend
+    def __init__(self, set_up: Callable[[], GrammarLibrary], max_guides: int = _MAX_KEPT) -> None:
+        self._set_up = set_up
+        self._library: Future[GrammarLibrary] = Future()
+        self._library_lock = threading.Lock()
         self._max_guides = max_guides
         self._stored: OrderedDict[Guide, Matcher] = OrderedDict()
         self._pins: Counter[Guide] = Counter()
         self._lock = threading.Lock()
-        self._budget = Budget.of_vocabulary(vocabulary)
         self._num_threads = Processors.here().num_threads
         self._is_to_measure = False
+
+    def library(self) -> GrammarLibrary:
+        """Return the grammar library; the first call sets it up, and other threads wait for it. Any thread.
+
+        Raises what `set_up` raised.
+        """
+        with self._library_lock:
+            if not self._library.done():
+                try:
+                    self._library.set_result(self._set_up())
+                except Exception as error:
+                    self._library.set_exception(error)
+        return self._library.result()
 
     def add(self, guide: Guide, compiled: bytes) -> None:
         """Store a guide that another process compiled.
 
         Any thread. Raises InvalidArgument like `GuideBackend.load`.
         """
-        matcher = self._backend.load(guide, compiled)
+        matcher = self.library().backend.load(guide, compiled)
         with self._lock:
             self._stored[guide] = matcher
             self._stored.move_to_end(guide)
@@ -106,15 +134,17 @@ class Grammars:
         """Return a new matcher at the beginning of a guide.
 
         If the guide is not stored, because another rank compiled it, it is compiled here; the other rank has
-        proved that this is possible within the limits. Raises InvalidArgument like `add`.
+        proved that this is possible within the limits. Raises InvalidArgument like `add`, or Unsupported if guides
+        cannot be followed.
         """
         with self._lock:
             stored = self._stored.get(guide)
+        library = self.library()
         if stored is None:
-            compiled = self._backend.compile(guide)
+            compiled = library.backend.compile(guide)
             self.add(guide, compiled)
-            return BudgetedMatcher(self._backend.load(guide, compiled), self._budget)
-        return BudgetedMatcher(stored.fork(), self._budget)
+            return BudgetedMatcher(library.backend.load(guide, compiled), library.budget)
+        return BudgetedMatcher(stored.fork(), library.budget)
 
     def fill(self, mask_rows: Sequence[MaskRows], masks: NDArray[np.int32]) -> Mapping[int, InvalidArgument]:
         """Fill the masks of several sequences; `masks` is as in `GuideBackend.fill`.
@@ -127,14 +157,14 @@ class Grammars:
             By index into `mask_rows`, the error of each guide that no longer works or has exceeded its
             budget.
         """
-        errors: dict[int, InvalidArgument] = {}
+        library, errors = self.library(), dict[int, InvalidArgument]()
         together = [index for index, each in enumerate(mask_rows) if not each.drafts]
         measured: Iterable[int] = range(len(mask_rows))
         if len(together) > _FEW_MASKS and not self._is_to_measure:
             began_s = monotonic()
             jobs = [MaskJob(mask_rows[index].matcher.matcher, mask_rows[index].row) for index in together]
-            failed = self._backend.fill(jobs, masks)
-            expected_s = self._budget.token_s * (1 + len(together) / self._num_threads / _FEW_MASKS)
+            failed = library.backend.fill(jobs, masks)
+            expected_s = library.budget.token_s * (1 + len(together) / self._num_threads / _FEW_MASKS)
             self._is_to_measure = monotonic() - began_s > expected_s
             errors |= {together[index]: error for index, error in failed.items()}
             measured = (index for index, each in enumerate(mask_rows) if each.drafts)
@@ -142,7 +172,7 @@ class Grammars:
             self._is_to_measure = False
         for index in measured:
             rows = mask_rows[index]
-            if error := rows.matcher.fill(self._backend, rows.row, rows.drafts, masks):
+            if error := rows.matcher.fill(library.backend, rows.row, rows.drafts, masks):
                 errors[index] = error
         for index, each in enumerate(mask_rows):
             if each.matcher.is_over:

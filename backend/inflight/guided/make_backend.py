@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from inflight.errors import ConfigError
 from inflight.guided.backend import GuideBackend
 from inflight.guided.vocabulary import GuideVocabulary
@@ -15,6 +17,7 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
     Raises:
         ConfigError: The library is not installed.
     """
+    check_installed(name)
     try:
         if name == "xgrammar":
             from inflight.guided.xgrammar_backend import XGrammarBackend
@@ -24,7 +27,15 @@ def make_backend(name: str, vocabulary: GuideVocabulary) -> GuideBackend:
 
         return LLGuidanceBackend(vocabulary)
     except ImportError as error:
-        remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
-        raise ConfigError(
-            f"guided_decoding_backend is {name}, which is not installed{remedy} ({error})"
-        ) from None
+        raise _not_installed(name, str(error)) from None
+
+
+def check_installed(name: str) -> None:
+    """Raise ConfigError if the grammar library `name`, which is not imported, is not installed."""
+    if find_spec(name) is None:
+        raise _not_installed(name, f"No module named {name!r}")
+
+
+def _not_installed(name: str, why: str) -> ConfigError:
+    remedy = ": pip install -e '.[guided-xgrammar]' in the checkout" if name == "xgrammar" else ""
+    return ConfigError(f"guided_decoding_backend is {name}, which is not installed{remedy} ({why})")

@@ -10,6 +10,7 @@ streamed. Second, invalid bytes are replaced as described in `TokenDecoder.text`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -37,8 +38,6 @@ class Tokenizer:
         pad_token_id: Id of the configuration files' padding token, or None.
         token_decoder: Decodes token strings to text.
         prefix_ids: The special tokens that tokenizer.json puts before a prompt; may be empty.
-        max_bytes_per_token: Maximum number of UTF-8 bytes that one token can represent; None if there is no
-            bound.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class Tokenizer:
         )
         self.prefix_ids = _prefix_ids(backend)
         self.token_decoder = TokenDecoder(backend)
-        self.max_bytes_per_token = max_bytes_per_token(backend)
 
     @classmethod
     def from_dir(cls, folder: str | Path) -> Tokenizer:
@@ -74,6 +72,11 @@ class Tokenizer:
         """
         files = read_tokenizer(Path(native(folder)))
         return cls(files.backend, files.named_tokens, files.special_tokens)
+
+    @cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """Maximum number of UTF-8 bytes that one token can represent; None if there is no bound."""
+        return max_bytes_per_token(self._backend)
 
     @property
     def vocab_size(self) -> int:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.errors import InvalidArgument, Name
+from inflight.errors import InvalidArgument, Name, Unsupported
 
 GUIDE_END = -2
 """The token sampled for a row whose guide allows nothing but the end, if its request has no end id; it ends the
 sequence."""
+
+NO_GUIDES = Unsupported(
+    Name("guided_decoding_guide_type"),
+    ": there is no tokenizer to follow guides with: the parameter tokenizer_dir names the folder of a "
+    "tokenizer.json, which else is looked for beside the weights",
+)
+"""The error of requests with guides if the model has no tokenizer."""
 
 
 class GuideKind(Enum):

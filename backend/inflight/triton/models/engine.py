@@ -82,6 +82,8 @@ class TritonPythonModel:
                 has_ranks = self._mode is not LaunchMode.IN_PROCESS
                 self._guard.beat(model.parameters.rank_timeout_ms / 1000 if has_ranks else SILENCE_S)
             exempt_from_collection()
+            if self._running is not None:
+                self._running.prepare_guides()
             note_initialized(model.name)
         except BaseException:  # Triton does not call finalize if initialize raises
             if self._engine is not None:
