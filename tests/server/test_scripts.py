@@ -31,7 +31,7 @@ FAILING_PYTHON = PYTHON.replace(
 )
 FULL = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
 BROKEN = """WARNING: Retrying (Retry(total=0, connect=None, read=None, redirect=None, status=None)) after \
-connection broken by 'NewConnectionError("HTTPSConnection(host='registry.example'): Connection refused")': /simple/"""
+connection broken by 'NewConnectionError("HTTPSConnection(host='example'): refused")': /simple/"""
 NOT_THERE = "ERROR: Could not find a version that satisfies the requirement torch (from versions: none)"
 
 
