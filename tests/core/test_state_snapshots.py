@@ -5,7 +5,7 @@ from __future__ import annotations
 from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.testing.simulation.integrity import check_integrity
 
-A, B, C, D = (bytes([number]) * 16 for number in range(4))
+A, B, C, D, E, F, G = (bytes([number]) * 16 for number in range(7))
 
 
 def saved(states: StateSnapshots, key: int, num_tokens: int, digest: bytes) -> None:
@@ -24,7 +24,7 @@ def test_a_snapshot_is_found_only_after_its_batch_has_returned():
     assert states.find([A, B]) == 0 and states.is_promised([A, B])
     states.computed(1, 8, B)
     assert states.find([A, B, C]) == 2 and not states.is_promised([A, B])
-    assert states.use(B) == 0
+    assert states.use(B, 9) == 0
 
 
 def test_a_chunk_saves_the_planned_snapshots_of_its_tokens():
@@ -39,9 +39,53 @@ def test_the_least_recently_used_snapshot_is_evicted():
     states = StateSnapshots(2)
     saved(states, 1, 4, A)
     saved(states, 2, 4, B)
-    states.use(A)
+    states.use(A, 9)
     saved(states, 3, 4, C)
     assert [states.find([digest]) for digest in (A, B, C)] == [1, 0, 1]
+
+
+def take_turn(states: StateSnapshots, key: int, before: bytes | None, prompt: bytes, answer: bytes) -> None:
+    """Run a sequence that starts from a snapshot and saves one at the end of its prompt and one in generation."""
+    states.start(key, {8: prompt})
+    if before is not None:
+        states.use(before, key)
+    states.save(key, 4, 8)
+    states.computed(key, 8, prompt)
+    states.save_generated(key, 12)
+    states.computed(key, 12, answer)
+    check_integrity(states)
+    states.release(key)
+    check_integrity(states)
+
+
+def test_a_conversation_keeps_the_snapshot_of_its_last_turn_longest():
+    states = StateSnapshots(4)
+    saved(states, 9, 4, D)
+    take_turn(states, 1, None, A, B)
+    saved(states, 8, 4, C)
+    assert [states.find([digest]) for digest in (A, B, C, D)] == [1, 1, 1, 1]
+    saved(states, 7, 4, E)
+    assert [states.find([digest]) for digest in (A, B, C, D, E)] == [0, 1, 1, 1, 1]
+    take_turn(states, 2, B, F, G)  # evicts D and C, the least recently used
+    assert [states.find([digest]) for digest in (B, E, F, G)] == [1, 1, 1, 1]
+    saved(states, 6, 4, A)
+    saved(states, 5, 4, C)
+    assert [states.find([digest]) for digest in (B, F, E, G)] == [0, 0, 1, 1]
+
+
+def test_a_snapshot_that_others_use_is_not_superseded():
+    states = StateSnapshots(3)
+    states.start(1, {4: A})
+    states.save(1, 0, 4)
+    states.computed(1, 4, A)
+    states.start(2, {})
+    states.use(A, 2)
+    states.save_generated(1, 8)
+    states.computed(1, 8, B)
+    saved(states, 3, 4, C)
+    saved(states, 4, 4, D)
+    assert [states.find([digest]) for digest in (A, B, C, D)] == [0, 1, 1, 1], "A was used before B"
+    check_integrity(states)
 
 
 def test_pending_snapshots_are_not_evicted():
@@ -71,7 +115,7 @@ def test_generation_keeps_a_snapshot_that_another_sequence_has_used():
     states.start(1, {})
     states.save_generated(1, 4)
     states.computed(1, 4, A)
-    states.use(A)
+    states.use(A, 9)
     states.save_generated(1, 8)
     assert states.find([A]) == 1
 

@@ -20,11 +20,11 @@ def prefix_used_without_its_state(patch: Patch) -> None:
         return PrefixMatch(tuple(block_ids), num_held, num_found=len(block_ids))
 
     patch.setattr(KvCacheManager, "_match_state", match)
-    patch.setattr(StateSnapshots, "use", lambda states, digest: -1)
+    patch.setattr(StateSnapshots, "use", lambda states, digest, key: -1)
 
 
 def snapshot_of_another_prefix(patch: Patch) -> None:
-    def use_the_oldest(states: StateSnapshots, digest: bytes) -> int:
+    def use_the_oldest(states: StateSnapshots, digest: bytes, key: int) -> int:
         return next(iter(states._snapshot_of.values()))
 
     patch.setattr(StateSnapshots, "use", use_the_oldest)

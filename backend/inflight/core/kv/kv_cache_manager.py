@@ -280,7 +280,7 @@ class KvCacheManager:
             }
             self.states.start(key, planned)
             if shared:
-                table.snapshot = self.states.use(digests[shared - 1])
+                table.snapshot = self.states.use(digests[shared - 1], key)
 
     def _take_copy(self, table: _Table, source: int) -> None:
         """Take a block as target of the copy of the matching beginning; it may be the source itself, if that is

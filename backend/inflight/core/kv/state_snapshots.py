@@ -12,13 +12,16 @@ A sequence saves snapshots
 3. at every boundary in generation, replacing the sequence's previous one, for the next turn of a conversation.
 
 A snapshot is **pending** from the batch that saves it until the update with that batch's output. Then it can be
-found until it is evicted: with its block, or as the least recently used snapshot. The batch that starts a sequence
-from a snapshot reads the snapshot; a later batch may overwrite it. Pure. Used on the loop thread.
+found until it is evicted: with its block, or as the least recently used snapshot. A sequence's first snapshot in
+generation makes two others the next to be evicted, unless other sequences have used them: the one at the end of
+its prompt, and the one at the end of the turn that it continues. So a conversation keeps one. The batch that
+starts a sequence from a snapshot reads the snapshot; a later batch may overwrite it. Pure. Used on the loop
+thread.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,11 +34,13 @@ class _Saves:
         planned: By number of tokens, the digests of the boundaries in the context where a snapshot will be saved.
         pending: By number of tokens, the snapshots that batches in flight save.
         generated: Digest of the last snapshot saved in generation; None: there is none.
+        prompt_end: Number of tokens up to the last planned boundary; 0: none is planned.
     """
 
     planned: dict[int, bytes] = field(default_factory=dict[int, bytes])
     pending: dict[int, int] = field(default_factory=dict[int, int])
     generated: bytes | None = None
+    prompt_end: int = 0
 
 
 class StateSnapshots:
@@ -50,10 +55,12 @@ class StateSnapshots:
         self.num_snapshots = num_snapshots
         self.num_saved = 0
         self._free = list(reversed(range(num_snapshots)))
-        self._snapshot_of: dict[bytes, int] = {}  # the least recently used first
+        self._snapshot_of: OrderedDict[bytes, int] = OrderedDict()  # the next to be evicted first
         # By digest, the sequence of each snapshot that was saved in generation and that no other sequence has
         # used.
         self._rolling: dict[bytes, int] = {}
+        # By digest, the sequence whose first snapshot in generation makes this one the next to be evicted.
+        self._superseded_by: dict[bytes, int] = {}
         self._saves: dict[int, _Saves] = {}  # by sequence key
         self._promised: Counter[bytes] = Counter()  # planned boundaries of all running sequences
 
@@ -75,12 +82,14 @@ class StateSnapshots:
                 return count
         return 0
 
-    def use(self, digest: bytes) -> int:
-        """Return the snapshot at a boundary, which must exist, and make it the most recently used."""
-        snapshot = self._snapshot_of.pop(digest)
-        self._snapshot_of[digest] = snapshot
-        self._rolling.pop(digest, None)
-        return snapshot
+    def use(self, digest: bytes, key: int) -> int:
+        """Return the snapshot at a boundary, which must exist, for sequence `key`, and make it the most recently
+        used."""
+        self._snapshot_of.move_to_end(digest)
+        self._superseded_by.pop(digest, None)
+        if self._rolling.pop(digest, None) is not None:
+            self._superseded_by[digest] = key
+        return self._snapshot_of[digest]
 
     def is_promised(self, digests: Iterable[bytes]) -> bool:
         """Return whether a running sequence will save a snapshot at one of these boundaries."""
@@ -96,7 +105,8 @@ class StateSnapshots:
             planned: By number of tokens, the digests of the boundaries where the sequence will save snapshots.
         """
         assert key not in self._saves, f"sequence {key} runs already"
-        self._saves[key] = _Saves(planned if self.num_snapshots else {})
+        planned = planned if self.num_snapshots else {}
+        self._saves[key] = _Saves(planned, prompt_end=max(planned, default=0))
         self._promised.update(self._saves[key].planned.values())
 
     def save(self, key: int, start: int, end: int) -> list[tuple[int, int]]:
@@ -146,13 +156,24 @@ class StateSnapshots:
         if digest in self._snapshot_of:
             self._free.append(snapshot)
             if is_planned:
-                self.use(digest)
+                self.use(digest, key)
             return
         self._snapshot_of[digest] = snapshot
         self.num_saved += 1
-        if not is_planned:
-            self._rolling[digest] = key
-            saves.generated = digest
+        if is_planned:
+            if num_tokens == saves.prompt_end:
+                self._superseded_by[digest] = key
+            return
+        if saves.generated is None:
+            self._supersede(key)
+        self._rolling[digest] = key
+        saves.generated = digest
+
+    def _supersede(self, key: int) -> None:
+        """Make the snapshots that a sequence's first one in generation supersedes the next to be evicted."""
+        for digest in [each for each, by in self._superseded_by.items() if by == key]:
+            del self._superseded_by[digest]
+            self._snapshot_of.move_to_end(digest, last=False)
 
     # ---------------------------------------------------------------- ends
 
@@ -162,6 +183,7 @@ class StateSnapshots:
         if snapshot is not None:
             self._free.append(snapshot)
             self._rolling.pop(digest, None)
+            self._superseded_by.pop(digest, None)
 
     def release(self, key: int) -> None:
         """Remove a sequence with no batch in flight: free its pending snapshots and withdraw its promises."""
@@ -171,12 +193,15 @@ class StateSnapshots:
         self._free += saves.pending.values()
         for digest in saves.planned.values():
             self._end_promise(digest)
+        for digest in [each for each, by in self._superseded_by.items() if by == key]:
+            del self._superseded_by[digest]
 
     def clear(self) -> None:
         """Remove all snapshots and sequences."""
         self._free = list(reversed(range(self.num_snapshots)))
         self._snapshot_of.clear()
         self._rolling.clear()
+        self._superseded_by.clear()
         self._saves.clear()
         self._promised.clear()
 

@@ -110,6 +110,8 @@ def _(states: StateSnapshots) -> None:
     every = [*states._free, *states._snapshot_of.values(), *pending]
     assert sorted(every) == list(range(states.num_snapshots))
     assert states._rolling.keys() <= states._snapshot_of.keys()
+    assert states._superseded_by.keys() <= states._snapshot_of.keys()
+    assert set(states._superseded_by.values()) <= states._saves.keys()
     promised = Counter(digest for saves in states._saves.values() for digest in saves.planned.values())
     assert promised == states._promised
 
