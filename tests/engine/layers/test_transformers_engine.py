@@ -264,7 +264,6 @@ def write_config(folder: Path, **values: Any) -> Path:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "expected BertLMHeadModel"),
         ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "has no decoder of text"),
         ({"model_type": "nemotron", "vision_config": {"hidden_size": 8}}, "more than text (vision_config)"),
-        ({"model_type": "gptj", "architectures": ["GPTJForCausalLM"]}, "attention interface"),
         ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, "attention interface"),
         ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
         (
