@@ -130,11 +130,8 @@ def main() -> None:
     print("snapshots              prompt tokens reused    of the tokens that unlimited snapshots reuse")
     for name, figures in [*rows.items(), ("unlimited", unlimited), ("no recurrent layers", without_state)]:
         print(f"{name:>20}   {figures.reused:20.3f}    {figures.reused / unlimited.reused:20.3f}")
-    print(
-        json.dumps(
-            {"workload": asdict(workload), "reused": {name: each.reused for name, each in rows.items()}}
-        )
-    )
+    reused = {name: figures.reused for name, figures in rows.items()}
+    print(json.dumps({"bench": "snapshots", "workload": asdict(workload), "reused": reused}))
 
 
 if __name__ == "__main__":

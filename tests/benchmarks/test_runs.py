@@ -15,7 +15,6 @@ RUNS = {
     "cancel": "--streams 1 --rounds 1 --step-us 1000",
     "chunked": "--streams 1 --prompt 64 --chunk 64 --rounds 1 --threads 1",
     "core": "--requests 4 --prompt 800 --iterations 2",
-    "snapshots": "--conversations 3 --turns 2 --concurrency 2 --snapshots 0 4",
     "decode_share": "--model MODEL --rows 2 --prompt 8 --iterations 2",
     "guided": "--rows 2 --vocab 512 --steps 3 --rounds 1 --shape none --model MODEL --tokens 4 --slow 1",
     "iteration": "--streams 1 --rounds 1 --step-us 1000",
@@ -25,6 +24,7 @@ RUNS = {
     "reuse": "--prefix 64 --suffix 2 --rounds 1 --threads 1",
     "sampling": "--rows 2 --vocab 64 --history 4 --repeats 1 --feature greedy",
     "serve": "--model MODEL --requests 2 --rounds 1 --threads 1",
+    "snapshots": "--conversations 3 --turns 2 --concurrency 2 --snapshots 0 4",
 }
 
 
