@@ -20,6 +20,7 @@ COMMANDS = {
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
     "replay": ("inflight.batch_manager.replay", "replay a trace's schedule without the model"),
+    "verify": ("inflight.receipts.verify", "re-run a receipt's request, and compare the tokens"),
     "convert-lora": ("inflight.adapters.convert_lora", "convert a PEFT folder to TensorRT-LLM's two files"),
     "make-model": ("inflight.testing.make_model", "write a checkpoint with random weights"),
 }

@@ -119,6 +119,7 @@ LEFT_OUT = {
     "prompt_log_probs",
     "context_logits",
     "generation_logits",
+    "receipt",
     "state",
     "adapters",
 } | {spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"}
