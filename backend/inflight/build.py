@@ -265,7 +265,7 @@ def start_engine(
 
 def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:
     """Return the maker of receipts; raise ConfigError if the key for their signatures cannot be read."""
-    from inflight.receipts.document import Engine, read_key
+    from inflight.receipts.document import EngineForm, read_key
     from inflight.receipts.engine_part import EngineReceipts, given_parameters, model_folders
 
     key_file = native(parameters.receipt_key_file) if parameters.receipt_key_file else ""
@@ -275,7 +275,7 @@ def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[
         except InvalidArgument as error:
             raise ConfigError(f"receipt_key_file is {parameters.receipt_key_file!r}: {error}") from None
     code = model.code
-    made = Engine(
+    made = EngineForm(
         dtype=model.dtype,
         kernels=code.kernels,
         device=code.device,

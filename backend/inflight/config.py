@@ -412,7 +412,6 @@ class Parameters:
         TEXT,
         "file whose bytes are the key with which receipts are signed; default: receipts are not signed",
         behind="default_end_ids",
-        since="0.2",
     )
     cancellation_check_period_ms: int = parameter(
         20, integer(1), "how often each request is checked for cancellation", _MODELS

@@ -16,7 +16,7 @@ from inflight.core.request.stop import StopReason
 from inflight.endpoint.delivery import Delivery
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.receipts.document import (
-    Engine,
+    EngineForm,
     Model,
     OutputForm,
     Receipt,
@@ -36,14 +36,14 @@ def make_request(prompt: Sequence[int] = (1, 2, 3), new: int = 4, **fields: Any)
     return Request(0, tuple(prompt), new, **fields)
 
 
-def make_receipt(request: Request | None = None, **fields: Any) -> Receipt:
+def make_receipt(**fields: Any) -> Receipt:
     """Return a receipt of the demo model with two tokens."""
     values: dict[str, Any] = {
         "format": 1,
         "software": {"inflight": "0.1.0", "torch": "2.13.0"},
         "model": Model(name="demo_model", files={"config.json": "0" * 64}),
-        "engine": Engine(dtype="float32", kernels="native", device="x86_64", instruction_set="avx2"),
-        "request": request_form(request or make_request()),
+        "engine": EngineForm(dtype="float32", kernels="native", device="x86_64", instruction_set="avx2"),
+        "request": request_form(make_request()),
         "outputs": (OutputForm(token_ids=(7, 8), finish_reason="LENGTH"),),
     }
     return Receipt(**{**values, **fields})

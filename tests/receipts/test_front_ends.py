@@ -251,7 +251,9 @@ def executor() -> Iterator[trtllm.Executor]:
 def test_the_last_result_of_the_executor_has_the_receipt(executor: trtllm.Executor, streaming: bool) -> None:
     output = trtllm.OutputConfig(return_receipt=True)
     sampling = trtllm.SamplingConfig(top_p=0.9, seed=4)
-    request = trtllm.Request([1, 2, 3], 6, streaming, sampling, output)
+    request = trtllm.Request(
+        [1, 2, 3], 6, streaming=streaming, sampling_config=sampling, output_config=output
+    )
     answers = []
     number = executor.enqueue_request(request)
     while not answers or not answers[-1].result.is_final:

@@ -17,7 +17,7 @@ import pytest
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.receipts import verify
-from inflight.receipts.document import Engine, OutputForm, Receipt, finished, request_form
+from inflight.receipts.document import EngineForm, OutputForm, Receipt, finished, request_form
 from inflight.receipts.verify import differing_environment, first_difference
 from tests.openai_endpoint.serving import DEMO
 from tests.receipts.factories import engine, make_document, make_receipt, make_request, run_together, sampled
@@ -182,7 +182,7 @@ def test_first_difference(before: Receipt, now: Receipt, difference: str) -> Non
 def test_settings_that_differ_are_named() -> None:
     def made(**parameters: str) -> Receipt:
         return make_receipt(
-            engine=Engine(dtype="float32", kernels="native", device="x86_64", parameters=parameters)
+            engine=EngineForm(dtype="float32", kernels="native", device="x86_64", parameters=parameters)
         )
 
     before = made(tensor_parallel_size="2", pipeline_parallel_size="2", kv_cache_dtype="int8")

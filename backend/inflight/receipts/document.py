@@ -47,7 +47,7 @@ class Model(Struct):
     files: dict[str, str]
 
 
-class Engine(Struct):
+class EngineForm(Struct):
     """The code and the settings that computed the tokens.
 
     Attributes:
@@ -78,7 +78,7 @@ class EnginePart(Struct):
 
     software: dict[str, str]
     model: Model
-    engine: Engine
+    engine: EngineForm
     adapter: str = ""
     key_file: str = ""
 
@@ -170,7 +170,7 @@ class Receipt(Struct):
     format: int
     software: dict[str, str]
     model: Model
-    engine: Engine
+    engine: EngineForm
     request: RequestForm
     outputs: tuple[OutputForm, ...]
     cannot_rerun: str = ""

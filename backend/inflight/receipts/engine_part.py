@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.config import EngineConfig, Parameters
 from inflight.parameter_spec import declared_rows
-from inflight.receipts.document import Engine, EnginePart, Model
+from inflight.receipts.document import EngineForm, EnginePart, Model
 from inflight.receipts.model_files import BackgroundDigests, ModelFiles
 
 PARAMETERS = (
@@ -48,7 +48,7 @@ class EngineReceipts:
         self,
         name: str,
         folders: Mapping[str, Path],
-        engine: Engine,
+        engine: EngineForm,
         key_file: str,
         on_ready: Callable[[], None],
     ) -> None:

@@ -26,14 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Version:
+class _FileState:
     """The state of a file by which changes are noticed: its size in bytes, and when it was modified."""
 
     size: int
     modified_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> _Version:
+    def of(cls, path: Path) -> _FileState:
         found = path.stat()
         return cls(found.st_size, found.st_mtime_ns)
 
@@ -51,11 +51,11 @@ class ModelFiles:
     """
 
     def __init__(self, folders: Mapping[str, Path]) -> None:
-        self._files: dict[str, tuple[Path, _Version]] = {}
+        self._files: dict[str, tuple[Path, _FileState]] = {}
         for prefix, folder in folders.items():
             for path in sorted(folder.iterdir()) if folder.is_dir() else ():
                 if path.suffix in _SUFFIXES and path.is_file():
-                    self._files[prefix + path.name] = path.resolve(), _Version.of(path)
+                    self._files[prefix + path.name] = path.resolve(), _FileState.of(path)
 
     def digests(
         self, trusts_cache: bool = True, is_closed: Callable[[], bool] = lambda: False
@@ -77,13 +77,13 @@ class ModelFiles:
         }
 
     def _digest(
-        self, name: str, path: Path, version: _Version, trusts_cache: bool, is_closed: Callable[[], bool]
+        self, name: str, path: Path, version: _FileState, trusts_cache: bool, is_closed: Callable[[], bool]
     ) -> str:
         cached = _cache_file(path) if version.size >= _LARGE_BYTES else None
         try:
             found = _read_cached(cached, version) if cached is not None and trusts_cache else None
             digest = found or _sha256(path, is_closed)
-            if _Version.of(path) != version:
+            if _FileState.of(path) != version:
                 raise Unavailable(f"no receipts: {name} was changed after the model was loaded")
         except OSError as error:
             raise Unavailable(f"no receipts: {name} cannot be read: {error.strerror}") from error
@@ -115,12 +115,12 @@ class BackgroundDigests:
 
     def start(self) -> None:
         """Start to compute, at the first call; never blocks. Raises the error of an earlier start."""
+        if isinstance(self._found, InflightError):
+            raise self._found
         with self._lock:
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="inflight-digests", daemon=True)
                 self._thread.start()
-        if isinstance(self._found, InflightError):
-            raise self._found
 
     def result(self) -> dict[str, str]:
         """Return the digests by name; raise the error, or Unavailable if they are not known yet."""
@@ -170,17 +170,17 @@ def _cache_file(path: Path) -> Path | None:
     return folder / "digests" / hashlib.sha256(os.fsencode(path)).hexdigest()[:32]
 
 
-def _read_cached(file: Path, version: _Version) -> str | None:
+def _read_cached(file: Path, version: _FileState) -> str | None:
     """Return the digest in the cache; None if there is none for this version of the file."""
     with contextlib.suppress(OSError, ValueError):
         size, modified_ns, digest = file.read_text(encoding="ascii").split()
-        if _Version(int(size), int(modified_ns)) == version and len(digest) == _SHA256_DIGITS:
+        if _FileState(int(size), int(modified_ns)) == version and len(digest) == _SHA256_DIGITS:
             mark_used(file)
             return digest
     return None
 
 
-def _write_cached(file: Path, version: _Version, digest: str) -> None:
+def _write_cached(file: Path, version: _FileState, digest: str) -> None:
     """Keep a digest; do nothing if the cache cannot be written."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, exist_ok=True)

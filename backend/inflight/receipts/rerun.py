@@ -35,7 +35,7 @@ _ADAPTER = "receipt"
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a re-run takes what a receipt has as digests only.
+    """The model and the adapter of a re-run, of which a receipt has digests only.
 
     Attributes:
         repository: The model repository, which has the demo model.
