@@ -35,7 +35,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """An object of the document. Fields with their default are left out; a field with another name is an error."""
 
 
-class Model(Struct):
+class Model(Struct, frozen=True):
     """The checkpoint.
 
     Attributes:
@@ -47,7 +47,7 @@ class Model(Struct):
     files: dict[str, str]
 
 
-class EngineForm(Struct):
+class EngineForm(Struct, frozen=True):
     """The code and the settings that computed the tokens.
 
     Attributes:
@@ -65,7 +65,7 @@ class EngineForm(Struct):
     parameters: dict[str, str] = {}
 
 
-class EnginePart(Struct):
+class EnginePart(Struct, frozen=True):
     """The engine's part of a receipt, which a front end completes.
 
     Attributes:
@@ -83,7 +83,7 @@ class EnginePart(Struct):
     key_file: str = ""
 
 
-class Adapter(Struct):
+class Adapter(Struct, frozen=True):
     """The LoRA adapter that a request names by one of id, name and path.
 
     Attributes:
@@ -99,14 +99,14 @@ class Adapter(Struct):
     digest: str = ""
 
 
-class GuideForm(Struct):
+class GuideForm(Struct, frozen=True):
     """The guide of a request, as in the tensors `guided_decoding_guide_type` and `guided_decoding_guide`."""
 
     type: str
     text: str = ""
 
 
-class RequestForm(Struct):
+class RequestForm(Struct, frozen=True):
     """A request in canonical form: everything on which its tokens depend, and nothing else.
 
     Attributes:
@@ -140,7 +140,7 @@ class RequestForm(Struct):
     logits_post_processor_name: str = ""
 
 
-class OutputForm(Struct):
+class OutputForm(Struct, frozen=True):
     """The output of one sequence or beam.
 
     Attributes:
@@ -152,7 +152,7 @@ class OutputForm(Struct):
     finish_reason: str
 
 
-class Receipt(Struct):
+class Receipt(Struct, frozen=True):
     """A receipt.
 
     Attributes:
@@ -317,7 +317,7 @@ def _sampling_form(config: SamplingConfig) -> dict[str, Any]:
     """Return the controls that have an effect. Infinite numbers are texts, as JSON has none."""
     values = {each.name: getattr(config, each.name) for each in fields(config)}
     form = {
-        name: [_number_form(each) for each in value] if isinstance(value, tuple) else value
+        name: list(map(_number_form, value)) if isinstance(value, tuple) else value  # pyright: ignore
         for name, value in values.items()
         if value != NEUTRAL[name]
     }
