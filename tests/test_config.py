@@ -149,6 +149,7 @@ GOOD = [
     ("lora_cache_host_memory_bytes", "4096", 4096),
     ("lora_prefetch_dir", "/adapters", "/adapters"),
     ("lora_dir", "/adapters", "/adapters"),
+    ("receipt_key_file", "/keys/receipts", "/keys/receipts"),
     ("lora_adapters", "sql=/a/sql, chat = /a/c=d", (("sql", "/a/sql"), ("chat", "/a/c=d"))),
     ("enable_adapter_commands", "true", True),
     ("lora_weights_data_type", "TYPE_BF16", "TYPE_BF16"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from inflight.build import build_engine
 from inflight.config import EngineConfig
@@ -76,7 +77,12 @@ def model(monkeypatch: pytest.MonkeyPatch) -> list[LogitsPostProcessors]:
             dtype="float32",
             eos_token_ids=(),
             limits=SimpleNamespace(vocab_size=100),
-            runner=SimpleNamespace(debug_tensors=None),
+            runner=SimpleNamespace(
+                debug_tensors=None,
+                kernels="torch",
+                decoder=None,
+                cache=SimpleNamespace(device=torch.device("cpu")),
+            ),
         )
 
     monkeypatch.setattr("inflight.engine.load.load_engine", load)

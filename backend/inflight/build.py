@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from inflight.errors import ConfigError, Unavailable
+from inflight.errors import ConfigError, InvalidArgument, Unavailable
 from inflight.file_names import native
 from inflight.load_model import load_model
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from inflight.guided.compiler import ChildCompiler
     from inflight.load_model import LoadedModel, LoadModel
     from inflight.ranks.rank_context import RankContext
+    from inflight.receipts.engine_part import EngineReceipts
 
 __all__ = [
     "UNLOAD_TIMEOUT_S",
@@ -73,6 +74,7 @@ class RunningEngine:
     _release: Callable[[], None]
     _guides: ChildCompiler | None = None
     _adapters: AdapterCommands | None = None
+    _receipts: EngineReceipts | None = None
     _debug_tensors: DebugTensors | None = None
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
@@ -121,6 +123,8 @@ class RunningEngine:
                     self._guides.close()
                 if self._adapters is not None:
                     self._adapters.cache.close()
+                if self._receipts is not None:
+                    self._receipts.close()
 
     def fail(self, error: InflightError) -> None:
         """Answer every request with `error`, including requests from other processes, even if the loop hangs.
@@ -239,12 +243,14 @@ def start_engine(
     scheduler = Scheduler(parameters.scheduler, limits)
     instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
+    receipts = _make_receipts(parameters, model, lambda: manager.notify())
     client = LocalEngineClient(
         _describe(parameters, model),
         lambda: manager.notify(),
         lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
         instruments.reports,
         adapters,
+        receipts,
     )
     guides = _make_guide_compiler(parameters, model, lambda: manager.notify())
     manager = GptManager(
@@ -262,7 +268,30 @@ def start_engine(
         adapters=None if adapters is None else adapters.cache,
     )
     release = _release_once(model, rank_context)
-    return RunningEngine(client, manager, release, guides, adapters, model.debug_tensors)
+    return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
+
+
+def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:
+    """Return the maker of receipts; raise ConfigError if the key for their signatures cannot be read."""
+    from inflight.receipts.document import EngineForm, read_key
+    from inflight.receipts.engine_part import EngineReceipts, given_parameters, model_folders
+
+    key_file = native(parameters.receipt_key_file) if parameters.receipt_key_file else ""
+    if key_file:
+        try:
+            read_key(Path(key_file))
+        except InvalidArgument as error:
+            raise ConfigError(f"receipt_key_file is {parameters.receipt_key_file!r}: {error}") from None
+    code = model.code
+    made = EngineForm(
+        dtype=model.dtype,
+        kernels=code.kernels,
+        device=code.device,
+        instruction_set=code.instruction_set,
+        parameters=given_parameters(parameters),
+    )
+    path = native(model.model_path)
+    return EngineReceipts(Path(path).name, model_folders(parameters, path), made, key_file, notify)
 
 
 def _make_guide_compiler(

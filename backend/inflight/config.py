@@ -407,6 +407,12 @@ class Parameters:
     default_end_ids: tuple[int, ...] = parameter(
         (), TOKEN_IDS, "end ids of requests that send token ids but no end_id"
     )
+    receipt_key_file: str | None = parameter(
+        None,
+        TEXT,
+        "file whose bytes are the key with which receipts are signed; default: receipts are not signed",
+        behind="default_end_ids",
+    )
     cancellation_check_period_ms: int = parameter(
         20, integer(1), "how often each request is checked for cancellation", _MODELS
     )

@@ -11,10 +11,11 @@ import contextlib
 import functools
 import importlib
 import logging
+import platform
 import sys
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,16 +35,32 @@ if TYPE_CHECKING:
     from inflight.core.ports import Engine
     from inflight.engine.collectives import Collectives
     from inflight.engine.debug_tensors import DebugTensors
+    from inflight.engine.runner import ModelRunner
     from inflight.guided.grammars import Grammars
     from inflight.guided.vocabulary import GuideVocabulary
     from inflight.ranks.mpi import MpiStage
     from inflight.ranks.rank_context import Agreement, RankContext
     from inflight.sampling import LogitsPostProcessors
 
-__all__ = ["LoadModel", "LoadedModel", "MakeGrammars", "guide_vocabulary", "load_model"]
+__all__ = ["LayerCode", "LoadModel", "LoadedModel", "MakeGrammars", "guide_vocabulary", "load_model"]
 
 _DEMO_MODEL = "demo_model"
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCode:
+    """The code that computes a model's layers.
+
+    Attributes:
+        kernels: The implementation: native, torch, transformers or tensorrt; "": unknown.
+        device: Architecture of the processor, or name of the GPU.
+        instruction_set: Target of compiled layers, or instruction set of torch's operators; "" on a GPU.
+    """
+
+    kernels: str = ""
+    device: str = ""
+    instruction_set: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class LoadedModel:
             called on all ranks at the same time, after the engine is closed.
         debug_tensors: The engine's debug tensors if it records any; with several ranks, this rank's.
         grammars: The grammars of guides, on rank 0 and on the rank that samples; None without a tokenizer.
+        code: The code that computes the layers.
     """
 
     engine: Engine
@@ -68,6 +86,7 @@ class LoadedModel:
     release: Callable[[], None] = lambda: None
     debug_tensors: DebugTensors | None = None
     grammars: Grammars | None = None
+    code: LayerCode = field(default_factory=LayerCode)
 
 
 MakeGrammars = Callable[[int], "Grammars | None"]
@@ -267,6 +286,7 @@ def _load_whole(
         engine.eos_token_ids,
         debug_tensors=engine.runner.debug_tensors,
         grammars=make_grammars(engine.limits.vocab_size),
+        code=_code_of(engine.runner),
     )
 
 
@@ -321,7 +341,21 @@ def _load_part(
         release,
         runner.debug_tensors,
         grammars,
+        _code_of(runner),
     )
+
+
+def _code_of(runner: ModelRunner) -> LayerCode:
+    import torch
+
+    from inflight.engine.cpu.decoder import NativeDecoder
+
+    if runner.cache.device.type != "cpu":
+        return LayerCode(runner.kernels, torch.cuda.get_device_name(runner.cache.device))
+    decoder = runner.decoder
+    if isinstance(decoder, NativeDecoder):
+        return LayerCode(runner.kernels, platform.machine(), decoder.instruction_set)
+    return LayerCode(runner.kernels, platform.machine(), torch.backends.cpu.get_cpu_capability().lower())
 
 
 def _check_same_names(names: tuple[str, ...], agreement: Agreement) -> None:

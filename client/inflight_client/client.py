@@ -102,7 +102,7 @@ class Client:
                 retention_decode_duration_ms.
 
                 Further results: return_log_probs, num_top_log_probs, return_prompt_log_probs,
-                return_context_logits, return_generation_logits, return_perf_metrics.
+                return_context_logits, return_generation_logits, return_perf_metrics, return_receipt.
 
         A text goes to `tensorrt_llm` instead of `ensemble` if `ensemble` has no tensor for one of its options:
         ids, arrays, and log probabilities of beams.

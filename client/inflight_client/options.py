@@ -104,6 +104,7 @@ _WANTED = {
     "return_context_logits": _wanted("return_context_logits", "context_logits"),
     "return_generation_logits": _wanted("return_generation_logits", "generation_logits"),
     "return_perf_metrics": _wanted("return_perf_metrics", *PERF_OUTPUTS),
+    "return_receipt": _wanted("return_receipt", "receipt"),
 }
 _OPTIONS = {
     "max_tokens": _number("max_tokens", _INT, "request_output_len"),

@@ -176,6 +176,7 @@ class Delta(_FirstSequence):
             in the first.
         context_outputs: Arrays [prompt tokens, width] float32 by name, `context_<name>`; only in a
             sequence's first delta.
+        receipt: The request's receipt as JSON, in its last delta; "" if not requested.
     """
 
     sequences: tuple[Sequence, ...] = ()
@@ -186,6 +187,7 @@ class Delta(_FirstSequence):
     context_outputs: Mapping[str, np.ndarray] = field(
         default_factory=dict[str, np.ndarray], compare=False, repr=False
     )
+    receipt: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class Completion(_FirstSequence):
         prompt_log_probs: Log probability of each prompt token; 0 for the first.
         context_logits: [prompt tokens, vocab_size] float32.
         context_outputs: As in Delta.
+        receipt: As in Delta.
     """
 
     sequences: tuple[Sequence, ...] = ()
@@ -205,6 +208,7 @@ class Completion(_FirstSequence):
     context_outputs: Mapping[str, np.ndarray] = field(
         default_factory=dict[str, np.ndarray], compare=False, repr=False
     )
+    receipt: str = ""
 
 
 def completion(deltas: Iterable[Delta]) -> Completion:
@@ -219,6 +223,7 @@ def completion(deltas: Iterable[Delta]) -> Completion:
         prompt_log_probs=next((delta.prompt_log_probs for delta in everything if delta.prompt_log_probs), ()),
         context_logits=next((d.context_logits for d in everything if d.context_logits is not None), None),
         context_outputs=next((delta.context_outputs for delta in everything if delta.context_outputs), {}),
+        receipt=next((delta.receipt for delta in everything if delta.receipt), ""),
     )
 
 

@@ -164,6 +164,7 @@ def read_delta(result: InferResult, call: Call) -> Delta | None:
         prompt_log_probs=() if prompt_log_probs is None else tuple(prompt_log_probs.tolist()),
         context_logits=outputs.rows("context_logits"),
         context_outputs=outputs.additional(CONTEXT_OUTPUT),
+        receipt="" if (receipt := outputs.rows("receipt")) is None else receipt[0].decode(),
     )
 
 

@@ -57,6 +57,7 @@ FLAGS = {
     "return_context_logits": True,
     "return_generation_logits": True,
     "return_perf_metrics": True,
+    "return_receipt": True,
 }
 ADDITIONAL = {"additional_outputs": ["context_last_hidden_state", "generation_top_2_logits"]}
 OTHERS = {

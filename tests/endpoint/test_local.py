@@ -11,7 +11,7 @@ import pytest
 
 from inflight.config import SchedulingConfig
 from inflight.core.request.request import IterationInput, OutputOptions
-from inflight.core.request.response import Response
+from inflight.core.request.response import RequestEnding, Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.request.stop import FinishReason, StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits
@@ -344,3 +344,80 @@ def test_responses_of_stopped_queued_requests_are_split_over_iterations(client, 
         if not notified:
             break
     assert counts == [256, 512, 600], "the loop is told that there is more"
+
+
+class FakeReceipts:
+    """The engine's part of receipts, known when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_ready = False
+        self.error: Unavailable | None = None
+        self.num_prepared = 0
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
+
+    def part(self, adapter_digest: bytes) -> str:
+        if self.error is not None:
+            raise self.error
+        return f"part {adapter_digest.hex()}"
+
+
+WITH_RECEIPT = OutputOptions(return_receipt=True)
+
+
+@pytest.fixture
+def receipts() -> FakeReceipts:
+    return FakeReceipts()
+
+
+@pytest.fixture
+def making(receipts: FakeReceipts) -> LocalEngineClient:
+    """A client of an engine that makes receipts."""
+    return LocalEngineClient(DESCRIPTION, lambda: None, receipts=receipts)
+
+
+def test_requests_for_receipts_wait_for_the_digests_and_others_do_not(making, receipts) -> None:
+    making.submit(make_request(), Inbox())
+    assert receipts.num_prepared == 0
+    making.submit(make_request(output=WITH_RECEIPT), Inbox())
+    making.submit(make_request(), Inbox())
+    assert receipts.num_prepared == 1
+    assert [request.request_id for request in making.get_inference_requests(-1)] == [1, 3]
+    assert making.get_inference_requests(-1) == []
+    receipts.is_ready = True
+    assert [request.request_id for request in making.get_inference_requests(-1)] == [2]
+
+
+def test_the_last_response_has_the_engines_part_of_the_receipt(making, receipts) -> None:
+    receipts.is_ready = True
+    inbox, plain = Inbox(), Inbox()
+    making.submit(make_request(output=WITH_RECEIPT), inbox)
+    making.submit(make_request(), plain)
+    for request_id in (1, 2):
+        making.send_response(delta(request_id, 5))
+        making.send_response(
+            replace(delta(request_id, 6, final=True), ending=RequestEnding(adapter_digest=b"\x05"))
+        )
+    assert [response.result.receipt for response in inbox.responses] == [None, "part 05"]
+    assert [response.result.receipt for response in plain.responses] == [None, None]
+
+
+def test_a_request_for_a_receipt_that_is_stopped_in_the_queue_has_none(making, receipts) -> None:
+    inbox = Inbox()
+    making.submit(make_request(output=WITH_RECEIPT), inbox).stop()
+    making.get_inference_requests(-1)
+    assert (inbox.final().result.receipt, inbox.final().error) == (None, None)
+
+
+def test_without_digests_a_request_for_a_receipt_fails(making, receipts) -> None:
+    receipts.is_ready, receipts.error = True, Unavailable("no receipts: config.json was changed")
+    inbox = Inbox()
+    making.submit(make_request(output=WITH_RECEIPT), inbox)
+    making.send_response(delta(1, 6, final=True))
+    assert str(inbox.final().error) == "no receipts: config.json was changed"
+
+
+def test_an_engine_without_receipts_refuses_requests_for_them(client) -> None:
+    with pytest.raises(Unsupported, match="this engine makes no receipts"):
+        client.submit(make_request(output=WITH_RECEIPT), Inbox())

@@ -186,6 +186,7 @@ OUTPUTS = {
     "return_generation_logits": "return_generation_logits",
     "exclude_input_from_output": "exclude_input_from_output",
     "return_perf_metrics": "return_perf_metrics",
+    "return_receipt": "return_receipt",
 }
 
 

@@ -170,8 +170,9 @@ def test_output_is_positional_and_off_by_default() -> None:
         "return_encoder_output",
         "return_perf_metrics",
         "additional_model_outputs",
+        "return_receipt",  # not in TensorRT-LLM
     ]
-    assert [getattr(config, name) for name in names] == [False] * 6 + [None]
+    assert [getattr(config, name) for name in names] == [False] * 6 + [None, False]
 
 
 def test_output_can_be_pickled_with_the_models_own_outputs() -> None:

@@ -46,6 +46,7 @@ FULL = make_result(
     context_logits=tensor(3),
     generation_logits=(tensor(2),),
     perf_metrics=METRICS,
+    receipt="{}",
     sequence_index=2,
 )
 
@@ -96,6 +97,7 @@ VALUES_OF_FULL = {
     "acceptance_rate": [[0.75]],
     "total_accepted_draft_tokens": [[6]],
     "total_draft_tokens": [[8]],
+    "receipt": [[b"{}"]],
 }
 
 
@@ -119,6 +121,7 @@ LEFT_OUT = {
     "prompt_log_probs",
     "context_logits",
     "generation_logits",
+    "receipt",
     "state",
     "adapters",
 } | {spec.name for spec in OUTPUTS.specs if spec.asked_by == "return_perf_metrics"}

@@ -234,6 +234,7 @@ FIELDS_SET = [
     ("return_context_logits", True, "output.return_context_logits", True),
     ("return_generation_logits", True, "output.return_generation_logits", True),
     ("return_perf_metrics", True, "output.return_perf_metrics", True),
+    ("return_receipt", True, "output.return_receipt", True),
     ("return_kv_cache_reuse_stats", True, "output.return_perf_metrics", True),
     ("draft_input_ids", [[1, 2]], "draft", ExternalDraft((1, 2))),
     ("prompt_lookup_num_tokens", 3, "prompt_lookup_num_tokens", 3),

@@ -106,6 +106,7 @@ def _ending_of(group: RequestGroup) -> RequestEnding:
         sum(sequence.num_generated for sequence in sequences),
         tuple(sequence.finish_reason for sequence in sequences),
         min((sequence.first_token_ns for sequence in sequences if sequence.first_token_ns), default=0),
+        group.adapter.digest if group.adapter else b"",
     )
 
 

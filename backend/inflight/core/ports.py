@@ -198,6 +198,30 @@ class Adapters(Protocol):
         ...
 
 
+class Receipts(Protocol):
+    """Makes the engine's part of receipts. Any thread."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `part` can be called: the digests of the model's files are known, or an error is."""
+        ...
+
+    def prepare(self) -> None:
+        """Start to compute the digests of the model's files, at the first call. Never blocks.
+
+        Raises Unavailable if they could not be computed.
+        """
+        ...
+
+    def part(self, adapter_digest: bytes) -> str:
+        """Return the engine's part of a receipt; raises Unavailable if the digests could not be computed.
+
+        Args:
+            adapter_digest: Digest of the request's adapter; b"" without one.
+        """
+        ...
+
+
 class Ranks(Protocol):
     """The ranks that run one model in lockstep. Each has its own GptManager; all get the same IterationInputs.
 

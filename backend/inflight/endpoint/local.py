@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from inflight.access_log import AccessLog
 from inflight.config import SEQUENCES_PER_ITERATION
-from inflight.core.ports import Adapters, SendResponseCallback, WaitUntilSent
+from inflight.core.ports import Adapters, Receipts, SendResponseCallback, WaitUntilSent
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.adapter_command import AdapterAction, AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
@@ -57,6 +57,7 @@ class LocalEngineClient:
         read_reports: Function that takes a kind and a timeout in seconds, and returns reports like
             `reports`. None if the batcher keeps no reports.
         adapters: Executes adapter commands; None: there are no such commands.
+        receipts: Makes the engine's part of receipts; None: there are no receipts.
     """
 
     def __init__(
@@ -66,18 +67,21 @@ class LocalEngineClient:
         read_state: Callable[[float], str] | None = None,
         read_reports: Callable[[ReportKind, float | None], Reports] | None = None,
         adapters: Adapters | None = None,
+        receipts: Receipts | None = None,
     ) -> None:
         self._description = description
         self._notify = notify
         self._read_state = read_state
         self._read_reports = read_reports
         self._adapters = adapters
+        self._receipts = receipts
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._outboxes: tuple[WaitUntilSent, ...] = ()
         self._access_log = AccessLog()
         self._targets: dict[int, ResponseTarget] = {}  # of all unanswered requests
         self._queue: dict[int, Request] = {}  # in order of arrival
+        self._with_receipt: set[int] = set()  # unanswered requests that want a receipt
         self._stopped_in_queue: dict[int, list[Response]] = {}
         self._stop_signals: list[StopSignal] = []
         self._refusal: str | None = None
@@ -101,9 +105,15 @@ class LocalEngineClient:
     def submit(self, request: Request, on_response: SendResponseCallback) -> RequestHandle:
         """Queue `request` and return its handle.
 
-        Raises Unavailable after `fail_all`, after `refuse` unless the request is a continuation, or if too many
-        adapter weights wait to be stored.
+        A request that wants a receipt is not fetched before the model's files have digests.
+
+        Raises Unavailable after `fail_all`, after `refuse` unless the request is a continuation, if too many
+        adapter weights wait to be stored, or if the model's files have no digests.
         """
+        if request.output.return_receipt:
+            if self._receipts is None:
+                raise Unsupported("this engine makes no receipts")
+            self._receipts.prepare()
         with self._lock:
             if self._refuses_all or not request.is_continuation:
                 self._check_available()
@@ -115,6 +125,8 @@ class LocalEngineClient:
             self._targets[request_id] = ResponseTarget(
                 on_response, self._access_log.enter(request, request_id)
             )
+            if request.output.return_receipt:
+                self._with_receipt.add(request_id)
             self._queue[request_id] = replace(
                 request, request_id=request_id, arrival_time_ns=time.monotonic_ns()
             )
@@ -226,6 +238,7 @@ class LocalEngineClient:
             unanswered = list(self._targets.items())
             self._targets.clear()
             self._queue.clear()
+            self._with_receipt.clear()
             self._stopped_in_queue.clear()
             self._stop_signals.clear()
             self._all_answered.notify_all()
@@ -266,13 +279,23 @@ class LocalEngineClient:
         """
         with self._lock:
             ended = _take_first(self._stopped_in_queue, -1, len)
-            requests = _take_first(self._queue, max_num, _cost)
+            requests = self._take_requests(max_num)
             has_more_ended = bool(self._stopped_in_queue)
         for response in itertools.chain.from_iterable(ended):
             self.send_response(response)
         if has_more_ended:
             self._notify()
         return requests
+
+    def _take_requests(self, max_num: int) -> list[Request]:
+        """Take requests from the queue, but none whose receipt cannot be made yet. The caller holds the lock."""
+        if not self._with_receipt or self._receipts is None or self._receipts.is_ready:
+            return _take_first(self._queue, max_num, _cost)
+        ready = {each: request for each, request in self._queue.items() if each not in self._with_receipt}
+        taken = _take_first(ready, max_num, _cost)
+        for request in taken:
+            del self._queue[request.request_id]
+        return taken
 
     def poll_stop_signals(self) -> list[StopSignal]:
         """Return the stop signals since the last call, for requests that the batcher has fetched."""
@@ -309,8 +332,10 @@ class LocalEngineClient:
             if response.is_final:
                 target = self._targets.pop(response.request_id, None)
                 self._expect_continuation(response)
+                has_receipt = response.request_id in self._with_receipt
+                self._with_receipt.discard(response.request_id)
             else:
-                target = self._targets.get(response.request_id)
+                target, has_receipt = self._targets.get(response.request_id), False
             drain_error = self._drain_error
         if target is None:
             return
@@ -318,7 +343,17 @@ class LocalEngineClient:
             if not response.is_final:
                 return  # the last response of one sequence; the error is the request's final response
             response = replace(response, result=None, error=drain_error)
-        self._deliver(target, response)
+        self._deliver(target, self._with_part(response) if has_receipt else response)
+
+    def _with_part(self, response: Response) -> Response:
+        """Return a request's last response with the engine's part of its receipt."""
+        if self._receipts is None or response.result is None or not self._receipts.is_ready:
+            return response  # a request that ended before it was fetched needs no digests
+        digest = b"" if response.ending is None else response.ending.adapter_digest
+        try:
+            return replace(response, result=replace(response.result, receipt=self._receipts.part(digest)))
+        except Unavailable as error:
+            return replace(response, result=None, error=error)
 
     def _deliver(self, target: ResponseTarget, response: Response) -> None:
         target.take(response)

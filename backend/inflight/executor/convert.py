@@ -117,6 +117,7 @@ def to_core_output(config: OutputConfig) -> OutputOptions:
         return_context_logits=config.return_context_logits,
         return_generation_logits=config.return_generation_logits,
         return_perf_metrics=config.return_perf_metrics,
+        return_receipt=config.return_receipt,
         additional_outputs=wanted_outputs(config.additional_model_outputs),
     )
 

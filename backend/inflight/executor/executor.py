@@ -60,6 +60,7 @@ from inflight.executor_stats import (
     request_stats,
 )
 from inflight.prompt import engine_streams
+from inflight.receipts.writer import ReceiptWriter
 from inflight.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -271,6 +272,7 @@ class Executor:
         end_id: int | None = None,
         lora: Lora | Sequence[Lora | None] | None = None,
         return_log_probs: bool = False,
+        return_receipt: bool = False,
         progress: bool | None = None,
     ) -> Generation | list[Generation]:
         """Generate text for one prompt or several; return when all have ended.
@@ -284,6 +286,7 @@ class Executor:
             lora: One adapter for all prompts, or a list with an adapter for each; None: the model without
                 adapter.
             return_log_probs: Whether to return `cum_log_prob` of each sequence.
+            return_receipt: Whether to return the receipt of each prompt.
             progress: Whether to show a progress bar on stderr; None: show it if stderr is a terminal and the
                 call is long.
 
@@ -300,7 +303,7 @@ class Executor:
         tokenizer = self._find_tokenizer(is_required=is_text or bool(stop))
         adapters = adapters_of_prompts(lora, len(listed))
         sampling = sampling_config or SamplingConfig()
-        output = OutputConfig(return_log_probs, exclude_input_from_output=True)
+        output = OutputConfig(return_log_probs, exclude_input_from_output=True, return_receipt=return_receipt)
         converted: list[CoreRequest] = []
         for prompt, adapter in zip(listed, adapters, strict=True):
             ids = tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else prompt
@@ -459,7 +462,8 @@ class Executor:
             converted.output,
             limits.tokens_per_block,
         )
-        answers = Answers(asked, converted.sampling.num_sequences)
+        receipt = ReceiptWriter(converted) if converted.output.return_receipt else None
+        answers = Answers(asked, converted.sampling.num_sequences, receipt)
         return _Prepared(converted, None, answers, request.logits_post_processor)
 
     def _to_generated(self, request: Request, lora: LoraRequest | None, stop: tuple[str, ...]) -> CoreRequest:

@@ -188,6 +188,9 @@ _PARTS_OF_REQUESTS = [
         return_encoder_output=_refused(_NO_ENCODER),
         return_perf_metrics=_works("times of a monotonic clock"),
         additional_model_outputs=_works("tensors that ExecutorConfig names"),
+        return_receipt=_works(
+            "what was asked and answered, by which model and settings; not in TensorRT-LLM"
+        ),
     ),
     *_of(
         AdditionalModelOutput,

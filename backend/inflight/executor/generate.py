@@ -56,10 +56,12 @@ class Generation:
     Attributes:
         prompt_token_ids: Token ids of the prompt.
         sequences: The `num_return_sequences` outputs, or the beams of a search, best first.
+        receipt: The prompt's receipt as JSON; None if not requested.
     """
 
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[GeneratedSequence, ...]
+    receipt: str | None = None
 
     @property
     def text(self) -> str:
@@ -198,7 +200,8 @@ def _prompt(
 def _generation(request: CoreRequest, outputs: Sequence[Output]) -> Generation:
     ordered = sorted(outputs, key=lambda output: output.result.sequence_index)
     sequences = [sequence for output in ordered for sequence in _sequences(output)]
-    return Generation(request.input_token_ids, tuple(sequences))
+    receipt = next((output.result.receipt for output in outputs if output.result.receipt), None)
+    return Generation(request.input_token_ids, tuple(sequences), receipt)
 
 
 def _sequences(output: Output) -> Iterator[GeneratedSequence]:

@@ -117,6 +117,7 @@ class Result:
         context_phase_params: State for the generation server.
         request_perf_metrics: Times and counts.
         additional_outputs: Requested tensors of the model.
+        receipt: The request's receipt as JSON, in its last result. Not in TensorRT-LLM.
     """
 
     is_final: bool = False
@@ -135,6 +136,7 @@ class Result:
     context_phase_params: ContextPhaseParams | None = None
     request_perf_metrics: RequestPerfMetrics | None = None
     additional_outputs: list[AdditionalOutput] = field(default_factory=list[AdditionalOutput])
+    receipt: str | None = None
 
 
 class Response:

@@ -27,6 +27,7 @@ from inflight.executor.response import (
     SpeculativeDecodingMetrics,
     TimingMetrics,
 )
+from inflight.receipts.writer import ReceiptWriter
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +70,14 @@ class Answers:
     Attributes:
         asked: The parts of the request on which the answers depend.
         num_sequences: Number of sequences as which the request counts in the queue.
+        receipt: Writer of the receipt; None: no receipt.
         have_ended: Whether the final answer has arrived. Guarded by the lock of `EnqueuedRequests`.
     """
 
-    def __init__(self, asked: ResponseOptions, num_sequences: int) -> None:
+    def __init__(
+        self, asked: ResponseOptions, num_sequences: int, receipt: ReceiptWriter | None = None
+    ) -> None:
+        self.receipt = receipt
         self.asked = asked
         self.num_sequences = num_sequences
         self.have_ended = False
@@ -84,6 +89,8 @@ class Answers:
         result = response.result
         if result is None:
             return self._answer(response, (), 0)
+        if self.receipt is not None:
+            self.receipt.add(result, result.receipt, result.is_sequence_final)
         index, count = result.sequence_index, result.num_output_tokens[0]
         if not result.is_cumulative:
             count += self._num_generated.get(index, 0)
@@ -156,7 +163,12 @@ class EngineAnswer(core_response.Response):
             request_perf_metrics=None
             if result.perf_metrics is None
             else _perf_metrics(result, asked.tokens_per_block),
+            receipt=self._receipt(),
         )
+
+    def _receipt(self) -> str | None:
+        writer = self.answers.receipt
+        return writer.write() if writer is not None and self.is_final and writer.is_complete else None
 
 
 def _joined(parts: Sequence[tuple[tuple[int, ...], ...]]) -> list[list[int]]:

@@ -65,6 +65,7 @@ class OutputConfig(Typed):
         return_encoder_output: Hidden states of an encoder.
         return_perf_metrics: Times and counts.
         additional_model_outputs: Tensors of the model to return.
+        return_receipt: The request's receipt. Not in TensorRT-LLM.
     """
 
     return_log_probs: bool = False
@@ -74,3 +75,4 @@ class OutputConfig(Typed):
     return_encoder_output: bool = False
     return_perf_metrics: bool = False
     additional_model_outputs: list[AdditionalModelOutput] | None = None
+    return_receipt: bool = False

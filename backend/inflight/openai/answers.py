@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from inflight.core.request.response import SequenceResult, TopLogProbs
 from inflight.core.request.stop import FinishReason
 from inflight.errors import Cancelled, InvalidArgument, Unsupported
@@ -153,17 +155,34 @@ class Usage:
         return told
 
 
+@dataclass(slots=True)
+class AnswerReceipt:
+    """The receipt of an answer, which comes with its last output.
+
+    Attributes:
+        document: The receipt's JSON object; None until the answer has ended.
+    """
+
+    document: dict[str, Any] | None = None
+
+    def of_answer(self, body: SamplingBody) -> dict[str, Any]:
+        """Return the field to add to a whole answer or to the last chunk of a stream."""
+        return {"receipt": self.document} if body.return_receipt else {}
+
+
 class Pieces:
     """Converter from one answer's outputs to pieces.
 
     Args:
         asked: Settings of the body.
         usage: Counter to which the tokens are added.
+        receipt: Gets the receipt.
     """
 
-    def __init__(self, asked: BodySettings, usage: Usage) -> None:
+    def __init__(self, asked: BodySettings, usage: Usage, receipt: AnswerReceipt) -> None:
         self._asked = asked
         self._usage = usage
+        self._receipt = receipt
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
@@ -197,6 +216,8 @@ class Pieces:
     ) -> list[Piece]:
         result, texts = output.result, output.texts or ()
         self._usage.add(output.batch_index, result)
+        if result.receipt is not None:
+            self._receipt.document = msgspec.json.decode(result.receipt)
         first = output.batch_index * self._asked.body.n + result.sequence_index
         pieces: list[Piece] = []
         for row, ids in enumerate(new_tokens(result)):

@@ -117,7 +117,7 @@ class _ChatWriter:
         """Return the whole answer."""
         body, prepared = self._body, self._prepared
         self._count_reasoning(pieces)
-        more: dict[str, Any] = {"usage": prepared.usage.as_json()}
+        more: dict[str, Any] = {"usage": prepared.usage.as_json(), **prepared.receipt.of_answer(body)}
         if body.prompt_logprobs is not None and prepared.names is not None:
             first = pieces[0]
             more["prompt_logprobs"] = prompt_log_probs_json(
@@ -143,8 +143,8 @@ class _ChatWriter:
             if told := await made(make, grows_with_prompt=bool(prompt_ids)):
                 prompt_ids = {}  # only the stream's first chunk has them
                 yield told
-        if body.includes_usage:
-            yield event(self._envelope.around([], usage=usage.as_json()))
+        if last := self._prepared.of_last_chunk():
+            yield event(self._envelope.around([], **last))
 
     def _events_of(self, pieces: list[Piece], usage: dict[str, Any], of_first: dict[str, Any]) -> bytes:
         """Return the chunks for these pieces. The first chunk also has the fields `of_first`."""

@@ -100,7 +100,9 @@ class _CompletionWriter:
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [self.choice(piece) for piece in pieces]
-        return self._envelope.around(choices, usage=self._prepared.usage.as_json())
+        prepared = self._prepared
+        receipt = prepared.receipt.of_answer(self._body)
+        return self._envelope.around(choices, usage=prepared.usage.as_json(), **receipt)
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return a choice with the contents of `piece`: a whole choice, or a part of one."""
@@ -138,8 +140,8 @@ class _CompletionWriter:
         async for some in pieces:
             make = partial(self._events_of, some, prepared.usage.of_chunk(body))
             yield await made(make, tells_prompt and any(piece.is_first for piece in some))
-        if body.includes_usage:
-            yield event(around([], usage=prepared.usage.as_json()))
+        if last := prepared.of_last_chunk():
+            yield event(around([], **last))
 
     def _events_of(self, pieces: list[Piece], usage: dict[str, Any]) -> bytes:
         return b"".join(

@@ -99,7 +99,7 @@ async def answer_whole(context: Context, request: Request, prepared: PreparedBod
     parts: dict[int, list[Piece]] = {}
     try:
         await _start(request, stream)
-        async for pieces in Pieces(prepared.asked, prepared.usage).read(stream):
+        async for pieces in Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream):
             for piece in pieces:
                 parts.setdefault(piece.index, []).append(piece)
     finally:
@@ -118,7 +118,7 @@ async def answer_stream(
     watcher = Watcher(request, stream)
     try:
         await _start(request, stream)
-        pieces = Pieces(prepared.asked, prepared.usage).read(stream)
+        pieces = Pieces(prepared.asked, prepared.usage, prepared.receipt).read(stream)
         return EventStream(await peeked(events_of(pieces)), watcher)
     except BaseException:  # any error is raised again after the stream is closed
         watcher.close()

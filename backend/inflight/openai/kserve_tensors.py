@@ -196,6 +196,7 @@ def _refuse_uncarried(request: Request) -> None:
         ),
         "generation logits": wanted.return_generation_logits,
         "additional outputs": bool(wanted.additional_outputs),
+        "a request for a receipt": wanted.return_receipt,
     }
     for what, is_asked in uncarried.items():
         if is_asked:

@@ -6,10 +6,11 @@ Runs on the tokenizing threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.errors import InvalidArgument
-from inflight.openai.answers import Usage
+from inflight.openai.answers import AnswerReceipt, Usage
 from inflight.openai.errors import ApiError
 from inflight.openai.log_probs import TokenNames
 from inflight.openai.sampling import BodySettings, longest_prompt, make_prompt
@@ -30,6 +31,7 @@ class PreparedBody:
         fingerprint: `system_fingerprint` of the answer.
         names: Names of tokens; None if the answer does not name tokens.
         hidden_ids: Ids of tokens that add nothing to a text.
+        receipt: Receipt of the answer.
     """
 
     asked: BodySettings
@@ -39,10 +41,17 @@ class PreparedBody:
     fingerprint: str
     names: TokenNames | None
     hidden_ids: frozenset[int]
+    receipt: AnswerReceipt = field(default_factory=AnswerReceipt)
 
     def prompt_ids(self, batch_index: int) -> tuple[int, ...]:
         """Return the token ids of one prompt."""
         return self.prompts[batch_index][0].request.input_token_ids
+
+    def of_last_chunk(self) -> dict[str, Any]:
+        """Return the fields of a stream's last chunk (the one without choices); none without such a chunk."""
+        body = self.asked.body
+        usage = {"usage": self.usage.as_json()} if body.includes_usage else {}
+        return {**usage, **self.receipt.of_answer(body)}
 
 
 def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> None:
@@ -69,6 +78,8 @@ def prepare_body(
         ids: Token ids of each prompt.
     """
     body, description = asked.body, model.describe()
+    if body.return_receipt:
+        _check_receipt(asked, len(ids))
     tokenizer = model.tokenizer()
     prompts: list[tuple[Prompt, NewText]] = []
     for text, of_prompt in zip(texts, ids, strict=True):
@@ -87,6 +98,18 @@ def prepare_body(
         TokenNames(model.token_bytes, body.return_tokens_as_token_ids) if tells_tokens else None,
         tokenizer.special_ids if asked.skip_special_tokens else frozenset(),
     )
+
+
+def _check_receipt(asked: BodySettings, num_prompts: int) -> None:
+    """Raise ApiError if the answer would not be that of one request to the engine."""
+    if num_prompts > 1:
+        raise ApiError(
+            f"return_receipt is for one prompt, and prompt has {num_prompts}: send them one by one",
+            400,
+            "return_receipt",
+        )
+    if asked.max_tokens == 0:
+        raise ApiError("return_receipt is for generated tokens, and max_tokens is 0", 400, "return_receipt")
 
 
 def _truncated(asked: BodySettings, ids: Sequence[int], model: ServingModel) -> Sequence[int]:

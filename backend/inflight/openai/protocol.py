@@ -160,6 +160,7 @@ class SamplingBody(Body, BodyControls):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT32)
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False
+    return_receipt: bool = False
     priority: int = 0
     cache_salt: str | None = Field(None, min_length=1)
 

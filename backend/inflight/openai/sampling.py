@@ -229,6 +229,7 @@ def _output(asked: BodySettings, prompt_length: int, limits: ModelLimits) -> Out
         return_context_logits=bool(prompt_top) or (asked.body.prompt_logprobs is not None and fits),
         # Only the usage needs the metrics, which would otherwise be sent with every token of a stream.
         return_perf_metrics=asked.body.includes_usage,
+        return_receipt=asked.body.return_receipt,
     )
 
 

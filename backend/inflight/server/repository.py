@@ -37,7 +37,7 @@ WEIGHTS = "weights"
 ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
-RECORD_PATH = "record_path"
+RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
 LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
 ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
 ADDITIONAL_OUTPUTS = "additional_model_outputs"
@@ -198,7 +198,12 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     values |= wanted.settings
     if wanted.adapters:
         values[LORA_ADAPTERS] = _named_folders(wanted)
-    for key in (RECORD_PATH, LORA_DIR, LORA_PREFETCH_DIR):  # the server runs in another folder
+    for key in (
+        RECORD_PATH,
+        RECEIPT_KEY_FILE,
+        LORA_DIR,
+        LORA_PREFETCH_DIR,
+    ):  # the server runs in another folder
         if values.get(key):
             values[key] = str(Path(values[key]).absolute())
     return values

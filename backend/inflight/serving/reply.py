@@ -17,6 +17,7 @@ from inflight.core.request.request import FloatTensor
 from inflight.core.request.response import Response, ReturnedOutput, SequenceResult, merge_responses
 from inflight.core.request.stop import FinishReason
 from inflight.prompt import Output, Prompt
+from inflight.receipts.writer import ReceiptWriter
 from inflight.serving.completion_text import CompletionText, cut_at_stop
 from inflight.text.stop_strings import StopStrings
 from inflight.text.tokenizer import Tokenizer
@@ -91,6 +92,11 @@ class Reply:
         self._in_one = in_one
         self._repetition = repetition
         self._sequences: dict[tuple[int, int], _Sequence] = {}  # by batch index and sequence index
+        self._receipts = {
+            index: _receipt_writer(prompt)
+            for index, (prompt, _) in enumerate(self._prompts)
+            if prompt.request.output.return_receipt
+        }
         self._held: list[Output] = []
 
     def add(self, batch_index: int, result: SequenceResult, is_last: bool) -> tuple[Output, ...]:
@@ -115,15 +121,28 @@ class Reply:
         key = batch_index, sequence_index
         if key not in self._sequences:
             prompt, new_text = self._prompts[batch_index]
-            self._sequences[key] = _Sequence(prompt, new_text() if new_text else None, self._repetition)
+            text, receipt = new_text() if new_text else None, self._receipts.get(batch_index)
+            self._sequences[key] = _Sequence(prompt, text, self._repetition, receipt)
         return self._sequences[key]
+
+
+def _receipt_writer(prompt: Prompt) -> ReceiptWriter:
+    options = prompt.options
+    return ReceiptWriter(prompt.request, options.stop_strings, options.min_tokens)
 
 
 class _Sequence:
     """Converts the results of one sequence, or of the beams of one beam search."""
 
-    def __init__(self, prompt: Prompt, text: CompletionText | None, repetition: Repetition) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        text: CompletionText | None,
+        repetition: Repetition,
+        receipt: ReceiptWriter | None,
+    ) -> None:
         self._prompt = prompt
+        self._receipt = receipt
         self._text = text
         output = prompt.request.output
         repeats = prompt.options.streaming and (output.wants_context or output.return_log_probs)
@@ -141,13 +160,16 @@ class _Sequence:
         return self._stopped_at is not None
 
     def add(self, result: SequenceResult) -> _ResultAndTexts | None:
-        is_last = result.is_sequence_final
+        is_last, part = result.is_sequence_final, result.receipt
         if self._stopped_at is not None:
             if not is_last:
                 return None
             result, texts = _after_stop(self._stopped_at, result), None if self._text is None else ("",)
         else:
             result, texts = self._with_text(result)
+        if self._receipt is not None:
+            self._receipt.add(result, part, is_last)
+            result = replace(result, receipt=self._receipt.write() if self._receipt.is_complete else None)
         if self._repeats_text and texts is not None and not result.is_cumulative:
             self._text_so_far += texts[0]
             texts = (self._text_so_far,)
@@ -251,6 +273,7 @@ def _as_rows(sequences: list[Output]) -> Output:
         top_log_probs=_rows([r.top_log_probs for r in results], ()),
         generation_logits=_rows([r.generation_logits for r in results], _NO_ROWS),
         additional_outputs=_additional_rows(results),
+        receipt=next((r.receipt for r in results if r.receipt is not None), None),
     )
     texts = None if first.texts is None else tuple(chain.from_iterable(one.texts or () for one in sequences))
     return replace(first, result=result, texts=texts)

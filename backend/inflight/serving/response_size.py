@@ -47,6 +47,7 @@ SMALL_BYTES = 256 * 1024
 """Largest size in bytes of responses that are not counted. Every pool has more space than this from the start."""
 
 _VALUE_BYTES = 4  # ids are INT32, all other counted values FP32
+_RECEIPT_BYTES, _DIGITS_OF_ID = 16 << 10, 9  # without ids; an id with its separator
 _TEXT_BYTES_PER_TOKEN = 32  # more than nearly every token needs
 # A pool grows in steps of this many bytes, which the launcher sets; tritonserver's default is smaller.
 _POOL_STEP_BYTES = 4 << 20
@@ -245,9 +246,16 @@ def response_size(
             ("prompt_log_probs", prompt * _VALUE_BYTES * output.return_prompt_log_probs),
             ("context_logits", prompt * row_bytes * output.return_context_logits),
             ("generation_logits", rows * logits_rows * row_bytes),
+            ("receipt", _receipt_bytes(request) * output.return_receipt),
             *(size for each in offered for size in _additional_sizes(request, each, streaming, rows)),
         )
     )
+
+
+def _receipt_bytes(request: Request) -> int:
+    """Return the largest usual size of a request's receipt."""
+    generated = request.max_new_tokens * request.sampling.num_sequences * request.sampling.num_outputs
+    return _RECEIPT_BYTES + (request.prompt_length + generated) * _DIGITS_OF_ID
 
 
 def _additional_sizes(

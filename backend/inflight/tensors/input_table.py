@@ -157,6 +157,7 @@ _WANTED = (
         ("return_kv_cache_reuse_stats",),
         "sampling_param_return_perf_metrics",
     ),
+    _flag("return_receipt", "adds output receipt"),
     _both("num_top_log_probs", "INT32", "number of likeliest tokens to return at each position"),
     _both(
         "additional_outputs",

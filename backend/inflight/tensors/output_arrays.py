@@ -148,6 +148,13 @@ def _additional(name: str, outputs: Sequence[Output]) -> NDArray[np.float32] | N
     return stack[:, 0] if is_context else stack
 
 
+def _receipt(outputs: Sequence[Output]) -> NDArray[np.object_] | None:
+    found = [output.result.receipt for output in outputs]
+    return (
+        None if _all_missing(found) else _table([[(text or "").encode()] for text in found], b"", np.object_)
+    )
+
+
 _MAKERS: dict[str, _Maker] = {
     "output_ids": _output_ids,
     "sequence_length": _sequence_length,
@@ -176,6 +183,7 @@ _MAKERS: dict[str, _Maker] = {
     "acceptance_rate": _metrics(lambda metrics: metrics.acceptance_rate),
     "total_accepted_draft_tokens": _metrics(lambda metrics: metrics.num_accepted_draft_tokens),
     "total_draft_tokens": _metrics(lambda metrics: metrics.num_draft_tokens),
+    "receipt": _receipt,
     "state": lambda outputs: None,  # only the response to a state request has it
     "adapters": lambda outputs: None,  # only the response to an adapter command has it
     "context_phase_params": lambda outputs: None,

@@ -113,6 +113,13 @@ OUTPUTS = TensorTable(
         _metric("acceptance_rate", "accepted / verified draft tokens; 0 without draft tokens", "FP32"),
         _metric("total_accepted_draft_tokens", "number of accepted draft tokens"),
         _metric("total_draft_tokens", "number of verified draft tokens"),
+        _asked(
+            "receipt",
+            "BYTES",
+            (1,),
+            InStream.LAST,
+            "receipt of the prompt as JSON, with which `inflight verify` re-runs it (receipts.md)",
+        ),
         of_other_models(
             "context_phase_params", "UINT8", (-1,), "never returned: this server computes both phases"
         ),

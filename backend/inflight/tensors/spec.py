@@ -62,6 +62,7 @@ class InStream(Enum):
     SO_FAR = "all so far"
     SAME = "the same in each"
     FIRST = "in the first of each sequence alone"
+    LAST = "in the prompt's last alone"
 
 
 @dataclass(frozen=True, slots=True)

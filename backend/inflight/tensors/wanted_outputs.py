@@ -113,6 +113,7 @@ def output_config(reader: TensorReader, wanted: frozenset[str], exclude_input: b
         return_context_logits="context_logits" in wanted,
         return_generation_logits="generation_logits" in wanted,
         return_perf_metrics=bool(wanted & _METRIC_OUTPUTS),
+        return_receipt="receipt" in wanted,
         additional_outputs=outputs_of_tensors(sorted(filter(is_additional, wanted))),
     )
 

@@ -66,6 +66,7 @@ class OutputOptions:
         return_generation_logits: Return the logits from which each generated token was sampled. Tensor
             `return_generation_logits`.
         return_perf_metrics: Return times, and numbers of KV blocks and draft tokens. Tensor `return_perf_metrics`.
+        return_receipt: Return the request's receipt. Tensor `return_receipt`.
         additional_outputs: Other tensors of the model to return. Tensor `additional_outputs`.
     """
 
@@ -76,6 +77,7 @@ class OutputOptions:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     return_perf_metrics: bool = False
+    return_receipt: bool = False
     additional_outputs: tuple[WantedOutput, ...] = ()
 
     @property

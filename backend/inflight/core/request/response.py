@@ -118,6 +118,8 @@ class SequenceResult:
         additional_outputs: The tensors named in the request's `OutputConfig.additional_outputs`; tensors of the
             prompt only in the sequence's first response.
         num_iterations: Number of iterations in which the sequence got tokens so far.
+        receipt: The request's receipt as JSON, in its last response; from the engine, only the engine's part.
+            Tensor `receipt`.
     """
 
     output_token_ids: tuple[tuple[int, ...], ...]
@@ -137,6 +139,7 @@ class SequenceResult:
     model_log_probs: tuple[tuple[float, ...], ...] | None = None
     additional_outputs: tuple[ReturnedOutput, ...] = ()
     num_iterations: int = 0
+    receipt: str | None = None
 
     @property
     def carries_tokens_only(self) -> bool:
@@ -150,6 +153,7 @@ class SequenceResult:
             and self.perf_metrics is None
             and not self.is_cumulative
             and not self.additional_outputs
+            and self.receipt is None
         )
 
     @property
@@ -166,17 +170,19 @@ class SequenceResult:
 
 @dataclass(frozen=True, slots=True)
 class RequestEnding:
-    """The scheduler's part of a request's line in the access log.
+    """The scheduler's part of a request's line in the access log, and of its receipt.
 
     Attributes:
         num_output_tokens: Number of tokens generated in all sequences; of a beam search, its steps.
         finish_reasons: The finish reason of each sequence.
         first_token_ns: When the first token was sampled, in monotonic nanoseconds; 0: there is none.
+        adapter_digest: Digest of the request's adapter; b"" without one.
     """
 
     num_output_tokens: int = 0
     finish_reasons: tuple[FinishReason, ...] = ()
     first_token_ns: int = 0
+    adapter_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

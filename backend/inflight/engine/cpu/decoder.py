@@ -115,6 +115,7 @@ class NativeDecoder:
         self.num_mapped_bytes = num_mapped_bytes
         self.dtype = packer.dtype
         self._library = packer.library
+        self.instruction_set = packer.library.target
         self._num_threads = packer.num_threads
         self._vocabulary = part.shard.split(config.vocab_size)
         self._collectives = collectives

@@ -180,9 +180,11 @@ class CompiledCode(ctypes.CDLL):
 
     Attributes:
         description: The result of `describe_target`, or the reason why a faster target was skipped.
+        target: Name of the target.
     """
 
     description = ""
+    target = ""
 
 
 def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) -> CompiledCode:
@@ -202,7 +204,7 @@ def load_library(dtype: str, int8: bool = False, rounded_cache: bool = False) ->
         library = _load(target, flags, dtype, int8, rounded_cache)
         found: int = library.check_products()
         if found == layout.PRODUCTS_ARE_RIGHT:
-            library.description = _describe(target, why)
+            library.description, library.target = _describe(target, why), target.name
             return library
         why = f"{target.name} is left out, as {_WRONG_PRODUCTS[found]}"
         _log.warning("compiled layers: %s", why)

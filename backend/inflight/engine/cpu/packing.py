@@ -8,7 +8,6 @@ memory twice.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from inflight.engine.cpu import layout
 from inflight.engine.cpu.layout import HALF, PANEL
+from inflight.engine.cpu.library import CompiledCode
 from inflight.engine.cpu.structs import (
     LatentLayerStruct,
     LayerStruct,
@@ -96,7 +96,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
         latent: Sizes of the model's latent attention; None: the model has ordinary attention.
     """
 
-    library: ctypes.CDLL
+    library: CompiledCode
     dtype: torch.dtype
     int8: bool
     num_threads: int
