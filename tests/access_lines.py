@@ -35,7 +35,7 @@ class AccessLines(logging.Handler):
         return self.fields
 
     def one(self) -> dict[str, Any]:
-        """Wait for the only line."""
+        """Wait until there is a line, and return its fields; fail if there are several."""
         return self.wait(1)[0]
 
 

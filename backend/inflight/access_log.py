@@ -1,14 +1,15 @@
-"""The access log: one line for each request, whichever front end took it.
+"""The access log: one line for each request, of Triton's endpoints as well as of /v1.
 
     I1127 11:49:05.678794 8790 access] request_id=7f3a front=openai model=tiny-1b client=127.0.0.1:4711
         prompt_tokens=12 output_tokens=40 finish_reason=LENGTH first_token_ms=12.3 total_ms=345.6
 
-(one line). An engine client writes the line when it passes on the final response; a front end writes it for
-requests that it refuses itself. Lines contain no prompt, no output and no error message, which may quote them.
+(in the log this is one line). The engine client writes it when it passes on the final response; a front end
+writes it for a request that it refuses itself. Lines contain no prompts and no output, and no error messages,
+because these may quote them.
 
 `leave` and `refuse` only put a few values into a queue. One thread per AccessLog takes them out, makes the
-lines and writes them, so that a slow log delays no request. If too many wait, further ones are counted
-instead. The thread is started by the first request.
+lines and writes them, so that a slow log delays no request. If too many lines wait, further ones are
+dropped and counted. The thread is started by the first request.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Line:
 
 
 class AccessLog:
-    """Writer of access lines, with a thread of its own while there are some. Any thread."""
+    """Writer of access lines, on a thread of its own. All methods may be called on any thread."""
 
     def __init__(self) -> None:
         self._lines: SimpleQueue[_Line | None] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""The form of log lines: as Triton's own log has them, and the same as JSON.
+"""The format of log lines: text in the form of Triton's own log, or JSON with the same values.
 
     I1127 11:49:05.678794 8790 host.py:175] KV cache: 4096 blocks of 32 tokens request_id=7f3a
 
@@ -27,7 +27,7 @@ ACCESS_LOG_VARIABLE = "INFLIGHT_ACCESS_LOG"
 """Environment variable that switches the access log off with the value 0; --no-access-log sets it."""
 
 ACCESS = "access"
-"""The source of access lines, whose text consists of fields only."""
+"""The name that access lines have in place of a source file and line; their text consists of fields only."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the client's request that the current code works for; "": none."""

@@ -1,7 +1,7 @@
 """`inflight serve --no-triton`: /v1 and the engine endpoint without a tritonserver.
 
 The engine runs in this process, and listens at the engine endpoint, a Unix socket. The
-OpenAI endpoint is the same process as beside a tritonserver, and connects to this socket. The main thread
+OpenAI endpoint is a process of its own, as it is with a tritonserver, and connects to this socket. The main thread
 waits for signals. Nothing restarts the engine: if it is lost, this process ends.
 """
 

@@ -78,8 +78,8 @@ def export(arguments: Sequence[str], timeout: float | None = None) -> list[dict[
 def _export(arguments: Sequence[str], timeout: float | None) -> str:
     with tempfile.TemporaryDirectory(prefix="inflight-perf-analyzer-") as folder:
         path = Path(folder) / "profile.json"
-        # Without a version, perf_analyzer takes the one whose statistics have changed, and fails if the server
-        # counts the last requests only after their responses.
+        # If no model version is named, perf_analyzer takes the version whose statistics have changed. It fails if
+        # they have not changed yet, because the server counts a request only after its response.
         done = run([*arguments, "-x", _VERSION, "--profile-export-file", str(path)], timeout)
         if done.returncode:
             said = (done.stderr or done.stdout).splitlines()[:_ERROR_LINES]

@@ -110,7 +110,7 @@ def test_random_histories_match_the_oracle(make: Make, seed: int) -> None:
 
 
 def test_the_cache_is_consistent_after_many_threads(make: Make) -> None:
-    """Requests, and threads that list, load and unload: no adapter stays in use, and the bytes add up."""
+    """After requests beside threads that list, load and unload, no adapter is in use and the bytes add up."""
     it = make(6)
     it.folders.adapters |= {LoraRequest(name=f"n{n}"): make_weights(n, 1 + n % 3) for n in range(6)}
     is_over = threading.Event()

@@ -183,7 +183,7 @@ def test_normalized_log_probs_are_returned_and_the_models_own_are_summed():
 
 
 def test_missing_details_do_not_affect_other_requests():
-    """The device returns no details for one row and too few for another; requests get the existing ones."""
+    """If the device returns no details for one row and too few for another, requests get those that there are."""
     scheduler = make_scheduler()
     Driver(scheduler).accept(
         *(make_request(number, new=1, output=OutputOptions(return_log_probs=True)) for number in (1, 2, 3))

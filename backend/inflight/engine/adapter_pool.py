@@ -183,7 +183,10 @@ class FoundPages:
     magnitude_rows: NDArray[np.int64] | None
 
     def padded(self, count: int) -> NDArray[np.int64]:
-        """Return [2 * count]: pages, then owners, both padded with a page that belongs to no row."""
+        """Return `count` pages followed by their `count` owners, as one array.
+
+        Both parts are padded: pages with page 0, owners with an owner that no row has.
+        """
         filled = np.zeros((2, count), dtype=np.int64)
         filled[1] = _NO_OWNER
         filled[:, : len(self.pages)] = self.pages, self.owners

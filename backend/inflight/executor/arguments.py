@@ -82,7 +82,7 @@ def responses_arguments(
     """
     unknown = keywords.keys() - {"id", "ids", "timeout"}
     if unknown or len(args) + len(keywords) > 2:
-        raise TypeError("await_responses takes an id or several ids, or neither, and a timeout")
+        raise TypeError("await_responses takes at most two arguments: id (or ids), and timeout")
     given = list(args)
     timeout = keywords.get("timeout")
     whose = keywords.get("id", keywords.get("ids"))

@@ -43,7 +43,7 @@ _ANSWER = msgspec.msgpack.Decoder(CompileAnswer)
 
 
 class _Order(Enum):
-    """An order to the thread, other than to compile a guide."""
+    """Commands in the compiler thread's queue, beside the guides to compile."""
 
     PREPARE = "prepare"
     END = "end"

@@ -208,7 +208,10 @@ def _read_gptq(section: ConfigFile) -> Quantization:
 
 
 def _check_dynamic(section: ConfigFile) -> None:
-    """Raise ConfigError unless all of GPTQModel's rules exclude modules, whose tensors then are plain."""
+    """Raise ConfigError unless each of GPTQModel's rules excludes modules.
+
+    Excluded modules are not quantized.
+    """
     rules: Any = section.value("dynamic") or {}
     if not is_object(rules):
         raise section.error("dynamic", "an object of rules")

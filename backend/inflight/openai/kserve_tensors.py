@@ -201,7 +201,7 @@ def _refuse_uncarried(request: Request) -> None:
     for what, is_asked in uncarried.items():
         if is_asked:
             raise Unsupported(
-                f"{what} cannot be sent to a remote server from here: use Triton's own protocol"
+                f"/v1 cannot send {what} to a Triton server on another host: use Triton's own protocol"
             )
 
 

@@ -34,11 +34,11 @@ def request_id_of(request: Request) -> str:
 
 @dataclass(slots=True)
 class Passage:
-    """One HTTP request on its way through the application.
+    """The record of one HTTP request, which `RequestIds` keeps while the application handles it.
 
     Attributes:
-        origin: The request's origin.
-        reaches_engine: Whether the engine has got it, and writes its access line.
+        origin: The front end, request id and address that the access line names.
+        reaches_engine: Whether the request was passed to the engine, whose client then writes its access line.
     """
 
     origin: Origin
@@ -46,7 +46,7 @@ class Passage:
 
 
 def passage_of(scope: Scope) -> Passage:
-    """Return the passage of a request that has passed `RequestIds`."""
+    """Return the record that `RequestIds` has made for a request, given the request's ASGI scope."""
     return scope[_SCOPE_KEY]
 
 

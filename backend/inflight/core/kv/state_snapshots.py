@@ -75,8 +75,10 @@ class StateSnapshots:
         return sum(len(saves.pending) for saves in self._saves.values())
 
     def find(self, digests: Sequence[bytes]) -> int:
-        """Return the number of blocks up to the last boundary with a snapshot, given the blocks' digests; 0
-        without one."""
+        """Return how many of the blocks with these digests come before the last boundary with a snapshot.
+
+        Returns 0 if no boundary has a snapshot.
+        """
         for count in range(len(digests), 0, -1):
             if digests[count - 1] in self._snapshot_of:
                 return count

@@ -133,8 +133,12 @@ class TensorRtDecoder:
         return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits [n, vocab_size] float32 of `forward`'s output `hidden` at the indices `rows` [n]
-        int64."""
+        """Return the logits of some rows: float32 [n, vocab_size].
+
+        Args:
+            hidden: The output of `forward`.
+            rows: Indices of the rows in `hidden`: int64 [n].
+        """
         logits = self._run_head(hidden[rows], "logits")
         return join_logits(logits, self.config.vocab_size, self._collectives)
 

@@ -20,8 +20,8 @@ class NetworkAdapters:
     """The adapter inputs of a network; a network that is built without adapters has none.
 
     Args:
-        graph: The graph in which they are defined.
-        held: The model, as this rank computes it.
+        graph: The graph in which the inputs are defined.
+        held: Configuration of this rank's part of the model.
         settings: The build's settings.
         order: [rows], the index in the batch of each row.
     """

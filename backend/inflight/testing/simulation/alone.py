@@ -1,4 +1,7 @@
-"""Expected result of a request alone on the server, by the fake engine's definition, and the comparison."""
+"""Compute the result that a request gets when it runs alone, and compare results with it.
+
+The fake engine defines which tokens and logits follow a prompt.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,10 @@ def _of(beam: Hypothesis) -> Expected:
 def compare_context(
     request: Request, first: SequenceResult, vocab_size: int, adapter: bytes, is_whole: bool
 ) -> None:
-    """Compare the prompt's log probabilities and logits in the first result, or a beginning of them."""
+    """Compare the prompt's log probabilities and logits in a request's first result.
+
+    Unless `is_whole`, the result may have only those of the prompt's beginning.
+    """
     prompt, output = request.input_token_ids, request.output
     logits = []
     if output.wants_context:
@@ -124,7 +130,10 @@ def compare_context(
 def compare_outputs(
     request: Request, result: SequenceResult, expected: Sequence[Expected], vocab_size: int
 ) -> None:
-    """Compare a complete result: the final one of a request without streaming, or any of streamed beams."""
+    """Compare a result that has all tokens so far with the expected outputs, one for each beam.
+
+    `result` may be the final one, streamed results merged, or any result of a streamed beam search.
+    """
     output = request.output
     echoed = not (request.streaming or output.exclude_input_from_output)
     prompt = request.input_token_ids if echoed else ()

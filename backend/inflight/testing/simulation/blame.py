@@ -1,8 +1,9 @@
 """Failures of iterations: decide which fail in a scenario, and check which requests end because of them.
 
-A request must end with a failed iteration's error if it was alone in that iteration and no failed batch was
-in flight before it; otherwise it must not. A device that reports itself as unusable ends all requests in the
-batch. A row that fails alone ends its request.
+If a request was alone in a failed iteration, and no failed batch was in flight before that one, the request
+must end with the iteration's error. Other requests must go on. There are two exceptions. If the device reports
+itself as unusable, all requests in the batch must end. If the device reports failures of single rows, the
+requests of these rows must end.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class BatchInFlight:
         rows: The sequences with rows in it.
         started: The sequences that it starts, with or without rows.
         planned_error: The error planned by the scenario.
-        is_behind_failure: Whether an earlier batch has failed and has not come back.
-        is_spoiled: Whether it continues sequences of such a batch, so that it may fail too.
+        is_behind_failure: Whether an earlier batch in flight has failed or may fail; it has not come back yet.
+        is_spoiled: Whether it has rows of sequences that such a batch contains, or whose adapters that batch
+            loads, so that it may fail too.
         logits: The result of a pipeline's forward pass, if it did not fail.
         outcome: Its output or error; None if not known yet.
-        void: Keys of sequences with an earlier batch that came back as an error while this one was in flight.
+        void: Keys of sequences whose rows in this batch do not count, because an earlier batch with the same
+            sequences, or with their adapters, failed while this one was in flight.
     """
 
     batch: ScheduledBatch
@@ -61,7 +64,7 @@ class BatchInFlight:
         )
 
     def names(self, sequences: Iterable[LlmRequest]) -> bool:
-        """Whether one of these sequences has a row, a start or a loaded adapter in it."""
+        """Whether the batch has a row of one of these sequences, starts one, or loads the adapter of one."""
         return any(one in self.rows or one in self.started or self.loads(one) for one in sequences)
 
     def loads(self, llm_request: LlmRequest) -> bool:
@@ -70,7 +73,7 @@ class BatchInFlight:
         return adapter is not None and any(load.adapter == adapter for load in self.batch.adapter_loads)
 
     def live(self) -> list[LlmRequest]:
-        """Return the rows that count, before it comes back."""
+        """Return the sequences whose rows count: those that are neither finished nor void."""
         return [r for r in self.rows if r.key not in self.void and r.state is not RequestState.FINISHED]
 
 
@@ -78,7 +81,7 @@ class Blame:
     """The failed iterations of one scenario.
 
     Attributes:
-        convicted: Requests that must end with an error.
+        convicted: Requests that must end with an error because an iteration or a row failed.
         num_failed: Iterations that came back as an error.
     """
 
@@ -91,7 +94,7 @@ class Blame:
         self._most_suspects = 1
 
     def take_off(self, flight: BatchInFlight, ahead: Iterable[BatchInFlight]) -> None:
-        """Record a batch that is about to run after the others in flight."""
+        """Record a batch before it runs, and plan its failure; `ahead` are the batches in flight before it."""
         breakdowns, batch = self._scenario.breakdowns, flight.batch
         failed = [each for each in ahead if each.may_fail]
         flight.is_behind_failure = bool(failed)
@@ -109,7 +112,7 @@ class Blame:
             self._num_by_chance += not culprits
 
     def failed(self, flight: BatchInFlight, behind: Iterable[BatchInFlight]) -> set[int]:
-        """Record a batch that is about to come back as an error; return the requests that must end."""
+        """Record that a batch failed, with `behind` in flight after it; return the requests that must end."""
         self.num_failed += 1
         for other in behind:
             other.void |= {row.key for row in (*flight.rows, *flight.started)}
@@ -124,9 +127,10 @@ class Blame:
         return requests
 
     def fail_rows(self, flight: BatchInFlight) -> list[LlmRequest]:
-        """Make the rows fail that the scenario plans to fail alone, in a batch that is about to come back.
+        """Add the scenario's planned failures of single rows to the output of a batch.
 
-        Returns the sequences that get the device's output; of a request with a failed row, those before it.
+        Returns the sequences that still get the device's output. If a request has a failed row, these are its
+        sequences before that row.
         """
         batch, output = flight.batch, flight.outcome
         assert isinstance(output, ModelOutput)

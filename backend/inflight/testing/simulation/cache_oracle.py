@@ -1,8 +1,9 @@
-"""Oracle of the KV cache, a plain set of prefixes that never forgets: watches one scheduler.
+"""Oracle of one scheduler's KV cache: a plain set of the prefixes that were computed, which never shrinks.
 
-A prefix is known once an update has confirmed that its last block is computed. As long as the pool always had
-an empty block to take, nothing was evicted, and a sequence must find exactly the blocks of its longest known
-prefix; later it must find no more than these. The oracle uses neither digests nor block ids.
+A prefix is known once an update has confirmed that its last block is computed. A sequence must never find more
+blocks than those of its longest known prefix. It must find exactly these until the pool first runs out of empty
+blocks, because nothing has been evicted until then. A block is promised if a running sequence will compute it;
+sequences that need it wait. The oracle uses neither digests nor block ids.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CacheOracle:
         num_reused, num_missed: Full blocks by (request id, sequence index), over all its starts.
         num_copied: Blocks of which a beginning was found, by the same keys.
         num_tokens: Tokens found by all starts.
-        is_complete: False once blocks were dropped for another reason than eviction.
+        is_complete: False once computed blocks were dropped, or not published, for a reason other than eviction.
         num_exact: Starts whose number of found blocks was certain.
     """
 
@@ -54,7 +55,7 @@ class CacheOracle:
     # ---------------------------------------------------------------- prefixes
 
     def _scope(self, llm_request: LlmRequest) -> Hashable:
-        """Return the key of requests that share blocks; None if the request shares with no other."""
+        """Return a key that sequences which may share blocks have in common; None if it shares with none."""
         request = llm_request.request
         if self._shares_all:
             adapter = self.adapters.get(request.request_id)
@@ -66,7 +67,7 @@ class CacheOracle:
         return (llm_request.request_id,) if request.sampling.num_sequences > 1 else None
 
     def _prefixes(self, llm_request: LlmRequest, num_tokens: int) -> list[int]:
-        """Return a key for each full block of its first `num_tokens` tokens."""
+        """Return the number of the prefix that ends with each full block of the first `num_tokens` tokens."""
         chain = self._chains.setdefault(llm_request.key, [])
         size, extra_ids = self._size, llm_request.request.identity.extra_ids
         for end in range((len(chain) + 1) * size, num_tokens + 1, size):
@@ -78,18 +79,18 @@ class CacheOracle:
         return chain[: num_tokens // size]
 
     def _looks(self, llm_request: LlmRequest) -> bool:
-        """Whether a request's prefix is looked up; context logits need every row computed."""
+        """Whether a request's prefix is looked up: not for context logits, which need every row computed."""
         return self._scope(llm_request) is not None and not llm_request.gives_context
 
     def _num_found(self, llm_request: LlmRequest) -> tuple[int, int]:
-        """Return the number of known blocks at the beginning, and of all that may be reused."""
+        """Return how many of the sequence's first blocks are known, and how many could be reused at most."""
         prefixes = self._prefixes(llm_request, len(llm_request.tokens) - 1)
         return next((i for i, p in enumerate(prefixes) if p not in self._known), len(prefixes)), len(prefixes)
 
     # ---------------------------------------------------------------- events
 
     def is_promised(self, llm_request: LlmRequest) -> bool:
-        """Whether a running sequence has promised the first block that is not found."""
+        """Whether a running sequence will compute the first block that the cache lacks for this sequence."""
         return self._looks(llm_request) and self._is_promised(llm_request, self._match(llm_request))
 
     def _match(self, llm_request: LlmRequest) -> PrefixMatch:
@@ -110,11 +111,11 @@ class CacheOracle:
             if self._looks(llm_request):
                 match = self._match(llm_request)
                 assert match.is_promised == self._is_promised(llm_request, match), (
-                    f"request {llm_request.request_id} waits for nobody, or computes what somebody does already"
+                    f"request {llm_request.request_id}: the manager is wrong about a promised block"
                 )
 
     def _longest_beginning(self, llm_request: LlmRequest, place: int) -> int:
-        """Return how many of a sequence's tokens after the first `place` a known block begins with."""
+        """Return how many tokens of a sequence's block `place` some known block begins with, at most."""
         chain = self._prefixes(llm_request, place * self._size)
         before = chain[-1] if chain else self._scope(llm_request)
         extra_ids = llm_request.request.identity.extra_ids
@@ -144,7 +145,7 @@ class CacheOracle:
             return
         found, sought = self._num_found(llm_request)
         self._num_promised[llm_request.key] = len(self._prefixes(llm_request, len(llm_request.tokens)))
-        assert num_full <= found, f"request {llm_request.request_id} found what nobody computed"
+        assert num_full <= found, f"request {llm_request.request_id} found blocks that were not computed"
         self._check_found(llm_request, num_full, num_begun, found)
         assert counts.missed == sought - num_full
         name = llm_request.request_id, llm_request.sequence_index
@@ -160,16 +161,16 @@ class CacheOracle:
         """
         longest = self._longest_beginning(llm_request, num_full)
         assert num_begun <= longest, (
-            f"request {llm_request.request_id} found a beginning that nobody computed"
+            f"request {llm_request.request_id} found the beginning of a block that was not computed"
         )
         # Requests admitted together with this one have taken blocks, too.
         if self.is_complete and self._kv_cache.num_taken_blocks <= self._kv_cache.pool.num_blocks:
             self.num_exact += 1
-            assert num_full == found, f"request {llm_request.request_id} did not find what there is"
-            assert num_begun == longest, "a beginning was not found that there is"
+            assert num_full == found, f"request {llm_request.request_id} did not find all known blocks"
+            assert num_begun == longest, "the beginning of a known block was not found"
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
-        """Record taken blocks."""
+        """Count the blocks that a batch takes from the pool."""
         shared = sum(self._num_known[llm_request.key] for llm_request in starts)
         named = sum(len(block_ids) for _, block_ids in batch.new_blocks)
         self._num_taken += named - shared + len(batch.replaced_blocks)

@@ -1,8 +1,8 @@
-"""A fake engine that fails on request, somewhere between the first delta and the last token.
+"""A fake engine that fails when it is told to, anywhere between the batch's first change and its last token.
 
-Its state after a failure is random: it may have applied nothing, a part or all of the batch. Mostly it
-forgets the batch's slots, as `core/schedule/batch.py` describes; but if it had computed everything it may
-keep its state, and compute the next batch in flight as if nothing had happened.
+Its state after a failure is random: it may have applied nothing, a part or all of the batch. It usually
+forgets the batch's slots, as `core/schedule/batch.py` describes. If it has computed the whole batch it may also
+keep its state, and then computes the next batch in flight as if nothing had failed.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class SimulatedDevice(FakeEngine):
         return self._rng.random() < _LATE
 
     def break_down_late(self, batch: ScheduledBatch, logits: FakeLogits) -> None:
-        """Raise when tokens are chosen."""
+        """Raise Breakdown in `decode`, before or after the tokens are chosen."""
         with self._forgotten_on_failure(batch, self._still_there(batch.starts)):
             if self._rng.random() < 0.5:
                 self._decode(batch, logits)
             raise Breakdown
 
     def break_down(self, batch: ScheduledBatch) -> None:
-        """Raise, somewhere in an iteration."""
+        """Raise Breakdown after a random part of the iteration's work."""
         self._unheard.update(batch.released_slots)
         kind = self._rng.choice([_FailureStage.HEARD_NOTHING, _FailureStage.HEARD_SOME, *_COMPUTED])
         with self._forgotten_on_failure(batch, batch.starts, batch.adapter_loads):
@@ -85,7 +85,7 @@ class SimulatedDevice(FakeEngine):
         raise Breakdown
 
     def _some_of(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """Return the batch with a part of its deltas."""
+        """Return the batch with a random part of its changes."""
 
         def some(values: tuple[_T, ...]) -> tuple[_T, ...]:
             return values[: self._rng.randint(0, len(values))]

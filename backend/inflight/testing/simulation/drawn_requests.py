@@ -27,13 +27,13 @@ class Habits:
     """Settings that the requests of one scenario have in common.
 
     Attributes:
-        vocab_size: A small one makes the fake model repeat itself, so that n-grams recur and drafts are
-            accepted.
+        vocab_size: Size of the vocabulary. With a small one the fake model repeats itself, so that n-grams recur
+            and drafts are accepted.
         num_slots: Maximum number of beams of a search.
-        identities, tables, adapters, priorities, client_ids: Each request has one of each.
+        identities, tables, adapters, priorities, client_ids: The values of which each request gets one.
         retains: Fraction of the requests with retention settings.
         searches: Fraction of beam searches.
-        expires: Fraction with a deadline.
+        expires: Fraction of the requests with a deadline.
     """
 
     vocab_size: int
@@ -119,7 +119,7 @@ def _draw_request(
 
 
 def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
-    """Put rows of its table into a request's prompt, the same ones into common beginnings of prompts."""
+    """Replace tokens of a request's prompt by rows of its prompt table; equal beginnings of prompts stay equal."""
     ids = request.input_token_ids
     prompt = tuple(
         vocab_size + token_id % num_rows if sum(ids[: place + 1]) % 3 == 0 else token_id
@@ -135,7 +135,7 @@ def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, .
 
 
 def _draw_words(rng: random.Random, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Draw words, mostly too long to be generated at once."""
+    """Draw stop words, most of them longer than one token."""
     return tuple(draw_tokens(rng, vocab_size, rng.choice([1, 2, 2, 3, 3])) for _ in range(rng.randint(1, 3)))
 
 

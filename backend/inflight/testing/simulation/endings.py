@@ -1,4 +1,4 @@
-"""Checks of how requests ended: once, for an existing reason, and with the same tokens as alone."""
+"""Check that each request ended once, for a reason that it had, and with the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_endings(scenario: Scenario, outcome: RunOutcome) -> None:
 
 
 def _check_error(scenario: Scenario, outcome: RunOutcome, last: Response) -> None:
-    """Check that only invalid, refused, adapterless and convicted requests got errors."""
+    """Check that a request got an error only if it was invalid, refused, without its adapter, or convicted."""
     if last.request_id in scenario.invalid:
         assert isinstance(last.error, InvalidArgument)
     elif last.request_id in outcome.refused:
@@ -97,9 +97,10 @@ def _check_sequence(
 def _check_search(
     scenario: Scenario, request: Request, results: list[SequenceResult], adapter: bytes
 ) -> None:
-    """Check a search. A streamed one has a response for every step, with the result as if it ended there.
+    """Check the results of a beam search.
 
-    A search that is cut short returns the result after its last step.
+    A streamed search has a response for every step, with the beams that it would return if it ended there. A
+    search that is cut short returns the beams of its last step.
     """
     vocab_size = scenario.limits.vocab_size
     steps = search_alone(request, vocab_size, adapter)
@@ -120,14 +121,16 @@ def _check_search(
 def _check_search_cut_short(
     request: Request, final: SequenceResult, steps: list[list[Expected]], vocab_size: int
 ) -> None:
-    assert len(set(final.finish_reasons)) == 1, "what ends a search from outside ends all of its beams"
+    assert len(set(final.finish_reasons)) == 1, (
+        "a stop or deadline must end all beams of a search for the same reason"
+    )
     before = [Expected((), FinishReason.NOT_FINISHED)] * request.sampling.num_outputs
     said = [ids[len(ids) - n :] for ids, n in zip(final.output_token_ids, final.num_output_tokens)]
     same = [step for step in (before, *steps) if [beam.tokens for beam in step] == said]
     if final.cum_log_probs is not None:
         # A beam that ends with an end id keeps its tokens, and its sum includes the end id's log probability.
         same = [step for step in same if _have_sums(step, final.cum_log_probs)]
-    assert same, "it says what none of its steps would have"
+    assert same, "the search was cut short with beams that none of its steps has"
     compare_outputs(request, final, same[0], vocab_size)
 
 
@@ -154,7 +157,7 @@ def _check_metrics(outcome: RunOutcome, request: Request, final: SequenceResult)
 
 
 def _deadline_of(scenario: Scenario, request: Request) -> int | None:
-    """Return the last iteration in which it may end."""
+    """Return the first iteration that begins at or after the deadline; None without a deadline."""
     if not request.allotted_time_ms:
         return None
     arrival = next(i for i, each in scenario.arrivals.items() if request in each)
@@ -179,9 +182,10 @@ def _has_reason(scenario: Scenario, request: Request, index: int, reason: Finish
 
 
 def _patience(scenario: Scenario) -> int:
-    """Return the maximum number of iterations until batches in flight are back.
+    """Return how many iterations after a stop or a deadline a request may end.
 
-    If the number of endings per iteration is bounded, each sequence may have to wait for all others.
+    Batches in flight must come back first. If an iteration can end fewer sequences than there are, each
+    sequence may have to wait for all others.
     """
     num_sequences = sum(request.sampling.num_sequences for request in scenario.requests.values())
     is_divided = num_sequences > scenario.config.sequences_per_iteration
@@ -189,7 +193,7 @@ def _patience(scenario: Scenario) -> int:
 
 
 def _check_stops(scenario: Scenario, outcome: RunOutcome) -> None:
-    """Check that no stopped request is left after that iteration."""
+    """Check that every stop ended its request or sequence soon enough."""
     for iteration, signals in scenario.stops.items():
         for signal in signals:
             ended = outcome.final_iterations[signal.request_id]
@@ -197,17 +201,17 @@ def _check_stops(scenario: Scenario, outcome: RunOutcome) -> None:
                 # A sequence of a failed request has no final result of its own.
                 key = signal.request_id, signal.sequence_index
                 ended = outcome.sequence_ends.get(key, iteration)
-            assert ended <= iteration + _patience(scenario), "a stop was not heeded at once"
+            assert ended <= iteration + _patience(scenario), "a stop took effect too late"
 
 
 def _check_deadlines(scenario: Scenario, outcome: RunOutcome) -> None:
-    """Check that no request stays beyond its deadline or is ended before it."""
+    """Check that no request ran too long after its deadline or timed out before it."""
     for request in scenario.requests.values():
         latest = _deadline_of(scenario, request)
         if latest is None:
             continue
         ended_at = outcome.final_iterations[request.request_id]
-        assert ended_at <= latest + _patience(scenario), "a deadline was not heeded"
+        assert ended_at <= latest + _patience(scenario), "a deadline took effect too late"
         for index in range(request.sampling.num_sequences):
             ended = outcome.sequence_ends.get((request.request_id, index))
             signals = [s for each in scenario.stops.values() for s in each]

@@ -1,4 +1,4 @@
-"""Oracle of the number of sequences that an iteration ends because of stops, deadlines and events."""
+"""Oracle of how many sequences one iteration may end because of stops, deadlines and adapter events."""
 
 # pyright: reportPrivateUsage=false
 
@@ -16,7 +16,11 @@ from .queue_oracle import sequences_of
 
 
 class EndingsOracle:
-    """Oracle of one scheduler's endings. `num_divided` counts iterations that left some of them pending."""
+    """Oracle of the sequences that one scheduler ends.
+
+    Attributes:
+        num_divided: Number of iterations that left some sequences to end for the next one.
+    """
 
     def __init__(self, scheduler: Scheduler, config: SchedulingConfig) -> None:
         self.num_divided = 0
@@ -32,12 +36,12 @@ class EndingsOracle:
         yield
         ended = Counter(sequence.request_id for sequence in before if _has_ended(sequence))
         if len(ended) > 1:
-            assert ended.total() <= self._most, "an iteration ended more than it may"
+            assert ended.total() <= self._most, "an iteration ended more sequences than it may"
         if self._scheduler._to_end:
             self.num_divided += 1
             # A request that ended by itself meanwhile is skipped, but counts as ended here.
             assert first is None or pending[0] is not first, (
-                "an iteration did not end whoever was next to end"
+                "an iteration did not end the first request of the queue"
             )
 
 

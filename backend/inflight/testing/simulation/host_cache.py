@@ -1,6 +1,6 @@
-"""A fake of rank 0's adapter cache: adapters arrive after a delay or never; idle ones are dropped at random.
+"""A fake of rank 0's adapter cache. Adapters arrive after a delay or never; idle ones are dropped at random.
 
-The result for a request depends only on the seed and its id, so that it is the same in every kind of run.
+Whether a request gets its adapter depends only on the seed and the request's id, so it is the same in all runs.
 """
 
 # pyright: reportPrivateUsage=false
@@ -51,7 +51,7 @@ def fate_of(seed: int, request_id: int) -> Fate:
 
 
 def content(lora: LoraRequest, version: int) -> int:
-    """Return a number for an adapter's content after it was stored `version` times again.
+    """Return a number for an adapter's content after it was stored again `version` times.
 
     Two task ids have the same content at first.
     """
@@ -60,12 +60,12 @@ def content(lora: LoraRequest, version: int) -> int:
 
 
 def digest_of(lora: LoraRequest, version: int = 0) -> bytes:
-    """Return the digest of that content."""
+    """Return the digest of an adapter's content after it was stored again `version` times."""
     return make_adapter(version=content(lora, version)).digest[8:]
 
 
 class HostCache:
-    """Implements `inflight.core.ports.AdapterCache`; time passes with every `update`.
+    """Implements `inflight.core.ports.AdapterCache`. Each call of `update` is one step of its time.
 
     Attributes:
         given: By request id, the digest of its adapter.
@@ -91,7 +91,7 @@ class HostCache:
         self._due[request_id] = self._now + fate_of(self._seed, request_id).delay, lora
 
     def forget(self, request_id: int) -> None:
-        """Drop the use of an ended request."""
+        """Forget a request that has ended: it no longer waits for its adapter or uses it."""
         self._due.pop(request_id, None)
         self._users.pop(request_id, None)
 

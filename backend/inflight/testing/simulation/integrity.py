@@ -1,6 +1,6 @@
-"""Invariants of the core's records: checks that read private state.
+"""Check that the scheduler's private records agree with each other.
 
-`check_integrity` raises AssertionError unless the records of a scheduler, or of one of its parts, agree.
+`check_integrity` takes a scheduler or one of its parts, and raises AssertionError if its records disagree.
 """
 
 # pyright: reportPrivateUsage=false
@@ -36,7 +36,7 @@ def _(heap: BlockHeap) -> None:
     entries = heap._entries
     assert len(entries) <= heap._most_entries, f"{len(entries)} entries, at most {heap._most_entries}"
     missing = {(key, block_id) for block_id, key in heap._key_of.items()}.difference(entries)
-    assert not missing, f"blocks that can never come up: {sorted(missing)}"
+    assert not missing, f"blocks without an entry in the heap: {sorted(missing)}"
     in_order = all(entries[(place - 1) // 2] <= entries[place] for place in range(1, len(entries)))
     assert in_order, "the heap is out of order"
 
@@ -70,8 +70,12 @@ def _check_queues(pool: BlockPool, cached: set[int]) -> None:
         wanted = (0, content.retention.priority, content.age) if is_leaf else (1, 0, content.age)
         assert key == wanted, f"cached block {block_id} is queued at {key}, its place is {wanted}"
     expiring = {b for b in cached if pool._contents[b].retention.duration_ms is not None}
-    assert all(block_id in pool._expiries for block_id in expiring), "a priority for a time only never ends"
-    assert len(pool._expiries) == len(expiring), "a block expires that is not cached, or is to stay"
+    assert all(block_id in pool._expiries for block_id in expiring), (
+        "a block with a retention duration is not queued for expiry"
+    )
+    assert len(pool._expiries) == len(expiring), (
+        "a block is queued for expiry that is not cached or has no retention duration"
+    )
     check_integrity(pool._cached)
     check_integrity(pool._expiries)
 
@@ -94,7 +98,9 @@ def _(cache: KvCacheManager) -> None:
     assert reserved == cache.num_reserved, f"reservations add up to {reserved}, not {cache.num_reserved}"
     assert cache.num_unreserved >= 0, f"{-cache.num_unreserved} blocks are reserved twice"
     promises = Counter(chain.from_iterable(table.promised for table in cache._tables.values()))
-    assert promises == cache._promises, "the promises and what the sequences are computing disagree"
+    assert promises == cache._promises, (
+        "the promised blocks and those that running sequences will compute disagree"
+    )
     if cache.states is not None:
         check_integrity(cache.states)
         assert cache.states._saves.keys() == cache._tables.keys()

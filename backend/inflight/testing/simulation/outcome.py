@@ -1,4 +1,4 @@
-"""The outcome of a run: its responses, and counters of the situations that runs are meant to reach."""
+"""The outcome of a run: its responses, and how often it reached the situations that the tests want."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 
 @dataclass
 class RunOutcome:
-    """Filled in while a scenario runs.
+    """The responses and counters of one scenario, filled in while it runs.
 
     Attributes:
         responses: By request id, in order.
@@ -25,7 +25,7 @@ class RunOutcome:
         adapters: By request id, the digest of its adapter.
         without_adapter: By request id, the code of the error with which it ends because its adapter is
             missing.
-        convicted: Requests that were alone in an iteration that failed.
+        convicted: Requests that had to end with an error because an iteration or a row failed.
         started: (request id, sequence index), in order of their first start.
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
         copied: Blocks of which only the beginning was found, and copied.

@@ -1,8 +1,8 @@
-"""Oracle of admission, by the rules of `waiting_queue.py` alone: checks a scheduler's order of starts.
+"""Oracle of admission: checks the order in which a scheduler starts sequences.
 
-It keeps its own accounts of the tokens that every client was served. When a sequence is admitted, every
-sequence before it in the order must have a reason for its delay; and when admission ends, the first one in
-the order must lack slots or blocks. Quadratic in the number of requests, and made of plain lists.
+It follows the rules of `waiting_queue.py`, and counts the tokens that every client was served on its own. When a
+sequence is admitted, every waiting sequence before it in the order must have a reason to wait. When admission
+ends, the first sequence in the order must lack slots or blocks. The code is quadratic in the number of requests.
 """
 
 # pyright: reportPrivateUsage=false
@@ -22,7 +22,7 @@ from .cache_oracle import CacheOracle
 
 
 def sequences_of(scheduler: Scheduler) -> list[LlmRequest]:
-    """All sequences of requests without a final response."""
+    """Return all sequences of requests that have had no final response."""
     return [sequence for group in scheduler._groups.values() for sequence in group.sequences]
 
 
@@ -42,7 +42,7 @@ class Shares:
         return self._settled[client] + self._promised[client]
 
     def hold(self, client: int) -> None:
-        """Add a request that is not queued yet."""
+        """Count a request of a client that is not queued yet, such as one that waits for its adapter."""
         self._enter(client)
 
     def queue(self, client: int) -> None:
@@ -130,7 +130,7 @@ class QueueOracle:
     # ---------------------------------------------------------------- arrivals and ends
 
     def too_many(self, requests: Collection[Request]) -> set[int]:
-        """List the requests of this iteration that the full queue must refuse."""
+        """Return the ids of the new requests that must be refused because the queue is full."""
         bound = self._config.max_queue_size
         waiting = [r.request for r in self._waiting() if _is_new(r)]
         waiting += [
@@ -147,8 +147,10 @@ class QueueOracle:
         return refused
 
     def accepted(self, requests: Collection[Request], events: Collection[AdapterEvent]) -> None:
-        """Record queued requests, requests that wait for adapters, and adapters that have arrived; some
-        requests have already ended."""
+        """Record new requests, which are queued or wait for adapters, and the adapters that have arrived.
+
+        Some of the requests may have ended already.
+        """
         first = {r.request_id: r for r in sequences_of(self._scheduler) if r.sequence_index == 0}
         for request in requests:
             self.shares.hold(request.client_id)
@@ -201,7 +203,9 @@ class QueueOracle:
             assert claimed_blocks == 0, "blocks were claimed that reservations cover"
         for llm_request, num_reused in self._admit(claimed_blocks, retrying):
             assert not (is_closed and _is_new(llm_request)), "a static batch was joined"
-            assert retrying or not self._is_to_end(llm_request), "a sequence started that was to end"
+            assert retrying or not self._is_to_end(llm_request), (
+                "a sequence started though its request's end was pending"
+            )
             self._check_turn(llm_request, retrying)
             if llm_request.key not in self._started:
                 self._started.add(llm_request.key)
@@ -213,7 +217,9 @@ class QueueOracle:
         self._check_end(claimed_blocks, retrying, is_closed)
 
     def _check_turn(self, llm_request: LlmRequest, retrying: Collection[int]) -> None:
-        assert not retrying or llm_request.request_id in retrying, "only those being retried may start"
+        assert not retrying or llm_request.request_id in retrying, (
+            "a sequence started that is not being retried, while others are"
+        )
         for other in self._waiting():
             if other is llm_request or not self._precedes(other, llm_request):
                 continue
@@ -224,7 +230,9 @@ class QueueOracle:
             adapter = llm_request.group.adapter
             assert (
                 excused or adapter is None or not self._lacks_pages(other) or adapter.handle in self._in_use()
-            ), f"request {llm_request.request_id} takes what request {other.request_id} waits for"
+            ), (
+                f"request {llm_request.request_id} takes adapter pages that request {other.request_id} waits for"
+            )
 
     def _check_end(self, claimed_blocks: int, retrying: Collection[int], is_closed: bool) -> None:
         waiting = self._waiting()
@@ -259,7 +267,10 @@ class QueueOracle:
         return served[0] < served[1]
 
     def _queued_in_order(self) -> bool:
-        """Whether all were queued in order of arrival: then clients with equal accounts take turns in it."""
+        """Whether all requests were queued in order of their ids.
+
+        Only then is it certain that clients with equal accounts start in that order.
+        """
         return list(self._queued_at) == sorted(self._queued_at)
 
     def _fits(self, llm_request: LlmRequest, claimed_blocks: int, is_closed: bool) -> bool:
@@ -286,10 +297,11 @@ class QueueOracle:
     # ---------------------------------------------------------------- delays
 
     def _is_delayed(self, llm_request: LlmRequest, retrying: Collection[int]) -> bool:
-        """Tell if the sequence has a reason to wait.
+        """Return whether a sequence has a reason to wait.
 
-        Its request is to end, its adapter does not fit or is claimed by an earlier request, or another
-        sequence computes its prompt (unless a static batch would be over by then).
+        There are three reasons: its request's end is pending; its adapter does not fit, or an earlier request
+        waits for adapter pages; another sequence computes its prompt. The last one does not count for a new
+        request if batches are static, because the batch would be over by then.
         """
         if self._is_to_end(llm_request):
             return True
@@ -320,7 +332,10 @@ class QueueOracle:
         return {r.group.adapter.handle for r in running if r.group.adapter is not None}
 
     def _waiting(self) -> list[LlmRequest]:
-        """Return the sequences that may start when there is room; siblings wait for their prompt."""
+        """Return the sequences that may start when there is room.
+
+        Further sequences of a request are not among them until its first sequence has computed the prompt.
+        """
         return [
             llm_request
             for llm_request in sequences_of(self._scheduler)

@@ -1,7 +1,7 @@
 """A device with linear caches: attention reads a slot's row, which is filled from blocks.
 
-It makes exactly the copies that `RowResidency` requests. A row whose content differs from its blocks changes
-tokens, and so do values of an earlier sequence after a sequence's end.
+It makes exactly the copies that `RowResidency` requests. It fails an assertion if a row's content differs from
+its blocks, or if values of an earlier sequence are left behind a sequence's end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ZERO = 0
 
 
 class RowsDevice(SimulatedDevice):
-    """A `SimulatedDevice` with a row for each slot.
+    """A `SimulatedDevice` whose linear caches are one row for each slot.
 
     Attributes:
         num_loads: Columns copied from blocks.
-        num_spared: Columns that rows already had when a sequence started or a beam moved.
+        num_spared: Chunks of starting sequences whose first tokens came from the cache.
     """
 
     num_loads = num_spared = 0
@@ -79,7 +79,7 @@ class RowsDevice(SimulatedDevice):
             if chunk.slot in starting:
                 RowsDevice.num_spared += chunk.start > 0
                 behind = self._rows[chunk.slot][chunk.start :]
-                assert not any(behind), "something is left of the slot's last sequence"
+                assert not any(behind), "the row still has values of the slot's previous sequence"
 
     def _run_token(self, row: Any, token_id: int) -> int:
         """Compute a token like the base class, but read the slot's row instead of blocks."""
@@ -87,7 +87,7 @@ class RowsDevice(SimulatedDevice):
         position, size = row.num_tokens, self.limits.tokens_per_block
         block_ids: list[int] = row.block_table
         held = [digest for block_id in block_ids for digest in self._cache[block_id]]
-        assert self._rows[slot][:position] == held[:position], "the row is not what its blocks are"
+        assert self._rows[slot][:position] == held[:position], "the row's content differs from its blocks"
         digest = super()._run_token(row, token_id)
         assert self._cache[row.block_table[position // size]][position % size] == digest
         self._rows[slot][position] = digest

@@ -1,6 +1,6 @@
-"""Oracle of an iteration's rows, by the rules of `micro_batch_scheduler.py`: watches one scheduler's choices.
+"""Oracle of one scheduler's choice of rows for each iteration, by the rules of `micro_batch_scheduler.py`.
 
-No sequence is left out while there are rows for it, and the order is kept.
+It checks that no sequence is left out while there are rows for it, and that sequences get rows in order.
 """
 
 # pyright: reportPrivateUsage=false
@@ -35,7 +35,7 @@ class RowsOracle:
         self._size = limits.tokens_per_block
         self._num_stages = limits.num_micro_batches
         self._num_selections = 0
-        # By sequence key: the number of the last selection in which it was to generate.
+        # By sequence key: the number of the last selection that chose it for generation.
         self._last_chosen: dict[int, int] = {}
         self._equally = config.context_chunking_policy is ChunkingPolicy.EQUAL_PROGRESS
         self._generation_was_left_out = False
@@ -60,7 +60,9 @@ class RowsOracle:
         if len(selected.generation) < len(ready):
             behind = 0 if generation_first else rows_of_context
             left = self._config.max_num_tokens - rows_of_generation - behind
-            assert _rows(ready[len(selected.generation)]) > left, "generation was left out"
+            assert _rows(ready[len(selected.generation)]) > left, (
+                "a sequence in generation was left out though there were rows for it"
+            )
         self._generation_was_left_out = bool(granted) and len(selected.generation) < len(ready)
 
         budget = self._config.max_num_tokens - (rows_of_generation if generation_first else 0)
@@ -69,15 +71,16 @@ class RowsOracle:
             in_turn = self._in_turn(contexts, budget)
             self.num_divided += expected != in_turn
             expected = in_turn
-        assert granted == expected, "contexts did not get the rows that they were to get"
+        assert granted == expected, "contexts got other rows than expected"
         self._num_selections += 1
         self._last_chosen |= {r.key: self._num_selections for r in selected.generation}
         return selected
 
     def _take_turns(self, generating: list[LlmRequest], num_in_flight: int) -> list[LlmRequest]:
-        """List the sequences that generate if there are rows; with a pipeline the least recently run ones.
+        """Return the sequences that generate if there are rows for them.
 
-        Sequences whose token in flight the host needs first are left out.
+        In a pipeline these are the least recently chosen ones, as many as are one stage's share. A sequence is
+        left out if the host must see its token in flight first.
         """
         ready = [r for r in generating if r.next_position < r.request.max_kv_tokens]
         if self._num_stages == 1:

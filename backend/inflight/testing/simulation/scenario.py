@@ -37,7 +37,8 @@ class Breakdowns:
         transient: Iterations whose batch fails regardless of its rows.
         unusable: Iterations in which the device reports itself as unusable.
         faulty: By request id, the first position whose row makes a batch fail.
-        failing_rows: By request id, the number of generated tokens from which on its rows fail alone.
+        failing_rows: By request id, a number of generated tokens. Once it has generated so many, the device
+            reports failures of its rows; other rows of the batch succeed.
     """
 
     transient: frozenset[int] = frozenset()
@@ -54,8 +55,9 @@ class Scenario:
     """The inputs of a whole run.
 
     Attributes:
-        arrivals, stops: By iteration.
-        invalid: Requests that must be refused.
+        arrivals: The new requests of each iteration.
+        stops: The stop signals of each iteration.
+        invalid: Ids of the requests that must be refused as invalid.
     """
 
     seed: int
@@ -67,7 +69,7 @@ class Scenario:
     invalid: frozenset[int] = frozenset()
 
     def pipelined(self, num_micro_batches: int) -> Scenario:
-        """Return the scenario for a device of `stages` pipeline stages."""
+        """Return the scenario for a device of `num_micro_batches` pipeline stages."""
         limits = replace(self.limits, num_micro_batches=num_micro_batches, overlaps_iterations=False)
         return replace(self, limits=limits)
 
@@ -77,7 +79,7 @@ class Scenario:
         return replace(self, limits=replace(self.limits, has_state=True, num_state_snapshots=num_snapshots))
 
     def in_turn(self) -> Scenario:
-        """Return the scenario with one batch in flight."""
+        """Return the scenario for a device that has one batch in flight at a time."""
         return self.pipelined(1)
 
     def ahead(self) -> Scenario:
@@ -85,7 +87,7 @@ class Scenario:
         return replace(self, limits=replace(self.limits, num_micro_batches=1, overlaps_iterations=True))
 
     def without_host_waits(self) -> Scenario:
-        """Return the scenario with requests that never wait for the host."""
+        """Return the scenario without the options that make a request wait for the host between iterations."""
         arrivals = {at: tuple(map(_without_host, requests)) for at, requests in self.arrivals.items()}
         return replace(self, arrivals=arrivals)
 
@@ -154,7 +156,7 @@ def draw_with_a_bad_device(seed: int) -> Scenario:
 
 
 def draw_with_failing_rows(seed: int) -> Scenario:
-    """Draw the same scenario with some requests whose rows fail alone."""
+    """Draw the same scenario with some requests whose rows fail while others in the batch succeed."""
     rng, scenario = random.Random(seed), draw(seed)
     requests = [request for request in scenario.requests.values() if rng.random() < 0.4]
     failing = {request.request_id: rng.randrange(request.max_new_tokens) for request in requests}

@@ -1,7 +1,7 @@
 """Search random seeds for a fault of the scheduler: `inflight simulate [--minutes N] [--seed S]`.
 
-Every seed makes scenarios of requests, stops and failures of the device. Each is run on four kinds of device,
-with and without recurrent states, and every request must get the result that it gets alone.
+Every seed makes scenarios of requests, stops and failures of the device. Each runs on four kinds of device,
+with and without recurrent states. Every request must get the result that it gets when it runs alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A whole server without model or threads: scheduler and fake device, driven by one random seed.
+"""A whole server without model or threads: the real scheduler and a fake device, driven by one random seed.
 
 `run` runs a scenario to the end. Oracles check the order of starts (`queue_oracle`), the choice of rows
 (`rows_oracle`, `stages_oracle`), reuse in the cache (`cache_oracle`), endings after failed iterations
-(`blame`) and reports (`accounts`); at the end every request must have the same result as alone (`endings`).
+(`blame`) and reports (`accounts`). At the end every request must have the result that it gets alone (`endings`).
 """
 
 # pyright: reportPrivateUsage=false
@@ -162,21 +162,24 @@ class SimulatedServer:
         return flight
 
     def _check_pauses(self, before: list[tuple[LlmRequest, int]], stayed: set[int]) -> None:
-        """Check that the paused requests, which are those of `before` without `stayed`, were the right ones
-        to pause."""
+        """Check that the scheduler paused the right sequences: those in `before` whose key is not in `stayed`."""
         paused = [place for place, (r, _) in enumerate(before) if r.key not in stayed]
         self.accounts.scheduled(len(paused))
         assert not (paused and self._in_flight and self.scenario.limits.overlaps_iterations), (
-            "it may be another's turn"
+            "a sequence was paused while a batch was in flight, which may change whose turn it is"
         )
         for place in paused:
             victim, in_flight = before[place]
-            assert not in_flight and not victim.request.sampling.uses_beams, "it cannot be paused"
+            assert not in_flight and not victim.request.sampling.uses_beams, (
+                "a sequence was paused that has rows in flight or uses beams"
+            )
             for other_place, (other, in_flight) in enumerate(before):
                 if other_place in paused or in_flight or other.request.sampling.uses_beams:
                     continue
                 ranks = [(one.request.priority, -at) for one, at in ((victim, place), (other, other_place))]
-                assert ranks[0] < ranks[1], "somebody of less worth, or who started later, goes on"
+                assert ranks[0] < ranks[1], (
+                    "a sequence of lower priority, or one that started later, was not paused"
+                )
 
     def _run(self, flight: BatchInFlight) -> None:
         may_be_late = self.scenario.is_pipelined or flight.batch.samples_on_device
@@ -250,7 +253,7 @@ class SimulatedServer:
 
 @contextmanager
 def _failures_kept(flight: BatchInFlight) -> Generator[None, None, None]:
-    """Turn failures that were planted, or that are allowed, into the flight's result."""
+    """Store a planned or allowed failure as the batch's outcome, instead of raising it."""
     try:
         yield
     except Breakdown:

@@ -1,4 +1,4 @@
-"""Oracle of batches in flight: the sequences they may share, and their division over a pipeline."""
+"""Oracle of batches in flight: which sequences two of them may share, and how many each stage gets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class StagesOracle:
         assert len(ahead) < self._num_stages
         generating = _generating(flight)
         for other in ahead:
-            assert not any(r in other.rows for r in generating), "it generates before its last token is known"
+            assert not any(r in other.rows for r in generating), (
+                "a sequence generates before its last token is known"
+            )
         going_on = [
             r
             for r in self._scheduler.running_sequences
@@ -43,7 +45,11 @@ class StagesOracle:
         )
 
     def _check_overlap(self, flight: BatchInFlight, ahead: Sequence[BatchInFlight]) -> None:
-        """Check that it samples on the device if any row can continue, else is back before the next batch."""
+        """Check where a batch samples on a device that overlaps iterations.
+
+        It samples on the device if a sequence can continue before the host sees its token. Otherwise the batch
+        must come back before the next one begins.
+        """
         sampled = _sampled(flight)
         goes_on = not sampled or any(not waits_for_host(r.request) for r in sampled)
         assert flight.batch.samples_on_device == (self._overlaps_iterations and goes_on)
@@ -51,7 +57,7 @@ class StagesOracle:
             assert len(ahead) < 2 and all(other.batch.samples_on_device for other in ahead)
             waiting = [r for other in ahead for r in _sampled(other) if waits_for_host(r.request)]
             assert not any(r in waiting for r in flight.rows), (
-                "it has a row before the host has seen its token"
+                "a sequence has a row before the host has seen its last token"
             )
 
 
@@ -62,7 +68,10 @@ def _sampled(flight: BatchInFlight) -> list[LlmRequest]:
 
 
 def waits_for_host(request: Request) -> bool:
-    """Tell if a request, of the kinds drawn here, waits for the host."""
+    """Return whether the host must see each token of a request before its next one is computed.
+
+    Considers only the options that the simulation's requests use.
+    """
     sampling, output = request.sampling, request.output
     describes = output.return_log_probs or output.num_top_log_probs or output.return_generation_logits
     guesses = request.draft is not None or request.prompt_lookup_num_tokens

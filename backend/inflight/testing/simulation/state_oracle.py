@@ -81,7 +81,7 @@ class StateOracle(CacheOracle):
             least = max(
                 (place for place, p in enumerate(prefixes[:found], 1) if p in self._lasting), default=0
             )
-            assert num_full >= least, f"request {llm_request.request_id} did not find what there is"
+            assert num_full >= least, f"request {llm_request.request_id} did not find a saved prefix"
 
     def scheduled(self, batch: ScheduledBatch, starts: Iterable[LlmRequest]) -> None:
         """Record taken blocks and the states that a batch saves."""
