@@ -161,7 +161,7 @@ def _settle_engine(parameters: Parameters, path: str) -> EngineConfig:
 
 
 def _import_engine() -> None:
-    """Import torch and the engine. Nothing is exempted from collection in a program that has imported torch."""
+    """Import torch and the engine."""
     if "torch" not in sys.modules:
         with without_collection():
             importlib.import_module("inflight.engine.load")

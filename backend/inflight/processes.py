@@ -48,7 +48,7 @@ def exempt_from_collection() -> None:
 
 @contextlib.contextmanager
 def without_collection() -> Generator[None, None, None]:
-    """Make no garbage collection in this context, and exempt from later ones what exists at its end.
+    """Make no garbage collection in this context.
 
     For the import of torch, whose million objects all stay: collections take a sixth of the import's time.
     """
@@ -56,7 +56,6 @@ def without_collection() -> Generator[None, None, None]:
     gc.disable()
     try:
         yield
-        gc.freeze()
     finally:
         if was_enabled:
             gc.enable()
