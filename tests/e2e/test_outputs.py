@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from inflight.receipts.document import canonical, digest_of
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
 from inflight.text.tokenizer import Tokenizer
@@ -135,6 +138,21 @@ def test_context_logits_that_are_too_large_to_repeat_are_in_a_streams_first_resp
     )
     assert first.outputs["context_logits"].shape == (1, 700, VOCABULARY)
     assert others and not any("context_logits" in answer.outputs for answer in others)
+
+
+@pytest.mark.covers("return_receipt", "receipt")
+def test_a_receipt_has_the_request_and_its_tokens(exact_server):
+    answer = completion(
+        exact_server.grpc,
+        input_ids=PLAIN,
+        request_output_len=4,
+        end_id=-1,
+        return_receipt=True,
+    )
+    receipt = json.loads(answer.outputs["receipt"].item())
+    assert receipt["request"]["input_ids"] == PLAIN
+    assert receipt["outputs"] == [{"token_ids": answer.ids, "finish_reason": "LENGTH"}]
+    assert receipt["digest"] == digest_of(canonical(receipt))
 
 
 @pytest.mark.covers(*METRICS[:4], "return_kv_cache_reuse_stats")

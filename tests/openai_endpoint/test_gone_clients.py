@@ -67,7 +67,9 @@ def test_a_client_lost_during_submission_stops_its_prompts(is_streamed: bool) ->
     async def ask() -> None:
         await RequestIds(identified)(scope, receive, identified)
         prompt = Prompt(make_request(0), ReplyOptions(frozenset()))
-        prepared: Any = SimpleNamespace(prompts=[(prompt, None)] * 10, asked=None, usage=None, model_name="m")
+        prepared: Any = SimpleNamespace(
+            prompts=[(prompt, None)] * 10, asked=None, usage=None, model_name="m", receipt=None
+        )
         context: Any = SimpleNamespace(session=session)
         request: Any = SimpleNamespace(receive=receive, scope=scope)
         if is_streamed:

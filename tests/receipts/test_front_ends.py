@@ -233,7 +233,9 @@ def test_bodies_that_cannot_have_a_receipt(url: str, change: dict[str, Any], mes
 
 
 def test_an_endpoint_on_another_host_refuses_receipts() -> None:
-    with pytest.raises(Unsupported, match="a request for a receipt cannot be sent to a remote server"):
+    with pytest.raises(
+        Unsupported, match="/v1 cannot send a request for a receipt to a Triton server on another host"
+    ):
         input_tensors(make_request(output=OutputOptions(return_receipt=True)))
 
 
