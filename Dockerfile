@@ -45,5 +45,5 @@ USER 1000:1000
 
 EXPOSE 8000 8001 8002 9000
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["python3", "-m", "inflight.server", "--tritonserver", "/opt/tritonserver/bin/tritonserver", \
+ENTRYPOINT ["python3", "-m", "inflight", "serve", "--tritonserver", "/opt/tritonserver/bin/tritonserver", \
             "--model-repository", "/opt/inflight/model_repository", "--host", "0.0.0.0"]

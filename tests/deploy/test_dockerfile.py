@@ -57,13 +57,15 @@ def test_dependencies_are_installed_before_the_source_is_copied() -> None:
 def test_the_modules_that_it_runs_exist() -> None:
     text = " ".join(rest for _, rest in instructions())
     modules = set(re.findall(r'-m"?,? "?(inflight[\w.]*)', text))
-    assert modules == {"inflight.engine.cpu.prebuild", "inflight.server"}
+    assert modules == {"inflight.engine.cpu.prebuild", "inflight"}
     assert all(importlib.util.find_spec(module) for module in modules)
 
 
 def test_the_server_accepts_the_flags_of_the_entry_point() -> None:
     (entry,) = of_kind("ENTRYPOINT")
-    options = cli.parse(json.loads(entry)[3:])
+    command = json.loads(entry)
+    assert command[:4] == ["python3", "-m", "inflight", "serve"]
+    options = cli.parse(command[4:])
     assert options.host == "0.0.0.0" and str(options.model_repository) == "/opt/inflight/model_repository"
 
 

@@ -161,3 +161,9 @@ def test_contradicting_flags_of_the_openai_endpoint_are_refused() -> None:
 def test_expert_parallel_groups_are_parsed() -> None:
     options = cli.parse(["--tp", "4", "--ep", "2"])
     assert (options.tp, options.pp, options.ep) == (4, None, 2)
+
+
+def test_a_server_without_triton_needs_the_command(capsys):
+    """`inflight serve` starts one; this module cannot, and must not start a tritonserver instead."""
+    assert cli.main(["--no-triton"]) == 2
+    assert "--no-triton: `inflight serve` has this option" in capsys.readouterr().err

@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None, run: Callable[[ServerOptions], int]
     errors = _error_stream(sys.argv[1:] if arguments is None else arguments)
     try:
         options = parse(arguments)
+        if run is None and not options.triton:
+            raise OptionError("--no-triton: `inflight serve` has this option")
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
             os.environ.pop(variable, None)  # the models' processes must not get these secrets
         if not options.access_log:
