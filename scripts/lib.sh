@@ -18,6 +18,19 @@ die() { say "$@"; exit 1; }
 #
 # A client's tools are not installed into the environment of a server that may be running. They get an environment of
 # their own, unless there is the tests' environment, which has them, too.
+# Usage: answer_at_once MODULE ARGUMENTS...: if they ask for help or the version, ends the script with the module's answer.
+# This installs nothing, so any Python will do.
+answer_at_once() {
+  local module=$1 argument
+  shift
+  for argument in "$@"; do
+    case "$argument" in
+      -h | --help | --version)
+        PYTHONPATH="$ROOT/backend${PYTHONPATH:+:$PYTHONPATH}" exec "$(find_python)" -m "$module" "$argument" ;;
+    esac
+  done
+}
+
 bootstrap() {
   local purpose=$1 stamp wanted
   [ "$purpose" != client ] || are_tests_installed || VENV="$ROOT/.venv-client"

@@ -85,7 +85,7 @@ class Runner(Protocol):
         ...
 
     def forward(self, batch: ScheduledBatch, hidden: Any = None) -> Any:
-        """Compute this rank's layers.
+        """Run the forward pass of a batch through this rank's layers.
 
         Args:
             batch: As for `Engine.forward`.

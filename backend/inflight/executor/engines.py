@@ -245,10 +245,10 @@ class _NoGuard:
     """A guard that does nothing, because ranks end by themselves if their supervisor, this process, is killed."""
 
     def watch(self, launcher: ProcessId, folder: str) -> None:
-        """Ignore a started launcher."""
+        """Do nothing when the ranks' launcher has started."""
 
     def dismiss(self) -> None:
-        """Ignore the end of the ranks."""
+        """Do nothing when the ranks have ended."""
 
 
 class _NoPublisher:

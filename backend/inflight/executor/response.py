@@ -165,12 +165,12 @@ class Response:
 
     @property
     def request_id(self) -> int:
-        """Return the request's id."""
+        """The id that `enqueue_request` returned for the request."""
         return self._request_id
 
     @property
     def client_id(self) -> int | None:
-        """Return the request's client_id."""
+        """The `client_id` that the caller gave the request; None without one."""
         return self._client_id
 
     def has_error(self) -> bool:

@@ -114,7 +114,7 @@ class _ChatWriter:
         prepared.usage.reasoning_tokens = self._num_thoughts = 0
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the `chat.completion` object of an answer that is not streamed."""
         body, prepared = self._body, self._prepared
         self._count_reasoning(pieces)
         more: dict[str, Any] = {"usage": prepared.usage.as_json(), **prepared.receipt.of_answer(body)}

@@ -98,7 +98,7 @@ class _CompletionWriter:
         self._log_probs: dict[int, CompletionLogProbs] = {}
 
     def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the `text_completion` object of an answer that is not streamed."""
         choices = [self.choice(piece) for piece in pieces]
         prepared = self._prepared
         receipt = prepared.receipt.of_answer(self._body)

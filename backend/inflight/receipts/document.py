@@ -36,7 +36,7 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
 
 class Model(Struct, frozen=True):
-    """The checkpoint.
+    """The checkpoint that computed the tokens.
 
     Attributes:
         name: Name of its folder.
@@ -153,7 +153,7 @@ class OutputForm(Struct, frozen=True):
 
 
 class Receipt(Struct, frozen=True):
-    """A receipt.
+    """A record of one request, its tokens, and the model, code and settings that computed them.
 
     Attributes:
         format: Version of the format.

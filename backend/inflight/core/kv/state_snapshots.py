@@ -167,15 +167,17 @@ class StateSnapshots:
                 self._superseded_by[digest] = key
             return
         if saves.generated is None:
-            self._supersede(key)
+            for superseded in self._take_superseded(key):
+                self._snapshot_of.move_to_end(superseded, last=False)
         self._rolling[digest] = key
         saves.generated = digest
 
-    def _supersede(self, key: int) -> None:
-        """Make the snapshots that a sequence's first one in generation supersedes the next to be evicted."""
-        for digest in [each for each, by in self._superseded_by.items() if by == key]:
+    def _take_superseded(self, key: int) -> list[bytes]:
+        """Forget the snapshots that a sequence's first one in generation supersedes; return their digests."""
+        digests = [digest for digest, by in self._superseded_by.items() if by == key]
+        for digest in digests:
             del self._superseded_by[digest]
-            self._snapshot_of.move_to_end(digest, last=False)
+        return digests
 
     # ---------------------------------------------------------------- ends
 
@@ -195,8 +197,7 @@ class StateSnapshots:
         self._free += saves.pending.values()
         for digest in saves.planned.values():
             self._end_promise(digest)
-        for digest in [each for each, by in self._superseded_by.items() if by == key]:
-            del self._superseded_by[digest]
+        self._take_superseded(key)
 
     def clear(self) -> None:
         """Remove all snapshots and sequences."""

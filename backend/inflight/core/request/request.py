@@ -256,7 +256,7 @@ class Request:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens."""
+        """Number of tokens in the prompt, rows of a prompt table included."""
         return len(self.input_token_ids)
 
     @property

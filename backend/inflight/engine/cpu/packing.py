@@ -39,7 +39,7 @@ _NUMBERS_AT_ONCE = 1 << 21  # a matrix is quantized in steps of the fewest whole
 
 @dataclass(frozen=True, slots=True)
 class PackedLinear:
-    """A packed projection.
+    """A weight matrix, with its bias, in the memory layout that compiled layers read.
 
     Attributes:
         struct: The packed matrix with its bias.
@@ -67,7 +67,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """A packed layer.
+    """A decoder layer whose matrices are all in the memory layout that compiled layers read.
 
     Attributes:
         struct: The packed layer; its addresses in the KV cache or the recurrent states are set later.
@@ -155,7 +155,7 @@ class Packer(Sink[PackedLayer, PackedLinear]):
     def linear(
         self, matrix: StoredMatrix, bias: Tensor | None = None, is_gated: bool = False
     ) -> PackedLinear:
-        """Pack a projection."""
+        """Return one weight matrix, with its bias, in the memory layout that compiled layers read."""
         return self._packed(iter((matrix,)), (1, *matrix.shape), bias, is_gated)
 
     def head(self, matrix: Tensor) -> PackedLinear:

@@ -62,7 +62,7 @@ class Accounts:
                 self._stopped.add(stop.request_id)
 
     def scheduled(self, num_paused: int) -> None:
-        """Count paused sequences."""
+        """Add the number of sequences that an iteration paused."""
         self.num_pauses += num_paused
 
     def updates(self, flight: BatchInFlight, live: Iterable[LlmRequest]) -> None:
@@ -74,7 +74,7 @@ class Accounts:
                 self._have_token.add(llm_request.request_id)
 
     def answered(self, responses: Sequence[Response]) -> None:
-        """Count responses."""
+        """Add an iteration's responses to the counts of tokens, errors and finish reasons."""
         for response in responses:
             result = response.result
             if response.error is not None:

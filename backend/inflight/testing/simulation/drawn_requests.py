@@ -130,7 +130,7 @@ def _with_rows(request: Request, num_rows: int, vocab_size: int) -> Request:
 
 
 def draw_tokens(rng: random.Random, vocab_size: int, count: int) -> tuple[int, ...]:
-    """Draw random tokens."""
+    """Draw `count` token ids below `vocab_size`."""
     return tuple(rng.randrange(vocab_size) for _ in range(count))
 
 

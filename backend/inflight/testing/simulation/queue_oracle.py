@@ -46,7 +46,7 @@ class Shares:
         self._enter(client)
 
     def queue(self, client: int) -> None:
-        """Queue a request.
+        """Count a request of a client that starts to wait in the queue.
 
         A client without waiting requests enters at the current virtual time, or its own if later.
         """

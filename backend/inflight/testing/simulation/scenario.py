@@ -194,6 +194,23 @@ def three_stages(scenario: Scenario) -> Scenario:
     return scenario.pipelined(3)
 
 
+DRAWS = {
+    "usual": draw,
+    "a bad device": draw_with_a_bad_device,
+    "failing rows": draw_with_failing_rows,
+    "everybody leaves": draw_with_everybody_leaving,
+}
+"""The ways to draw a scenario from a seed, by name."""
+
+DEVICES = {
+    "one batch in flight": one_in_flight,
+    "two batches in flight": two_in_flight,
+    "two stages": two_stages,
+    "three stages": three_stages,
+}
+"""The kinds of devices that a scenario runs on, by name."""
+
+
 def _without_host(request: Request) -> Request:
     sampling = replace(request.sampling, beam_width=1, num_return_sequences=None, repetition_penalty=1.0)
     output = replace(

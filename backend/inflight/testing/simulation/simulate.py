@@ -12,36 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, product
 
 from inflight.arguments import Parser, program_name
 
-from .scenario import (
-    Scenario,
-    draw,
-    draw_with_a_bad_device,
-    draw_with_everybody_leaving,
-    draw_with_failing_rows,
-    one_in_flight,
-    three_stages,
-    time_of,
-    two_in_flight,
-    two_stages,
-)
+from .scenario import DEVICES, DRAWS, Scenario, time_of
 from .simulated_server import run
 
-_DRAWS = {
-    "usual": draw,
-    "a bad device": draw_with_a_bad_device,
-    "failing rows": draw_with_failing_rows,
-    "everybody leaves": draw_with_everybody_leaving,
-}
-_DEVICES = {
-    "one batch in flight": one_in_flight,
-    "two batches in flight": two_in_flight,
-    "two stages": two_stages,
-    "three stages": three_stages,
-}
 _MAX_SEED = 2**32
 _REPORT_EVERY_S = 10.0
 _NS_PER_HOUR = 3600 * 10**9
@@ -50,13 +28,14 @@ _MAX_SHOWN = 20  # failures
 
 def scenarios(seed: int) -> Iterator[tuple[str, Callable[[], Scenario]]]:
     """Yield the name of each scenario of a seed, and a function that makes it."""
-    for draws, device, has_state in product(_DRAWS, _DEVICES, (False, True)):
+    for drawn, device, has_state in product(DRAWS, DEVICES, (False, True)):
+        name = f"{drawn}, {device}, recurrent states" if has_state else f"{drawn}, {device}"
+        yield name, partial(_make, seed, drawn, device, has_state)
 
-        def make(draws: str = draws, device: str = device, has_state: bool = has_state) -> Scenario:
-            scenario = _DEVICES[device](_DRAWS[draws](seed))
-            return scenario.with_state() if has_state else scenario
 
-        yield ", ".join([draws, device, *(["recurrent states"] if has_state else [])]), make
+def _make(seed: int, drawn: str, device: str, has_state: bool) -> Scenario:
+    scenario = DEVICES[device](DRAWS[drawn](seed))
+    return scenario.with_state() if has_state else scenario
 
 
 class Search:
