@@ -184,12 +184,16 @@ def _has_reason(scenario: Scenario, request: Request, index: int, reason: Finish
 def _patience(scenario: Scenario) -> int:
     """Return how many iterations after a stop or a deadline a request may end.
 
-    Batches in flight must come back first. If an iteration can end fewer sequences than there are, each
-    sequence may have to wait for all others.
+    Batches in flight must come back first. If there is more to end than an iteration may end, a request may have
+    to wait for all others.
     """
-    num_sequences = sum(request.sampling.num_sequences for request in scenario.requests.values())
-    is_divided = num_sequences > scenario.config.sequences_per_iteration
-    return 2 * max(0, scenario.depth - 2) + num_sequences * is_divided
+    requests = scenario.requests.values()
+    num_sequences = sum(request.sampling.num_sequences for request in requests)
+    # A stop, a deadline or a failed adapter of a request that has just ended takes a sequence's place.
+    num_repeated = sum(map(len, scenario.stops.values())) + 2 * len(requests)
+    num_endings = num_sequences + num_repeated
+    is_divided = num_endings > scenario.config.sequences_per_iteration
+    return 2 * max(0, scenario.depth - 2) + num_endings * is_divided
 
 
 def _check_stops(scenario: Scenario, outcome: RunOutcome) -> None:
