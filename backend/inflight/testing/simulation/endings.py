@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from inflight.core.request.request import Request
@@ -40,7 +41,11 @@ def _check_error(scenario: Scenario, outcome: RunOutcome, last: Response) -> Non
     elif last.request_id in outcome.refused:
         assert isinstance(last.error, Unavailable)
     elif last.request_id in outcome.without_adapter:
-        assert last.error is not None and last.error.code == outcome.without_adapter[last.request_id]
+        failed_at, code = outcome.without_adapter[last.request_id]
+        if last.error is None:  # its stop or deadline waited its turn while the adapter failed
+            assert _told_to_end(scenario, scenario.requests[last.request_id]) < failed_at, "expected an error"
+        else:
+            assert last.error.code == code
     else:
         assert (last.error is not None) == (last.request_id in outcome.convicted), last.error
         assert not isinstance(last.error, InvalidArgument)
@@ -166,6 +171,22 @@ def _deadline_of(scenario: Scenario, request: Request) -> int | None:
     while time_of(iteration) < deadline_ns:
         iteration += 1
     return iteration
+
+
+def _told_to_end(scenario: Scenario, request: Request) -> float:
+    """Return the iteration by which stops and a deadline have asked for the end of every sequence of a request."""
+    deadline = _deadline_of(scenario, request)
+    always = [math.inf] if deadline is None else [deadline]
+    stops = [
+        (iteration, stop.sequence_index)
+        for iteration, signals in scenario.stops.items()
+        for stop in signals
+        if stop.request_id == request.request_id
+    ]
+    return max(
+        min(always + [iteration for iteration, stopped in stops if stopped in (None, index)])
+        for index in range(request.sampling.num_sequences)
+    )
 
 
 def _has_reason(scenario: Scenario, request: Request, index: int, reason: FinishReason) -> bool:

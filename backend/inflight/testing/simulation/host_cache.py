@@ -69,13 +69,13 @@ class HostCache:
 
     Attributes:
         given: By request id, the digest of its adapter.
-        failed: By request id, the code of its error.
+        failed: By request id, the time at which its adapter failed, and the code of its error.
         num_drops: Number of dropped adapters.
     """
 
     def __init__(self, seed: int) -> None:
         self.given: dict[int, bytes] = {}
-        self.failed: dict[int, str] = {}
+        self.failed: dict[int, tuple[int, str]] = {}
         self.num_drops = 0
         self._seed = seed
         self._rng = random.Random(f"adapters {seed}")
@@ -109,7 +109,7 @@ class HostCache:
     def _answer(self, request_id: int, lora: LoraRequest, stored: list[StoredAdapter]) -> AdapterEvent:
         fate = fate_of(self._seed, request_id)
         if fate.code:
-            self.failed[request_id] = fate.code
+            self.failed[request_id] = self._now, fate.code
         if fate.error:
             return AdapterEvent(request_id, error_kind=fate.error, error="no such adapter")
         if fate.is_too_large:

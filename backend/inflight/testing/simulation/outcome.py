@@ -23,8 +23,8 @@ class RunOutcome:
         sequence_ends: The iteration of a sequence's final result.
         refused: Requests refused because the queue was full.
         adapters: By request id, the digest of its adapter.
-        without_adapter: By request id, the code of the error with which it ends because its adapter is
-            missing.
+        without_adapter: By request id, the iteration in which its adapter failed, and the code of the error with
+            which the request ends therefore.
         convicted: Requests that had to end with an error because an iteration or a row failed.
         started: (request id, sequence index), in order of their first start.
         reused, missed: Full blocks that a (request id, sequence index) found in the cache, or did not.
@@ -50,7 +50,7 @@ class RunOutcome:
     sequence_ends: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     refused: set[int] = field(default_factory=set[int])
     adapters: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
-    without_adapter: Mapping[int, str] = field(default_factory=dict[int, str])
+    without_adapter: Mapping[int, tuple[int, str]] = field(default_factory=dict[int, tuple[int, str]])
     convicted: set[int] = field(default_factory=set[int])
     started: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     reused: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
