@@ -121,6 +121,12 @@ def test_an_iteration_ends_a_bounded_number_when_all_requests_stop(kind):
     assert sum(outcome.num_divided_endings > 0 for outcome in outcomes) > 0.3 * NUM_OF_A_KIND
 
 
+@pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
+@pytest.mark.parametrize("seed", [735063837, 1342643578, 1342643638, 474258831])
+def test_a_stop_may_wait_behind_endings_of_ended_requests_and_before_a_failed_adapter(seed, kind):
+    run(kind(draw_with_everybody_leaving(seed)))
+
+
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])
 def test_a_transient_failure_ends_no_request_that_was_in_a_larger_batch(kind):
     num_spared = 0
