@@ -122,9 +122,15 @@ def test_an_iteration_ends_a_bounded_number_when_all_requests_stop(kind):
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight, two_stages, three_stages])
-@pytest.mark.parametrize("seed", [735063837, 1342643578, 1342643638, 474258831])
+@pytest.mark.parametrize("seed", [735063837, 1342643578, 1342643638, 474258831, 1569892186])
 def test_a_stop_may_wait_behind_endings_of_ended_requests_and_before_a_failed_adapter(seed, kind):
+    """The last seed has a stopped request whose adapter has no room: it keeps no pages from others."""
     run(kind(draw_with_everybody_leaving(seed)))
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(1569892154, three_stages), (1569893545, one_in_flight)])
+def test_a_bad_device_neither_loses_restarted_rows_nor_opens_a_static_batch(seed, kind):
+    run(kind(draw_with_a_bad_device(seed)))
 
 
 @pytest.mark.parametrize("kind", [one_in_flight, two_in_flight])

@@ -114,8 +114,10 @@ class Blame:
     def failed(self, flight: BatchInFlight, behind: Iterable[BatchInFlight]) -> set[int]:
         """Record that a batch failed, with `behind` in flight after it; return the requests that must end."""
         self.num_failed += 1
+        lost = {row.key for row in (*flight.rows, *flight.started)}
         for other in behind:
-            other.void |= {row.key for row in (*flight.rows, *flight.started)}
+            lost -= {row.key for row in other.started}  # paused before it had a row, and started again
+            other.void |= lost
             other.void |= {row.key for row in other.rows if flight.loads(row)}
         live = flight.live()
         requests = {row.request_id for row in live}

@@ -228,9 +228,8 @@ class QueueOracle:
                 f"request {other.request_id} was overtaken by request {llm_request.request_id}"
             )
             adapter = llm_request.group.adapter
-            assert (
-                excused or adapter is None or not self._lacks_pages(other) or adapter.handle in self._in_use()
-            ), (
+            waits = self._lacks_pages(other) and (bool(retrying) or not self._is_to_end(other))
+            assert excused or adapter is None or not waits or adapter.handle in self._in_use(), (
                 f"request {llm_request.request_id} takes adapter pages that request {other.request_id} waits for"
             )
 
@@ -239,7 +238,8 @@ class QueueOracle:
         self._cache.check_promises(waiting)
         allowed = [r for r in waiting if not retrying or r.request_id in retrying]
         self.num_adapter_waits += any(map(self._lacks_pages, allowed))
-        undelayed = [r for r in allowed if not self._is_delayed(r, retrying)]
+        # A new request that a static batch keeps out lets no other sequence start, whatever else delays it.
+        undelayed = [r for r in allowed if (is_closed and _is_new(r)) or not self._is_delayed(r, retrying)]
         first = [r for r in undelayed if not any(self._precedes(other, r) for other in undelayed)]
         if not first or not all(self._fits(r, claimed_blocks, is_closed) for r in first):
             return
