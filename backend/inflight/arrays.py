@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
+from inflight.core.request.adapter import Matrix, RawBuffer
+from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import InvalidArgument, Name
 
 BFLOAT16 = np.dtype(np.uint16)

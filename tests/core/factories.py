@@ -6,8 +6,9 @@ from typing import Any
 
 from inflight.config import CapacityPolicy, ChunkingPolicy, SchedulingConfig
 from inflight.core.kv.block_keys import CacheRules
-from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
+from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.llm_request import LlmRequest, RequestGroup
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import IterationInput, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopSignal

@@ -8,8 +8,8 @@ from math import inf, prod
 import pytest
 
 from inflight.config import SchedulingConfig
-from inflight.core.request.adapter import PromptTable
 from inflight.core.request.engine_description import ModelLimits
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import EngineLimits

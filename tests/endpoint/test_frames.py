@@ -12,15 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from inflight.core.request.adapter import (
-    ITEM_SIZES,
-    LoraRequest,
-    LoraWeights,
-    Matrix,
-    PromptTable,
-    RawBuffer,
-)
+from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, LoraWeights, Matrix, RawBuffer
 from inflight.core.request.engine_description import EngineDescription
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import FloatTensor, Request
 from inflight.core.request.response import Response, SequenceResult
 from inflight.core.request.stop import StopReason

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inflight.core.kv.block_keys import PrefixIdentity
-from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
+from inflight.core.request.adapter import Matrix, RawBuffer
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import Request
 from tests.models.zoo import ZooModel
 from tests.models.zoo_configs import VOCAB_SIZE

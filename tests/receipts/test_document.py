@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from inflight.core.request.adapter import LoraRequest, Matrix, PromptTable, RawBuffer
+from inflight.core.request.adapter import LoraRequest, Matrix, RawBuffer
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.core.request.adapter import Matrix, PromptTable, RawBuffer
+from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.beam_search import BeamCandidates
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.batch import BeamGroup, ContextChunk, ModelOutput, ScheduledBatch, SlotStart

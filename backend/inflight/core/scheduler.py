@@ -190,10 +190,11 @@ class Scheduler:
         self._admission.release_if_ready(group)
 
     def _rules(self, request: Request, first_key: int, adapter: StoredAdapter | None) -> CacheRules:
-        identity, table = request.identity, request.prompt_table
+        identity = request.identity
         if self._config.enable_kv_cache_reuse:
-            adapter_digest, table_digest = adapter.digest if adapter else b"", table.digest if table else b""
-            scope: bytes | None = identity.scope(ROOT_SCOPE, adapter_digest, table_digest)
+            adapter_digest = adapter.digest if adapter else b""
+            tables = b"".join(each.key for each in (request.prompt_table, request.rotary_table) if each)
+            scope: bytes | None = identity.scope(ROOT_SCOPE, adapter_digest, tables)
         else:
             is_shared = request.sampling.num_sequences > 1 and self._shares_blocks
             scope = private_scope(first_key) if is_shared else None

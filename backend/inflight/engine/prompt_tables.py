@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.core.request.adapter import PromptTable
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.matrices import to_tensor
 from inflight.sampling.transfer import upload

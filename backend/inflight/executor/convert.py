@@ -16,9 +16,10 @@ from inflight.additional_outputs import WantedOutput
 from inflight.arrays import BFLOAT16, to_prompt_table
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.request.adapter import ITEM_SIZES, LoraRequest, PromptTable
+from inflight.core.request.adapter import ITEM_SIZES, LoraRequest
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, Origin, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS

@@ -353,6 +353,7 @@ def _adapter_form(lora: LoraRequest, digest: str) -> Adapter:
 
 def _digests(request: Request) -> dict[str, str]:
     """Return the digests of inputs that are too large for a receipt."""
-    bias, table = request.embedding_bias, request.prompt_table
+    bias = request.embedding_bias
     found = {} if bias is None else {"embedding_bias": digest_of(bias.data)}
-    return found if table is None else {**found, "prompt_embedding_table": f"blake2b:{table.digest.hex()}"}
+    tables = {"prompt_embedding_table": request.prompt_table, "mrope_rotary_cos_sin": request.rotary_table}
+    return found | {name: f"blake2b:{table.digest.hex()}" for name, table in tables.items() if table}

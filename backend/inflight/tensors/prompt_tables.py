@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.arrays import to_prompt_table
-from inflight.core.request.adapter import PromptTable
+from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 

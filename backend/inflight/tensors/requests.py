@@ -13,9 +13,9 @@ from functools import partial
 from typing import TypeVar
 
 from inflight.core.kv.block_keys import PrefixIdentity
-from inflight.core.request.adapter import PromptTable
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import Request
 from inflight.errors import InvalidArgument, Name
 from inflight.prompt import Prompt, ReplyOptions, engine_streams

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inflight.core.request.adapter import LoraWeights, Matrix, PromptTable, RawBuffer, StoredAdapter
+from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer, StoredAdapter
+from inflight.core.request.prompt_table import PromptTable
 
 
 def make_adapter(

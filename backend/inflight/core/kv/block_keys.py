@@ -102,19 +102,19 @@ class PrefixIdentity:
     cache_salt_id: int = 0
     extra_ids: tuple[int, ...] = ()
 
-    def scope(self, root: bytes, adapter: bytes = b"", prompt_table: bytes = b"") -> bytes:
+    def scope(self, root: bytes, adapter: bytes = b"", tables: bytes = b"") -> bytes:
         """Return the scope from which chains of digests start: `root` itself if the salt is the default and
-        there is neither an adapter nor a prompt table.
+        there is neither an adapter nor a table.
 
         Args:
             root: The scope for prompts without an adapter.
             adapter: Digest of the adapter's content; empty without one.
-            prompt_table: Digest of the prompt table's content; empty without one. Equal ids with different tables
-                are different prompts, whatever their extra ids are.
+            tables: Keys of the prompt's tables (`PromptTable.key`, `RotaryTable.key`); empty without any. Equal
+                ids with different tables are different prompts, whatever their extra ids are.
         """
-        if not (self.cache_salt_id or adapter or prompt_table):
+        if not (self.cache_salt_id or adapter or tables):
             return root
-        parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, prompt_table)
+        parts = (root, self.cache_salt_id.to_bytes(8, "big"), adapter, tables)
         # Each part is preceded by its length, so that the concatenation is unambiguous.
         framed = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
         return blake2b(framed, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""LoRA adapters and prompt tables of requests, and the adapter changes of an iteration. Pure.
+"""LoRA adapters of requests, and the adapter changes of an iteration. Pure.
 
 The core identifies an adapter by its **handle**, a number that rank 0's adapter cache assigns whenever it
 stores an adapter: an adapter that is stored again gets another handle. Task ids and names are known to the
@@ -8,7 +8,6 @@ cache only. The core passes the weights on to the device as bytes, without readi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import prod
 
 from inflight.errors import InvalidArgument, Name, Unsupported, joined
@@ -196,42 +195,3 @@ class AdapterUpdate:
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.events or self.dropped)
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTable:
-    """The embeddings of a request's virtual tokens: token id vocab_size + i stands for row i.
-
-    Attributes:
-        rows: [rows, hidden_size]. Tensor `prompt_embedding_table`.
-        digest: 16-byte digest of the elements, their type and shape; it is part of the keys of KV blocks.
-    """
-
-    rows: Matrix
-    digest: bytes
-
-    @classmethod
-    def of(cls, rows: Matrix) -> PromptTable:
-        """Return the prompt table with its digest, which takes some milliseconds per megabyte."""
-        digest = blake2b(rows.buffer.data, digest_size=16, key=f"{rows.dtype} {rows.shape}".encode())
-        return cls(rows, digest.digest())
-
-    @property
-    def num_rows(self) -> int:
-        """Number of virtual tokens."""
-        return self.rows.shape[0]
-
-    def validate(self, hidden_size: int) -> None:
-        """Raise InvalidArgument unless the rows have the model's width.
-
-        Raise Unsupported if `hidden_size` is 0, the value of an engine that takes no prompt tables.
-        """
-        if not hidden_size:
-            raise Unsupported(
-                Name("prompt_embedding_table"), " is not available: this engine takes no prompt tables"
-            )
-        if self.rows.shape[1] != hidden_size or not self.num_rows:
-            raise InvalidArgument(
-                Name("prompt_embedding_table"),
-                f" must have shape [1, rows, {hidden_size}] with at least one row, got {[1, *self.rows.shape]}",
-            )

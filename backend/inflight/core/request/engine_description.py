@@ -38,6 +38,8 @@ class ModelLimits:
         logits_post_processors: Names that a request may give as its logits post-processor.
         additional_outputs: The outputs besides tokens and logits that a request may ask for.
         hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
+        num_added_layers: Number of first layers after which a wider prompt table's rows are added (DeepStack).
+        rotary_dim: Row width of rotary tables; 0: the model has no multimodal rotary embedding (mRoPE).
         max_adapter_rank: Maximum rank of LoRA adapters; 0: the engine accepts no adapters.
         max_sequences_per_request: Maximum number of sequences of one request. If a front end accepts
             several prompts in one request, the sequences of all prompts are counted.
@@ -54,6 +56,8 @@ class ModelLimits:
     logits_post_processors: tuple[str, ...] = ()
     additional_outputs: tuple[OfferedOutput, ...] = ()
     hidden_size: int = 0
+    num_added_layers: int = 0
+    rotary_dim: int = 0
     max_adapter_rank: int = 0
     max_sequences_per_request: int = MAX_RETURN_SEQUENCES
 

@@ -8,9 +8,10 @@ from math import prod
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import RetentionConfig
-from inflight.core.request.adapter import AdapterUpdate, LoraRequest, PromptTable
+from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.engine_description import ModelLimits, kv_blocks
 from inflight.core.request.guide import Guide, GuideEvent
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.sampling_config import (
     CONTROLS,
     SamplingConfig,
@@ -214,6 +215,7 @@ class Request:
         lora: The LoRA adapter to use; None: the base model. Tensors `lora_*`.
         prompt_table: Embeddings for prompt ids >= vocab_size; None: there are no such ids. Tensor
             `prompt_embedding_table`.
+        rotary_table: Rotary positions of the prompt; None: each token's index. Tensors `mrope_*`.
         is_continuation: Whether the request continues one that this engine has answered; such a request is
             accepted during a drain and with a full queue.
         may_be_continued: Whether a continuation may follow if the request ends with LENGTH; a drain waits a moment
@@ -245,6 +247,7 @@ class Request:
     guide: Guide | None = None
     lora: LoraRequest | None = None
     prompt_table: PromptTable | None = None
+    rotary_table: RotaryTable | None = None
     is_continuation: bool = False
     may_be_continued: bool = False
     origin: Origin | None = field(default=None, compare=False)
@@ -349,6 +352,10 @@ class Request:
         limits.check_sequences(1, self.sampling.num_sequences, "num_return_sequences")
         self._validate_queueing()
         self._validate_prompt_ids(limits)
+        if self.rotary_table is not None:
+            self.rotary_table.validate(
+                limits.rotary_dim, self.prompt_length, self.max_new_tokens, limits.max_sequence_length
+            )
         self._validate_ids(limits.vocab_size)
         self._validate_lengths(limits)
         self._validate_beams(limits)
@@ -386,7 +393,7 @@ class Request:
                     ", which is missing",
                 ) from None
             return
-        table.validate(limits.hidden_size)
+        table.validate(limits.hidden_size, limits.num_added_layers)
         if table.num_rows > limits.max_sequence_length:
             raise InvalidArgument(
                 Name("prompt_embedding_table"),

@@ -316,6 +316,8 @@ class EngineLimits:
         logits_post_processors: Names of the functions that may change a request's logits; the same on all ranks.
         additional_outputs: The additional outputs that the engine can compute.
         hidden_size: Row width of prompt tables; 0: the engine does not support prompt tables.
+        num_added_layers: Number of first layers after which a wider prompt table's rows are added (DeepStack).
+        rotary_dim: Row width of rotary tables; 0: the model has no multimodal rotary embedding (mRoPE).
         num_adapter_pages: Number of pages for adapters; 0: the engine accepts no adapters.
         adapter_page_rank: Number of LoRA ranks, for every module of every layer, that one page stores.
         max_adapter_rank: Largest rank of an adapter.
@@ -336,6 +338,8 @@ class EngineLimits:
     logits_post_processors: tuple[str, ...] = ()
     additional_outputs: tuple[OfferedOutput, ...] = ()
     hidden_size: int = 0
+    num_added_layers: int = 0
+    rotary_dim: int = 0
     num_adapter_pages: int = 0
     adapter_page_rank: int = 8
     max_adapter_rank: int = 0
@@ -377,6 +381,8 @@ class EngineLimits:
             logits_post_processors=self.logits_post_processors,
             additional_outputs=self.additional_outputs,
             hidden_size=self.hidden_size,
+            num_added_layers=self.num_added_layers,
+            rotary_dim=self.rotary_dim,
             max_adapter_rank=self.max_adapter_rank if self.num_adapter_pages else 0,
             max_sequences_per_request=config.max_sequences_per_request,
         )

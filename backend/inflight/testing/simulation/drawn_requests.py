@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
-from inflight.core.request.adapter import LoraRequest, PromptTable
+from inflight.core.request.adapter import LoraRequest
+from inflight.core.request.prompt_table import PromptTable
 from inflight.core.request.request import ExternalDraft, OutputOptions, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.testing.fake_model import Conditions, expected_tokens
