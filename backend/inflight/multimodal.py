@@ -19,6 +19,7 @@ SECTION = "text_config"
 _OF_WHOLE = ("eos_token_id", "quantization_config", "compression_config", "quantization")
 _DTYPES = ("dtype", "torch_dtype")
 _TIED = "tie_word_embeddings"
+_DEEP_STACK = (8, 16, 24)  # transformers' `deepstack_visual_indexes` of files that have none
 _SENSES = ("vision", "audio", "image", "video", "speech")
 
 
@@ -34,6 +35,7 @@ class Multimodal:
         tied_by_text: Whether `tie_word_embeddings: true` inside of `text_config` also applies.
         may_be_flat: Whether files without `text_config` have the text part's keys at the top, such as older
             files of Qwen2-VL.
+        has_deep_stack: Whether rows of pictures are also added after the first layers.
         inputs: The inputs of the model's other parts, for messages.
     """
 
@@ -43,6 +45,7 @@ class Multimodal:
     tied: bool = False
     tied_by_text: bool = False
     may_be_flat: bool = False
+    has_deep_stack: bool = False
     inputs: str = "pictures"
 
 
@@ -75,8 +78,16 @@ MULTIMODAL = (
         may_be_flat=True,
         inputs=_VIDEO,
     ),
-    Multimodal("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", inputs=_VIDEO),
-    Multimodal("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", inputs=_VIDEO),
+    Multimodal(
+        "qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", has_deep_stack=True, inputs=_VIDEO
+    ),
+    Multimodal(
+        "qwen3_vl_moe",
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe_text",
+        has_deep_stack=True,
+        inputs=_VIDEO,
+    ),
     Multimodal("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text", inputs=_VIDEO),
     Multimodal("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", inputs=_VIDEO),
     Multimodal("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3", tied=True, inputs=_VIDEO),
@@ -258,6 +269,16 @@ def other_inputs(values: Mapping[str, Any]) -> list[str]:
     """Return the keys of config.json whose sections show that the model takes more than text."""
     sections = [key for key, value in values.items() if key.endswith("_config") and is_object(value)]
     return [key for key in sections if key.startswith(_SENSES)]
+
+
+def num_added_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of first layers after which the model adds rows of pictures (DeepStack), by the
+    config.json of the whole model."""
+    found, vision = _find_class(values), values.get("vision_config")
+    if found is None or not found.has_deep_stack or not is_object(vision):
+        return 0
+    indexes = vision.get("deepstack_visual_indexes", _DEEP_STACK)
+    return len(indexes) if isinstance(indexes, list | tuple) else 0
 
 
 def _find_class(values: Mapping[str, Any]) -> Multimodal | None:

@@ -60,7 +60,7 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         "vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64, "patch_size": 4}
     },
     "Qwen2_5_VL": {"vision_config": _QWEN_VISION},
-    "Qwen3VL": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
+    "Qwen3VL": {"vision_config": {**_QWEN3_VISION, "depth": 2, "deepstack_visual_indexes": [0, 1]}},
     "Qwen3VLMoe": {"vision_config": {**_QWEN3_VISION, "deepstack_visual_indexes": [0]}},
     "Qwen3_5": {"vision_config": _QWEN3_VISION},
     "Qwen3_5Moe": {"vision_config": _QWEN3_VISION},

@@ -206,6 +206,8 @@ def make_limits(
         overlaps_iterations=device.type == "cuda" and mapping.world_size == 1,
         takes_all_processors=device.type == "cpu" and torch.get_num_threads() >= Processors.here().capacity,
         hidden_size=decoder.hidden_size,
+        num_added_layers=decoder.num_added_layers,
+        rotary_dim=decoder.multimodal_rotary_dim,
         num_adapter_pages=num_adapter_pages,
         adapter_page_rank=config.lora_cache_optimal_adapter_size,
         max_adapter_rank=config.lora_cache_max_adapter_size if num_adapter_pages else 0,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.engine.prompt_tables import VirtualRows
+from inflight.engine.rotary_tables import RotaryTables, RowRotations
 from inflight.engine.slots import SlotTable
 from inflight.sampling.transfer import upload
 
@@ -87,6 +88,7 @@ class PackedBatch:
         adapters: [rows] on the host: first page of each row's adapter, -1 without one; None if no row has
             an adapter.
         virtual: Rows of prompt tables; None if there are none.
+        rotations: Rotations of the rows; None: each row's rotary position is its position.
         fixed: For recordings, the chunks and generation rows in tensors of fixed shape; None: see the
             fields above. If set, `chunks` is empty, `generation_begin` is 0, and every row counts as a
             sequence.
@@ -103,6 +105,7 @@ class PackedBatch:
     block_tables: Tensor
     adapters: NDArray[np.int64] | None = None
     virtual: VirtualRows | None = None
+    rotations: RowRotations | None = None
     fixed: FixedRows | None = None
 
 
@@ -155,8 +158,14 @@ def lay_out(batch: ScheduledBatch, table: SlotTable) -> RowLayout:
     return RowLayout(chunks, slots, positions, known_ids, sampled)
 
 
-def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = None) -> PackedBatch:
-    """Lay out a batch and send it to the device; `virtual` are its virtual tokens.
+def pack(
+    batch: ScheduledBatch,
+    table: SlotTable,
+    virtual: VirtualRows | None = None,
+    rotary: RotaryTables | None = None,
+) -> PackedBatch:
+    """Lay out a batch and send it to the device; `virtual` are its virtual tokens, `rotary` the slots' rotary
+    tables.
 
     Raises ValueError like `lay_out`.
     """
@@ -185,6 +194,7 @@ def pack(batch: ScheduledBatch, table: SlotTable, virtual: VirtualRows | None = 
         block_tables=table.block_tables,
         adapters=adapters_of(rows.slots, table),
         virtual=virtual,
+        rotations=None if rotary is None else rotary.rotations(rows.slots, rows.positions),
     )
 
 

@@ -27,10 +27,20 @@ class VirtualRows:
     Attributes:
         rows: [n] int64 on the device, indices of the rows.
         embeddings: [n, hidden_size] on the device, in the model's dtype: the rows' embeddings.
+        added: For each of the first layers, [n, hidden_size] to add to the rows after the layer.
     """
 
     rows: Tensor
     embeddings: Tensor
+    added: tuple[Tensor, ...] = ()
+
+    def add_after(self, layer: int, x: Tensor) -> bool:
+        """Add to x [rows, hidden_size], in place, what follows a layer of the whole model; return whether anything
+        does."""
+        if layer >= len(self.added):
+            return False
+        x.index_add_(0, self.rows, self.added[layer])
+        return True
 
 
 class PromptTables:
@@ -40,15 +50,21 @@ class PromptTables:
         vocab_size: The first virtual id.
         dtype: The model's data type, to which tables are converted.
         device: The device of the tables.
-        is_first_stage: Whether tokens are embedded on this rank; other pipeline stages need no tables.
+        hidden_size: The model's width; wider tables have more to add after the first layers.
+        is_needed: Whether this rank uses tables: not a pipeline stage that neither embeds tokens nor adds rows.
     """
 
     def __init__(
-        self, vocab_size: int, dtype: torch.dtype, device: torch.device, is_first_stage: bool = True
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        hidden_size: int,
+        is_needed: bool = True,
     ) -> None:
         self._vocab_size, self._dtype, self._device = vocab_size, dtype, device
-        self._is_first_stage = is_first_stage
-        self._tables: dict[int, tuple[bytes, Tensor]] = {}  # by slot: the table's digest, [rows, hidden_size]
+        self._hidden_size, self._is_needed = hidden_size, is_needed
+        self._tables: dict[int, tuple[bytes, Tensor]] = {}  # by slot: the table's digest, [rows, width]
 
     @property
     def num_tables(self) -> int:
@@ -62,7 +78,7 @@ class PromptTables:
                 self._tables.pop(slot, None)
         for start in batch.starts:
             table = start.request.prompt_table
-            if table is not None and self._is_first_stage:
+            if table is not None and self._is_needed:
                 self._tables[start.slot] = table.digest, self._fetch(table)
             elif self._tables:
                 self._tables.pop(start.slot, None)
@@ -73,10 +89,18 @@ class PromptTables:
         if not found:
             return None
         rows = upload(np.concatenate([rows for rows, _ in found]), self._device)
-        return VirtualRows(rows, torch.cat([embeddings for _, embeddings in found]))
+        parts = [table.split(self._hidden_size, dim=1) for _, table in found]
+        embeddings, *added = (torch.cat(each) for each in self._aligned(parts))
+        return VirtualRows(rows, embeddings, tuple(added))
+
+    @staticmethod
+    def _aligned(parts: list[tuple[Tensor, ...]]) -> Iterator[list[Tensor]]:
+        """Yield the parts of all tables by index; a narrower table adds zeros."""
+        for index in range(max(map(len, parts))):
+            yield [part[index] if index < len(part) else torch.zeros_like(part[0]) for part in parts]
 
     def _find(self, batch: ScheduledBatch) -> Iterator[tuple[NDArray[np.int64], Tensor]]:
-        """Yield for each chunk with virtual tokens the indices of their rows, and their embeddings."""
+        """Yield for each chunk with virtual tokens the indices of their rows, and their tables' rows."""
         begin = 0
         for chunk in batch.context:
             if chunk.slot in self._tables:

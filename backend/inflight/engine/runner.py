@@ -28,6 +28,7 @@ from inflight.engine.interfaces import BlockCache, RecordedDecoder, RunnerDecode
 from inflight.engine.memory import computing
 from inflight.engine.packing import PackedBatch, pack
 from inflight.engine.prompt_tables import PromptTables
+from inflight.engine.rotary_tables import RotaryTables
 from inflight.engine.slots import SlotTable, VoidSlots
 from inflight.ranks.topology import Mapping
 from inflight.sampling.transfer import upload
@@ -104,8 +105,13 @@ class ModelRunner:
         self.context_outputs = ContextOutputs(limits.vocab_size, mapping.is_sampler, self.additional_outputs)
         self.debug_tensors = debug_tensors
         self.prompt_tables = PromptTables(
-            limits.vocab_size, decoder.dtype, cache.device, mapping.is_first_stage
+            limits.vocab_size,
+            decoder.dtype,
+            cache.device,
+            decoder.config.hidden_size,
+            mapping.is_first_stage or limits.num_added_layers > 0,
         )
+        self.rotary_tables = RotaryTables(cache.device)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -183,7 +189,8 @@ class ModelRunner:
     def close(self) -> None:
         """Free the device's memory. Idempotent; a later forward raises."""
         for name in (
-            "decoder", "cache", "slots", "context_outputs", "additional_outputs", "prompt_tables", "_graphs",
+            "decoder", "cache", "slots", "context_outputs", "additional_outputs", "prompt_tables",
+            "rotary_tables", "_graphs",
         ):  # fmt: skip
             vars(self).pop(name, None)
 
@@ -194,6 +201,7 @@ class ModelRunner:
         if self.cache.states is not None:
             self.cache.states.apply(batch)
         self.prompt_tables.apply(batch)
+        self.rotary_tables.apply(batch)
         self.context_outputs.apply(batch)
         self.additional_outputs.apply(batch)
         self._prepare_blocks(batch, fresh_blocks)
@@ -209,11 +217,12 @@ class ModelRunner:
         if are_wanted := self.additional_outputs.are_wanted(batch):
             between = self.additional_outputs.between_layers(batch)
         virtual = self.prompt_tables.virtual_rows(batch)
-        if self._graphs is not None and batch.num_tokens and virtual is None and not between.wanted:
+        is_special = virtual is not None or bool(between.wanted) or self.rotary_tables.have_rows_in(batch)
+        if self._graphs is not None and batch.num_tokens and not is_special:
             replayed = self._graphs.forward(batch)
             if replayed is not None:
                 return self._outputs(batch, *replayed, between, are_wanted)
-        packed = pack(batch, self.slots, virtual)
+        packed = pack(batch, self.slots, virtual, self.rotary_tables)
         if self.cache.states is not None:
             self.cache.states.begin(batch, packed)
         outputs = self._compute_packed(batch, packed, hidden, between, are_wanted)

@@ -324,6 +324,8 @@ class DecoderConfig:
         gate_sparsity: For each layer, the expected fraction of the MLP's gates that a threshold, which depends on
             the row's mean and deviation, sets to 0 before the activation; with 0 there is no threshold. Empty: no
             layer has one.
+        num_added_layers: Number of first layers after which rows of pictures may be added to the residual stream
+            (DeepStack).
         eos_token_ids: End ids from generation_config.json, otherwise from config.json.
         dtype: The checkpoint's dtype: float32, bfloat16 or float16; None if config.json does not state it.
     """
@@ -386,8 +388,16 @@ class DecoderConfig:
     altup: AltUpConfig | None = None
     laurel_rank: int = 0
     gate_sparsity: tuple[float, ...] = ()
+    num_added_layers: int = 0
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None
+
+    @property
+    def multimodal_rotary_dim(self) -> int:
+        """Number of rotated dimensions of a head with multimodal rotary embedding (mRoPE); 0 without it."""
+        ropes = set(self.ropes) - {None}
+        (rope,) = ropes if len(ropes) == 1 else (None,)
+        return rope.rotary_dim(self.rotary_head_dim) if rope is not None and rope.is_multimodal else 0
 
     @property
     def dense_width(self) -> int:

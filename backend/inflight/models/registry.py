@@ -14,7 +14,7 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
 from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
-from inflight.multimodal import Multimodal
+from inflight.multimodal import Multimodal, num_added_layers
 
 _logger = logging.getLogger(__name__)
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
@@ -80,7 +80,12 @@ def describe(config: ConfigFile) -> ModelDescription:
         decoder = family.read_config(config.with_values({"model_type": family.model_type}))
     except NoMap as error:
         raise UnknownFamily(error, f"{family.architecture} with {error.key}") from error
-    decoder = replace(decoder, eos_token_ids=eos_token_ids(config), dtype=stated_dtype(config))
+    decoder = replace(
+        decoder,
+        num_added_layers=num_added_layers(config.whole.values),
+        eos_token_ids=eos_token_ids(config),
+        dtype=stated_dtype(config),
+    )
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     names = family.names

@@ -26,7 +26,7 @@ _DEFAULT_THETA = 10000.0
 _SUPPORTED = "one of default, linear, dynamic, llama3, yarn, longrope, proportional"
 _NEUTRAL: NeutralKeys = {
     "finetuned": (None, True, False),  # written by YaRN's authors, for scaling that was used in training
-    # Multimodal models assign pairs of dimensions to positions in time, height and width, which are equal in text.
+    # Requests bring the rotations of positions in time, height and width, which are equal in text.
     "mrope_section": ANY,
     "mrope_interleaved": ANY,
 }
@@ -112,7 +112,7 @@ def read_rope_section(
             raise place.error("partial_rotary_factor", expected)
         part = part if given is None else given
     refuse_unread(section, _YARN_NEUTRAL if isinstance(scaling, YarnScaling) else _NEUTRAL)
-    return RopeConfig(theta, scaling, part)
+    return RopeConfig(theta, scaling, part, is_multimodal=bool(section.value("mrope_section")))
 
 
 def section_key(config: ConfigFile) -> str:

@@ -124,12 +124,15 @@ class RopeConfig:
         interleaved: Whether the checkpoint's model rotates dimensions 2i and 2i + 1 together, instead of i and
             i + rotary_dim / 2. Rows of query and key projections are reordered for the second form when they are
             read, which does not change attention scores.
+        is_multimodal: Whether pairs of dimensions are assigned to positions in time, height and width (mRoPE). In
+            text these are equal; requests may bring other rotations.
     """
 
     theta: float
     scaling: RopeScaling | None = None
     partial_factor: float = 1.0
     interleaved: bool = False
+    is_multimodal: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""

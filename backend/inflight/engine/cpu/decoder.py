@@ -169,10 +169,14 @@ class NativeDecoder:
         batch, x = self._begin(packed, cache, hidden)
         _check(self._library.prepare(self._handle, batch))
         between = between or HiddenStates()
+        virtual = packed.virtual
+        num_added = 0 if virtual is None else len(virtual.added)
         if self._collectives.size == 1:
-            for begin, end in itertools.pairwise(self._stops(between)):
+            for begin, end in itertools.pairwise(self._stops(between, num_added)):
                 between.keep(self._first_layer + begin, x)
                 self._run(batch, x, begin, end)
+                if virtual is not None:
+                    virtual.add_after(self._first_layer + end - 1, x)
             return x
         partial = torch.empty_like(x)
         for index, layer in enumerate(self._packed):
@@ -180,6 +184,8 @@ class NativeDecoder:
             for half, contribution in ((_ATTENTION, layer.attention), (_MLP, layer.mlp)):
                 self._run(batch, x, index, index + 1, partial, half)
                 self._take(x, self._collectives.all_reduce(partial), contribution)
+            if virtual is not None:
+                virtual.add_after(self._first_layer + index, x)
         return x
 
     def _take(self, x: Tensor, total: Tensor, of: Contribution) -> None:
@@ -195,7 +201,7 @@ class NativeDecoder:
 
         The call also finds the largest logit of each row, for `row_kernels`.
         """
-        if self._collectives.size > 1:
+        if self._collectives.size > 1 or (packed.virtual is not None and packed.virtual.added):
             return self.logits(self.forward(packed, cache, hidden), packed.sampled_rows)
         batch, x = self._begin(packed, cache, hidden)
         rows = packed.sampled_rows
@@ -236,10 +242,11 @@ class NativeDecoder:
         assert self._norm is not None, "the last stage has the final norm"
         return apply_norm(hidden, self._norm, self.config.norm_eps)
 
-    def _stops(self, between: HiddenStates) -> list[int]:
-        """Return the first layer of each library call, followed by the number of layers."""
+    def _stops(self, between: HiddenStates, num_added: int = 0) -> list[int]:
+        """Return the first layer of each library call, followed by the number of layers; after each of the whole
+        model's first `num_added` layers a call ends."""
         count = len(self._layers)
-        inner = {stop - self._first_layer for stop in between.wanted}
+        inner = {stop - self._first_layer for stop in (*between.wanted, *range(1, num_added + 1))}
         return [0, *sorted(stop for stop in inner if 0 < stop < count), count]
 
     def _begin(
@@ -259,6 +266,10 @@ class NativeDecoder:
             packed.block_tables.shape[1],
         )
         batch.spans_array = spans  # lives as long as the batch
+        if packed.rotations is not None:
+            (table,) = self._rope_tables.values()  # a model with mRoPE has one kind of positions
+            batch.rotations = packed.rotations.of_rows(*table)  # lives as long as the batch
+            batch.cos, batch.sin = (each.data_ptr() for each in batch.rotations)
         if packed.adapters is not None:
             batch.adapters_array = self._adapters.addresses(packed.adapters)  # lives as long as the batch
             batch.adapters = batch.adapters_array.ctypes.data

@@ -214,6 +214,8 @@ class BatchStruct(Structure):
         ("segments", c_void_p),
         ("kept", c_void_p),
         ("num_kept", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
     )
 
 

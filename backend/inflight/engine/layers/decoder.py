@@ -186,10 +186,7 @@ class Decoder:
         x = self._embed(packed) if hidden is None else hidden
         inputs = self._layer_inputs(packed, x)
         x, read, streams = self._start_layers(x)
-        rotations: dict[tuple[RopeConfig, int] | None, Any] = {
-            rope: self._operations.rotation(cos, sin, packed.positions)
-            for rope, (cos, sin) in self._rope_tables.items()
-        }
+        rotations = self._rotations(packed)
         query_factors = None if self._query_factors is None else self._query_factors[packed.positions]
         # The rows' keys and values, by index of the layer among layers with attention.
         own: dict[int, tuple[Tensor, Tensor]] = {}
@@ -217,7 +214,17 @@ class Decoder:
             computed = self._mlp(read if beside is None else beside, index, layer, x)
             given = None if inputs is None else inputs[:, index]
             x, read = self._end_layer(x, computed, layer, given, following, streams)
+            if packed.virtual is not None and packed.virtual.add_after(self._first_layer + index, x):
+                read = self._norm(x, following)
         return x if streams is None else streams.join()
+
+    def _rotations(self, packed: PackedBatch) -> dict[tuple[RopeConfig, int] | None, Any]:
+        """Return the rows' rotations by kind of rotary positions, as `LayerOperations.rotation` makes them."""
+        tables, positions = self._rope_tables, packed.positions
+        if packed.rotations is not None:
+            tables = {rope: packed.rotations.of_rows(*table) for rope, table in tables.items()}
+            positions = torch.arange(len(positions), device=self._device)
+        return {rope: self._operations.rotation(*table, positions) for rope, table in tables.items()}
 
     def _start_layers(self, x: Tensor) -> tuple[Tensor, Tensor, ResidualStreams | None]:
         """Return the first layer's input and its norm, and the residual streams made from the embeddings x; None

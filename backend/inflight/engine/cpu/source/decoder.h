@@ -576,7 +576,8 @@ class Decoder {
   void place(const Layer& layer, const Batch& batch, int64_t row, Stored* qkv) {
     const int head_dim = shape_.head_dim;
     const int64_t position = batch.positions[row];
-    const int half = shape_.rotary_dim / 2;
+    const int64_t at = (batch.cos ? row : position) * (shape_.rotary_dim / 2);
+    const float *cos = (batch.cos ? batch.cos : layer.cos) + at, *sin = (batch.cos ? batch.sin : layer.sin) + at;
     const bool norms_each = layer.query_norm && !shape_.norms_heads_together;
     if (layer.query_norm && shape_.norms_heads_together) {
       const int queries = shape_.heads * head_dim;
@@ -588,7 +589,7 @@ class Decoder {
       const float* weight = head < shape_.heads ? layer.query_norm : layer.key_norm;
       const auto norm = [&] { normalize<E>(Norm{weight, nullptr}, shape_.eps, data, data, head_dim); };
       if (norms_each && !shape_.norms_rotated) norm();
-      if (layer.cos) rotate<E>(data, layer.cos + position * half, layer.sin + position * half, shape_.rotary_dim);
+      if (layer.cos) rotate<E>(data, cos, sin, shape_.rotary_dim);
       if (norms_each && shape_.norms_rotated) norm();
     }
     if (layer.query_factors) scale_by<E>(layer.query_factors[position], qkv, shape_.heads * head_dim);

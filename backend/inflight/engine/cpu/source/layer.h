@@ -155,6 +155,7 @@ struct Batch {
   const Segment* segments;
   void* kept;                      // [layers, num_kept, projected]: receives the drafts' rows in recurrent layers
   int64_t num_kept;
+  const float *cos, *sin;          // [num_rows, rotary_dim / 2], instead of those of positions; or null
 };
 
 template <class T>
