@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.core.request.adapter import Matrix, RawBuffer
-from inflight.core.request.prompt_table import PromptTable
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import InvalidArgument, Name
 
 BFLOAT16 = np.dtype(np.uint16)
@@ -42,3 +42,27 @@ def to_prompt_table(array: NDArray[Any], name: str) -> PromptTable:
     if not are_finite(array):
         raise InvalidArgument(Name(name), " must hold finite numbers, got NaN or infinities")
     return PromptTable.of(to_matrix(array))
+
+
+def to_rotary_table(
+    array: NDArray[Any], delta: int, num_tokens: int, rotary_dim: int, name: str
+) -> RotaryTable:
+    """Convert `array` of float32, `rotary_dim` numbers for each position, to the rotary table of a prompt.
+
+    Args:
+        array: Any shape; cosine and sine of each angle follow each other. Rows after the prompt are dropped.
+        delta: `RotaryTable.delta`.
+        num_tokens: Length of the prompt.
+        rotary_dim: Number of rotated dimensions of a head; 0 for a model that takes no rotary tables.
+        name: The client's name of the table, for errors.
+
+    Raises:
+        InvalidArgument: The numbers are not finite, or their number is not a multiple of `rotary_dim`.
+    """
+    width = rotary_dim or max(array.size, 1)
+    if array.size % width:
+        raise InvalidArgument(Name(name), f" must have a multiple of {rotary_dim} numbers, got {array.size}")
+    rows = array.reshape(-1, width)[:num_tokens]
+    if not are_finite(rows):
+        raise InvalidArgument(Name(name), " must hold finite numbers, got NaN or infinities")
+    return RotaryTable.of(to_matrix(rows), delta)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.json_values import is_object
+from inflight.json_values import is_list, is_object
 
 SECTION = "text_config"
 """Key of config.json whose value has the text part's keys."""
@@ -277,8 +277,8 @@ def num_added_layers(values: Mapping[str, Any]) -> int:
     found, vision = _find_class(values), values.get("vision_config")
     if found is None or not found.has_deep_stack or not is_object(vision):
         return 0
-    indexes = vision.get("deepstack_visual_indexes", _DEEP_STACK)
-    return len(indexes) if isinstance(indexes, list | tuple) else 0
+    indexes = vision.get("deepstack_visual_indexes")
+    return len(indexes) if is_list(indexes) else len(_DEEP_STACK)
 
 
 def _find_class(values: Mapping[str, Any]) -> Multimodal | None:

@@ -75,8 +75,6 @@ NOT_NEUTRAL = [
     ("decoder_input_lengths", np.array([[2]], np.int32)),
     ("cross_attention_mask", np.ones([1, 2, 2], np.bool_)),
     ("skip_cross_attn_blocks", np.array([[True]])),
-    ("mrope_rotary_cos_sin", np.ones([1, 4], np.float32)),
-    ("mrope_position_deltas", np.array([[4]], np.int64)),
     ("context_phase_params", np.ones([1, 4], np.uint8)),
 ]
 

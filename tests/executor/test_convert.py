@@ -202,6 +202,7 @@ def test_every_working_field_is_converted_or_handled_by_the_executor() -> None:
             "input_token_ids", "max_tokens", "sampling_config", "output_config", "end_id", "num_return_sequences",
             "return_all_generated_tokens", "logits_post_processor_name", "logits_post_processor",
             "guided_decoding_params", "lora_config", "prompt_tuning_config",
+            "mrope_config",
         },
         trtllm.OutputConfig: {"additional_model_outputs"},
     }  # fmt: skip

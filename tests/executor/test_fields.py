@@ -104,7 +104,6 @@ REFUSED_OF_REQUESTS: dict[str, Any] = {
     "position_ids": [0, 1, 2],
     "multimodal_input": trtllm.MultimodalInput([[1]], [0], [1]),
     "multimodal_embedding": torch.ones(2, 2),
-    "mrope_config": trtllm.MropeConfig(torch.ones(2), 0),
     "lookahead_config": trtllm.LookaheadDecodingConfig(4, 3, 4),
     "encoder_input_token_ids": [1],
     "request_type": trtllm.RequestType.REQUEST_TYPE_CONTEXT_ONLY,

@@ -21,8 +21,10 @@ from inflight.executor.trtllm_gpt_manager import (
     TrtGptModelOptionalParams,
     TrtGptModelType,
 )
-from tests.executor.conftest import PROMPT, VOCABULARY, responses_of, results_of
+from tests.engine.pictures import Picture, expected_tokens, make_prompt, rotary_table
+from tests.executor.conftest import PROMPT, VOCABULARY, make_executor, responses_of, results_of
 from tests.executor.test_trtllm_gpt_manager import Client
+from tests.models.zoo import make_model
 
 HIDDEN = 32
 LIMITS = ModelLimits(
@@ -143,3 +145,21 @@ def test_a_gpt_manager_takes_a_prompt_table(checkpoint, with_rows) -> None:
     ):
         answer = client.answers.get(timeout=60)
     assert answer.error == "" and answer.ids == IDS + with_rows(rows)
+
+
+def test_a_prompt_with_pictures_gives_transformers_tokens(tmp_path) -> None:
+    """PromptTuningConfig has the pictures' rows, MropeConfig their positions."""
+    model = make_model(tmp_path / "checkpoint", "qwen3-vl")
+    prompt = make_prompt(model, (5, Picture(3, 4, 1), 6), 2)
+    table = rotary_table(model, prompt)
+    cos_sin = torch.frombuffer(bytearray(table.cos_sin.buffer.data), dtype=torch.float32)
+    request = trtllm.Request(
+        list(prompt.token_ids),
+        12,
+        prompt_tuning_config=trtllm.PromptTuningConfig(prompt.rows, list(prompt.extra_ids)),
+        mrope_config=trtllm.MropeConfig(cos_sin[None], prompt.delta),
+        output_config=trtllm.OutputConfig(exclude_input_from_output=True),
+    )
+    with make_executor(model.folder) as executor:
+        (result,) = results_of(executor, request)
+    assert result.output_token_ids[0] == expected_tokens(model, prompt, 12)

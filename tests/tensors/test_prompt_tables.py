@@ -168,3 +168,75 @@ def test_output_text_ignores_ids_of_table_rows() -> None:
         input_ids=[[500, 1001, 501]], prompt_embedding_table=TABLE, exclude_input_in_output=False
     )
     assert new_text(prompt, tokenizer, True)()._prompt_ids == (500, 501)
+
+
+# ---------------------------------------------------------------------- rotary tables
+
+
+def with_rotary(rotary_dim: int = 4, **tensors: Any) -> Request:
+    """Return the request with the prompt 5, 6, 7 for a model that rotates `rotary_dim` dimensions."""
+    limits = replace(make_limits(), rotary_dim=rotary_dim)
+    rows = make_rows(token_inputs(input_ids=[[5, 6, 7]], **tensors), Vocabulary.TOKENS)
+    (prompt,) = convert(rows, make_context(description=make_description(limits=limits)))
+    return prompt.request
+
+
+@pytest.mark.parametrize("num_positions", [3, 40])
+def test_a_rotary_table_has_the_prompts_rows_and_the_offset(num_positions: int) -> None:
+    """Clients of TensorRT-LLM send a row for each position that the model has."""
+    numbers = np.arange(num_positions * 4, dtype=np.float32)
+    table = with_rotary(
+        mrope_rotary_cos_sin=numbers[None], mrope_position_deltas=np.array([[-2]], np.int64)
+    ).rotary_table
+    assert table is not None
+    assert table.cos_sin == Matrix((3, 4), "float32", RawBuffer(numbers[:12].tobytes()))
+    assert (table.delta, table.key) == (-2, table.digest)
+
+
+def test_an_offset_of_zero_alone_means_no_rotary_table() -> None:
+    """TensorRT-LLM's clients may send it to any model."""
+    assert with_rotary(0, mrope_position_deltas=np.array([[0]], np.int64)).rotary_table is None
+
+
+COS_SIN, DELTA = np.ones((1, 12), np.float32), np.array([[0]], np.int64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"mrope_rotary_cos_sin": COS_SIN},
+            "mrope_position_deltas is missing: send it with mrope_rotary_cos_sin",
+        ),
+        (
+            {"mrope_position_deltas": DELTA + 3},
+            "mrope_position_deltas is 3, but mrope_rotary_cos_sin is missing",
+        ),
+        (
+            {"mrope_rotary_cos_sin": COS_SIN[:, :11], "mrope_position_deltas": DELTA},
+            "a multiple of 4 numbers, got 11",
+        ),
+        (
+            {"mrope_rotary_cos_sin": COS_SIN[:, :8], "mrope_position_deltas": DELTA},
+            "for each of the 3 prompt tokens, got 8",
+        ),
+        (
+            {"mrope_rotary_cos_sin": COS_SIN * np.inf, "mrope_position_deltas": DELTA},
+            "must hold finite numbers",
+        ),
+        (
+            {"mrope_rotary_cos_sin": COS_SIN, "mrope_position_deltas": DELTA - 4},
+            r"must be in \[-3, \d+\] .* got -4",
+        ),
+    ],
+)
+def test_invalid_rotary_tables_are_refused(tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        with_rotary(**tensors)
+
+
+def test_a_model_without_multimodal_positions_refuses_a_rotary_table() -> None:
+    with pytest.raises(
+        Unsupported, match="mrope_rotary_cos_sin is not available: the model has no multimodal rotary"
+    ):
+        with_rotary(0, mrope_rotary_cos_sin=COS_SIN, mrope_position_deltas=DELTA)

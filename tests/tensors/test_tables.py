@@ -248,6 +248,7 @@ FIELDS_SET = [
 ]
 PROMPT_TABLES = {
     "prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_ids", "prompt_table_extra_id",
+    "mrope_rotary_cos_sin", "mrope_position_deltas",
 }  # fmt: skip
 ALIASES = {"seed", "min_tokens", "return_kv_cache_reuse_stats"}
 
@@ -414,6 +415,8 @@ def test_most_built_inputs_have_one_name_in_both_vocabularies() -> None:
         "len_penalty",
         "input_ids",
         "input_lengths",
+        "mrope_rotary_cos_sin",
+        "mrope_position_deltas",
         "stop_words_list",
         "bad_words_list",
         "embedding_bias",

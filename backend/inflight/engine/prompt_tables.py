@@ -6,7 +6,7 @@ embeddings. Only context chunks have virtual ids, as the model never generates t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,12 +89,13 @@ class PromptTables:
         if not found:
             return None
         rows = upload(np.concatenate([rows for rows, _ in found]), self._device)
-        parts = [table.split(self._hidden_size, dim=1) for _, table in found]
+        width = self._hidden_size
+        parts = [table.split_with_sizes([width] * (table.shape[1] // width), dim=1) for _, table in found]
         embeddings, *added = (torch.cat(each) for each in self._aligned(parts))
         return VirtualRows(rows, embeddings, tuple(added))
 
     @staticmethod
-    def _aligned(parts: list[tuple[Tensor, ...]]) -> Iterator[list[Tensor]]:
+    def _aligned(parts: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
         """Yield the parts of all tables by index; a narrower table adds zeros."""
         for index in range(max(map(len, parts))):
             yield [part[index] if index < len(part) else torch.zeros_like(part[0]) for part in parts]

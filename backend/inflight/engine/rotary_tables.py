@@ -44,7 +44,7 @@ class RowRotations:
 
 
 @dataclass(frozen=True, slots=True)
-class _SlotTable:
+class _SlotRotations:
     """A slot's cosines and sines [prompt tokens, rotary_dim / 2] on the device, and the request's table."""
 
     cos: Tensor
@@ -57,7 +57,7 @@ class RotaryTables:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tables: dict[int, _SlotTable] = {}
+        self._tables: dict[int, _SlotRotations] = {}
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Drop the tables of released slots, load those of sequences that start, and follow the moves of beams."""
@@ -110,9 +110,10 @@ class RotaryTables:
             torch.cat(sin),
         )
 
-    def _fetch(self, table: RotaryTable, num_tokens: int) -> _SlotTable:
+    def _fetch(self, table: RotaryTable, num_tokens: int) -> _SlotRotations:
         for there in self._tables.values():
             if there.of.digest == table.digest and len(there.cos) == num_tokens:
                 return there
-        pairs = to_tensor(table.cos_sin, self._device)[:num_tokens].unflatten(1, (-1, 2))
-        return _SlotTable(pairs[..., 0].contiguous(), pairs[..., 1].contiguous(), table)
+        rows = to_tensor(table.cos_sin, self._device)[:num_tokens]
+        pairs = rows.view(len(rows), -1, 2)
+        return _SlotRotations(pairs[..., 0].contiguous(), pairs[..., 1].contiguous(), table)

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from inflight.adapters.lora_tensors import lora_weights
 from inflight.additional_outputs import WantedOutput
-from inflight.arrays import BFLOAT16, to_prompt_table
+from inflight.arrays import BFLOAT16, to_prompt_table, to_rotary_table
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.retention import Retention, RetentionConfig, TokenRangeRetention
 from inflight.core.request.adapter import ITEM_SIZES, LoraRequest
 from inflight.core.request.engine_description import ModelLimits
 from inflight.core.request.guide import Guide, GuideKind
-from inflight.core.request.prompt_table import PromptTable
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.request import ExternalDraft, FloatTensor, Origin, OutputOptions
 from inflight.core.request.request import Request as CoreRequest
 from inflight.core.request.sampling_config import CONTROLS
@@ -86,6 +86,7 @@ def to_core_request(request: Request, limits: ModelLimits, request_id: int = 0) 
         guide=_guide(request.guided_decoding_params),
         lora=to_lora_request(request.lora_config),
         prompt_table=table,
+        rotary_table=_rotary_table(request, limits),
         origin=Origin("executor", client=str(request.client_id or "")),
     )
     try:
@@ -151,6 +152,19 @@ def _prompt_table(config: PromptTuningConfig | None) -> PromptTable | None:
             f"embedding_table must be of float32, float16 or bfloat16, got {config.embedding_table.dtype}"
         )
     return to_prompt_table(array, "embedding_table")
+
+
+def _rotary_table(request: Request, limits: ModelLimits) -> RotaryTable | None:
+    config = request.mrope_config
+    if config is None:
+        return None
+    array, num_tokens = to_host_array(config.mrope_rotary_cos_sin), len(request.input_token_ids)
+    if array.dtype != np.float32:
+        raise InvalidArgument(
+            f"mrope_rotary_cos_sin must be of float32, got {config.mrope_rotary_cos_sin.dtype}"
+        )
+    name = "mrope_rotary_cos_sin"
+    return to_rotary_table(array, config.mrope_position_deltas, num_tokens, limits.rotary_dim, name)
 
 
 def _identity(request: Request) -> PrefixIdentity:

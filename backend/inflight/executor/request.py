@@ -97,7 +97,13 @@ class MultimodalInput(Frozen):
 
 @dataclass(frozen=True, eq=False)
 class MropeConfig(Frozen):
-    """Multidimensional rotary embedding: its table, and the offset of the positions of generated tokens."""
+    """Rotary positions of a prompt with pictures (multimodal rotary embedding, mRoPE).
+
+    Attributes:
+        mrope_rotary_cos_sin: float32, cosine and sine of each rotated pair of dimensions for each prompt token;
+            [1, positions * rotary_dim] or any other shape.
+        mrope_position_deltas: Number added to the position of each generated token.
+    """
 
     mrope_rotary_cos_sin: torch.Tensor
     mrope_position_deltas: int

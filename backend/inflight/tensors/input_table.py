@@ -234,6 +234,19 @@ _DRAFTS = (
         (),
         "accept a draft token if p_target / p_draft is at least this",
     ),
+    TensorSpec(
+        "mrope_rotary_cos_sin",
+        "FP32",
+        (-1,),
+        "cosine and sine of each rotated pair of dimensions, for each prompt token: rotary positions of a prompt "
+        "with pictures, for models with multimodal rotary embedding",
+    ),
+    TensorSpec(
+        "mrope_position_deltas",
+        "INT64",
+        (1,),
+        "with mrope_rotary_cos_sin: number added to the position of each generated token",
+    ),
     TensorSpec("lookahead_window_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
     TensorSpec(
@@ -283,8 +296,6 @@ _OTHER_MODELS = (
         "[prompt tokens, image tiles]: which tiles each token attends to",
     ),
     TensorSpec("skip_cross_attn_blocks", "BOOL", (1,), "whether to skip cross attention", neutral=_FALSE),
-    of_other_models("mrope_rotary_cos_sin", "FP32", (-1,), "rotary embedding of image tokens"),
-    TensorSpec("mrope_position_deltas", "INT64", (1,), "offset of positions after images", neutral=_ZERO),
     of_other_models(
         "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
     ),

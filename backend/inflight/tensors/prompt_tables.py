@@ -1,9 +1,9 @@
-"""Read one prompt's embedding table (prompt tuning): the embeddings of ids beyond the vocabulary."""
+"""Read one prompt's tables: embeddings of ids beyond the vocabulary (prompt tuning), and rotary positions."""
 
 from __future__ import annotations
 
-from inflight.arrays import to_prompt_table
-from inflight.core.request.prompt_table import PromptTable
+from inflight.arrays import to_prompt_table, to_rotary_table
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import InvalidArgument, Name
 from inflight.tensors.reader import TensorReader
 
@@ -21,6 +21,24 @@ def read_prompt_table(reader: TensorReader) -> PromptTable | None:
             Name("prompt_vocab_size"), f" is {num_rows}, but ", Name("prompt_embedding_table"), f" {came}"
         )
     return None if array is None else to_prompt_table(array, reader.shown_name("prompt_embedding_table"))
+
+
+def read_rotary_table(reader: TensorReader, num_tokens: int, rotary_dim: int) -> RotaryTable | None:
+    """Return the rotary positions of a prompt of `num_tokens` tokens; None if none were sent.
+
+    TensorRT-LLM's clients send a row for every position that the model has; rows after the prompt are not used.
+
+    Raises InvalidArgument if only one of the two tensors came, or a value is not finite.
+    """
+    array, delta = reader.array("mrope_rotary_cos_sin"), reader.integer("mrope_position_deltas")
+    table, offset = Name("mrope_rotary_cos_sin"), Name("mrope_position_deltas")
+    if array is None:
+        if delta:
+            raise InvalidArgument(offset, f" is {delta}, but ", table, " is missing")
+        return None
+    if delta is None:
+        raise InvalidArgument(offset, " is missing: send it with ", table)
+    return to_rotary_table(array, delta, num_tokens, rotary_dim, reader.shown_name("mrope_rotary_cos_sin"))
 
 
 def read_extra_ids(reader: TensorReader, num_rows: int, length: int) -> tuple[int, ...]:

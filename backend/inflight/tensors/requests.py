@@ -21,7 +21,7 @@ from inflight.errors import InvalidArgument, Name
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
-from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table
+from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table, read_rotary_table
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
 from inflight.tensors.sampling import read_bias, read_draft, read_drafting, read_guide, read_sampling_config
@@ -185,6 +185,7 @@ class _PromptReader:
             allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
             lora=read_lora(reader),
             prompt_table=table,
+            rotary_table=read_rotary_table(reader, len(token_ids), context.description.limits.rotary_dim),
         )
         self._validate(request, streaming, prompt_text is not None)
         options = ReplyOptions(

@@ -222,9 +222,9 @@ class Decoder:
         """Return the rows' rotations by kind of rotary positions, as `LayerOperations.rotation` makes them."""
         tables, positions = self._rope_tables, packed.positions
         if packed.rotations is not None:
-            tables = {rope: packed.rotations.of_rows(*table) for rope, table in tables.items()}
+            tables = {rope: packed.rotations.of_rows(cos, sin) for rope, (cos, sin) in tables.items()}
             positions = torch.arange(len(positions), device=self._device)
-        return {rope: self._operations.rotation(*table, positions) for rope, table in tables.items()}
+        return {rope: self._operations.rotation(cos, sin, positions) for rope, (cos, sin) in tables.items()}
 
     def _start_layers(self, x: Tensor) -> tuple[Tensor, Tensor, ResidualStreams | None]:
         """Return the first layer's input and its norm, and the residual streams made from the embeddings x; None
