@@ -1,7 +1,8 @@
 """The table of docs/models.md that says by which code published models run, by the names that people know.
 
 It is made from `published_models.json`: names, the class in `architectures`, the family of a multimodal model's
-text part if there are several, and for models that are not served what they need. `UPDATE_TABLES=1` rewrites it.
+text part if there are several, and for models whose class is refused without a reason of its own what they need.
+`UPDATE_TABLES=1` rewrites it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import re
 from pathlib import Path
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 from inflight.models import FAMILIES
+from inflight.models.unserved import UNSERVED
 from inflight.multimodal import MULTIMODAL
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -23,7 +25,12 @@ PUBLISHED: dict[str, dict[str, str]] = json.loads(
 TYPES = json.loads(
     (Path(__file__).parents[1] / "engine" / "layers" / "causal_types.json").read_text(encoding="utf-8")
 )
-BY_TRANSFORMERS = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in TYPES["by transformers' code"]}
+OF_TYPES = {
+    **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
+BY_TRANSFORMERS = {OF_TYPES[each] for each in TYPES["by transformers' code"]}
+LACKING = {OF_TYPES[each]: needed for each, needed in UNSERVED.items()}
 OF_FAMILIES = {family.architecture: family.model_type for family in FAMILIES}
 OF_TEXT_PARTS = {each.architecture: each.text_type for each in MULTIMODAL}
 BEGIN, END = "<!-- published models -->\n", "\n<!-- end of published models -->"
@@ -45,8 +52,8 @@ def text_family(model: dict[str, str]) -> str | None:
 def code_of(model: dict[str, str]) -> str:
     """Return what runs a model on a CPU, by the table of families."""
     architecture, text = model["architecture"], text_family(model)
-    if "lacking" in model:
-        return f"not served: {model['lacking']}"
+    if needed := model.get("lacking") or LACKING.get(architecture):
+        return f"not served: {needed}"
     family = text or OF_FAMILIES.get(architecture)
     if family is None:
         return "transformers' code"
@@ -63,9 +70,9 @@ def table() -> str:
 
 def test_models_listed_as_served_are_those_of_served_architectures() -> None:
     served = {*OF_FAMILIES, *OF_TEXT_PARTS, *BY_TRANSFORMERS}
-    assert {name for name, each in PUBLISHED.items() if "lacking" not in each} == {
-        name for name, each in PUBLISHED.items() if each["architecture"] in served
-    }
+    for each in PUBLISHED.values():
+        is_refused = "lacking" in each or each["architecture"] in LACKING
+        assert is_refused != (each["architecture"] in served), each
 
 
 def test_the_page_has_the_generated_table() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile
 from inflight.errors import ConfigError
 from inflight.models.registry import UnknownFamily, describe
+from inflight.models.unserved import UNSERVED
 from inflight.multimodal import MULTIMODAL, other_inputs
 
 _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
@@ -84,12 +85,14 @@ def _stem(name: str) -> str:
 
 def _refused_by_transformers(config: ConfigFile) -> str | None:
     """Return why transformers' own code does not run the checkpoint; None if it may."""
+    kind = config.text_or_none("model_type")
+    if needed := UNSERVED.get(kind or ""):
+        return f"transformers' own code cannot serve it here: it needs {needed}"
     if inputs := other_inputs(config.values):
         return f"transformers' own code is used for models of text alone, not with {', '.join(inputs)}"
     names = _transformers_decoders()
     if names is None:
         return f"transformers, whose own code may run it, is not installed: {_INSTALL}"
-    kind = config.text_or_none("model_type")
     if not names or kind in names:
         return None
     own = ", and code that comes with a checkpoint (auto_map) is never run" if config.has("auto_map") else ""

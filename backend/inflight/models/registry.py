@@ -14,6 +14,7 @@ from inflight.models.decoder_config import DecoderConfig
 from inflight.models.families import FAMILIES, Family, NoMap, WeightNames, names_in_multimodal
 from inflight.models.neutral_keys import refuse_unread
 from inflight.models.quantization import Quantization, read_quantization
+from inflight.models.unserved import refuse_unserved
 from inflight.multimodal import Multimodal, num_added_layers
 
 _logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def read_model_description(folder: Path | str) -> ModelDescription:
 
 def describe(config: ConfigFile) -> ModelDescription:
     """Describe the model of a config.json, with the errors of `read_model_description`."""
+    refuse_unserved(config)
     config = config.text_part()
     family = _family(config)
     quantization = read_quantization(config, family.quantizations)

@@ -257,7 +257,7 @@ def write_config(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "keeps a recurrent state"),
+        ({"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"]}, "keeps a recurrent state"),
         ({"model_type": "rwkv", "architectures": ["RwkvForCausalLM"]}, "keeps a recurrent state"),
         ({"model_type": "recurrent_gemma"}, "keeps a recurrent state"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "has an encoder"),

@@ -42,6 +42,7 @@ from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_object
 from inflight.models import DecoderConfig
+from inflight.models.unserved import UNSERVED
 from inflight.multimodal import other_inputs
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     """
     _check_parameters(config, num_ranks)
     file = read_config_file(str(config.gpt_model_path))
+    model_class = find_class(file)
     if file.has("quantization_config"):
         raise file.error(
             "quantization_config", "no such key: --engine transformers reads no quantized weights"
@@ -77,7 +79,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     refuse = _Refusal.of(file)
     if is_gguf(file.path.parent):
         raise refuse("its weights are in a GGUF file, which --engine torch reads")
-    model = _read(file, config.dtype, device, refuse)
+    model = _read(model_class, config.dtype, device, refuse)
     try:
         with torch.inference_mode():
             return _examine(model, device, refuse)
@@ -172,6 +174,8 @@ def _check_parameters(config: EngineConfig, num_ranks: int) -> None:
 def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
     """Return the name of the checkpoint's model class; raises ConfigError if transformers has no such decoder."""
     model_type = refuse.model_type
+    if needed := UNSERVED.get(model_type or ""):
+        raise refuse(f"it needs {needed}")
     known = f"transformers {transformers.__version__}"
     if model_type is None or model_type not in CONFIG_MAPPING:
         own = (
@@ -197,9 +201,8 @@ def _class_name(file: ConfigFile, refuse: _Refusal) -> str:
     return found[0]
 
 
-def _read(file: ConfigFile, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
+def _read(model_class: Any, dtype: str | None, device: torch.device, refuse: _Refusal) -> Any:
     """Load the model with its weights, from files in the folder alone."""
-    model_class = find_class(file)
     assert refuse.model_type is not None, "find_class has found a class for model_type"
     transformers.utils.logging.disable_progress_bar()
     try:

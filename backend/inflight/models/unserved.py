@@ -1,0 +1,60 @@
+"""Types of models that no code here computes, neither this package nor transformers' over KV blocks, and why.
+
+They are refused by config.json, before any weight is read. Other models that cannot be served are refused when
+transformers' code is tried. Imports only the standard library; any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inflight.checkpoint_config import CheckpointFacts, ConfigFile
+from inflight.errors import ConfigError
+
+_INDEXER = "sparse attention by an indexer"
+_STREAMS = f"{_INDEXER} and hyper-connections"
+_BLOCKS = "block-sparse attention by an indexer"
+_MAMBA1 = "Mamba-1 layers"
+_RELATIVE = "learned scores of relative positions"
+
+UNSERVED: Mapping[str, str] = {
+    "axk2": _INDEXER,
+    "bailing_hybrid": "its forms of latent and Kimi Delta Attention",
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _STREAMS,
+    "dots3_note": _INDEXER,
+    "dots3_note_text": _INDEXER,
+    "falcon_mamba": _MAMBA1,
+    "glm5_next": _STREAMS,
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _STREAMS,
+    "hy_v4_vl": _STREAMS,
+    "inkling2": _RELATIVE,
+    "inkling2_loop": _RELATIVE,
+    "inkling2_loop_text": _RELATIVE,
+    "inkling2_text": _RELATIVE,
+    "inkling_mm_model": _RELATIVE,
+    "inkling_text": _RELATIVE,
+    "jamba": _MAMBA1,
+    "longcat_flash": "two attentions in a layer, and experts that return their input",
+    "mamba": _MAMBA1,
+    "mimo_v2_flash": "values of another width than keys, beside sinks",
+    "minimax_m3_vl": _BLOCKS,
+    "minimax_m3_vl_text": _BLOCKS,
+    "mistral_large4": _INDEXER,
+    "qwen4_exp": _STREAMS,
+    "qwen4_exp_text": _STREAMS,
+    "zamba": _MAMBA1,
+}
+"""Components that models need and nothing here has, by config.json's `model_type`."""
+
+
+def refuse_unserved(config: ConfigFile) -> None:
+    """Raise ConfigError if no code here computes models of this type."""
+    needed = UNSERVED.get(config.text_or_none("model_type") or "")
+    if needed is not None:
+        raise ConfigError(
+            f"{config.path.parent} is {CheckpointFacts(config).name} (model_type "
+            f"{config.values['model_type']!r}), which is not served: it needs {needed}; docs/models.md lists the "
+            "families"
+        )
