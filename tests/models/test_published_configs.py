@@ -28,6 +28,11 @@ OF_NO_FAMILY = [
 MULTIMODAL = [name for name, values in PUBLISHED.items() if "vision_config" in values]
 REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
 """Models of known families with an unsupported feature, and the key of that feature."""
+MLP_WIDTHS = {
+    "Gemma 4 E2B, its text_config alone": 2 * 6144,
+    "a fine-tuned LFM2.5-1.2B-Thinking, without its quantization": 8192,
+}
+"""Widths of MLPs if `use_double_wide_mlp` or `block_auto_adjust_ff_dim` changes what `intermediate_size` says."""
 READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
 
 
@@ -65,7 +70,12 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
         config.num_hidden_layers,
         config.num_attention_heads,
     )
-    if ours.latent is None:
+    if ours.layer_sizes:
+        layers = [config.per_layer_config[layer] for layer in range(ours.num_layers)]
+        assert [(each.num_kv_heads, each.head_dim) for each in ours.layer_sizes] == [
+            (each.num_key_value_heads, each.head_dim) for each in layers
+        ]
+    elif ours.latent is None:
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if getattr(config, "multi_query", False):
             kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1
@@ -73,7 +83,7 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
         assert (ours.num_kv_heads, ours.head_dim) == (kv_heads, head_dim)
     dense_key = "intermediate_size_mlp" if hasattr(config, "intermediate_size_mlp") else "intermediate_size"
     for key in (dense_key, "ffn_dim", "ffn_hidden_size"):
-        width = getattr(config, key, ours.intermediate_size)
+        width = MLP_WIDTHS.get(name) or getattr(config, key, ours.intermediate_size)
         assert ours.intermediate_size == (max(width) if isinstance(width, list) else width)
     for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
         assert ours.norm_eps == getattr(config, key, ours.norm_eps)
@@ -88,7 +98,8 @@ def test_configurations_are_read_as_by_transformers(tmp_path: Path, name: str) -
             for key in ("num_experts", "num_local_experts", "n_routed_experts")
             if hasattr(config, key)
         )
-        assert (ours.experts.count, ours.experts.num_per_token) == (count, config.num_experts_per_tok)
+        per_token = config.top_k_experts if ours.layer_sizes else config.num_experts_per_tok
+        assert (ours.experts.count, ours.experts.num_per_token) == (count, per_token)
 
 
 @pytest.mark.parametrize(
@@ -143,4 +154,12 @@ def test_an_unknown_key_in_a_published_config_is_refused(tmp_path: Path, name: s
     values.get("text_config", values)["attention_of_tomorrow"] = 1
     section = "text_config." if "text_config" in values else ""
     with pytest.raises(ConfigError, match=f"key '{section}attention_of_tomorrow' is 1"):
+        read(tmp_path, values)
+
+
+@pytest.mark.parametrize(("key", "value"), [("block_dim", 1024), ("num_heads", 16), ("theta", 5e5)])
+def test_copies_of_keys_of_lfm2_that_differ_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    """transformers does not read the copies; the checkpoint's own code would."""
+    values = {**PUBLISHED["LiquidAI/LFM2-2.6B"], key: value}
+    with pytest.raises(ConfigError, match=f"key '{key}' is {value}, expected .*, or no such key"):
         read(tmp_path, values)

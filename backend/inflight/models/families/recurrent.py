@@ -353,6 +353,9 @@ def _read_lfm2_moe(config: ConfigFile) -> DecoderConfig:
 
 def _read_short_conv(config: ConfigFile, experts: ExpertsConfig | None = None) -> DecoderConfig:
     """Read the keys that LFM2 and LFM2-MoE share."""
+    for key, read in _LFM2_COPIES.items():
+        if config.value(key) not in (None, config.value(read)):
+            raise config.error(key, f"{config.value(read)}, as {read} says, or no such key")
     hidden = config.positive_int("hidden_size")
     if config.has("layer_types"):
         recurrent_layers = _read_recurrent_layers(config, "conv")
@@ -484,7 +487,23 @@ _GRANITE_HYBRID_NEUTRAL: NeutralKeys = {
     "mamba_chunk_size": ANY,  # how the computation is divided
     "num_experts_per_tok": ANY,  # in models without experts
 }
-_LFM2_MOE_NEUTRAL: NeutralKeys = {"full_attn_idxs": ANY}  # not used if there is layer_types
+# Keys of published files that transformers does not read, and the keys that it reads instead.
+_LFM2_COPIES = {
+    "block_dim": "hidden_size",
+    "conv_dim": "hidden_size",
+    "conv_dim_out": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "block_norm_eps": "norm_eps",
+    "theta": "rope_theta",
+}
+_LFM2_MOE_NEUTRAL: NeutralKeys = {
+    "full_attn_idxs": ANY,  # not used if there is layer_types
+    "block_use_swiglu": (None, True),
+    "use_pos_enc": (None, True),
+    **dict.fromkeys(  # for the initialization
+        ("block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init", "conv_use_xavier_init"), ANY
+    ),
+}
 # These have no effect unless block_auto_adjust_ff_dim is true.
 _LFM2_NEUTRAL: NeutralKeys = {**_LFM2_MOE_NEUTRAL, "block_multiple_of": ANY, "block_ffn_dim_multiplier": ANY}
 
