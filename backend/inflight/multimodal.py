@@ -105,7 +105,6 @@ MULTIMODAL = (
 
 # Families of text parts whose model_type is not the name of a family.
 _FAMILY_OF = {
-    "gemma4_unified_text": "gemma4_text",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -151,12 +150,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 2,
     },
     "gemma4_text": _GEMMA4_DEFAULTS,
-    "gemma4_unified_text": {
-        **_GEMMA4_DEFAULTS,
-        "max_position_embeddings": 262144,
-        "sliding_window": 1024,
-        "hidden_size_per_layer_input": 0,  # the class has neither such inputs nor experts
-    },
+    "gemma4_unified_text": _GEMMA4_DEFAULTS,
     "llama4_text": {
         "vocab_size": 202048,
         "hidden_size": 5120,

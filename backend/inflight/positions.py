@@ -108,6 +108,7 @@ _FAMILIES = {
     "gemma3_text": _Positions(131072, is_scaled=True),
     "gemma3n_text": _Positions(32768, is_scaled=True),
     "gemma4_text": _Positions(131072, is_scaled=True),
+    "gemma4_unified_text": _Positions(262144, is_scaled=True),
     "cohere2": _Positions(8192),
     "qwen3_5_text": _Positions(32768),
     "qwen3_5_moe_text": _Positions(32768),

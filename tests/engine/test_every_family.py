@@ -73,6 +73,7 @@ CASE_OF = {
     "gemma3_text": "gemma3",
     "gemma3n_text": "gemma3n",
     "gemma4_text": "gemma4",
+    "gemma4_unified_text": "gemma4-unified-text",
     "gpt2": "gpt2",
     "gpt_neox": "neox",
     "opt": "opt",
@@ -135,6 +136,7 @@ per-layer embeddings, several residual streams, learned sinks, chunks, queries s
 recurrent layers, layers of one part."""
 ON_ONE_STAGE = ["gemma3n", "gemma3n-widths", "gemma4-shared"]
 OF_KNOWN_COMPONENTS = [
+    "gemma4-unified-text",
     "arcee",
     "seed-oss",
     "olmo3",

@@ -147,6 +147,12 @@ def test_virtual_tokens_have_the_per_layer_inputs_of_the_padding_token(zoo: Zoo,
             {"per_layer_config": {"0": {"head_dim": 8}}},
             "'per_layer_config' is .*, expected head_dim",
         ),
+        ("gemma4-unified-text", {"enable_moe_block": True}, "this family has no experts"),
+        (
+            "gemma4-unified-text",
+            {"hidden_size_per_layer_input": 8},
+            "this family has no per-layer embeddings",
+        ),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 8}}}, "'per_layer_config' is .* the same for all"),
         (
             "gemma4",

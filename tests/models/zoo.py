@@ -168,7 +168,15 @@ def make_config(case: str) -> Any:
     }
     for name in foreign.get(family, ()):
         del values[name]
-    has_text_config = family in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+    has_text_config = family in (
+        "Gemma3",
+        "Gemma3n",
+        "Gemma4",
+        "Gemma4Unified",
+        "Llama4",
+        "Qwen3_5",
+        "Qwen3_5Moe",
+    )
     config_name = f"{family}TextConfig" if has_text_config else f"{family}Config"
     class_name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     return getattr(transformers, config_name)(**{**values, **changes}, architectures=[class_name])

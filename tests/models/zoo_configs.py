@@ -544,6 +544,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 40,
         },
     ),
+    "gemma4-unified-text": ("Gemma4Unified", GEMMA4_UNIFIED),
     "cohere2": (
         "Cohere2",
         {

@@ -148,6 +148,7 @@ _NAMES4 = replace(
 )
 # Defaults of absent keys.
 _HEAD_DIM4, _GLOBAL_HEAD_DIM4, _WINDOW4, _INPUT_SIZE4, _VOCAB_SIZE4 = 256, 512, 512, 256, 262144
+_WINDOW4_UNIFIED = 1024
 _ROPES4: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -200,6 +201,16 @@ def _read_gemma4(config: ConfigFile) -> DecoderConfig:
         keys_are_values=tuple(kind == "full_attention" for kind in types) if are_same else (),
         kv_layers=kv_layers,
     )
+
+
+def _read_gemma4_unified(config: ConfigFile) -> DecoderConfig:
+    """Read the config of Gemma 4 12B: Gemma 4 without per-layer embeddings and experts."""
+    if config.boolean("enable_moe_block", False):
+        raise config.error("enable_moe_block", "false: this family has no experts")
+    if config.has("hidden_size_per_layer_input") and config.count("hidden_size_per_layer_input"):
+        raise config.error("hidden_size_per_layer_input", "0: this family has no per-layer embeddings")
+    window = config.int_or_none("sliding_window") or _WINDOW4_UNIFIED
+    return _read_gemma4(config.with_values({"hidden_size_per_layer_input": 0, "sliding_window": window}))
 
 
 def _read_types4(config: ConfigFile, num_layers: int) -> tuple[str, ...]:
@@ -470,4 +481,11 @@ GEMMA_FAMILIES = (
     Family("gemma3n_text", "Gemma3nForCausalLM", _read_gemma3n, _NAMES3N, _NEUTRAL3N),
     # Keys of experts are read if enable_moe_block is true.
     Family("gemma4_text", "Gemma4ForCausalLM", _read_gemma4, _NAMES4, dict.fromkeys(_KEYS_OF_EXPERTS4, ANY)),
+    Family(
+        "gemma4_unified_text",
+        "Gemma4UnifiedForCausalLM",
+        _read_gemma4_unified,
+        _NAMES4,
+        dict.fromkeys(_KEYS_OF_EXPERTS4, ANY),
+    ),
 )
