@@ -16,15 +16,23 @@ _STREAMS = f"{_INDEXER} and hyper-connections"
 _BLOCKS = "block-sparse attention by an indexer"
 _MAMBA1 = "Mamba-1 layers"
 _RELATIVE = "learned scores of relative positions"
+_DRAFTS = "the keys and values of the model for which it drafts tokens"
+_PICTURES = "pictures among its tokens"
+_SOUND = "several streams of sound tokens"
 
 UNSERVED: Mapping[str, str] = {
     "axk2": _INDEXER,
+    "blt": "patches of bytes in place of tokens",
     "bailing_hybrid": "its forms of latent and Kimi Delta Attention",
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _STREAMS,
     "dots3_note": _INDEXER,
     "dots3_note_text": _INDEXER,
+    "emu3": _PICTURES,
     "falcon_mamba": _MAMBA1,
+    "fuyu": _PICTURES,
+    "gemma4_assistant": _DRAFTS,
+    "gemma4_unified_assistant": _DRAFTS,
     "glm5_next": _STREAMS,
     "glm_moe_dsa": _INDEXER,
     "hy_v4": _STREAMS,
@@ -42,6 +50,8 @@ UNSERVED: Mapping[str, str] = {
     "minimax_m3_vl": _BLOCKS,
     "minimax_m3_vl_text": _BLOCKS,
     "mistral_large4": _INDEXER,
+    "musicgen": _SOUND,
+    "musicgen_melody": _SOUND,
     "qwen4_exp": _STREAMS,
     "qwen4_exp_text": _STREAMS,
     "zamba": _MAMBA1,
