@@ -18,6 +18,7 @@ from tests.engine.driver import load_engine
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 """The quantization of published files of DeepSeek-V3.2."""
 SPARSE = {"deepseek_v32": "DeepseekV32ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM"}
+MAMBA1 = {"mamba": "MambaForCausalLM", "falcon_mamba": "FalconMambaForCausalLM", "jamba": "JambaForCausalLM"}
 
 
 def folder_of(folder: Path, values: dict[str, Any]) -> Path:
@@ -37,13 +38,14 @@ def test_a_type_that_no_code_computes_is_refused_by_name_before_a_start(
 
 
 @pytest.mark.parametrize("implementation", [None, "torch", "transformers"])
-@pytest.mark.parametrize("model_type", SPARSE)
-def test_a_load_refuses_sparse_attention_by_an_indexer_before_it_reads_weights(
+@pytest.mark.parametrize("model_type", [*SPARSE, *MAMBA1])
+def test_a_load_refuses_sparse_attention_and_mamba1_before_it_reads_weights(
     tmp_path: Path, model_type: str, implementation: str | None
 ) -> None:
-    values = {"architectures": [SPARSE[model_type]], "model_type": model_type, "quantization_config": FP8}
+    name = {**SPARSE, **MAMBA1}[model_type]
+    values = {"architectures": [name], "model_type": model_type, "quantization_config": FP8}
     with pytest.raises(ConfigError) as raised:
         load_engine(folder_of(tmp_path, values), implementation=implementation)
     assert not isinstance(raised.value, UnknownFamily)
-    assert SPARSE[model_type] in str(raised.value)
-    assert "it needs sparse attention by an indexer" in str(raised.value)
+    what = "sparse attention by an indexer" if model_type in SPARSE else "Mamba-1 layers"
+    assert name in str(raised.value) and f"it needs {what}" in str(raised.value)
