@@ -166,6 +166,13 @@ def test_a_faulty_checkpoint_is_reported_with_a_fix(
     assert found.level is RED and says in found.says and mend in found.mend
 
 
+def test_weights_for_transformers_code_that_do_not_fit_are_reported(monkeypatch: pytest.MonkeyPatch):
+    assert "room" not in check(DEMO, engine="transformers")
+    monkeypatch.setattr(memory, "available_cpu_memory", lambda: 1 << 20)
+    room = check(DEMO, engine="transformers")["room"]
+    assert room.level is RED and "the weights do not fit: they take " in room.says
+
+
 def test_checkpoints_that_transformers_would_run_are_reported(copy: Path, monkeypatch: pytest.MonkeyPatch):
     asked = check(DEMO, engine="transformers")["its layers"]
     assert asked.level is YELLOW and "transformers' own code (LlamaForCausalLM)" in asked.says

@@ -69,6 +69,17 @@ def test_weights_that_exceed_the_memory(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, weights="mmap"))))
 
 
+def test_weights_that_transformers_code_would_read_are_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "available_cpu_memory", lambda: 1 << 20)
+    monkeypatch.setattr(preflight, "has_gpu", lambda root: False)
+    folder = make_checkpoint(tmp_path / "phi", "PhiForCausalLM", model_type="phi")
+    (folder / "model.safetensors").write_bytes(bytes(2 << 20))
+    said = problem(folder, weights="mmap")
+    assert "GiB of weights" in said and said.endswith("are available: take a machine with more memory")
+
+
 def test_a_full_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(100, 99, 1))

@@ -14,6 +14,7 @@ import torch
 from inflight.config import EngineConfig
 from inflight.engine import capacity, load, memory
 from inflight.engine.kv_cache import KvCache, block_bytes
+from inflight.engine.layers import transformers_model
 from inflight.engine.load import load_stage
 from inflight.engine.memory import (
     KvCacheSize,
@@ -29,7 +30,13 @@ from inflight.models import read_model_description
 from inflight.models.loader import num_weight_bytes
 from inflight.ranks.topology import Mapping
 from tests.engine.driver import load_engine
-from tests.models.sparse_files import GROUP, MAX_READ, bytes_in_memory, write_35b_mixture
+from tests.models.sparse_files import (
+    GROUP,
+    MAX_READ,
+    bytes_in_memory,
+    write_35b_mixture,
+    write_for_transformers,
+)
 from tests.models.zoo import Zoo
 
 GPU_FRACTION, CPU_FRACTION = "kv_cache_free_gpu_mem_fraction", "kv_cache_free_cpu_mem_fraction"
@@ -348,6 +355,37 @@ def test_a_mixture_of_35b_in_4_bits_fits_24_gib_but_not_20(
     assert found is not None and "KV cache" not in str(error.value)
     assert float(found[1]) == pytest.approx(wanted / 2**20, rel=1e-3)
     assert all(bytes_in_memory(path) < MAX_READ for path in paths)
+
+
+_COMMAND_R = 256_000 * 8192 + 40 * (4 * 8192 * 8192 + 3 * 8192 * 22528 + 8192) + 8192
+"""Number of weights of Command R, 35B, whose output projection is the embedding."""
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 2), ("float32", 4)])
+def test_a_model_of_transformers_code_that_does_not_fit_is_refused_by_its_headers(
+    tmp_path: Path,
+    on_machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str | None,
+    size: int,
+) -> None:
+    paths = write_for_transformers(tmp_path, "CohereForAI/c4ai-command-r-v01")
+
+    def read(*_: Any) -> None:
+        raise _WeightsAreRead
+
+    monkeypatch.setattr(transformers_model, "_read", read)
+    with pytest.raises(ConfigError) as error:
+        on_machine(24 << 30, tmp_path, dtype=dtype)
+    found = re.match(
+        r"the weights do not fit: they take (.*) MiB, and 24576.0 MiB are free on the CPU; take --dtype "
+        "bfloat16 or float16, or end what else uses memory$",
+        str(error.value),
+    )
+    assert found is not None and float(found[1]) == pytest.approx(size * _COMMAND_R / 2**20, rel=1e-3)
+    assert all(bytes_in_memory(path) < MAX_READ for path in paths)
+    with pytest.raises(_WeightsAreRead):
+        on_machine(size * _COMMAND_R + 1, tmp_path, dtype=dtype)
 
 
 def test_recurrent_states_have_to_fit_beside_the_weights() -> None:

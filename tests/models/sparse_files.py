@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
 from inflight.models.loader import tensor_shapes
 from inflight.models.registry import read_model_description
 from inflight.testing.quantize import FORMATS
@@ -77,6 +81,22 @@ def write_35b_mixture(folder: Path, format: str | None) -> list[Path]:
         else:
             tensors.append(SparseTensor(name, "BF16", shape))
     return write_sparse(folder, sorted(tensors, key=lambda each: each.dtype != "I64"))
+
+
+def write_for_transformers(folder: Path, name: str) -> list[Path]:
+    """Write a published model that transformers' own code runs, in bfloat16; return its files."""
+    published = Path(__file__).with_name("published_configs.json")
+    config = json.loads(published.read_text(encoding="utf-8"))[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = getattr(transformers, config["architectures"][0])(
+            CONFIG_MAPPING[config["model_type"]](**config)
+        )
+    tied = model.all_tied_weights_keys
+    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items() if key not in tied}
+    return write_sparse(
+        folder, (SparseTensor(key, "BF16", each) for key, each in shapes.items()), num_files=15
+    )
 
 
 def _four_bits(format: str, module: str, outputs: int, inputs: int) -> Iterator[SparseTensor]:

@@ -86,7 +86,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
 
     try:
         if config.implementation == "transformers":
-            yield from _check_transformers(folder)
+            yield from _check_transformers(folder, config)
             return
         description = read_model_description(folder)
         dtype, device = computed_dtype(config, description), find_device(config.device)
@@ -95,7 +95,7 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         longest = longest_sequence(config, description.decoder)
     except ConfigError as error:
         if isinstance(error, UnknownFamily) and config.implementation is None:
-            yield from _check_transformers(folder)
+            yield from _check_transformers(folder, config)
         else:
             yield red("checkpoint", f"it is refused: {error}", _mend(str(error)))
         return
@@ -157,9 +157,10 @@ def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         yield red("plans", f"{says}; this machine has no GPU", mend)
 
 
-def _check_transformers(folder: Path) -> Iterator[Finding]:
-    """Report whether transformers' own code may run the checkpoint, judging by config.json."""
+def _check_transformers(folder: Path, config: EngineConfig) -> Iterator[Finding]:
+    """Report whether transformers' own code may run the checkpoint, and whether its weights fit."""
     from inflight.checkpoint_config import read_config_file
+    from inflight.engine.capacity import find_device
     from inflight.errors import ConfigError
 
     mend = "take a checkpoint of a supported family (docs/models.md lists them)"
@@ -168,10 +169,11 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
         says = f"transformers, whose own code would run {name}, is not installed"
         yield red("checkpoint", says, f"pip install -e '.[transformers]' in the checkout, or {mend}")
         return
-    from inflight.engine.layers.transformers_model import find_class
+    from inflight.engine.layers.transformers_model import check_room, find_class
 
     try:
-        name = find_class(read_config_file(folder)).__name__
+        file = read_config_file(folder)
+        name = find_class(file).__name__
     except ConfigError as error:
         yield red("checkpoint", f"it is refused: {error}", mend)
         return
@@ -179,6 +181,10 @@ def _check_transformers(folder: Path) -> Iterator[Finding]:
         f"transformers' own code ({name}), slower than layers of this server; a load finds out whether it can"
     )
     yield yellow("its layers", says, mend)
+    try:
+        check_room(config, file, find_device(config.device))
+    except ConfigError as error:
+        yield red("room", str(error), "take a machine with more memory, or a smaller --dtype")
 
 
 def _count(number: int) -> str:

@@ -54,6 +54,19 @@ def refused_by_family(config: ConfigFile, implementation: str | None) -> str | N
     return f"{reasons}; docs/models.md lists the families"
 
 
+def runs_by_transformers(config: ConfigFile, implementation: str | None) -> bool:
+    """Whether transformers' own code would run the checkpoint: on request, or as no family here has it."""
+    if implementation is not None:
+        return implementation == "transformers"
+    try:
+        describe(config)
+    except UnknownFamily:
+        return True
+    except ConfigError:
+        pass  # loading the model reports it
+    return False
+
+
 def _refused_here(config: ConfigFile, unknown: UnknownFamily) -> str:
     """Return why the registry does not know the family, with the names that are most similar to it."""
     if not unknown.known:

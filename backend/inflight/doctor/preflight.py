@@ -15,7 +15,7 @@ from pathlib import Path
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
 from inflight.config import EngineConfig
 from inflight.doctor.disks import MIN_TEMPORARY_BYTES
-from inflight.doctor.family import refused_by_family
+from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.machine import has_gpu
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine_folder import is_engine_folder
@@ -60,7 +60,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
-    if (reason := _family(options, engine) or _memory(options, root)) is not None:
+    if (reason := _family(options, engine) or _memory(options, engine, root)) is not None:
         yield reason
 
 
@@ -161,24 +161,31 @@ def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:
     return refused_by_family(read_config_file(folder), engine.implementation)
 
 
-def _memory(options: ServerOptions, root: Path) -> str | None:
+def _memory(options: ServerOptions, engine: EngineConfig | None, root: Path) -> str | None:
     """Return by how much the weights exceed the memory, if they are kept as they are stored, on this machine."""
     wanted, folder = options.wanted, options.wanted.model
     if folder is None or has_gpu(root):
         return None
     is_kept = wanted.dtype is None and "dtype" not in wanted.settings
-    is_mapped = "mmap" in (wanted.weights, wanted.settings.get("weights"))
-    if not is_kept or is_mapped or max(options.tp or 1, options.pp or 1) > 1:
+    if not is_kept or max(options.tp or 1, options.pp or 1) > 1:
         return None
     config = read_config_file(folder) if (folder / "config.json").is_file() else None
     if config is None or config.text_part().multimodal is not None:
         return None
+    by_transformers = engine is not None and runs_by_transformers(config, engine.implementation)
+    if "mmap" in (wanted.weights, wanted.settings.get("weights")) and not by_transformers:
+        return None
+    ways = (
+        "a machine with more memory"
+        if by_transformers
+        else "--dtype int8, --weights mmap or a machine with more memory"
+    )
     needed, free = _stored_bytes(folder), available_cpu_memory()
     if needed <= free:
         return None
     return (
         f"{folder} has {needed / _GIB:.1f} GiB of weights, and {free / _GIB:.1f} GiB of memory are available: "
-        "take --dtype int8, --weights mmap or a machine with more memory"
+        f"take {ways}"
     )
 
 

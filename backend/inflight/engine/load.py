@@ -38,7 +38,13 @@ from inflight.engine.load_decoder import (
     weight_bytes,
 )
 from inflight.engine.load_options import LoadOptions
-from inflight.engine.memory import LESS_WEIGHTS, allocating, check_room, free_memory
+from inflight.engine.memory import (
+    LESS_WEIGHTS,
+    LESS_WEIGHTS_OF_TRANSFORMERS,
+    allocating,
+    check_room,
+    free_memory,
+)
 from inflight.engine.rank_loader import RankLoader, prepare_device
 from inflight.engine.runner import ModelRunner
 from inflight.engine.windows import layer_windows
@@ -161,7 +167,8 @@ def load_runner(options: LoadOptions) -> ModelRunner:
 def _find_model(options: LoadOptions, device: torch.device) -> ModelDescription | TransformersModel:
     config = options.config
     assert config.gpt_model_path is not None, "build has inserted the demo model if no path was configured"
-    with allocating("the weights", partial(_stored_bytes, config), device, LESS_WEIGHTS):
+    mend = LESS_WEIGHTS_OF_TRANSFORMERS  # nothing else reads weights here
+    with allocating("the weights", partial(_stored_bytes, config), device, mend):
         model = find_model(config, device, options.mapping.world_size)
     if not isinstance(model, TransformersModel):
         check_weights(model)  # before slow steps

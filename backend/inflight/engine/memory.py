@@ -30,6 +30,8 @@ LESS_WEIGHTS = (
     "take a smaller dtype (bfloat16, int8, fp8), several ranks (--tp, --pp), or end what else uses memory"
 )
 """Ways to use less memory for weights, for error messages."""
+LESS_WEIGHTS_OF_TRANSFORMERS = "take --dtype bfloat16 or float16, or end what else uses memory"
+"""The same for weights that transformers' own code reads."""
 LESS_STATES = "lower recurrent_state_snapshots or max_batch_size"
 """Ways to use less memory for recurrent states, for error messages."""
 REUSE_ROOM = 2
@@ -122,12 +124,9 @@ def check_room(
     """
     if are_mapped:
         left = beside_mapped(free_bytes, weight_bytes)
-    elif (left := free_bytes - weight_bytes) <= 0:
+    else:
         or_mapped = "" if on_gpu else "; compiled layers can also map them from a file: --weights mmap"
-        raise ConfigError(
-            f"the weights do not fit: they take {weight_bytes / 2**20:.1f} MiB, and {free_bytes / 2**20:.1f} MiB "
-            f"are free on the {'GPU' if on_gpu else 'CPU'}; {LESS_WEIGHTS}{or_mapped}"
-        )
+        left = left_by_weights(weight_bytes, free_bytes, on_gpu, LESS_WEIGHTS + or_mapped)
     beside = f"beside {weight_bytes / 2**20:.1f} MiB of weights"
     if state_bytes:
         if left < state_bytes:
@@ -140,6 +139,19 @@ def check_room(
         return choose_kv_cache_size(config, max_sequence_length, block_bytes, left - state_bytes, on_gpu)
     except ConfigError as error:
         raise ConfigError(f"{beside} {error}") from None
+
+
+def left_by_weights(weight_bytes: int, free_bytes: int, on_gpu: bool, mend: str) -> int:
+    """Return the free memory that weights leave which are not read yet; raise ConfigError if they do not fit.
+
+    `mend`: how to use less memory, for the error.
+    """
+    if free_bytes <= weight_bytes:
+        raise ConfigError(
+            f"the weights do not fit: they take {weight_bytes / 2**20:.1f} MiB, and {free_bytes / 2**20:.1f} MiB "
+            f"are free on the {'GPU' if on_gpu else 'CPU'}; {mend}"
+        )
+    return free_bytes - weight_bytes
 
 
 def beside_mapped(free_bytes: int, mapped_bytes: int) -> int:

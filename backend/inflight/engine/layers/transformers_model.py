@@ -11,6 +11,7 @@ so this module is imported on demand; used on the loading thread only.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from inflight.checkpoint_config import ConfigFile, read_config_file
+from inflight.checkpoint_config import DTYPES, ConfigFile, read_config_file
 from inflight.config import QUANTIZED, EngineConfig
 from inflight.engine.attention.interface import Attention
 from inflight.engine.layers.transformers_decoder import (
@@ -36,12 +37,18 @@ from inflight.engine.layers.transformers_decoder import (
     make_mask,
     relative_error,
 )
-from inflight.engine.memory import is_out_of_memory
+from inflight.engine.memory import (
+    LESS_WEIGHTS_OF_TRANSFORMERS,
+    free_memory,
+    is_out_of_memory,
+    left_by_weights,
+)
 from inflight.engine.windows import layer_windows
 from inflight.errors import ConfigError
 from inflight.gguf.folder import is_gguf
 from inflight.json_values import is_object
 from inflight.models import DecoderConfig
+from inflight.models.checkpoint import Checkpoint
 from inflight.models.unserved import UNSERVED
 from inflight.multimodal import other_inputs
 
@@ -79,6 +86,7 @@ def load_transformers_model(config: EngineConfig, device: torch.device, num_rank
     refuse = _Refusal.of(file)
     if is_gguf(file.path.parent):
         raise refuse("its weights are in a GGUF file, which --engine torch reads")
+    check_room(config, file, device)
     model = _read(model_class, config.dtype, device, refuse)
     try:
         with torch.inference_mode():
@@ -101,6 +109,32 @@ def find_class(file: ConfigFile) -> Any:
     if not model_class._can_set_attn_implementation():
         raise refuse("its attention does not go through transformers' attention interface")
     return model_class
+
+
+def check_room(config: EngineConfig, file: ConfigFile, device: torch.device) -> None:
+    """Raise ConfigError if the weights do not fit into the free memory; only headers of files are read.
+
+    Args:
+        config: The parameter dtype is used.
+        file: config.json of the checkpoint.
+        device: The model's device.
+    """
+    dtype = config.dtype or file.text_or_none("dtype") or file.text_or_none("torch_dtype")
+    try:
+        with Checkpoint(file.path.parent) as checkpoint:
+            stored = list(checkpoint.tensors.values())
+    except ConfigError as error:
+        raise _Refusal.of(file)(f"transformers cannot load it: {error}") from error
+    num_bytes = sum(
+        math.prod(each.shape) * _item_size(dtype if dtype in DTYPES else each.dtype) for each in stored
+    )
+    on_gpu = device.type == "cuda"
+    left_by_weights(num_bytes, free_memory(device), on_gpu, LESS_WEIGHTS_OF_TRANSFORMERS)
+
+
+def _item_size(dtype: str) -> int:
+    """Return the bytes of a number; 4 for other dtypes, which are refused when they have been read."""
+    return getattr(torch, dtype).itemsize if dtype in DTYPES else 4
 
 
 def check_decoder(model: TransformersModel, attention: Attention, config: EngineConfig) -> None:
