@@ -29,10 +29,12 @@ MULTIMODAL = [name for name, values in PUBLISHED.items() if "vision_config" in v
 REFUSED = {"facebook/opt-350m": "do_layer_norm_before"}
 """Models of known families with an unsupported feature, and the key of that feature."""
 MLP_WIDTHS = {
+    "a small Granite hybrid with experts, of the keys of Granite 4": 512,
     "Gemma 4 E2B, its text_config alone": 2 * 6144,
     "a fine-tuned LFM2.5-1.2B-Thinking, without its quantization": 8192,
 }
-"""Widths of MLPs if `use_double_wide_mlp` or `block_auto_adjust_ff_dim` changes what `intermediate_size` says."""
+"""Widths of MLPs that `intermediate_size` does not say: `shared_intermediate_size`, `use_double_wide_mlp` or
+`block_auto_adjust_ff_dim` does."""
 READ = [name for name in PUBLISHED if name not in (*OF_NO_FAMILY, *REFUSED)]
 
 

@@ -485,6 +485,8 @@ _OLMO_HYBRID_NEUTRAL: NeutralKeys = dict.fromkeys(
 )
 _GRANITE_HYBRID_NEUTRAL: NeutralKeys = {
     "mamba_chunk_size": ANY,  # how the computation is divided
+    "init_method": ANY,
+    "normalization_function": (None, "rmsnorm"),  # transformers always has this one
     "num_experts_per_tok": ANY,  # in models without experts
 }
 # Keys of published files that transformers does not read, and the keys that it reads instead.
