@@ -36,7 +36,7 @@ _TOKEN_ID = 7
 
 def random_adapter(decoder: DecoderConfig, rank: int) -> StoredAdapter:
     """Make an adapter of this rank on every linear layer, in bfloat16."""
-    sizes = {module: size for module, size in module_sizes(decoder).items() if module in SPLIT_MODULES}
+    sizes = {module: size for module, size in module_sizes(decoder, 0).items() if module in SPLIT_MODULES}
     config = tuple((int(module), layer, rank) for layer in range(decoder.num_layers) for module in sizes)
     width = rank * max(size.inner + size.outer for size in sizes.values())
     generator = torch.Generator().manual_seed(rank)

@@ -52,7 +52,8 @@ def make_weights(
     is_dora: bool = False,
 ) -> LoraWeights:
     """Random rows of (module, layer, rank)."""
-    sizes = module_sizes(decoder)
+    layers = range(decoder.num_layers)
+    sizes = {module: size for layer in layers for module, size in module_sizes(decoder, layer).items()}
     lengths = [
         rank * (sizes[module].inner + sizes[module].outer) + is_dora * sizes[module].outer
         for module, _, rank in rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def test_stored_weights_are_a_copy(decoder: DecoderConfig) -> None:
 
 def test_padding_is_not_stored(decoder: DecoderConfig) -> None:
     checked = check_adapter(make_weights(decoder, ROWS, padding=999), decoder, 8)
-    sizes = module_sizes(decoder)
+    sizes = module_sizes(decoder, 0)
     widest = max(rank * (sizes[module].inner + sizes[module].outer) for module, _, rank in ROWS)
     assert checked.weights.weights.shape == (4, widest)
 
@@ -188,7 +189,38 @@ def test_shape_errors_have_the_messages_of_tensorrt_llm(weights: Any, config: An
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2-inner"])
 def test_no_adapter_exceeds_largest_adapter_bytes(zoo: Zoo, case: str) -> None:
     decoder = read_model_description(zoo[case].folder).decoder
-    modules = [each for each in SPLIT_MODULES if each in module_sizes(decoder)]
+    modules = [each for each in SPLIT_MODULES if each in module_sizes(decoder, 0)]
     rows = [(module, layer, 8) for layer in range(decoder.num_layers) for module in modules]
     checked = check_adapter(make_weights(decoder, rows, is_dora=True), decoder, 8)
     assert len(checked.weights.weights.buffer) == largest_adapter_bytes(decoder, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("case", "module", "where", "enabled"),
+    [
+        ("qwen3.5", Module.ATTN_K, "layer 0, which is recurrent", r"mlp_h_to_4h \(5\)"),
+        ("nemotron-h", Module.ATTN_K, "layer 0, which is recurrent", "those of other layers"),
+        ("mixtral", Module.MLP_GATE, "layer 0, which has experts", r"attn_q \(1\), attn_k"),
+        (
+            "deepseek-v3",
+            Module.ATTN_K,
+            "this model",
+            r"attn_q_a \(100\), attn_q_b \(101\), attn_kv_a \(102\)",
+        ),
+    ],
+)
+def test_a_module_that_a_layer_lacks_is_refused(
+    zoo: Zoo, case: str, module: Module, where: str, enabled: str
+) -> None:
+    decoder = read_model_description(zoo[case].folder).decoder
+    message = rf"{module.text} not enabled for {where}: row 0 .* expected one of {enabled}"
+    assert re.search(message, error_of(decoder, made_of([[int(module), 0, 4, 0]])))
+
+
+def test_ids_of_shared_experts_are_those_of_an_mlp(zoo: Zoo) -> None:
+    decoder = read_model_description(zoo["qwen2-moe"].folder).decoder
+    layer = next(layer for layer in range(decoder.num_layers) if decoder.has_experts(layer))
+    rows = [[5, layer, 4, 0], [6, layer, 4, 0], [7, layer, 4, 0]]
+    renamed = [[19, layer, 4, 0], [20, layer, 4, 0], [21, layer, 4, 0]]
+    digests = {check_adapter(made_of(each, 9000), decoder, 8).digest for each in (rows, renamed)}
+    assert len(digests) == 1

@@ -32,6 +32,6 @@ def test_every_linear_layer_is_adapted(tmp_path):
     for modules in layers.values():
         assert len(modules) == 7
         for module, low_rank in modules.items():
-            size = module_sizes(decoder)[module]
+            size = module_sizes(decoder, 0)[module]
             assert low_rank.a.shape == (16, size.inner) and low_rank.b.shape == (size.outer, 16)
             assert low_rank.a.any() and low_rank.b.any()

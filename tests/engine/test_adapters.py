@@ -177,8 +177,8 @@ def test_a_planted_slice_of_the_wrong_rank_is_detected(zoo: Zoo, fault: str) -> 
     model, right = zoo["llama-gqa"], low_rank._slice
     adapter = adapter_of(model, 1)
 
-    def wrong(module: Module, decoder: Any, shard: Any) -> tuple[int, int]:
-        begin, end = right(module, decoder, shard)
+    def wrong(module: Module, whole: Any, decoder: Any, shard: Any) -> tuple[int, int]:
+        begin, end = right(module, whole, decoder, shard)
         is_hit = {
             "columns of A": module in (Module.ATTN_DENSE, Module.MLP_4H_TO_H),
             "rows of B": module in (Module.MLP_H_TO_4H,),
@@ -217,7 +217,7 @@ class RanksDriver(Driver):
 
 def test_page_bytes_is_the_memory_that_a_page_takes_on_each_rank(zoo: Zoo) -> None:
     decoder = read_model_description(zoo["llama-gqa"].folder).decoder
-    outputs = sum(size.outer for module, size in module_sizes(decoder).items() if module.text not in FUSED)
+    outputs = sum(size.outer for module, size in module_sizes(decoder, 0).items() if module.text not in FUSED)
     magnitudes = 3 * outputs * 2
     assert page_bytes(decoder, 8, torch.bfloat16) == 8 * rank_bytes(decoder, 2) + magnitudes
     for mapping in (Mapping(2, 1, 1), Mapping(1, 3, 2)):
@@ -267,7 +267,7 @@ def test_an_adapter_with_nan_affects_no_other_row(zoo: Zoo, where: str, kernels:
 def assert_contained(engine: ModelEngine, model: ZooModel, where: str) -> None:
     """Check that an adapter with a number that is not finite affects only its own row."""
     good = adapter_of(model, 1)
-    size = module_sizes(read_model_description(model.folder).decoder)[Module.MLP_4H_TO_H]
+    size = module_sizes(read_model_description(model.folder).decoder, 0)[Module.MLP_4H_TO_H]
     a, b = torch.ones(4, size.inner), torch.ones(size.outer, 4)
     (a if where == "A" else b)[1, 2] = torch.inf
     bad = pack_rows([(Module.MLP_4H_TO_H, 0, a, b, None)])

@@ -16,7 +16,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from inflight.core.request.request import OutputOptions, Request
 from inflight.engine.kv_cache import KvCache, block_bytes
 from inflight.engine.layers.experts import route
-from inflight.errors import ConfigError
 from inflight.models import read_model_description
 from inflight.models.decoder_config import ExpertsConfig
 from inflight.models.decoder_weights import ExpertWeights, Linear
@@ -141,15 +140,6 @@ def test_rows_go_to_the_experts_that_transformers_chooses(
         dense.scatter(1, chosen, chances), expected_dense.scatter(1, indices, expected)
     )
     assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 20
-
-
-def test_adapters_are_refused_and_the_log_says_so(zoo: Zoo, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        limits = load_engine(zoo["deepseek-v2"].folder).limits
-    assert (limits.num_adapter_pages, limits.max_adapter_rank) == (0, 0)
-    assert "LoRA adapters are not accepted: the model has latent attention" in caplog.text
-    with pytest.raises(ConfigError, match="models with latent attention take no adapters"):
-        load_engine(zoo["deepseek-v2"].folder, lora_cache_gpu_memory_fraction=0.1)
 
 
 def test_a_cache_in_8_bits_is_computed_by_torchs_operators_and_the_log_says_so(

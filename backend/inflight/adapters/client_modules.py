@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from inflight.adapters.lora_modules import Module
-from inflight.adapters.peft_folder import modules_by_name
+from inflight.adapters.peft_folder import all_modules_by_name
 from inflight.models.families import FAMILIES
 
 
 def client_modules() -> str:
     """Return the source of the client's table."""
-    ids = {name: int(module) for each in FAMILIES for name, module in modules_by_name(each.names).items()}
+    ids = {name: int(module) for each in FAMILIES for name, module in all_modules_by_name(each.names).items()}
     lines = [
         '"""TensorRT-LLM\'s ids of linear layers.',
         "",

@@ -35,6 +35,13 @@ class Module(IntEnum):
     MOE_ROUTER = 16
     MLP_ROUTER = 17
     MLP_GATE_UP = 18
+    SHARED_EXPERT_H_TO_4H = 19
+    SHARED_EXPERT_4H_TO_H = 20
+    SHARED_EXPERT_GATE = 21
+    # Projections of latent attention, for which TensorRT-LLM has no ids.
+    ATTN_Q_A = 100
+    ATTN_Q_B = 101
+    ATTN_KV_A = 102
 
     @property
     def text(self) -> str:
@@ -43,20 +50,29 @@ class Module(IntEnum):
 
 
 PROJECTIONS = {
-    "qkv": (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
+    "qkv": (Module.ATTN_Q, Module.ATTN_Q_A, Module.ATTN_K, Module.ATTN_V, Module.ATTN_KV_A),
+    "query_up": (Module.ATTN_Q_B,),
     "output": (Module.ATTN_DENSE,),
     "up": (Module.MLP_H_TO_4H, Module.MLP_GATE),
     "down": (Module.MLP_4H_TO_H,),
 }
-"""The modules in each projection of `decoder_weights.Layer`, by name of the field, in the order of the outputs."""
+"""The modules in each projection of `decoder_weights.Layer` and of its `latent`, by name of the field, in
+the order of the outputs; a layer has only some of them."""
+
+SAME_MODULES = {
+    Module.SHARED_EXPERT_H_TO_4H: Module.MLP_H_TO_4H,
+    Module.SHARED_EXPERT_4H_TO_H: Module.MLP_4H_TO_H,
+    Module.SHARED_EXPERT_GATE: Module.MLP_GATE,
+}
+"""Other ids for the modules of an MLP: a layer has either an MLP or experts, which may have a shared MLP."""
 
 SPLIT_MODULES = tuple(sorted(chain.from_iterable(PROJECTIONS.values())))
 """The modules of adapters on a device, where a fused module is split into its parts, which share A."""
 
 FUSED_MODULES = {
-    Module.ATTN_QKV: PROJECTIONS["qkv"],
+    Module.ATTN_QKV: (Module.ATTN_Q, Module.ATTN_K, Module.ATTN_V),
     # TensorRT-LLM's converter stores the factor first, then the activation's input.
-    Module.MLP_GATE_UP: tuple(reversed(PROJECTIONS["up"])),
+    Module.MLP_GATE_UP: (Module.MLP_GATE, Module.MLP_H_TO_4H),
 }
 """The parts of fused modules, in the order of the rows of B."""
 
@@ -69,29 +85,17 @@ class ModuleSize:
     outer: int
 
 
-def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Module, ModuleSize]:
-    """Return the modules of a decoder, or of one of its layers, that adapters may change, with their sizes.
+def module_sizes(decoder: DecoderConfig, layer: int) -> dict[Module, ModuleSize]:
+    """Return the modules of a layer that adapters may change, with their sizes.
 
-    In a layer with experts, only attention has such modules; in a layer without attention, only the MLP. With
-    latent attention there are none: projections of recurrent layers and of latent attention have no ids. If
-    attention has gates, they are part of the query projection: each head's query is followed by its gates. If
-    layers differ in their sizes, a decoder's sizes are the largest.
+    Modules of an MLP are those of the shared MLP in a layer with experts. If attention has gates, they are part of
+    the query projection: each head's query is followed by its gates. Projections of recurrent layers and of
+    experts have no ids.
     """
-    if decoder.latent is not None:
-        return {}
-    if layer is not None:
-        decoder = decoder.at(layer)
-    hidden, inner = decoder.hidden_size, decoder.intermediate_size
-    query, kv = decoder.query_size, decoder.kv_size
-    sizes: dict[Module, ModuleSize] = {}
-    if layer is None or decoder.has_attention(layer):
-        sizes[Module.ATTN_Q] = ModuleSize(hidden, 2 * query if decoder.attention_gate else query)
-        if layer is None or decoder.has_own_kv(layer):
-            sizes[Module.ATTN_K] = ModuleSize(hidden, kv)
-            if layer is None or decoder.has_values(layer):
-                sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
-        sizes[Module.ATTN_DENSE] = ModuleSize(query, hidden)
-    if decoder.experts is None and (layer is None or decoder.has_mlp(layer)):
+    decoder = decoder.at(layer)
+    hidden, inner = decoder.hidden_size, mlp_width(decoder, layer)
+    sizes = _attention_sizes(decoder, layer) if decoder.has_attention(layer) else {}
+    if inner:
         sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)
         sizes[Module.MLP_4H_TO_H] = ModuleSize(inner, hidden)
         if decoder.gated_mlp:
@@ -102,9 +106,48 @@ def module_sizes(decoder: DecoderConfig, layer: int | None = None) -> dict[Modul
     return sizes
 
 
-def projections(decoder: DecoderConfig, layer: int | None = None) -> dict[str, tuple[Module, ...]]:
-    """Return the `PROJECTIONS` of a decoder, or of one of its layers, that adapters may change, with the modules
-    that exist."""
+def name_layer(decoder: DecoderConfig, layer: int) -> str:
+    """Return the words for a layer in which a module is not enabled, with the reason if it is known."""
+    if decoder.is_recurrent(layer):
+        return f"layer {layer}, which is recurrent"
+    if decoder.has_experts(layer):
+        return f"layer {layer}, which has experts"
+    if not (decoder.has_attention(layer) and decoder.has_mlp(layer)):
+        return f"layer {layer}, which has no {'MLP' if decoder.has_attention(layer) else 'attention'}"
+    return "this model"
+
+
+def mlp_width(decoder: DecoderConfig, layer: int) -> int:
+    """Return the inner width of a layer's MLP, or of the shared MLP beside its experts; 0 if there is none."""
+    if decoder.experts is not None and decoder.has_experts(layer):
+        return decoder.experts.shared_intermediate_size
+    return decoder.intermediate_size if decoder.has_mlp(layer) else 0
+
+
+def _attention_sizes(decoder: DecoderConfig, layer: int) -> dict[Module, ModuleSize]:
+    hidden, query, kv = decoder.hidden_size, decoder.query_size, decoder.kv_size
+    dense = ModuleSize(decoder.num_heads * decoder.output_head_dim, hidden)
+    latent = decoder.latent
+    if latent is not None:
+        query = decoder.num_heads * latent.query_head_dim
+        sizes = {Module.ATTN_KV_A: ModuleSize(hidden, latent.cached_dim), Module.ATTN_DENSE: dense}
+        if latent.query_rank is None:
+            return {Module.ATTN_Q: ModuleSize(hidden, query), **sizes}
+        return {
+            Module.ATTN_Q_A: ModuleSize(hidden, latent.query_rank),
+            Module.ATTN_Q_B: ModuleSize(latent.query_rank, query),
+            **sizes,
+        }
+    sizes = {Module.ATTN_Q: ModuleSize(hidden, 2 * query if decoder.attention_gate else query)}
+    if decoder.has_own_kv(layer):
+        sizes[Module.ATTN_K] = ModuleSize(hidden, kv)
+        if decoder.has_values(layer):
+            sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
+    return {**sizes, Module.ATTN_DENSE: dense}
+
+
+def projections(decoder: DecoderConfig, layer: int) -> dict[str, tuple[Module, ...]]:
+    """Return the `PROJECTIONS` of a layer that adapters may change, with the modules that exist."""
     sizes = module_sizes(decoder, layer)
     found = {name: tuple(each for each in modules if each in sizes) for name, modules in PROJECTIONS.items()}
     return {name: modules for name, modules in found.items() if modules}

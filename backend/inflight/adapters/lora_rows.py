@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes, split_sizes
+from inflight.adapters.lora_modules import (
+    FUSED_MODULES,
+    SAME_MODULES,
+    Module,
+    ModuleSize,
+    module_sizes,
+    name_layer,
+    split_sizes,
+)
 from inflight.core.request.adapter import ITEM_SIZES, LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.models.decoder_config import DecoderConfig
@@ -112,17 +120,13 @@ def _check_row(
     if rank <= 0:
         raise InvalidArgument(f"Expected adapterSize to be > 0: {where} has adapter_size {rank}")
     module, sizes = _module(module_id), module_sizes(decoder, layer)
+    module = module if module is None else SAME_MODULES.get(module, module)
     if module is None or module not in sizes:
         name = f"{module_id}" if module is None else module.text
         enabled = ", ".join(f"{each.text} ({each:d})" for each in sizes) or "those of other layers"
-        whose = "this model"
-        if decoder.is_recurrent(layer):
-            whose = f"layer {layer}, which is recurrent"
-        elif not (decoder.has_attention(layer) and decoder.has_mlp(layer)):
-            whose = f"layer {layer}, which has no {'MLP' if decoder.has_attention(layer) else 'attention'}"
         raise InvalidArgument(
-            f"lora module {name} not enabled for {whose}: {where} has module id {module_id}, expected one of "
-            f"{enabled}"
+            f"lora module {name} not enabled for {name_layer(decoder, layer)}: {where} has module id "
+            f"{module_id}, expected one of {enabled}"
         )
     if is_dora and is_dora[0] not in (0, 1):
         raise InvalidArgument(f"{where} has is_dora {is_dora[0]}, expected 0 or 1")

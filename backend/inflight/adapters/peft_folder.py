@@ -20,13 +20,21 @@ from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
-from inflight.adapters.lora_modules import FUSED_MODULES, PROJECTIONS, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import (
+    FUSED_MODULES,
+    PROJECTIONS,
+    Module,
+    ModuleSize,
+    module_sizes,
+    name_layer,
+)
 from inflight.adapters.peft_config import CONFIG_FILE, PeftConfig
 from inflight.core.request.adapter import LoraWeights, Matrix, RawBuffer
 from inflight.errors import InvalidArgument
 from inflight.json_values import is_object
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.families import FAMILIES, FUSED_LLAMA_NAMES, WeightNames, bases_in_multimodal
+from inflight.models.families.family import AttentionNames
 from inflight.models.registry import ModelDescription
 
 _SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -117,22 +125,42 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- layers of the tensors
 
 
-def modules_by_name(names: WeightNames) -> dict[str, Module]:
+def modules_by_name(names: WeightNames, has_experts: bool = False) -> dict[str, Module]:
     """Return the modules of a family's linear layers, by their names in a decoder layer.
 
     Leaves out matrices in which queries, keys and values alternate by head, because adapters' rows have all
     queries first, then all keys, then all values.
+
+    Args:
+        names: The family's names.
+        has_experts: Whether the layer has experts.
     """
     attention, mlp = names.attention, names.mlp
-    if attention.latent is not None:  # adapters cannot change it
-        return {}
-    qkv = PROJECTIONS["qkv"] if len(attention.qkv) > 1 else (Module.ATTN_QKV,)
+    found = _attention_modules(attention)
+    if has_experts:
+        if names.experts is None or names.experts.shared is None:
+            return found
+        mlp = names.experts.shared
     # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
     up = (Module.MLP_GATE_UP,) if mlp.fused else PROJECTIONS["up"][: len(mlp.up)]
-    found = dict(zip((*attention.qkv, *mlp.up), (*qkv, *up), strict=True))
-    if attention.qkv_by_head:
-        found = {name: module for name, module in found.items() if name not in attention.qkv}
-    return {**found, attention.output: Module.ATTN_DENSE, mlp.down: Module.MLP_4H_TO_H}
+    return {**found, **dict(zip(mlp.up, up, strict=True)), mlp.down: Module.MLP_4H_TO_H}
+
+
+def _attention_modules(names: AttentionNames) -> dict[str, Module]:
+    output, latent = {names.output: Module.ATTN_DENSE}, names.latent
+    if latent is not None:
+        queries = {latent.query: Module.ATTN_Q, latent.query_down: Module.ATTN_Q_A}
+        return {**queries, latent.query_up: Module.ATTN_Q_B, latent.kv_down: Module.ATTN_KV_A, **output}
+    if names.qkv_by_head:
+        return output
+    qkv = FUSED_MODULES[Module.ATTN_QKV] if len(names.qkv) > 1 else (Module.ATTN_QKV,)
+    return {**dict(zip(names.qkv, qkv, strict=True)), **output}
+
+
+def all_modules_by_name(names: WeightNames) -> dict[str, Module]:
+    """Return the modules of layers with and without experts, and of versions of a model that fuse some of them."""
+    found = modules_by_name(names) | modules_by_name(names, has_experts=True)
+    return found | _FUSED if len(names.mlp.up) > 1 else found
 
 
 _FUSED = {
@@ -144,9 +172,7 @@ _FUSED = {
 def _place(name: str, families: Iterable[WeightNames]) -> _AdaptedLayer | None:
     """Return the linear layer with this name; None if rows cannot change it."""
     for names in families:
-        modules = modules_by_name(names)
-        if len(names.mlp.up) > 1:
-            modules |= _FUSED
+        modules = all_modules_by_name(names)
         layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
         bases = "|".join(map(re.escape, bases_in_multimodal(names)))
         match = re.fullmatch(f"({bases}){layers}(.+)", name)
@@ -186,7 +212,7 @@ def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_P
 
 
 def _known(families: Iterable[WeightNames]) -> set[str]:
-    return {name for names in families for name in modules_by_name(names)}
+    return {name for names in families for name in all_modules_by_name(names)}
 
 
 # ---------------------------------------------------------------------- checks
@@ -226,12 +252,14 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
         name, module, layer = row.place.name, row.place.module, row.place.layer
         if layer >= model.decoder.num_layers:
             raise InvalidArgument(f"{name}: the model has {model.decoder.num_layers} layers")
-        sizes = module_sizes(model.decoder, layer)
-        if module not in sizes:
-            raise InvalidArgument(f"{name}: lora module {module.text} not enabled for this model")
+        sizes = _sizes_by_name(model, layer)
+        below = name.removeprefix(row.place.base + model.names.layers.format(layer))
+        if below not in sizes:
+            where = name_layer(model.decoder, layer)
+            raise InvalidArgument(f"{name}: lora module {module.text} not enabled for {where}")
         size = ModuleSize(row.a.shape[1], row.b.shape[0])
-        if size != sizes[module]:
-            expected = sizes[module]
+        if size != sizes[below]:
+            expected = sizes[below]
             raise InvalidArgument(
                 f"{name}: lora_A and lora_B are of a layer of {size.inner} inputs and {size.outer} outputs, "
                 f"expected {expected.inner} and {expected.outer}: the adapter is for another model"
@@ -240,16 +268,25 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
     fused = {layer for layer, module in present if module in FUSED_MODULES}
     base = rows[0].place.base
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
-        sizes = module_sizes(model.decoder, layer)
-        for below, module in modules_by_name(model.names).items():
+        if layer in fused:
+            continue
+        for below, module in modules_by_name(model.names, model.decoder.has_experts(layer)).items():
             name = base + model.names.layers.format(layer) + below
-            if module not in sizes or (layer, module) in present or layer in fused:
-                continue
-            if config.is_target(name):
+            is_there = module in module_sizes(model.decoder, layer)
+            if is_there and (layer, module) not in present and config.is_target(name):
                 raise InvalidArgument(
                     f"{name}: by target_modules of {CONFIG_FILE} the adapter changes this layer, and has no "
                     "tensors of it"
                 )
+
+
+def _sizes_by_name(model: ModelDescription, layer: int) -> dict[str, ModuleSize]:
+    """Return the sizes of a layer's modules by their names, also of those that some versions of the model fuse."""
+    names, sizes = model.names, module_sizes(model.decoder, layer)
+    found = modules_by_name(names, model.decoder.has_experts(layer))
+    if not model.decoder.has_experts(layer) and len(names.mlp.up) > 1:
+        found |= _FUSED
+    return {name: sizes[module] for name, module in found.items() if module in sizes}
 
 
 # ---------------------------------------------------------------------- numbers

@@ -90,13 +90,15 @@ class LayerPages:
     """The adapter pages of a layer's linear layers; None for a linear layer that adapters cannot change."""
 
     qkv: LinearPages | None = None
+    query_up: LinearPages | None = None
     output: LinearPages | None = None
     up: LinearPages | None = None
     down: LinearPages | None = None
 
     def all(self) -> tuple[LinearPages, ...]:
         """Return the linear layers' pages in the order of computation."""
-        return tuple(each for each in (self.qkv, self.output, self.up, self.down) if each is not None)
+        linears = self.qkv, self.query_up, self.output, self.up, self.down
+        return tuple(each for each in linears if each is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,11 @@ class ActiveAdapters:
 
     def adapt(self, index: int, layer: LayerWeights) -> LayerWeights:
         """Return layer `index` of this rank's layers, with linear layers that apply these adapters."""
-        pages = self.layers[index]
+        pages, latent = self.layers[index], layer.latent
         return replace(
             layer,
+            latent=latent
+            and replace(latent, query_up=latent.query_up and self._adapt(latent.query_up, pages.query_up)),
             input_projection=layer.input_projection and self._adapt(layer.qkv, pages.qkv),
             output_projection=layer.output_projection and self._adapt(layer.output, pages.output),
             up=layer.up and self._adapt(layer.up, pages.up),

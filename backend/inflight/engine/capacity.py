@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 
-from inflight.adapters.lora_modules import module_sizes
 from inflight.additional_outputs import OfferedOutput
 from inflight.config import EngineConfig
 from inflight.core.schedule.batch import EngineLimits
@@ -123,14 +122,6 @@ def count_adapter_pages(
     """Return the number of adapter pages that fit beside the weights; raises ConfigError if a configured size is
     too small."""
     if config.lora_cache_gpu_memory_fraction == 0:
-        return 0
-    if not module_sizes(held):
-        if config.lora_cache_gpu_memory_fraction is not None:
-            raise ConfigError(
-                f"lora_cache_gpu_memory_fraction is {config.lora_cache_gpu_memory_fraction}, expected 0 or "
-                "nothing: models with latent attention take no adapters"
-            )
-        _logger.info("LoRA adapters are not accepted: the model has latent attention")
         return 0
     page_rank = config.lora_cache_optimal_adapter_size
     size = page_bytes(held, page_rank, dtype)

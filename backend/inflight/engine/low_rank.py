@@ -20,6 +20,7 @@ from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part, Range, Shard
 
 _ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
+_WHOLE = (Module.ATTN_Q_A, Module.ATTN_KV_A)
 _ROTATED = (Module.ATTN_Q, Module.ATTN_K)
 
 
@@ -97,8 +98,8 @@ def _cut(
     if module is Module.ATTN_Q and decoder.attention_gate:
         magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
         return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
-    begin, end = _slice(module, decoder, shard)
-    if module in _ROTATED and rope is not None and rope.interleaved:
+    begin, end = _slice(module, whole, decoder, shard)
+    if module in _ROTATED and decoder.latent is None and rope is not None and rope.interleaved:
         whole = _in_halves(whole, rope, decoder.head_dim)
     if module in _ROW_PARALLEL:
         return LowRank(whole.a[:, begin:end], whole.b, whole.magnitude)
@@ -125,9 +126,11 @@ def _own_gated_queries(rows: Tensor, decoder: DecoderConfig, shard: Shard) -> Te
     return own.transpose(0, 1).flip(0).flatten(0, 2)
 
 
-def _slice(module: Module, decoder: DecoderConfig, shard: Shard) -> Range:
-    if module in (Module.ATTN_Q, Module.ATTN_DENSE):
-        return shard.query_rows(decoder)
+def _slice(module: Module, whole: LowRank, decoder: DecoderConfig, shard: Shard) -> Range:
+    """Return a shard's range of a module's outputs, or of its inputs if it is row-parallel."""
+    if module in _WHOLE:
+        return 0, len(whole.b)
     if module in (Module.ATTN_K, Module.ATTN_V):
         return shard.kv_rows(decoder)
-    return shard.split(decoder.intermediate_size)
+    width = whole.a.shape[1] if module in _ROW_PARALLEL else len(whole.b)
+    return shard.split(width)

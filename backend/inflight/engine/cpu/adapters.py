@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -150,7 +151,8 @@ class PackedAdapters:
         self._dtype = dtype
         self._pair = PAIR_BYTES // dtype.itemsize
         self._per_register = HALF * self._pair
-        self._products = _products(part.held_config(config))
+        held = part.held_config(config)
+        self._products = [_products(held, layer) for layer in range(held.num_layers)]
         self._memory = Recycled()
         self._by_page: dict[int, PackedAdapter] = {}
 
@@ -179,17 +181,15 @@ class PackedAdapters:
             ) from None
 
     def _find_parts(self, layers: dict[int, dict[Module, LowRank]]) -> list[_ProductAdapter]:
-        layouts: dict[
-            tuple[str, tuple[tuple[Module, _LoraRankRange], ...]], _ColumnLayout
-        ] = {}  # most layers have the same layouts
+        layouts: dict[tuple[object, ...], _ColumnLayout] = {}  # most layers have the same layouts
         parts: list[_ProductAdapter] = []
         for layer, of_layer in layers.items():
-            for product in self._products:
+            for product in self._products[layer]:
                 modules = {module: of_layer[module] for module, _ in product.modules if module in of_layer}
                 if not modules:
                     continue
                 ranks = self._place(modules)
-                key = product.name, tuple(ranks.items())
+                key = product.name, product.modules, tuple(ranks.items())
                 if key not in layouts:
                     layouts[key] = _lay_out(product, ranks)
                 num_ranks = self._pair * max(place.first + place.count for place in ranks.values())
@@ -250,15 +250,24 @@ class PackedAdapters:
             self._library.pack_b(b.data_ptr(), b.shape[1], rows, at, len(columns.at), target.data_ptr())
 
 
-def _products(held: DecoderConfig) -> tuple[_Product, ...]:
-    sizes = module_sizes(held)
-    products: list[_Product] = []
-    for name, modules in projections(held).items():
-        parts = tuple((module, sizes[module].outer) for module in modules)
-        rows = sum(count for _, count in parts)
-        order = gated_order(rows) if name == "up" and held.gated_mlp else torch.arange(rows)
-        products.append(_Product(name, parts, sizes[modules[0]].inner, order))
-    return tuple(products)
+def _products(held: DecoderConfig, layer: int) -> tuple[_Product, ...]:
+    """Return the products of a layer whose modules adapters may change."""
+    sizes = module_sizes(held, layer)
+    return tuple(
+        _product(
+            name,
+            tuple((module, sizes[module].outer) for module in modules),
+            sizes[modules[0]].inner,
+            name == "up" and held.gated_mlp,
+        )
+        for name, modules in projections(held, layer).items()
+    )
+
+
+@cache
+def _product(name: str, modules: tuple[tuple[Module, int], ...], inner: int, is_gated: bool) -> _Product:
+    rows = sum(count for _, count in modules)
+    return _Product(name, modules, inner, gated_order(rows) if is_gated else torch.arange(rows))
 
 
 def _pack_magnitude(part: _ProductAdapter) -> Tensor | None:

@@ -186,6 +186,7 @@ class LayerAdapterStruct(Structure):
 
     _fields_ = (
         ("qkv", LowRankStruct),
+        ("query_up", LowRankStruct),
         ("output", LowRankStruct),
         ("up", LowRankStruct),
         ("down", LowRankStruct),

@@ -27,8 +27,7 @@ class NetworkAdapters:
     """
 
     def __init__(self, graph: Graph, held: DecoderConfig, settings: Settings, order: Any) -> None:
-        self._graph, self._dtype, self._sizes = graph, settings.dtype, module_sizes(held)
-        self._projections = projections(held)
+        self._graph, self._dtype, self._held = graph, settings.dtype, held
         self._is_own = None
         if settings.max_lora_rank:
             mask = graph.input("lora_mask", settings.dtype, ("T", "ranks"))
@@ -36,13 +35,13 @@ class NetworkAdapters:
 
     def add(self, y: Any, x: Any, index: int, name: str) -> Any:
         """Add each row's adapter to y, the output of a layer's projection `name`; x is the projection's input."""
-        modules = self._projections.get(name.rsplit(".", 1)[1], ())
+        modules = projections(self._held, index).get(name.rsplit(".", 1)[1], ())
         if self._is_own is None or not modules:
             return y
-        graph = self._graph
+        graph, sizes = self._graph, module_sizes(self._held, index)
         parts: list[Any] = []
         for module in modules:
-            size, which = self._sizes[module], f"{index}_{module.text}"
+            size, which = sizes[module], f"{index}_{module.text}"
             a = graph.input(f"lora_a_{which}", self._dtype, ("ranks", size.inner))
             b = graph.input(f"lora_b_{which}", self._dtype, (size.outer, "ranks"))
             reduced = graph.select(self._is_own, graph.multiply_matrices(x, a), self._zero())

@@ -99,7 +99,7 @@ class Decoder {
           if (layers_[index].recurrent.conv)
             recur(index, batch, x, partial, thread);
           else if (shape_.latent)
-            attend_latent(layers_[index], batch, x, partial, thread);
+            attend_latent(index, batch, x, partial, thread);
           else
             attend(index, batch, x, partial, thread);
         }
@@ -664,10 +664,12 @@ class Decoder {
     });
   }
 
-  void attend_latent(const Layer& layer, const Batch& batch, Stored* x, Stored* partial, int thread) {
+  void attend_latent(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const Layer& layer = layers_[index];
     const LatentLayer& latent = layer.latent;
     const int64_t rows = batch.num_rows, width = qkv_width();
-    const Product first{layer.qkv};
+    const Product first{layer.qkv, batch.adapters, index, &LayerAdapter::qkv};
+    const Product output{layer.output, batch.adapters, index, &LayerAdapter::output};
     load_normalized(first, layer.attention_norm, rows, thread, [&](int64_t row) { return x + row * shape_.hidden; });
     multiply_into(first, tasks_of(first, rows), thread, qkv_.get(), static_cast<int>(width));
     team_.barrier();
@@ -676,7 +678,8 @@ class Decoder {
       place_latent(layer, batch, row, qkv_.get() + row * width);
     LatentQueries queries{qkv_.get(), width};
     if (latent.query_up.data) {
-      const Product up{latent.query_up};
+      const Product up{latent.query_up, batch.adapters, index, &LayerAdapter::query_up};
+      if (batch.adapters) team_.barrier();  // threads read rows that others have placed
       queries = {queries_.get(), shape_.heads * latent_.query()};
       load_operand(up, tasks_of(up, rows), rows, latent_.query_rank, thread,
                    [&](int64_t row, Stored*) { return qkv_.get() + row * width; });
@@ -699,7 +702,7 @@ class Decoder {
     attention.sinks = layer.sinks;
     if (!latent_forms_.absorbed().empty()) attend_absorbed(layer, batch, attention, queries, thread);
     if (!latent_forms_.tiles().empty()) attend_decompressed(layer, batch, attention, queries, thread);
-    contribute({layer.output}, read_width(), rows, layer.attention_post_norm, x, partial, thread,
+    contribute(output, read_width(), rows, layer.attention_post_norm, x, partial, thread,
                [&](int64_t row, Stored*) -> const Stored* { return read_.get() + row * read_width(); });
   }
 
@@ -841,7 +844,7 @@ class Decoder {
 
   void feed_forward(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
-    if (layer.router.data) return mix_experts(layer, batch.num_rows, x, partial, thread);
+    if (layer.router.data) return mix_experts(index, batch, x, partial, thread);
     const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
     const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
     const int64_t rows = batch.num_rows;
@@ -879,7 +882,9 @@ class Decoder {
 
   // A layer's experts, and the shared MLP: the results of each row's experts are weighted and summed in the order of
   // their indices.
-  void mix_experts(const Layer& layer, int64_t rows, Stored* x, Stored* partial, int thread) {
+  void mix_experts(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
+    const Layer& layer = layers_[index];
+    const int64_t rows = batch.num_rows;
     const int hidden = shape_.hidden;
     const Stored* read = route(layer, rows, x, thread);
     const auto tasks_of_experts = [&](const Linear& linear) {
@@ -890,7 +895,8 @@ class Decoder {
             [&](int64_t visit, Stored*) { return read + routing_.row_at(visit) * hidden; });
     const bool has_shared = layer.up.data;
     if (has_shared) {
-      const Product up{layer.up}, down{layer.down};
+      const Product up{layer.up, batch.adapters, index, &LayerAdapter::up};
+      const Product down{layer.down, batch.adapters, index, &LayerAdapter::down};
       run_mlp(up, tasks_of(up, rows), down, tasks_of(down, rows), rows, shape_.shared_inner, thread, given_.get(),
               [&](int64_t row, Stored*) { return read + row * hidden; });
     }

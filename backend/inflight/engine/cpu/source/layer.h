@@ -48,7 +48,7 @@ struct LowRank {
 };
 
 struct LayerAdapter {
-  LowRank qkv, output, up, down;
+  LowRank qkv, query_up, output, up, down;  // of the layer's products, and of latent attention's query_up
 };
 
 struct Adapter {
