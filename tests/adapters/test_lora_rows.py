@@ -198,8 +198,8 @@ def test_no_adapter_exceeds_largest_adapter_bytes(zoo: Zoo, case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "module", "where", "enabled"),
     [
-        ("qwen3.5", Module.ATTN_K, "layer 0, which is recurrent", r"mlp_h_to_4h \(5\)"),
-        ("nemotron-h", Module.ATTN_K, "layer 0, which is recurrent", "those of other layers"),
+        ("qwen3.5", Module.ATTN_K, "layer 0, which is recurrent", r"mamba_in_proj \(22\), \w+ \(110\)"),
+        ("nemotron-h", Module.ATTN_K, "layer 0, which is recurrent", r"\w+ \(22\), mamba_out_proj \(23\)$"),
         ("mixtral", Module.MLP_GATE, "layer 0, which has experts", r"attn_q \(1\), attn_k"),
         (
             "deepseek-v3",

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,15 +46,6 @@ LATENT = ["self_attn.kv_b_proj"]
 BY_HEAD = ["query_key_value"]
 PER_LAYER = ["per_layer_input_gate", "per_layer_projection"]
 STREAMS = ["correction_coefs", "prediction_coefs", "modality_router", "linear_left", "linear_right"]
-QWEN_DELTA = [
-    "linear_attn.in_proj_qkv",
-    "linear_attn.in_proj_z",
-    "linear_attn.in_proj_b",
-    "linear_attn.in_proj_a",
-    "linear_attn.out_proj",
-]
-MAMBA = ["mamba.in_proj", "mamba.out_proj"]
-CONVOLUTION = ["conv.in_proj", "conv.out_proj"]
 REFUSED = {
     "llama4": ["feed_forward.router"],
     "qwen2-moe": ["mlp.shared_expert_gate"],
@@ -69,65 +62,35 @@ REFUSED = {
     "neox": BY_HEAD,
     "falcon": BY_HEAD,
     "bloom": BY_HEAD,
-    "qwen3.5": QWEN_DELTA,
-    "qwen3.5-moe": [*QWEN_DELTA, "mlp.shared_expert_gate"],
-    "qwen3-next": [
-        "linear_attn.in_proj_qkvz",
-        "linear_attn.in_proj_ba",
-        "linear_attn.out_proj",
-        "mlp.shared_expert_gate",
-    ],
-    "olmo-hybrid": [f"linear_attn.{name}_proj" for name in "qkvabgo"],
-    "granite-hybrid": MAMBA,
-    "granite-hybrid-moe": MAMBA,
-    "nemotron-h": ["mixer.in_proj", "mixer.out_proj", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"],
-    "nemotron-h-dense": ["mixer.in_proj", "mixer.out_proj"],
-    "falcon-h1": MAMBA,
+    "qwen3.5-moe": ["mlp.shared_expert_gate"],
+    "qwen3-next": ["mlp.shared_expert_gate"],
+    "nemotron-h": ["mixer.fc1_latent_proj", "mixer.fc2_latent_proj"],
     "kimi-linear": [
         *LATENT,
-        *(f"layers.{layer}.self_attn.{name}_proj" for layer in (0, 2) for name in "qkvo"),
         *(f"forget_gate.{name}_proj" for name in ("f_a", "f_b")),
-        *(f"self_attn.{name}_proj" for name in ("b", "g_a", "g_b")),
+        "self_attn.g_b_proj",
         *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
     ],
-    "lfm2": CONVOLUTION,
-    "lfm2-moe": CONVOLUTION,
-    "lfm3": [*CONVOLUTION, "self_attn.g_proj"],
+    "lfm3": ["self_attn.g_proj"],
 }
 """By case, ends of names of linear layers that adapters may not change."""
-REFUSED_BY_PEFT = ["nemotron-h", "nemotron-h-dense", "falcon-h1"]
-"""Cases in which PEFT itself refuses `out_proj`."""
 OPTIONS = {"plain": {"r": 4, "lora_alpha": 3}, "dora": {"r": 5, "lora_alpha": 4, "use_dora": True}}
 FAST = [
-    *(
-        (case, None)
-        for case in (
-            "phi3-partial-window",
-            "glm4",
-            "llama4",
-            "qwen2-moe",
-            "deepseek-v3",
-            "deepseek-v2-lite",
-            "mistral4",
-            "gemma3n",
-            "gemma4-moe",
-            "gemma4-shared",
-            "opt",
-            "neox",
-            "qwen3.5",
-            "granite-hybrid-moe",
-            "nemotron-h",
-            "falcon-h1",
-            "kimi-linear",
-            "lfm3",
-        )
+    *itertools.product(
+        [
+            *("phi3-partial-window", "glm4", "opt", "neox", "llama4", "qwen2-moe", "gemma3n", "gemma4-moe"),
+            *("gemma4-shared", "deepseek-v3", "deepseek-v2-lite", "mistral4", "qwen3.5", "qwen3-next"),
+            *("granite-hybrid-moe", "nemotron-h", "falcon-h1", "kimi-linear", "lfm3"),
+        ],
+        [None],
     ),
-    ("qwen2-moe", "torch"),
-    ("deepseek-v3", "torch"),
-    ("deepseek-v2-lite", "torch"),
+    *itertools.product(["deepseek-v3", "deepseek-v2-lite", "qwen2-moe", "lfm2"], ["torch"]),
 ]
 NUM_TOKENS = 8
-RANKED = ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen2-moe", "gemma4-moe", "qwen3.5", "lfm2"]
+RANKED = [
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "qwen2-moe", "gemma4-moe", "qwen3.5", "qwen3-next"),
+    *("olmo-hybrid", "granite-hybrid", "nemotron-h-dense", "falcon-h1", "kimi-linear", "lfm2"),
+]
 
 
 def linear_layers(model: ZooModel) -> list[str]:
@@ -149,10 +112,16 @@ def is_refused(case: str, name: str) -> bool:
     return name.endswith(tuple(REFUSED.get(case, ["-"])))
 
 
-def as_named() -> Any:
-    """Let PEFT adapt only the named modules; in some families it otherwise adapts experts for such names."""
+@contextmanager
+def as_named() -> Iterator[None]:
+    """Let PEFT adapt the named modules, and no others.
+
+    In some families it otherwise adapts experts for such names, and in some it refuses `out_proj`.
+    """
     converting = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
-    return patch(converting, lambda *_, **__: None)
+    refusing = "peft.tuners.tuners_utils._check_lora_target_modules_mamba"
+    with patch(converting, lambda *_, **__: None), patch(refusing, lambda *_, **__: None):
+        yield
 
 
 def read_adapter(model: ZooModel, folder: Path, **options: Any) -> tuple[LoraWeights, ZooModel]:
@@ -198,12 +167,33 @@ def test_an_adapter_of_all_modules_gives_pefts_tokens_and_logits(
     torch.testing.assert_close(torch.stack(row.logits), expected, rtol=1e-4, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    with_all(by_default_and(RANKED, RANKED), [("deepseek-v3", None), ("granite-hybrid", None)]),
+)
+def test_two_adapters_and_none_in_one_batch_of_chunks_give_pefts_tokens(
+    zoo: Zoo, tmp_path: Path, case: str, kernels: str | None
+) -> None:
+    model = zoo[case]
+    driver, rows = Driver(load_engine(model.folder, kernels=kernels)), dict[Any, ZooModel]()
+    for number, options in enumerate([*OPTIONS, None]):
+        oracle, first = model, -1
+        if options is not None:
+            weights, oracle = read_largest(case, model, tmp_path / options, options)
+            first = driver.put(stored(weights, number))
+        rows |= {driver.start(model.prompt(30, seed), adapter=first): oracle for seed in (number, number + 5)}
+    for _ in range(3):
+        driver.step(dict.fromkeys(rows, 10))
+    for _ in range(NUM_TOKENS - 1):
+        driver.step(generation=list(rows))
+    for row, oracle in rows.items():
+        assert row.generated == oracle.logits(row.tokens)[29:-1].argmax(1).tolist()
+
+
 @pytest.mark.parametrize("case", with_all(REFUSED, ["deepseek-v2", "gemma3n", "nemotron-h", "kimi-linear"]))
 def test_an_adapter_of_another_module_is_refused_by_its_name(zoo: Zoo, tmp_path: Path, case: str) -> None:
     model = zoo[case]
     for number, name in enumerate(refused_layers(case, model).values()):
-        if name.endswith("out_proj") and case in REFUSED_BY_PEFT:
-            continue
         options = {"target_modules": [name], **OPTIONS["plain"]}
         with pytest.raises(InvalidArgument, match=re.escape(name)):
             read_adapter(model, tmp_path / str(number), **options)

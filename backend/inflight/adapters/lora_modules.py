@@ -11,6 +11,7 @@ from enum import IntEnum
 from itertools import chain
 
 from inflight.models.decoder_config import DecoderConfig
+from inflight.models.recurrent import RecurrentConfig, total_size
 
 
 class Module(IntEnum):
@@ -38,10 +39,18 @@ class Module(IntEnum):
     SHARED_EXPERT_H_TO_4H = 19
     SHARED_EXPERT_4H_TO_H = 20
     SHARED_EXPERT_GATE = 21
-    # Projections of latent attention, for which TensorRT-LLM has no ids.
+    MAMBA_IN_PROJ = 22
+    MAMBA_OUT_PROJ = 23
+    # TensorRT-LLM has no ids for the projections of latent attention, nor for further modules of a recurrent
+    # layer's input projection.
     ATTN_Q_A = 100
     ATTN_Q_B = 101
     ATTN_KV_A = 102
+    RECURRENT_IN_PROJ_2 = 110
+    RECURRENT_IN_PROJ_3 = 111
+    RECURRENT_IN_PROJ_4 = 112
+    RECURRENT_IN_PROJ_5 = 113
+    RECURRENT_IN_PROJ_6 = 114
 
     @property
     def text(self) -> str:
@@ -49,15 +58,27 @@ class Module(IntEnum):
         return self.name.lower()
 
 
+RECURRENT_INPUTS = (
+    Module.MAMBA_IN_PROJ,
+    Module.RECURRENT_IN_PROJ_2,
+    Module.RECURRENT_IN_PROJ_3,
+    Module.RECURRENT_IN_PROJ_4,
+    Module.RECURRENT_IN_PROJ_5,
+    Module.RECURRENT_IN_PROJ_6,
+)
+"""The modules of a recurrent layer's input projection, in the order of `DecoderConfig.recurrent_modules`."""
+
 PROJECTIONS = {
     "qkv": (Module.ATTN_Q, Module.ATTN_Q_A, Module.ATTN_K, Module.ATTN_V, Module.ATTN_KV_A),
     "query_up": (Module.ATTN_Q_B,),
     "output": (Module.ATTN_DENSE,),
+    "recurrent_input": RECURRENT_INPUTS,
+    "recurrent_output": (Module.MAMBA_OUT_PROJ,),
     "up": (Module.MLP_H_TO_4H, Module.MLP_GATE),
     "down": (Module.MLP_4H_TO_H,),
 }
-"""The modules in each projection of `decoder_weights.Layer` and of its `latent`, by name of the field, in
-the order of the outputs; a layer has only some of them."""
+"""The modules in each projection that adapters may change, in the order of the outputs; a layer has only some. The
+names are fields of `decoder_weights.Layer`, of its `latent`, and its `recurrent_projections`."""
 
 SAME_MODULES = {
     Module.SHARED_EXPERT_H_TO_4H: Module.MLP_H_TO_4H,
@@ -89,12 +110,13 @@ def module_sizes(decoder: DecoderConfig, layer: int) -> dict[Module, ModuleSize]
     """Return the modules of a layer that adapters may change, with their sizes.
 
     Modules of an MLP are those of the shared MLP in a layer with experts. If attention has gates, they are part of
-    the query projection: each head's query is followed by its gates. Projections of recurrent layers and of
-    experts have no ids.
+    the query projection: each head's query is followed by its gates.
     """
     decoder = decoder.at(layer)
     hidden, inner = decoder.hidden_size, mlp_width(decoder, layer)
     sizes = _attention_sizes(decoder, layer) if decoder.has_attention(layer) else {}
+    if decoder.recurrent is not None and decoder.has_state(layer):
+        sizes |= _recurrent_sizes(decoder, decoder.recurrent)
     if inner:
         sizes[Module.MLP_H_TO_4H] = ModuleSize(hidden, inner)
         sizes[Module.MLP_4H_TO_H] = ModuleSize(inner, hidden)
@@ -144,6 +166,15 @@ def _attention_sizes(decoder: DecoderConfig, layer: int) -> dict[Module, ModuleS
         if decoder.has_values(layer):
             sizes[Module.ATTN_V] = ModuleSize(hidden, kv)
     return {**sizes, Module.ATTN_DENSE: dense}
+
+
+def _recurrent_sizes(decoder: DecoderConfig, recurrent: RecurrentConfig) -> dict[Module, ModuleSize]:
+    hidden = decoder.hidden_size
+    sizes = {
+        module: ModuleSize(hidden, total_size(decoder.recurrent_sections(index)))
+        for index, module in enumerate(RECURRENT_INPUTS[: len(decoder.recurrent_modules)])
+    }
+    return {**sizes, Module.MAMBA_OUT_PROJ: ModuleSize(recurrent.output_width, hidden)}
 
 
 def projections(decoder: DecoderConfig, layer: int) -> dict[str, tuple[Module, ...]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from inflight.adapters.lora_modules import (
     FUSED_MODULES,
     PROJECTIONS,
+    RECURRENT_INPUTS,
     Module,
     ModuleSize,
     module_sizes,
@@ -87,7 +88,7 @@ def read_peft_folder(
             of adapter_config.json; the message names the file, tensor or field.
     """
     config = PeftConfig.load(folder)
-    rows = _rows(_read_tensors(folder), [model.names] if model else [each.names for each in FAMILIES])
+    rows = _rows(_read_tensors(folder), model)
     for row in rows:
         _check_row(row, config)
     if model is not None:
@@ -125,18 +126,27 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- layers of the tensors
 
 
-def modules_by_name(names: WeightNames, has_experts: bool = False) -> dict[str, Module]:
-    """Return the modules of a family's linear layers, by their names in a decoder layer.
+def modules_by_name(
+    names: WeightNames, *, has_attention: bool = True, has_state: bool = False, has_experts: bool = False
+) -> dict[str, Module]:
+    """Return the modules of a layer's linear layers, by their names in a decoder layer.
 
     Leaves out matrices in which queries, keys and values alternate by head, because adapters' rows have all
     queries first, then all keys, then all values.
 
     Args:
         names: The family's names.
-        has_experts: Whether the layer has experts.
+        has_attention: Whether the layer has attention.
+        has_state: Whether it has a recurrent part.
+        has_experts: Whether it has experts, and perhaps a shared MLP, instead of an MLP.
     """
-    attention, mlp = names.attention, names.mlp
-    found = _attention_modules(attention)
+    found: dict[str, Module] = {}
+    if has_state and names.recurrent is not None:
+        modules = (name for name, _ in names.recurrent.product)
+        found = {**dict(zip(modules, RECURRENT_INPUTS)), names.recurrent.output: Module.MAMBA_OUT_PROJ}
+    if has_attention:
+        found |= _attention_modules(names.attention)
+    mlp = names.mlp
     if has_experts:
         if names.experts is None or names.experts.shared is None:
             return found
@@ -144,6 +154,17 @@ def modules_by_name(names: WeightNames, has_experts: bool = False) -> dict[str, 
     # In a gated MLP, the first one is the activation's input, as is the only one of a plain MLP.
     up = (Module.MLP_GATE_UP,) if mlp.fused else PROJECTIONS["up"][: len(mlp.up)]
     return {**found, **dict(zip(mlp.up, up, strict=True)), mlp.down: Module.MLP_4H_TO_H}
+
+
+def _modules_of(model: ModelDescription, layer: int) -> dict[str, Module]:
+    """Return the modules of a layer of a model, by their names in it."""
+    decoder = model.decoder
+    return modules_by_name(
+        model.names,
+        has_attention=decoder.has_attention(layer),
+        has_state=decoder.has_state(layer),
+        has_experts=decoder.has_experts(layer),
+    )
 
 
 def _attention_modules(names: AttentionNames) -> dict[str, Module]:
@@ -158,8 +179,8 @@ def _attention_modules(names: AttentionNames) -> dict[str, Module]:
 
 
 def all_modules_by_name(names: WeightNames) -> dict[str, Module]:
-    """Return the modules of layers with and without experts, and of versions of a model that fuse some of them."""
-    found = modules_by_name(names) | modules_by_name(names, has_experts=True)
+    """Return the modules of all kinds of layers, and of versions of a model that fuse some of them."""
+    found = modules_by_name(names, has_state=True) | modules_by_name(names, has_experts=True)
     return found | _FUSED if len(names.mlp.up) > 1 else found
 
 
@@ -169,24 +190,33 @@ _FUSED = {
 """Names of modules that some versions of a model fuse and its family has apart."""
 
 
-def _place(name: str, families: Iterable[WeightNames]) -> _AdaptedLayer | None:
-    """Return the linear layer with this name; None if rows cannot change it."""
+def _place(
+    name: str, families: Iterable[WeightNames], model: ModelDescription | None
+) -> _AdaptedLayer | None:
+    """Return the linear layer with this name; None if rows cannot change it.
+
+    A name may stand for different modules in a model's layers.
+    """
     for names in families:
         modules = all_modules_by_name(names)
         layers = re.escape(names.layers).replace(r"\{\}", r"(\d+)")
         bases = "|".join(map(re.escape, bases_in_multimodal(names)))
         match = re.fullmatch(f"({bases}){layers}(.+)", name)
         if match is not None and match.group(3) in modules:
-            return _AdaptedLayer(name, match.group(1), modules[match.group(3)], int(match.group(2)))
+            layer, below = int(match.group(2)), match.group(3)
+            if model is not None and layer < model.decoder.num_layers:
+                modules |= _modules_of(model, layer)
+            return _AdaptedLayer(name, match.group(1), modules[below], layer)
     return None
 
 
-def _rows(tensors: Mapping[str, Tensor], families: list[WeightNames]) -> list[_PeftRow]:
+def _rows(tensors: Mapping[str, Tensor], model: ModelDescription | None) -> list[_PeftRow]:
+    families = [model.names] if model else [each.names for each in FAMILIES]
     found: dict[_AdaptedLayer, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         role = _ROLE.search(key)
         name = key[: role.start()].removeprefix(_PREFIX) if role else ""
-        place = _place(name, families)
+        place = _place(name, families, model)
         if role is None or place is None:
             raise InvalidArgument(
                 f"target_modules: the adapter has a tensor {key!r}, and a row of lora_weights changes one of the "
@@ -270,7 +300,7 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
     for layer in range(model.decoder.num_layers) if config.target_modules is not None else ():
         if layer in fused:
             continue
-        for below, module in modules_by_name(model.names, model.decoder.has_experts(layer)).items():
+        for below, module in _modules_of(model, layer).items():
             name = base + model.names.layers.format(layer) + below
             is_there = module in module_sizes(model.decoder, layer)
             if is_there and (layer, module) not in present and config.is_target(name):
@@ -282,8 +312,7 @@ def _check_model(rows: list[_PeftRow], config: PeftConfig, model: ModelDescripti
 
 def _sizes_by_name(model: ModelDescription, layer: int) -> dict[str, ModuleSize]:
     """Return the sizes of a layer's modules by their names, also of those that some versions of the model fuse."""
-    names, sizes = model.names, module_sizes(model.decoder, layer)
-    found = modules_by_name(names, model.decoder.has_experts(layer))
+    names, sizes, found = model.names, module_sizes(model.decoder, layer), _modules_of(model, layer)
     if not model.decoder.has_experts(layer) and len(names.mlp.up) > 1:
         found |= _FUSED
     return {name: sizes[module] for name, module in found.items() if module in sizes}

@@ -92,12 +92,17 @@ class LayerPages:
     qkv: LinearPages | None = None
     query_up: LinearPages | None = None
     output: LinearPages | None = None
+    recurrent_input: LinearPages | None = None
+    recurrent_output: LinearPages | None = None
     up: LinearPages | None = None
     down: LinearPages | None = None
 
     def all(self) -> tuple[LinearPages, ...]:
         """Return the linear layers' pages in the order of computation."""
-        linears = self.qkv, self.query_up, self.output, self.up, self.down
+        linears = (
+            *(self.qkv, self.query_up, self.output, self.recurrent_input, self.recurrent_output),
+            *(self.up, self.down),
+        )
         return tuple(each for each in linears if each is not None)
 
 
@@ -133,13 +138,20 @@ class ActiveAdapters:
 
     def adapt(self, index: int, layer: LayerWeights) -> LayerWeights:
         """Return layer `index` of this rank's layers, with linear layers that apply these adapters."""
-        pages, latent = self.layers[index], layer.latent
+        pages, latent, beside = self.layers[index], layer.latent, layer.recurrent_projections
+        into, out = pages.qkv, pages.output
+        if beside is not None:
+            first, last = beside
+            beside = self._adapt(first, pages.recurrent_input), self._adapt(last, pages.recurrent_output)
+        elif layer.recurrent is not None:
+            into, out = pages.recurrent_input, pages.recurrent_output
         return replace(
             layer,
+            recurrent_projections=beside,
             latent=latent
             and replace(latent, query_up=latent.query_up and self._adapt(latent.query_up, pages.query_up)),
-            input_projection=layer.input_projection and self._adapt(layer.qkv, pages.qkv),
-            output_projection=layer.output_projection and self._adapt(layer.output, pages.output),
+            input_projection=layer.input_projection and self._adapt(layer.qkv, into),
+            output_projection=layer.output_projection and self._adapt(layer.output, out),
             up=layer.up and self._adapt(layer.up, pages.up),
             down=layer.down and self._adapt(layer.down, pages.down),
         )

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.adapters.lora_modules import FUSED_MODULES, Module, ModuleSize, module_sizes
+from inflight.adapters.lora_modules import FUSED_MODULES, RECURRENT_INPUTS, Module, ModuleSize, module_sizes
 from inflight.core.request.adapter import LoraWeights
 from inflight.engine.matrices import to_tensor
 from inflight.models.decoder_config import DecoderConfig
 from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part, Range, Shard
 
-_ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H)
+_ROW_PARALLEL = (Module.ATTN_DENSE, Module.MLP_4H_TO_H, Module.MAMBA_OUT_PROJ)
 _WHOLE = (Module.ATTN_Q_A, Module.ATTN_KV_A)
 _ROTATED = (Module.ATTN_Q, Module.ATTN_K)
 
@@ -98,6 +98,9 @@ def _cut(
     if module is Module.ATTN_Q and decoder.attention_gate:
         magnitude = None if whole.magnitude is None else _own_gated_queries(whole.magnitude, decoder, shard)
         return LowRank(whole.a, _own_gated_queries(whole.b, decoder, shard), magnitude)
+    if module in RECURRENT_INPUTS:
+        ranges = shard.recurrent_rows(decoder, RECURRENT_INPUTS.index(module))
+        return _reordered(whole, torch.tensor([row for rows in ranges for row in range(*rows)]))
     begin, end = _slice(module, whole, decoder, shard)
     if module in _ROTATED and decoder.latent is None and rope is not None and rope.interleaved:
         whole = _in_halves(whole, rope, decoder.head_dim)
@@ -111,7 +114,11 @@ def _in_halves(whole: LowRank, rope: RopeConfig, head_dim: int) -> LowRank:
     """Return an adapter's change with the outputs of each head in the order that the rotation uses."""
     of_head = [row for rows in rope.rows_in_halves(head_dim) for row in range(*rows)]
     heads = range(0, len(whole.b), head_dim)
-    order = torch.tensor([head + row for head in heads for row in of_head])
+    return _reordered(whole, torch.tensor([head + row for head in heads for row in of_head]))
+
+
+def _reordered(whole: LowRank, order: Tensor) -> LowRank:
+    """Return an adapter's change with some outputs, in this order."""
     magnitude = None if whole.magnitude is None else whole.magnitude[order]
     return LowRank(whole.a, whole.b[order], magnitude)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from inflight.models.recurrent import RecurrentConfig
+from inflight.models.recurrent import RecurrentConfig, Section
 from inflight.models.rope_config import RopeConfig
 
 NormKind = Literal["rms", "layer"]
@@ -300,6 +300,10 @@ class DecoderConfig:
         recurrent: The recurrent part that some layers have instead of attention, or besides it; None: there
             is none.
         recurrent_layers: For each layer, whether it has a recurrent part; empty: no layer has one.
+        recurrent_modules: For each module that checkpoints store of the recurrent part's input projection, the
+            number of its sections.
+        recurrent_by_key_head: Whether such a module has all its sections of the first key head, then of the next
+            key head.
         recurrent_activation: Activation after the recurrent part's convolution; None: the MLP's activation.
         attention_layers: For each layer, whether it has attention; empty: the layers without a recurrent
             part have it. In a layer with both, both read the same input, and both results are added.
@@ -371,6 +375,8 @@ class DecoderConfig:
     head_gates: bool = False
     recurrent: RecurrentConfig | None = None
     recurrent_layers: tuple[bool, ...] = ()
+    recurrent_modules: tuple[int, ...] = ()
+    recurrent_by_key_head: bool = False
     recurrent_activation: Activation | None = None
     attention_layers: tuple[bool, ...] = ()
     mlp_layers: tuple[bool, ...] = ()
@@ -417,6 +423,12 @@ class DecoderConfig:
     def has_state(self, layer: int) -> bool:
         """Return whether a layer has a recurrent state, instead of attention or besides it."""
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    def recurrent_sections(self, module: int) -> tuple[Section, ...]:
+        """Return the sections of a stored module of the recurrent part's input projection."""
+        assert self.recurrent is not None, "there is no recurrent part"
+        begin = sum(self.recurrent_modules[:module])
+        return self.recurrent.sections[begin : begin + self.recurrent_modules[module]]
 
     def has_attention(self, layer: int) -> bool:
         """Return whether a layer has attention."""

@@ -15,7 +15,7 @@ from inflight.models.decoder_config import (
     LayerInputsConfig,
 )
 from inflight.models.families.family import ExpertNames, LatentNames, MlpNames
-from inflight.models.recurrent import GatedDelta, KimiDelta, Section, total_size
+from inflight.models.recurrent import KimiDelta, total_size
 from inflight.models.registry import ModelDescription
 from inflight.models.rope_config import RopeConfig
 from inflight.models.sharding import Part, Range
@@ -271,34 +271,12 @@ class _Finder:
         """Return this shard's rows of a recurrent layer's input projection."""
         names, config = self._names.recurrent, self._decoder.recurrent
         assert names is not None and config is not None, "the layer is recurrent"
-        sections, parts = list(config.sections), list[StoredRows]()
-        for module, count in names.product:
-            ranges = self._by_key_head if names.by_key_head else self._in_sections
-            own, sections = sections[:count], sections[count:]
-            parts.append(StoredRows(prefix + module, total_size(tuple(own)), ranges(tuple(own))))
-        hidden = self._decoder.hidden_size
+        decoder, parts = self._decoder, list[StoredRows]()
+        for index, (module, _) in enumerate(names.product):
+            rows = total_size(decoder.recurrent_sections(index))
+            parts.append(StoredRows(prefix + module, rows, self._part.shard.recurrent_rows(decoder, index)))
+        hidden = decoder.hidden_size
         return self._linear(tuple(parts), hidden, (0, hidden), config.has_bias)
-
-    def _in_sections(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
-        """Return this shard's rows of sections that are stored one after the other."""
-        begins = accumulate((section.size for section in sections), initial=0)
-        owns = (self._part.shard.share(section.count) for section in sections)
-        return tuple(
-            (begin + first * section.width, begin + last * section.width)
-            for begin, section, (first, last) in zip(begins, sections, owns)
-        )
-
-    def _by_key_head(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
-        """Return this shard's rows, section by section, of sections that are stored by key head."""
-        recurrent = self._decoder.recurrent
-        assert isinstance(recurrent, GatedDelta), "other recurrent layers have no key heads"
-        widths = [section.size // recurrent.num_key_heads for section in sections]
-        heads = range(*self._part.shard.split(recurrent.num_key_heads))
-        return tuple(
-            (head * sum(widths) + begin, head * sum(widths) + begin + width)
-            for begin, width in zip(accumulate(widths, initial=0), widths)
-            for head in heads
-        )
 
     def _recurrent_output(self, prefix: str) -> LinearSource:
         names, config = self._names.recurrent, self._decoder.recurrent
@@ -313,7 +291,7 @@ class _Finder:
         sections = config.conv_sections
         of_modules = [sections] if len(names.conv) == 1 else [(each,) for each in sections]
         conv = tuple(
-            StoredRows(prefix + module, total_size(own), self._in_sections(own))
+            StoredRows(prefix + module, total_size(own), self._part.shard.section_rows(own))
             for module, own in zip(names.conv, of_modules, strict=True)
         )
 
@@ -334,7 +312,9 @@ class _Finder:
             return TensorSource((rows,), config.head_dim, (0, config.head_dim))
 
         normed = config.norm_sections
-        norm = StoredRows(f"{prefix}{names.norm}.weight", total_size(normed), self._in_sections(normed))
+        norm = StoredRows(
+            f"{prefix}{names.norm}.weight", total_size(normed), self._part.shard.section_rows(normed)
+        )
         return RecurrentSources(
             conv=TensorSource(
                 _named(conv, "weight"),

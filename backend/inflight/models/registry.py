@@ -91,6 +91,11 @@ def describe(config: ConfigFile) -> ModelDescription:
     refuse_unread(config, family.neutral)
     _check(config, decoder)
     names = family.names
+    if names.recurrent is not None and decoder.recurrent is not None:
+        counts = tuple(count for _, count in names.recurrent.product)
+        decoder = replace(
+            decoder, recurrent_modules=counts, recurrent_by_key_head=names.recurrent.by_key_head
+        )
     if family.read_norms is not None:
         names = replace(names, norms=family.read_norms(config))
     if config.multimodal is not None:

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from inflight.errors import ConfigError
 from inflight.models.decoder_config import DecoderConfig
+from inflight.models.recurrent import GatedDelta, Section
 from inflight.ranks.topology import Mapping, tensor_parallel_sizes
 
 Range = tuple[int, int]
@@ -142,6 +144,35 @@ class Shard:
     def head_rows(self, decoder: DecoderConfig, width: int) -> Range:
         """Return this rank's range of rows in a matrix with `width` rows per query head."""
         return _scaled(self.split(decoder.num_heads), width)
+
+    def section_rows(self, sections: tuple[Section, ...]) -> tuple[Range, ...]:
+        """Return this rank's ranges of rows of sections that are stored one after the other."""
+        begins = accumulate((section.size for section in sections), initial=0)
+        owns = (self.share(section.count) for section in sections)
+        return tuple(
+            (begin + first * section.width, begin + last * section.width)
+            for begin, section, (first, last) in zip(begins, sections, owns)
+        )
+
+    def key_head_rows(self, sections: tuple[Section, ...], num_key_heads: int) -> tuple[Range, ...]:
+        """Return this rank's ranges of rows, section by section, of sections that are stored by key head."""
+        widths = [section.size // num_key_heads for section in sections]
+        heads = range(*self.split(num_key_heads))
+        return tuple(
+            (head * sum(widths) + begin, head * sum(widths) + begin + width)
+            for begin, width in zip(accumulate(widths, initial=0), widths)
+            for head in heads
+        )
+
+    def recurrent_rows(self, decoder: DecoderConfig, module: int) -> tuple[Range, ...]:
+        """Return this rank's ranges of rows of a stored module of recurrent layers' input projection."""
+        recurrent = decoder.recurrent
+        assert recurrent is not None, "the layer is recurrent"
+        sections = decoder.recurrent_sections(module)
+        if decoder.recurrent_by_key_head:
+            assert isinstance(recurrent, GatedDelta), "other recurrent layers have no key heads"
+            return self.key_head_rows(sections, recurrent.num_key_heads)
+        return self.section_rows(sections)
 
     def kv_rows(self, decoder: DecoderConfig) -> Range:
         """Return this rank's range of the rows of all key heads, which is also its range of all value heads."""

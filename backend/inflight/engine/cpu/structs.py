@@ -188,6 +188,8 @@ class LayerAdapterStruct(Structure):
         ("qkv", LowRankStruct),
         ("query_up", LowRankStruct),
         ("output", LowRankStruct),
+        ("recurrent_input", LowRankStruct),
+        ("recurrent_output", LowRankStruct),
         ("up", LowRankStruct),
         ("down", LowRankStruct),
     )

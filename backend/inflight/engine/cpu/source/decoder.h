@@ -555,7 +555,8 @@ class Decoder {
   void recur(int index, const Batch& batch, Stored* x, Stored* partial, int thread) {
     const Layer& layer = layers_[index];
     const RecurrentShape& shape = shape_.recurrent;
-    const Product projection{layer.qkv}, output{layer.output};
+    const Product projection{layer.qkv, batch.adapters, index, &LayerAdapter::recurrent_input};
+    const Product output{layer.output, batch.adapters, index, &LayerAdapter::recurrent_output};
     const int64_t rows = batch.num_rows;
     Stored* projected = qkv_.get();
     load_normalized(projection, layer.attention_norm, rows, thread,

@@ -48,7 +48,9 @@ struct LowRank {
 };
 
 struct LayerAdapter {
-  LowRank qkv, query_up, output, up, down;  // of the layer's products, and of latent attention's query_up
+  LowRank qkv, query_up, output;              // of attention
+  LowRank recurrent_input, recurrent_output;  // of a recurrent layer's qkv and output
+  LowRank up, down;
 };
 
 struct Adapter {
