@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from inflight.access_log import write_access_lines
 from inflight.endpoint.path import endpoint_path
 from inflight.errors import ConfigError, InflightError
-from inflight.log_lines import open_log
+from inflight.log_lines import LineFormatter, open_log
 from inflight.processes import exempt_from_collection
 from inflight.server import runtime_directory
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.keeper import Keeper
 from inflight.server.launch import ServerOptions, lay_out
+from inflight.server.log import CollapsingHandler
 from inflight.server.openai_process import OpenAiProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.repository import RuntimeRepository, read_engine_parameters
 from inflight.server.supervisor import Signals
 
 if TYPE_CHECKING:
-    from inflight.build import RunningEngine
+    from inflight.build import OnHang, RunningEngine
 
 _ENGINE = "tensorrt_llm"
 _CHECK_S = 0.1
@@ -42,8 +43,7 @@ def serve(options: ServerOptions) -> int:
     _check(options)
     ports = resolve_ports(resolve_host(options.host), Ports(openai=options.ports.openai))
     log = open_log(options.log_format)
-    logging.basicConfig(level=logging.INFO, format="serve: %(message)s", stream=log)
-    write_access_lines(log)
+    _log_to(log, options.log_verbose)
     folder = runtime_directory.make()
     keeper = Keeper(folder)
     try:
@@ -54,6 +54,14 @@ def serve(options: ServerOptions) -> int:
         runtime_directory.end_processes(folder)
         runtime_directory.remove(folder)
         keeper.dismiss()
+
+
+def _log_to(stream: TextIO, is_verbose: bool) -> None:
+    handler = CollapsingHandler(stream, collapses=not is_verbose)
+    handler.setFormatter(LineFormatter("engine"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger("inflight").setLevel(logging.DEBUG if is_verbose else logging.INFO)
+    write_access_lines(stream)
 
 
 def _check(options: ServerOptions) -> None:
@@ -74,7 +82,7 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
     openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), log)
     openai.start()
     try:
-        running = _start_engine(repository, socket)
+        running = _start_engine(repository, socket, partial(_end, log))
         try:
             with Signals() as signals:
                 ready = f"READY openai={openai.url} model={repository.checkpoint}"
@@ -85,7 +93,7 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
         openai.kill()
 
 
-def _start_engine(repository: RuntimeRepository, socket: Path) -> RunningEngine:
+def _start_engine(repository: RuntimeRepository, socket: Path, on_hang: OnHang) -> RunningEngine:
     """Load the model and serve it at the socket. Raises ServeError if the model cannot be loaded."""
     from inflight.build import build_engine, check_parameters
 
@@ -95,16 +103,16 @@ def _start_engine(repository: RuntimeRepository, socket: Path) -> RunningEngine:
             raise OptionError("--no-triton serves with one rank: several ranks need a tritonserver")
         check_parameters(parameters)
         version = repository.path / _ENGINE / "1"
-        running = build_engine(parameters, str(version), str(socket), on_hang=_end)
+        running = build_engine(parameters, str(version), str(socket), on_hang=on_hang)
     except ConfigError as error:
         raise ServeError(str(error)) from None
     exempt_from_collection()
     return running
 
 
-def _end(error: InflightError) -> None:
+def _end(log: TextIO, error: InflightError) -> None:
     """End this process because the engine hangs. The keeper ends the OpenAI endpoint."""
-    print(f"serve: the server ends: {error}", file=sys.stderr, flush=True)
+    print(f"serve: the server ends: {error}", file=log, flush=True)
     os._exit(ServeError.exit_code)
 
 

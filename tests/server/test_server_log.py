@@ -1,12 +1,14 @@
 """The server's log, and the causes of failures found in it."""
 
 import io
+import logging
 import re
 
 import pytest
 
+from inflight.log_lines import LineFormatter
 from inflight.server import descriptors
-from inflight.server.log import Repeats, ServerLog, find_cause, was_starved
+from inflight.server.log import CollapsingHandler, Repeats, ServerLog, find_cause, was_starved
 
 FAILED = r"""I1121 07:32:04.136206 3786 model_lifecycle.cc:472] "loading: m:1"
 hello from the model
@@ -129,6 +131,21 @@ def test_the_number_of_repeated_lines_is_reported_at_the_end() -> None:
     log = ServerLog(io.BytesIO(lines), None, has_gpu=True)
     log.join(60)
     assert log.text().endswith("s: server.cc:17] again\n") and log.num_lines < 30
+
+
+def test_repeated_records_of_this_process_are_counted() -> None:
+    stream = io.StringIO()
+    handler = CollapsingHandler(stream)
+    handler.setFormatter(LineFormatter("engine"))
+    error = {"msg": "again", "levelno": logging.ERROR}
+    for number in range(30):
+        handler.handle(logging.makeLogRecord(error))
+        handler.handle(logging.makeLogRecord({**error, "msg": "failed", "request_id": f"id-{number}"}))
+    lines = stream.getvalue().splitlines()
+    assert len([line for line in lines if line.startswith("E") and line.endswith("engine] again")]) == 20
+    assert [line.split("request_id=")[1] for line in lines if "failed" in line] == [
+        f"id-{number}" for number in range(30)
+    ]
 
 
 def test_stacks_and_verbose_logs_are_copied_completely() -> None:

@@ -44,6 +44,8 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("inflight-server-*"))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["output_tokens"] for line in lines if line.get("front") == "openai"] == [3]
+    assert {"engine", "openai", "access"} >= {line["source"] for line in lines} >= {"engine", "access"}
+    assert all({"time", "level", "pid"} <= line.keys() for line in lines)
 
 
 @pytest.mark.parametrize(

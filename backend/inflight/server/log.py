@@ -4,6 +4,7 @@ Owns one thread, which ends when the server's output ends.
 """
 
 import collections
+import logging
 import re
 import threading
 import time
@@ -181,6 +182,28 @@ class Repeats:
         self._counts.clear()
         self._begun_s = self._clock()
         return told
+
+
+class CollapsingHandler(logging.StreamHandler[TextIO]):
+    """A handler of this process's own log records that counts repeated ones, as `Repeats` does.
+
+    Args:
+        stream: The stream to write to.
+        collapses: Whether to hold back repeated records.
+    """
+
+    def __init__(self, stream: TextIO, collapses: bool = True) -> None:
+        super().__init__(stream)
+        self._repeats = Repeats(collapses=collapses)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless it has been repeated too often."""
+        try:
+            for text in self._repeats.add(f"{self.format(record)}\n"):
+                self.stream.write(text)
+            self.flush()
+        except Exception:
+            self.handleError(record)
 
 
 def find_cause(text: str, most_lines: int = 40) -> str:
