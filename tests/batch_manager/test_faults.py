@@ -13,7 +13,7 @@ from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
 from inflight.config import CapacityPolicy, SchedulingConfig
 from inflight.core.report.stats import MemoryUsage
-from inflight.core.request.request import Request
+from inflight.core.request.request import Origin, Request
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.scheduler import Scheduler
@@ -73,6 +73,16 @@ def test_only_the_faulty_request_ends(in_decode, policy, from_token):
         expected = expected_tokens(prompts[i], 12, LIMITS.vocab_size)
         assert tokens == (expected if i % 2 == 0 else [*prompts[i], *expected])
     assert 1 <= engine.num_failures <= 4  # batches of all four rows, of two and of one
+
+
+def test_the_log_line_of_an_iteration_with_one_request_has_its_id(caplog: pytest.LogCaptureFixture):
+    harness = Harness(PickyEngine(faulty=2, from_token=1, in_decode=False))
+    harness.pending += [Request(i, (i, i + 1), 3, origin=Origin("openai", f"id-{i}")) for i in (1, 2, 3)]
+    while harness.manager.step():
+        pass
+    told = [(record.args, getattr(record, "request_id", "")) for record in caplog.records if record.args]
+    assert [request_id for (_, num_rows), request_id in told if num_rows == 1] == ["id-2"]
+    assert {request_id for (_, num_rows), request_id in told if num_rows > 1} == {""}
 
 
 @pytest.mark.parametrize("from_token", [0, 9], ids=["at its admission", "in generation"])

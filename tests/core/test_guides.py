@@ -114,7 +114,7 @@ class Compiler:
         self.asked = []
         self.forgotten = []
 
-    def submit(self, request_id, guide):
+    def submit(self, request_id, guide, origin=None):
         self.asked.append((request_id, guide))
 
     def events(self):

@@ -15,7 +15,7 @@ from inflight.batch_manager.gpt_manager import GptManager
 from inflight.core.ports import Engine
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.guide import Guide, GuideEvent, GuideKind
-from inflight.core.request.request import Request
+from inflight.core.request.request import Origin, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.core.scheduler import Scheduler
@@ -41,7 +41,7 @@ class ReadyGuides:
     def __init__(self) -> None:
         self._asked: list[int] = []
 
-    def submit(self, request_id: int, guide: Guide) -> None:
+    def submit(self, request_id: int, guide: Guide, origin: Origin | None = None) -> None:
         self._asked.append(request_id)
 
     def events(self) -> tuple[GuideEvent, ...]:

@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from inflight.core.request.guide import Guide, GuideEvent, GuideKind
+from inflight.core.request.request import Origin
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.guided.compiler import ChildCompiler, GuideBounds
 from inflight.guided.grammars import GrammarLibrary, Grammars
+from inflight.log_lines import LineFormatter
 from tests.commands import children_running
 from tests.guided.at_random import make_bomb
 from tests.guided.factories import grammars_of, tiny_backend, tiny_grammars, tiny_vocabulary
@@ -34,8 +36,8 @@ class Compiling:
         self.compiler = compiler
         self.notified = notified
 
-    def submit(self, number: int, guide: Guide) -> None:
-        self.compiler.submit(number, guide)
+    def submit(self, number: int, guide: Guide, origin: Origin | None = None) -> None:
+        self.compiler.submit(number, guide, origin)
 
     def next(self) -> tuple[GuideEvent, ...]:
         """Wait for the next events; return all that arrive together."""
@@ -227,20 +229,23 @@ def test_a_guide_that_takes_too_long_is_killed_and_the_next_one_compiled() -> No
         assert len(children()) == 1
 
 
-def test_a_process_that_dies_fails_only_the_guide_it_compiles() -> None:
+def test_a_process_that_dies_fails_only_the_guide_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.handler.setFormatter(LineFormatter("engine"))
     with compiling(bounds=GuideBounds(timeout_s=600)) as it:
         it.submit(1, GOOD)
         assert it.next() == (GuideEvent(1),)
         kill_child()
         it.submit(2, Guide(GuideKind.REGEX, "x"))
         assert it.next() == (GuideEvent(2),), "it had nothing to do: another one was started"
-        it.submit(3, make_bomb())
+        it.submit(3, make_bomb(), Origin("openai", "id-3"))
         kill_child(is_busy=True)
         (event,) = it.next()
         assert (event.request_id, event.error_kind) == (3, "INVALID_ARG")
         assert "ended with -9" in event.error
         it.submit(4, Guide(GuideKind.REGEX, "y"))
         assert it.next() == (GuideEvent(4),)
+    assert "the process that compiles guides ended with -9 request_id=id-3\n" in caplog.text
+    assert caplog.text.count("request_id=") == 1
 
 
 def kill_child(is_busy: bool = False) -> None:

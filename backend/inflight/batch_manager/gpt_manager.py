@@ -28,7 +28,7 @@ from inflight.core.ports import (
     SendResponseCallback,
     WaitUntilSent,
 )
-from inflight.core.request.request import IterationInput
+from inflight.core.request.request import IterationInput, Origin
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
 from inflight.core.scheduler import Scheduler
@@ -263,7 +263,7 @@ class GptManager:
         try:
             return self._engine.forward(batch)
         except Exception as error:  # whatever a device raises, only its batch has failed
-            return _as_step_failure(batch, error)
+            return _as_step_failure(batch, error, self._only_origin(batch))
 
     def _finish_batch(self, batch: ScheduledBatch, logits: Any) -> list[Response]:
         outcome = logits if isinstance(logits, InflightError) else self._decode(batch, logits)
@@ -277,7 +277,13 @@ class GptManager:
         try:
             return self._engine.decode(batch, logits)
         except Exception as error:  # as in `_forward`
-            return _as_step_failure(batch, error)
+            return _as_step_failure(batch, error, self._only_origin(batch))
+
+    def _only_origin(self, batch: ScheduledBatch) -> Origin | None:
+        """Return the origin of the batch's rows if they all belong to one request, as its log lines name it."""
+        slots = {chunk.slot for chunk in batch.context} | set(batch.generation_slots)
+        requests = [each.request for each in self._scheduler.running_sequences if slots & set(each.slots)]
+        return requests[0].origin if len({each.request_id for each in requests}) == 1 else None
 
     def _send(self, responses: list[Response]) -> None:
         if self._window is None:
@@ -321,14 +327,15 @@ def _drop(response: Response) -> None:
     """The send callback of a follower: clients get the response from the leader."""
 
 
-def _as_step_failure(batch: ScheduledBatch, error: Exception) -> InflightError:
+def _as_step_failure(batch: ScheduledBatch, error: Exception, origin: Origin | None) -> InflightError:
     """Log `error`, and return the error for a batch's requests; called while `error` is being handled."""
     log_arguments = "iteration %d failed with %d rows in it", batch.iteration, batch.num_rows
+    log_extra = None if origin is None else origin.log_extra
     # Errors about a client's input.
     if isinstance(error, (InvalidArgument, Unsupported, NotFound, AlreadyExists)):
-        _log.warning(*log_arguments, exc_info=True)
+        _log.warning(*log_arguments, exc_info=True, extra=log_extra)
         return error
-    _log.exception(*log_arguments)
+    _log.exception(*log_arguments, extra=log_extra)
     if isinstance(error, InflightError):
         return error
     return StepFailed(

@@ -90,17 +90,19 @@ class OwnInputs:
 
     def _guide_events(self, requests: tuple[Request, ...]) -> tuple[GuideEvent, ...]:
         guided = [
-            (request.request_id, request.guide)
+            (request.request_id, request.guide, request.origin)
             for request in self._to_be_accepted(requests)
             if request.guide is not None
         ]
         if self._guides is None:
-            return tuple(GuideEvent(request_id, NO_GUIDES.kind, NO_GUIDES.marked) for request_id, _ in guided)
+            return tuple(
+                GuideEvent(request_id, NO_GUIDES.kind, NO_GUIDES.marked) for request_id, *_ in guided
+            )
         for request_id in [each for each in self._guided if not self._scheduler.is_active(each)]:
             self._guides.forget(request_id)
             self._guided.remove(request_id)
-        for request_id, guide in guided:
-            self._guides.submit(request_id, guide)
+        for request_id, guide, origin in guided:
+            self._guides.submit(request_id, guide, origin)
             self._guided.add(request_id)
         return self._guides.events()
 

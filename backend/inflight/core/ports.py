@@ -13,7 +13,7 @@ from inflight.core.request.adapter_command import AdapterCommand, AdapterState
 from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.guide import Guide, GuideEvent
 from inflight.core.request.handle import RequestHandle
-from inflight.core.request.request import IterationInput, Request
+from inflight.core.request.request import IterationInput, Origin, Request
 from inflight.core.request.response import Response
 from inflight.core.request.stop import StopReason, StopSignal
 from inflight.core.schedule.batch import EngineLimits, ModelOutput, ScheduledBatch
@@ -121,8 +121,8 @@ class GuideCompiler(Protocol):
     An implementation wakes an idle loop when it has events.
     """
 
-    def submit(self, request_id: int, guide: Guide) -> None:
-        """Request an event about this request's guide. Never blocks."""
+    def submit(self, request_id: int, guide: Guide, origin: Origin | None = None) -> None:
+        """Request an event about this request's guide; `origin` is for log lines. Never blocks."""
         ...
 
     def events(self) -> tuple[GuideEvent, ...]:

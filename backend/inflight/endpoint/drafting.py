@@ -181,7 +181,7 @@ class _Drafted:
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # an unexpected error of one request must not end the others
-            _log.exception("a round could not be begun")
+            _log.exception("a round could not be begun", extra=self._request.log_extra)
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def stop(self, reason: StopReason) -> None:
@@ -210,7 +210,7 @@ class _Drafted:
         except InflightError as error:
             self._fail(error)
         except Exception as error:  # as in `begin_round`
-            _log.exception("a round could not be ended")
+            _log.exception("a round could not be ended", extra=self._request.log_extra)
             self._fail(StepFailed(without_places(f"drafting failed: {error!r}")))
 
     def _take_draft(self, response: Response) -> None:

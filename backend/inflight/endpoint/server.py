@@ -217,7 +217,7 @@ class _ClientConnection:
         try:
             handle = self._client.submit(frame.request, on_response)
         except Exception as error:  # an error of one request must not end the connection of all
-            refusal = _as_inflight_error(error, _NOT_SUBMITTED)
+            refusal = _as_inflight_error(error, _NOT_SUBMITTED, frame.request.log_extra)
             self._server.access_log.refuse(frame.request.origin, code=refusal.code)
             self._delivery.put(Response(local_id, error=refusal, is_final=True))
             return
@@ -315,8 +315,8 @@ def _start_thread(name: str, target: Callable[..., object], argument: object) ->
     threading.Thread(target=target, args=(argument,), name=name, daemon=True).start()
 
 
-def _as_inflight_error(error: Exception, what: str) -> InflightError:
+def _as_inflight_error(error: Exception, what: str, log_extra: dict[str, str] | None = None) -> InflightError:
     if isinstance(error, InflightError):
         return error
-    _log.error("%s", what, exc_info=error)
+    _log.error("%s", what, exc_info=error, extra=log_extra)
     return StepFailed(without_places(f"{what}: {type(error).__name__}: {error}"))

@@ -20,6 +20,7 @@ from enum import Enum
 import msgspec
 
 from inflight.core.request.guide import Guide, GuideEvent
+from inflight.core.request.request import Origin
 from inflight.errors import (
     InflightError,
     InvalidArgument,
@@ -31,6 +32,7 @@ from inflight.errors import (
 from inflight.guided.child import CompileAnswer, CompileJob, read_frame, write_frame
 from inflight.guided.grammars import Grammars
 from inflight.guided.vocabulary import GuideVocabulary
+from inflight.log_lines import REQUEST_ID
 
 _log = logging.getLogger(__name__)
 
@@ -99,13 +101,16 @@ class ChildCompiler:
         self._failures: OrderedDict[Guide, InflightError] = OrderedDict()
         self._events: list[GuideEvent] = []
         self._guides: dict[int, Guide] = {}  # by id of each unfinished request
+        self._origins: dict[
+            Guide, Origin | None
+        ] = {}  # the first waiting request of each guide, for log lines
         self._jobs: queue.SimpleQueue[Guide | _Order] = queue.SimpleQueue()
         self._slow: deque[Guide] = deque()  # interrupted guides to compile again; used by the thread only
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="guide-compiler", daemon=True)
         self._thread.start()
 
-    def submit(self, request_id: int, guide: Guide) -> None:
+    def submit(self, request_id: int, guide: Guide, origin: Origin | None = None) -> None:
         num_bytes = len(guide.text.encode(errors="surrogatepass"))
         with self._lock:
             failure = self._failures.get(guide)
@@ -126,6 +131,7 @@ class ChildCompiler:
                 self._events.append(GuideEvent(request_id))
             else:
                 self._waiting[guide] = [request_id]
+                self._origins[guide] = origin
                 self._jobs.put(guide)
 
     def forget(self, request_id: int) -> None:
@@ -162,6 +168,7 @@ class ChildCompiler:
 
     def _run(self) -> None:
         while not self._is_closed:
+            REQUEST_ID.set("")
             is_slow = bool(self._slow) and self._jobs.empty()
             guide = self._slow.popleft() if is_slow else self._jobs.get()
             if guide is _Order.END:
@@ -171,6 +178,8 @@ class ChildCompiler:
                 continue
             if self._is_unwanted(guide):
                 continue
+            origin = self._origins[guide]
+            REQUEST_ID.set("" if origin is None else origin.request_id)
             error: InflightError | None = None
             try:
                 self._grammars.add(guide, self._compile(guide, is_slow))
@@ -198,13 +207,14 @@ class ChildCompiler:
         with self._lock:
             is_unwanted = not self._waiting[guide]
             if is_unwanted:
-                del self._waiting[guide]
+                del self._waiting[guide], self._origins[guide]
             return is_unwanted
 
     def _record_result(self, guide: Guide, error: InflightError | None) -> None:
         kind, message = ("", "") if error is None else (error.kind, error.marked)
         with self._lock:
             events = [GuideEvent(each, kind, message) for each in self._waiting.pop(guide)]
+            del self._origins[guide]
             self._events += events
             if isinstance(error, InvalidArgument) and not isinstance(error, _OutOfBounds):
                 self._failures[guide] = error
