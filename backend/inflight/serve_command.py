@@ -29,12 +29,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _serve(options: ServerOptions) -> int:
     from inflight.doctor import preflight
+    from inflight.log_lines import open_log
     from inflight.server import cli
 
     if found := list(preflight.problems(options)):
         raise OptionError("; ".join(found))
     for warning in preflight.warnings(options):
-        sys.stderr.write(f"serve: {warning}\n")
+        print(f"serve: {warning}", file=open_log(options.log_format, "warning"))
     if options.triton:
         return cli.serve(options)
     from inflight import standalone
