@@ -248,7 +248,7 @@ def start_engine(
         _describe(parameters, model),
         lambda: manager.notify(),
         lambda timeout_s: manager.state(timeout_s),  # front ends decide which clients may read the state
-        instruments.reports,
+        lambda kind, timeout_s: manager.reports(kind, timeout_s),
         adapters,
         receipts,
     )

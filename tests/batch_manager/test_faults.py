@@ -12,9 +12,11 @@ from inflight.batch_manager.instruments import Instruments
 from inflight.batch_manager.statistics_rings import StatisticsRings
 from inflight.batch_manager.watchdog import Watchdog
 from inflight.config import CapacityPolicy, SchedulingConfig
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import MemoryUsage
 from inflight.core.request.request import Origin, Request
 from inflight.core.request.sampling_config import SamplingConfig
+from inflight.core.request.stop import FinishReason
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
 from inflight.core.scheduler import Scheduler
 from inflight.errors import Unavailable
@@ -241,6 +243,28 @@ def test_metrics_are_published_once_more_after_the_last_request():
     harness.pending.append(Request(2, (), 2))  # refused at once
     harness.manager.step()
     assert told[-1][1].failed == {"INVALID_ARG": 1}
+
+
+def test_metrics_are_those_after_the_current_iteration():
+    loop = Loop(measure_memory=lambda: MemoryUsage(7, 8, 9))
+    loop.go_on.set()
+    loop.submit(Request(1, (1, 2), 2))
+    assert loop.final.wait(30)
+    reports = loop.manager.reports(ReportKind.METRICS, 30.0)
+    stats, metrics = reports.metrics
+    assert (stats.num_active_requests, reports.memory.gpu) == (0, 8)
+    assert metrics.finished == {FinishReason.LENGTH: 1} and metrics.num_generated_tokens == 2
+    loop.manager.shutdown()
+    assert loop.manager.reports(ReportKind.METRICS, 30.0) == Reports(), "the loop has ended"
+
+
+def test_metrics_of_a_hanging_loop_are_not_waited_for():
+    loop = Loop()
+    loop.submit(Request(1, (1, 2), 2))
+    assert loop.entered.wait(30)
+    assert loop.manager.reports(ReportKind.METRICS, 0.0) == Reports()
+    loop.go_on.set()
+    loop.manager.shutdown()
 
 
 def test_an_error_in_reading_the_state_does_not_end_the_loop(monkeypatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from inflight.core.kv.kv_events import KvEvent, StoredBlock
+from inflight.core.report.metrics import ServiceMetrics
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import (
     KeptIteration,
@@ -16,6 +18,7 @@ from inflight.core.report.stats import (
     RequestCountsOfIteration,
     RequestStage,
 )
+from inflight.core.request.stop import FinishReason
 from inflight.endpoint.client import SocketEngineClient
 from inflight.endpoint.local import LocalEngineClient
 from inflight.endpoint.server import EndpointServer
@@ -23,6 +26,7 @@ from inflight.errors import Unavailable
 from tests.core.test_stats import STATS
 from tests.endpoint.factories import DESCRIPTION, PATIENCE_S
 
+METRICS = ServiceMetrics(finished=Counter({FinishReason.LENGTH: 2}), num_generated_tokens=7)
 REPORTS = {
     ReportKind.ITERATIONS: Reports(iterations=(KeptIteration(STATS, 12.5),), memory=MemoryUsage(1, 2, 3)),
     ReportKind.REQUESTS: Reports(
@@ -40,6 +44,7 @@ REPORTS = {
             KvEvent(3, updated=8, priorities=(35, 80)),
         )
     ),
+    ReportKind.METRICS: Reports(metrics=(STATS, METRICS.snapshot()), memory=MemoryUsage(1, 2, 3)),
 }
 
 

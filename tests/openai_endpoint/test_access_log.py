@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from inflight.core.report.reports import Reports
 from inflight.core.request.response import Response
-from inflight.errors import StepFailed
+from inflight.errors import StepFailed, Unsupported
 from inflight.log_lines import REQUEST_ID
 from inflight.openai.http_metrics import HttpMetrics
 from tests.access_lines import AccessLines, access_lines
 from tests.openai_endpoint.scripted import ScriptedEngine
 from tests.openai_endpoint.serving import fake_engine, served
+from tests.prometheus import parse
 
 SECRET_TEXT, KEY = "confidential", "sk-do-not-log-me"
 BODY = {"model": "demo", "prompt": SECRET_TEXT, "max_tokens": 3}
@@ -144,6 +147,29 @@ def test_the_metrics_page_has_the_requests_of_v1(monkeypatch: pytest.MonkeyPatch
     assert counts["none"] == "1" and SECRET_TEXT not in page
     assert not {"/health", "/metrics"} & counts.keys()
     assert any("{" in handler for handler in counts), counts
+
+
+def test_without_a_tritonserver_the_page_has_the_engines_metrics() -> None:
+    with fake_engine() as engine, served(engine) as url:
+        post(url, "/v1/completions", BODY, "a")
+        answer = httpx.get(f"{url}/metrics")
+    page = parse(answer.text)
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    assert page.value("inflight_generated_tokens_total", model="tensorrt_llm", version="1") == 3
+    assert page.value("vllm:generation_tokens_total", model_name="demo") == 3
+    assert page.value("http_requests_total", handler="/v1/completions", code="200") == 1
+
+
+@pytest.mark.parametrize(
+    ("reports", "status"),
+    [(lambda *asked: Reports(), 503), (Mock(side_effect=Unsupported("no reports")), 404)],
+    ids=["an engine that hangs", "one without reports"],
+)
+def test_without_the_engines_metrics_there_is_no_page(reports: Callable[..., Reports], status: int) -> None:
+    engine = ScriptedEngine()
+    engine.reports = reports  # type: ignore[method-assign]
+    with served(engine) as url:
+        assert httpx.get(f"{url}/metrics").status_code == status
 
 
 def test_an_engines_failure_is_told_by_the_engine_alone(lines: AccessLines) -> None:

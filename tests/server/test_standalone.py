@@ -37,6 +37,9 @@ def test_v1_is_served_until_a_signal(tmp_path: Path) -> None:
             )
             with urllib.request.urlopen(request, timeout=60) as response:
                 assert json.load(response)["usage"]["completion_tokens"] == 3
+            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as response:
+                page = response.read().decode()
+            assert 'inflight_generated_tokens_total{model="tensorrt_llm",version="1"} 3\n' in page
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

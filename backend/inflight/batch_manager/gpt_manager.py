@@ -28,6 +28,7 @@ from inflight.core.ports import (
     SendResponseCallback,
     WaitUntilSent,
 )
+from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.request.request import IterationInput, Origin
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ModelOutput, ScheduledBatch
@@ -136,6 +137,15 @@ class GptManager:
         """
         return self._inspections.ask(timeout_s, self.notify)
 
+    def reports(self, kind: ReportKind, timeout_s: float | None) -> Reports:
+        """Return the reports kept since the last call, or the metrics after the current iteration.
+
+        Waits at most `timeout_s` seconds. Any thread except the loop thread.
+        """
+        if kind is ReportKind.METRICS:
+            return self._inspections.metrics(timeout_s, self.notify)
+        return self._instruments.reports(kind, timeout_s)
+
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait at most `timeout_s` seconds until the loop has ended, normally or not; return whether it has
         ended."""
@@ -240,7 +250,7 @@ class GptManager:
         has_more = self._inputs.look_ahead()
         self._report(inputs, batch, had_work)
         self._instruments.end()
-        self._inspections.answer()
+        self._inspections.answer(batch)
         can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.only_holds)
         return not can_rest or bool(inputs.new_requests) or has_more
 

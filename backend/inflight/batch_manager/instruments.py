@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 from inflight.batch_manager.kv_event_buffer import KvEventBuffer
 from inflight.batch_manager.recording import JsonRecorder
@@ -21,7 +22,6 @@ from inflight.batch_manager.watchdog import Watchdog, all_stacks
 from inflight.core.ports import ReturnMetricsCallback
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
-from inflight.core.report.state import SchedulerState
 from inflight.core.report.stats import (
     IterationCounts,
     KeptIteration,
@@ -133,10 +133,32 @@ def _describe(scheduler: Scheduler) -> str:
     )
 
 
+_ENDED = "the generation loop has ended"
 _RECENT = 10
 """Number of iterations whose statistics are part of an answer to a `state` request."""
 
-_Answer = tuple[SchedulerState, IterationCounts]
+_Answer = TypeVar("_Answer")
+
+
+class _Question(Generic[_Answer]):
+    """A function of the current iteration's batch, which the loop calls, and its result."""
+
+    def __init__(self, ask: Callable[[ScheduledBatch | None], _Answer]) -> None:
+        self.result: Future[_Answer] = Future()
+        self._ask = ask
+
+    def answer(self, batch: ScheduledBatch | None) -> None:
+        """Call the function on the loop thread, unless nobody waits for its result any more."""
+        if self.result.set_running_or_notify_cancel():
+            try:
+                self.result.set_result(self._ask(batch))
+            except Exception as error:  # the asking thread gets the error; the loop continues
+                self.result.set_exception(error)
+
+    def refuse(self) -> None:
+        """Answer that the loop has ended."""
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_exception(Unavailable(_ENDED))
 
 
 class Inspections:
@@ -149,42 +171,53 @@ class Inspections:
     def __init__(self, scheduler: Scheduler, instruments: Instruments) -> None:
         self._scheduler = scheduler
         self._instruments = instruments
-        self._questions: deque[Future[_Answer]] = deque()
+        self._questions: deque[_Question[Any]] = deque()
         self._is_closed = False
 
     def ask(self, timeout_s: float, notify: Callable[[], None]) -> str:
         """Return the loop's state as JSON; raises Unavailable once the loop has ended. Not on the loop thread."""
-        question: Future[_Answer] = Future()
-        self._questions.append(question)
-        if self._is_closed:
-            raise Unavailable("the generation loop has ended")
-        notify()
+        scheduler = self._scheduler
+        answer = self._ask(lambda batch: (scheduler.state(), scheduler.stats(None)), notify)
         try:
-            state, stats = question.result(timeout_s)
+            state, stats = answer.result(timeout_s)
         except NotInTime:
-            question.cancel()
+            answer.cancel()
             return json.dumps(self._without_the_loop(timeout_s))
         memory = self._instruments.measure_memory()
         statistics = iteration_stats(KeptIteration(stats, time.time()), memory).to_plain()
         return json.dumps({"state": asdict(state), "statistics": statistics, **self._recent(memory)})
 
-    def answer(self) -> None:
-        """Answer all questions. Loop thread, between two iterations."""
+    def metrics(self, timeout_s: float | None, notify: Callable[[], None]) -> Reports:
+        """Return the statistics of the current iteration and the metrics after it, without them if it does not
+        end in time or the loop has ended. Not on the loop thread."""
+        scheduler = self._scheduler
+        try:
+            answer = self._ask(lambda batch: (scheduler.stats(batch), scheduler.metrics()), notify)
+            return Reports(metrics=answer.result(timeout_s), memory=self._instruments.measure_memory())
+        except (NotInTime, Unavailable):
+            return Reports()
+
+    def _ask(
+        self, ask: Callable[[ScheduledBatch | None], _Answer], notify: Callable[[], None]
+    ) -> Future[_Answer]:
+        """Let the loop call `ask` after its current iteration. Raises Unavailable once the loop has ended."""
+        question = _Question(ask)
+        self._questions.append(question)
+        if self._is_closed:
+            raise Unavailable(_ENDED)
+        notify()
+        return question.result
+
+    def answer(self, batch: ScheduledBatch | None) -> None:
+        """Answer all questions after an iteration with this batch. Loop thread, between two iterations."""
         while self._questions:
-            question = self._questions.popleft()
-            if question.set_running_or_notify_cancel():
-                try:
-                    question.set_result((self._scheduler.state(), self._scheduler.stats(None)))
-                except Exception as error:  # the asking thread gets the error; the loop continues
-                    question.set_exception(error)
+            self._questions.popleft().answer(batch)
 
     def close(self) -> None:
         """Answer all questions, and later ones, with Unavailable, as the loop has ended. Idempotent."""
         self._is_closed = True
         while self._questions:
-            question = self._questions.popleft()
-            if question.set_running_or_notify_cancel():
-                question.set_exception(Unavailable("the generation loop has ended"))
+            self._questions.popleft().refuse()
 
     def _without_the_loop(self, waited_s: float) -> dict[str, object]:
         watchdog = self._instruments.watchdog

@@ -303,8 +303,8 @@ class EngineClient(Protocol):
 
         Args:
             kind: The kind of report.
-            timeout_s: How long to wait for KV cache events; None waits until there are some. Other reports are
-                returned at once.
+            timeout_s: How long to wait for KV cache events or metrics; None waits until there are some. Other
+                reports are returned at once.
         """
         ...
 

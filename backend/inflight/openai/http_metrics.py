@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from inflight.access_log import AccessLog
 from inflight.core.report.metrics import Histogram, HistogramSnapshot
 from inflight.openai.request_ids import passage_of
+from inflight.serving.metrics_page import histogram_lines
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -72,23 +73,14 @@ class HttpMetrics:
             "# HELP http_requests_total HTTP requests by route, method and status",
             "# TYPE http_requests_total counter",
             *counts,
-            *_histogram("http_request_duration_seconds", "Durations by route and method", durations),
-            *_histogram("http_request_duration_highr_seconds", "Durations of all requests", {"": total}),
+            *_durations("http_request_duration_seconds", "Durations by route and method", durations),
+            *_durations("http_request_duration_highr_seconds", "Durations of all requests", {"": total}),
         ]
         return "".join(f"{line}\n" for line in lines)
 
 
-def _histogram(name: str, help: str, snapshots: dict[str, HistogramSnapshot]) -> Iterator[str]:
-    yield f"# HELP {name} {help}, from arrival to the end of the answer"
-    yield f"# TYPE {name} histogram"
-    for labels, snapshot in snapshots.items():
-        so_far, comma = 0, "," if labels else ""
-        for bound, count in zip((*map(str, snapshot.bounds), "+Inf"), snapshot.counts, strict=True):
-            so_far += count
-            yield f'{name}_bucket{{{labels}{comma}le="{bound}"}} {so_far}'
-        braces = f"{{{labels}}}" if labels else ""
-        yield f"{name}_sum{braces} {snapshot.total:.16g}"
-        yield f"{name}_count{braces} {so_far}"
+def _durations(name: str, help: str, snapshots: dict[str, HistogramSnapshot]) -> Iterator[str]:
+    return histogram_lines(name, f"{help}, from arrival to the end of the answer", snapshots, bound_text=str)
 
 
 class HttpObserver:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from inflight.serving.metrics_page import escaped
+
 _SERIES = re.compile(r"^((?:inflight|nv_trt_llm)_\w+)\{([^\n]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_MODEL = ("model", "version")
@@ -194,13 +196,8 @@ def _read(page: str) -> dict[Labels, _EngineMetrics]:
 
 
 def _own_labels(number: int, model: Labels, model_name: str | None) -> Labels:
-    name = dict(model)["model"] if model_name is None or number else _escaped(model_name)
+    name = dict(model)["model"] if model_name is None or number else escaped(model_name)
     return (("engine", str(number)), ("model_name", name))
-
-
-def _escaped(label: str) -> str:
-    """Escape a label's value for Prometheus' text format. Values read from the page are already escaped."""
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _of_engines(

@@ -5,23 +5,29 @@ Also registers OpenAI's routes that are not supported; each returns an error wit
 
 from __future__ import annotations
 
+import time
 import urllib.error
 import urllib.request
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from inflight.errors import InflightError, Unavailable
+from inflight.core.ports import EngineClient
+from inflight.core.report.reports import ReportKind
+from inflight.errors import InflightError, Unavailable, Unsupported
 from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.metric_aliases import vllm_aliases
 from inflight.openai.serving_model import ServingModel
+from inflight.serving.metrics_page import CONTENT_TYPE, metrics_page
 from inflight.version import package_version
 
 router = APIRouter()
 _METRICS_TIMEOUT_S = 5.0
 _DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """URL opener that ignores http_proxy, because tritonserver is on this machine or in the same network."""
+_ENGINE_LABELS = {"model": "tensorrt_llm", "version": "1"}
+"""The labels of the engine's metrics without Triton: those that they have with it."""
 _TEXT_ALONE = "this server generates text alone"
 _RANKS = "this server generates text and ranks nothing"
 _NO_FILES = "this server keeps no files and runs no batches: send each request by itself"
@@ -68,17 +74,16 @@ async def get_version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return Triton's metrics page, the same metrics under vLLM's names, and those of HTTP requests."""
+    """Return the engine's metrics, the same metrics under vLLM's names, and those of HTTP requests."""
     context = context_of(request)
-    url = context.model.options.metrics_url
-    if not url:
-        raise ApiError("this server was started without a metrics page to forward", 404)
-    page, kind = await context.session.wait_for(lambda: _page(url, context.model))
+    page, kind = await context.session.wait_for(lambda: _page(context.session.client, context.model))
     return Response(page + context.http_metrics.page(), media_type=kind)
 
 
-def _page(url: str, model: ServingModel) -> tuple[str, str]:
-    page, kind = _fetch(url)
+def _page(client: EngineClient, model: ServingModel) -> tuple[str, str]:
+    """Return Triton's metrics page, or without Triton the engine's, and vLLM's names for it."""
+    url = model.options.metrics_url
+    page, kind = _fetch(url) if url else (_engine_page(client), CONTENT_TYPE)
     try:
         name = model.names[0]
     except InflightError:  # Triton's page exists even without an engine
@@ -86,6 +91,16 @@ def _page(url: str, model: ServingModel) -> tuple[str, str]:
     if not page.endswith("\n"):
         page += "\n"
     return page + vllm_aliases(page, name), kind
+
+
+def _engine_page(client: EngineClient) -> str:
+    try:
+        reports = client.reports(ReportKind.METRICS, _METRICS_TIMEOUT_S)
+    except Unsupported:
+        raise ApiError("this server was started without a metrics page to forward", 404) from None
+    if reports.metrics is None:
+        raise Unavailable("the engine does not tell its metrics: an iteration takes long, or it has ended")
+    return metrics_page(*reports.metrics, time.time(), reports.memory, _ENGINE_LABELS)
 
 
 def _fetch(url: str) -> tuple[str, str]:
