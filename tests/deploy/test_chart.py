@@ -23,8 +23,9 @@ import yaml
 
 from inflight import hub
 from inflight.config import PARAMETERS
+from inflight.openai.http_metrics import HttpMetrics
 from inflight.server import cli
-from inflight.serving.metric_table import COUNTERS, GAUGES, LEVELS
+from inflight.serving.metric_table import COUNTERS, FAMILIES, GAUGES, LEVELS
 from inflight.triton.settings_page import FIELDS
 
 from .chart import (
@@ -123,12 +124,30 @@ def test_wrong_values_are_refused(values: str, message: str) -> None:
         "extraVolumeMounts[0].name=v,extraVolumeMounts[0].mountPath=/v,tolerations[0].operator=Exists",
         "multiNode.nodes=3,multiNode.sshSecret=s,volume.kind=perPod,model.id=a/b,autoscaling.kind=hpa,gpus=2",
         "monitoring.podMonitor=true,monitoring.rules=true,monitoring.labels.release=prometheus",
-        "flags={--ssl-certfile,/tls/chain.pem}",
+        "flags={--ssl-certfile,/tls/chain.pem},monitoring.podMonitor=true",
     ],
 )
 def test_other_values_render_valid_manifests(values: str) -> None:
     for each in documents(render(*(["--set", values] if values else []))):
         validate(each, OLDEST_KUBERNETES)
+
+
+def scrapes_of_v1(manifests: list[Manifest]) -> list[Manifest]:
+    endpoints = by_kind(manifests)["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert endpoints[0] == {"port": "metrics", "path": "/metrics", "interval": "15s"}
+    return endpoints[1:]
+
+
+@needs_helm
+def test_prometheus_reads_the_metrics_of_v1_if_it_can() -> None:
+    def scrapes(values: str = "") -> list[Manifest]:
+        return scrapes_of_v1(documents(render("--set", f"monitoring.podMonitor=true,{values}")))
+
+    assert not scrapes("apiKeySecret.name=keys"), "every scrape would fail"
+    (plain,) = scrapes()
+    assert "authorization" not in plain and "scheme" not in plain
+    (encrypted,) = scrapes("flags={--ssl-certfile,/tls/chain.pem}")
+    assert encrypted["scheme"] == "https"
 
 
 @needs_helm
@@ -293,6 +312,29 @@ def test_probes_services_and_policies_name_ports_of_the_container(example: str) 
     budget = kinds["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
     for selector in (service["selector"], policy["podSelector"]["matchLabels"], budget):
         assert selector.items() <= pods.items()
+
+
+def test_prometheus_reads_every_metric_of_v1_once_and_may_do_so() -> None:
+    manifests = rendered("gpu")
+    (scrape,) = scrapes_of_v1(manifests)
+    assert scrape["authorization"]["credentials"] == {"name": "inflight-metrics-key", "key": "key"}
+    (kept,) = scrape["metricRelabelings"]
+    (job,) = (
+        job
+        for job in yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())[
+            "scrape_configs"
+        ]
+        if "metric_relabel_configs" in job
+    )
+    (kept_by_compose,) = job["metric_relabel_configs"]
+    assert kept["regex"] == kept_by_compose["regex"] and kept["action"] == kept_by_compose["action"] == "keep"
+    own = re.findall(r"^# TYPE (\S+)", HttpMetrics().page(), re.MULTILINE)
+    series = [*own, f"{own[1]}_bucket", "vllm:num_requests_waiting", "vllm:e2e_request_latency_seconds_sum"]
+    assert all(re.fullmatch(kept["regex"], name) for name in series)
+    assert not [family.name for family in FAMILIES if re.fullmatch(kept["regex"], family.name)]
+    rules = by_kind(manifests)["NetworkPolicy"]["spec"]["ingress"]
+    peers = {port["port"]: rule["from"] for rule in rules for port in rule["ports"]}
+    assert all(peer in peers["openai"] for peer in peers["metrics"])
 
 
 def test_autoscalers_name_their_workload_and_the_adapters_metric() -> None:

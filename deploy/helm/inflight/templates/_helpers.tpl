@@ -308,3 +308,9 @@ labels:
 {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+
+{{/* Whether the PodMonitor reads the metrics of /v1: it cannot if they need an API key and it has none. */}}
+{{- define "inflight.monitorsOpenai" -}}
+{{- $monitoring := .Values.monitoring }}
+{{- if and $monitoring.podMonitor (or (not .Values.apiKeySecret.name) $monitoring.apiKeySecret.name) }}true{{ end }}
+{{- end }}
