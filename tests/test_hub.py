@@ -147,6 +147,14 @@ def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> No
     assert other["error"] == f"{name}: no such folder, and on {hub.url} it has no revision 'v2'"
 
 
+def test_urls_are_told_without_their_passwords(tmp_path: Path) -> None:
+    caller = Caller(tmp_path, "http://me:s3cret@127.0.0.1:1")
+    by_name, by_url = caller.find(("owner/model",), ("https://me:s3cret@huggingface.co/owner/model",))
+    assert "from http://127.0.0.1:1 (" in by_name["error"]
+    assert by_url["error"] == "https://huggingface.co/owner/model: not a folder"
+    assert "cret" not in f"{by_name}{by_url}"
+
+
 def test_a_model_that_cannot_be_fetched_is_an_error_with_its_remedy(caller: Caller, hub: Hub) -> None:
     unknown, gated = caller.find(("owner/unknown",), ("owner/gated",))
     assert f"{hub.url} has no model of this name, or it is private: then set HF_TOKEN" in unknown["error"]

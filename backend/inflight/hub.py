@@ -22,6 +22,7 @@ from inflight.errors import ConfigError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weights in other formats
+_CREDENTIALS = re.compile(r"//[^/\s]*@")
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +42,7 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     if folder.exists() or not _HUB_ID.fullmatch(model):
         is_gguf = folder.suffix.lower() == ".gguf" and folder.is_file()
         if not folder.is_dir() and not is_gguf:
-            raise ConfigError(f"{model}: not a folder{instead_of_gguf(folder)}")
+            raise ConfigError(f"{without_credentials(model)}: not a folder{instead_of_gguf(folder)}")
         if revision is not None:
             raise ConfigError(
                 f"revision {revision!r} is for names of the Hugging Face hub, but {model} is a "
@@ -69,7 +70,8 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
             f"{name}: no such folder, and fetching it from the Hugging Face hub needs the package "
             "huggingface_hub (pip install huggingface_hub)"
         ) from None
-    _log.info("%s: no such folder, so it is looked up on %s", name, constants.ENDPOINT)
+    endpoint = without_credentials(constants.ENDPOINT)
+    _log.info("%s: no such folder, so it is looked up on %s", name, endpoint)
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
@@ -83,7 +85,7 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
             )
         )
     except Exception as error:  # errors of the client, the HTTP library or the system
-        reason = _reason(name, revision or constants.DEFAULT_REVISION, error)
+        reason = without_credentials(_reason(name, revision or constants.DEFAULT_REVISION, error))
         raise ConfigError(f"{name}: no such folder, and {reason}") from error
 
 
@@ -117,6 +119,11 @@ def _reason(name: str, revision: str, error: Exception) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def without_credentials(text: str) -> str:
+    """Return a text for the log, whose URLs have no user and no password."""
+    return _CREDENTIALS.sub("//", text)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -66,6 +66,12 @@ def test_a_hub_that_refuses(monkeypatch: pytest.MonkeyPatch):
     assert "HF_HUB_OFFLINE=1" in found.mend and "HTTPS_PROXY" in found.mend
 
 
+def test_the_hub_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:1")
+    found = only(network.check_hub())
+    assert "http://127.0.0.1:1 cannot be reached" in found.says and "secret" not in found.says + found.mend
+
+
 def test_a_hub_without_an_answer(monkeypatch: pytest.MonkeyPatch):
     ended = threading.Event()
     monkeypatch.setattr("huggingface_hub.utils.get_session", ended.wait)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from inflight.doctor.finding import Finding, green, yellow
+from inflight.hub import without_credentials
 
 _TIMEOUT_S, _PATIENCE_S = 3.0, 5.0  # of the request alone, and with looking up the host's name
 _PROXY_REFUSES, _SERVER_FAILS = 407, 500
@@ -18,17 +19,17 @@ def check_hub() -> Iterator[Finding]:
     """Report whether the hub answers, and through which proxy it is asked."""
     from huggingface_hub import constants
 
-    name, endpoint = "hub", constants.ENDPOINT
+    name, endpoint = "hub", without_credentials(constants.ENDPOINT)
     if constants.HF_HUB_OFFLINE:
         yield green(name, "not asked, as HF_HUB_OFFLINE is set: models are folders, or in the hub's cache")
         return
     proxy = _proxy(endpoint)
     through = f" through the proxy {proxy}" if proxy else ""
-    answer = _ask(endpoint)
+    answer = _ask(constants.ENDPOINT)
     if isinstance(answer, int) and answer < _SERVER_FAILS and answer != _PROXY_REFUSES:
         yield green(name, f"{endpoint} answers{through}")
         return
-    reason = f"status {answer}" if isinstance(answer, int) else answer
+    reason = f"status {answer}" if isinstance(answer, int) else without_credentials(answer)
     says = f"{endpoint} cannot be reached{through} ({reason}): no model can be fetched by its name"
     settings = "HTTPS_PROXY and NO_PROXY" if proxy else "the network, or set HTTPS_PROXY if it has a proxy"
     yield yellow(name, says, f"check {settings}; without a network, set HF_HUB_OFFLINE=1 and serve a folder")
