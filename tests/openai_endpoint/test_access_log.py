@@ -14,7 +14,9 @@ from inflight.core.report.reports import Reports
 from inflight.core.request.response import Response
 from inflight.errors import StepFailed, Unsupported
 from inflight.log_lines import REQUEST_ID
+from inflight.openai import chat_completions, completions, models, server_routes, tokenize
 from inflight.openai.http_metrics import HttpMetrics
+from inflight.openai.playground.routes import playground_router
 from tests.access_lines import AccessLines, access_lines
 from tests.openai_endpoint.scripted import ScriptedEngine
 from tests.openai_endpoint.serving import fake_engine, served
@@ -27,6 +29,12 @@ BODY = {"model": "demo", "prompt": SECRET_TEXT, "max_tokens": 3}
 @pytest.fixture
 def lines() -> Iterator[AccessLines]:
     with access_lines() as found:
+        yield found
+
+
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    with fake_engine() as engine, served(engine) as url, httpx.Client(base_url=url) as found:
         yield found
 
 
@@ -63,6 +71,29 @@ def test_answers_and_refusals_have_one_line_each(
     own = [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
     everything = f"{lines.fields}{own}{capfd.readouterr()}"
     assert SECRET_TEXT not in everything and KEY not in everything
+
+
+def test_every_route_returns_the_clients_id(client: httpx.Client) -> None:
+    modules = (models, completions, chat_completions, tokenize, server_routes)
+    routers = (playground_router, *(module.router for module in modules))
+    routes = [getattr(route, "path", "/") for router in routers for route in router.routes]
+    paths = {re.sub(r"{.*?}", "x", path) for path in routes} | {"/nothing", "/v1/"}
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics", "/", "/v1/files"} <= paths
+    statuses: set[int] = set()
+    for path in sorted(paths):
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            answer = client.request(method, path, headers={"X-Request-Id": f"{method} {path}"})
+            assert answer.headers.get_list("X-Request-Id") == [f"{method} {path}"], answer
+            statuses.add(answer.status_code)
+    assert {200, 400, 404, 405, 501} <= statuses
+
+
+@pytest.mark.parametrize("body", [{**BODY, "stream": True}, {**BODY, "stream": True, "max_tokens": 10**6}])
+def test_a_stream_and_its_refusal_return_the_clients_id(
+    client: httpx.Client, body: dict[str, object]
+) -> None:
+    with client.stream("POST", "/v1/completions", json=body, headers={"X-Request-Id": "a"}) as answer:
+        assert answer.headers["X-Request-Id"] == "a"
 
 
 def test_several_prompts_of_a_stream_share_an_id(lines: AccessLines) -> None:

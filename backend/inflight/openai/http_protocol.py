@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from inflight.access_log import random_id
 from inflight.openai.errors import error_body
-from inflight.openai.request_ids import HEADER
+from inflight.openai.request_ids import HEADER, id_for
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -205,7 +205,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer the last received request with an error, after earlier answers, and close the connection."""
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
-        headers = {"connection": "close", HEADER: random_id()}
+        is_in_body = self._is_answering and self.cycle.more_body
+        request_id = id_for(self.cycle.scope) if is_in_body else random_id()
+        headers = {"connection": "close", HEADER: request_id}
         response = JSONResponse(error_body(status, message), status, headers)
         if not self._is_answering:
             self._write_at_once(response)

@@ -50,6 +50,13 @@ def passage_of(scope: Scope) -> Passage:
     return scope[_SCOPE_KEY]
 
 
+def id_for(scope: Scope) -> str:
+    """Return the id that the client has given a request, or a random one if it gave none that can be used."""
+    own = Headers(scope=scope).get(HEADER, "")
+    is_usable = own and len(own) <= _MAX_CHARACTERS and own.isascii() and own.isprintable()
+    return own if is_usable else random_id()
+
+
 class RequestIds:
     """Middleware that gives each request an id, for log lines too, and returns it in the answer's header.
 
@@ -65,9 +72,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own = Headers(scope=scope).get(HEADER, "")
-        is_usable = len(own) <= _MAX_CHARACTERS and own.isascii() and own.isprintable()
-        request_id = own if own and is_usable else random_id()
+        request_id = id_for(scope)
         scope[_SCOPE_KEY] = Passage(Origin("openai", request_id, "", _address(scope), time.monotonic_ns()))
         REQUEST_ID.set(request_id)
 
@@ -80,7 +85,8 @@ class RequestIds:
                 MutableHeaders(scope=message)[HEADER] = request_id
             await send(message)
 
-        if is_usable:
+        own = Headers(scope=scope).get(HEADER, "")
+        if own in ("", request_id):
             try:
                 await self._app(scope, receive, send_with_id)
             except Exception as error:
