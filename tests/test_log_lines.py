@@ -118,8 +118,11 @@ def test_a_traceback_follows_its_record() -> None:
         raise ValueError("no")
     except ValueError:
         failed = record("failed", request_id="7", exc_info=sys.exc_info())
-    first, *rest = LineFormatter("openai").format(failed).splitlines()
+    text = LineFormatter("openai").format(failed)
+    first, *rest = text.splitlines()
     assert first.endswith('failed request_id="7"') and rest[-1] == "ValueError: no"
+    lines = as_json(text + "\n", f"W{HEAD} x.py:1] other\n", "  more\n")
+    assert [line.get("request_id") for line in lines] == ["7"] * (1 + len(rest)) + [None, None]
 
 
 def test_a_ranks_line_keeps_its_form_and_has_the_id() -> None:

@@ -120,7 +120,7 @@ def request_id_field(record: logging.LogRecord) -> str:
 
 
 class _LineState(threading.local):
-    """The state of one writing thread: the unfinished line, and the level and source of the last record."""
+    """The state of one writing thread: the unfinished line, and level, source and request of the last record."""
 
     def __init__(self) -> None:
         self.part = ""
@@ -131,8 +131,8 @@ class JsonLog:
     """A wrapper of a stream that writes each log line as a JSON object. Any thread.
 
     Implements the methods of TextIO that `print`, `logging` and `ServerLog` use. Further lines of a warning or
-    an error, such as those of a stack, become objects of their own with the record's level and source. It is
-    assumed that each thread writes the lines of one process.
+    an error, such as those of a stack, become objects of their own with the record's level, source and request.
+    It is assumed that each thread writes the lines of one process.
 
     Args:
         stream: The stream to write to.
@@ -178,17 +178,12 @@ class JsonLog:
         now = datetime.now(timezone.utc)
         if found := _RECORD.match(line):
             head: dict[str, Value] = {"level": _LEVELS[found["level"]], "source": found["source"]}
-            self._context.last = {**head, "pid": int(found["pid"])}
             text = _unquoted(found["message"])
             fields = parse_fields(text) if found["source"] == ACCESS else _message(text)
-            return {"time": _time(found, now), **self._context.last, **fields}
+            return self._record(_time(found, now), {**head, "pid": int(found["pid"])}, fields)
         if found := _RANK.match(line):
-            self._context.last = {
-                "level": found["level"].lower(),
-                "source": "rank",
-                "rank": int(found["rank"]),
-            }
-            return {"time": _text_of(now), **self._context.last, **_message(found["message"])}
+            head = {"level": found["level"].lower(), "source": "rank", "rank": int(found["rank"])}
+            return self._record(_text_of(now), head, _message(found["message"]))
         if line.startswith(_SERVE):
             return {
                 "time": _text_of(now),
@@ -199,6 +194,12 @@ class JsonLog:
         last = self._context.last
         head = last if last.get("level", "info") != "info" else {"level": self._level}
         return {"time": _text_of(now), **head, "message": line}
+
+    def _record(self, time: str, head: dict[str, Value], fields: dict[str, Value]) -> dict[str, Value]:
+        """Return the object of a record's first line, and remember what further lines have in common with it."""
+        request = {"request_id": fields["request_id"]} if "request_id" in fields else {}
+        self._context.last = head | request
+        return {"time": time, **head, **fields}
 
 
 def open_log(log_format: str, level: str = "info") -> TextIO:

@@ -32,7 +32,8 @@ def wait_for_line(server, request_id: str) -> dict:
 
 def test_every_front_end_logs_one_line_for_a_request(demo_server):
     body = {"text_input": PROMPT, "max_tokens": 4}
-    httpx.post(f"http://{demo_server.http}/v2/models/ensemble/generate", json={"id": "by-http", **body})
+    url = f"http://{demo_server.http}/v2/models/ensemble/generate"
+    assert httpx.post(url, json={"id": "by-http", **body}).json()["id"] == "by-http"
     with Stream(demo_server.grpc) as stream:
         stream.send("tensorrt_llm", "by-grpc", input_ids=[1, 2, 3], request_output_len=4)
         list(stream.until_final())

@@ -206,7 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_refused = True
         self._receive_timer = _cancelled(self._receive_timer)
         is_in_body = self._is_answering and self.cycle.more_body
-        request_id = id_for(self.cycle.scope) if is_in_body else random_id()
+        request_id = id_for(cast(Any, self.cycle.scope)) if is_in_body else random_id()
         headers = {"connection": "close", HEADER: request_id}
         response = JSONResponse(error_body(status, message), status, headers)
         if not self._is_answering:
