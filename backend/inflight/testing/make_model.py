@@ -226,13 +226,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program_name("scripts/make_model"), description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
-    parser.add_argument("--family", choices=ARCHITECTURES, default="llama", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument(
-        "--std", type=float, default=STANDARD_DEVIATION, help="of the weights (default: %(default)s)"
+        "--shape", choices=SHAPES, default="tiny", help="size of the model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--family", choices=ARCHITECTURES, default="llama", help="family of models (default: %(default)s)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="data type of the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the random weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--std",
+        type=float,
+        default=STANDARD_DEVIATION,
+        help="standard deviation of the weights (default: %(default)s)",
     )
     parser.add_argument(
         "--quantize",

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--dtype",
         choices=DTYPES + WEIGHT_DTYPES,
-        help="default: the checkpoint's; int4 for 4-bit checkpoints",
+        help="data type of the weights; int4 for 4-bit checkpoints (default: the checkpoint's)",
     )
     add("--max-batch-size", type=int, default=defaults.max_batch_size, metavar="N",
         help="sequences at a time; each has its memory for keys and values (default: %(default)s)")  # fmt: skip
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "(default: %(default)s)")  # fmt: skip
     add("--weights", choices=("constants", "inputs"), default=defaults.weights,
         help="where weights are: in the plans, or in a separate file (default: %(default)s)")  # fmt: skip
-    add("--module", choices=MODULES, help="default: the first that is installed")
+    add("--module", choices=MODULES, help="the TensorRT to build with (default: the first that is installed)")
     return parser
 
 
