@@ -24,3 +24,20 @@ class EncodedPrompt:
     table: PromptTable
     rotary: RotaryTable | None
     num_picture_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PictureStats:
+    """Counts of an encoder since its start.
+
+    Attributes:
+        num_encoded: Pictures that were encoded.
+        num_cache_hits: Pictures of prompts whose rows were known.
+        milliseconds: Time that was spent on encoded pictures, from their bytes to their rows.
+        cached_bytes: Size of the rows that are kept now.
+    """
+
+    num_encoded: int
+    num_cache_hits: int
+    milliseconds: float
+    cached_bytes: int

@@ -1,0 +1,212 @@
+"""Encodes the pictures of prompts with a checkpoint's vision tower, by transformers' own code. One thread."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoConfig
+
+from inflight.core.request.prompt_table import PromptTable
+from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
+from inflight.file_names import native
+from inflight.pictures.decode import bad_picture, read_picture
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
+from inflight.pictures.processor import load_processor
+from inflight.pictures.row_cache import EncodedPicture, RowCache
+from inflight.pictures.tower import VisionTower, to_matrix
+from inflight.text.tokenizer import Tokenizer
+
+MODEL_TYPES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "llava",
+    "mistral3",
+    "idefics3",
+    "smolvlm",
+    "internvl",
+    "lfm2_vl",
+    "llava_onevision",
+)
+"""Model types whose pictures are encoded."""
+
+_CACHE_BYTES = 1 << 30
+_TEXT_OUTPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "text_replacement_offsets",
+)
+_GRID = "image_grid_thw"
+
+
+class PictureEncoder:
+    """Encodes pictures with the vision tower and the processor of a checkpoint.
+
+    Args:
+        folder: The checkpoint.
+        dtype: Type of the tower's weights and the rows: float32, float16 or bfloat16; None: as the checkpoint
+            says.
+        device: torch's name of the device that computes.
+        cache_bytes: Maximum size of the rows that are kept for further prompts with the same pictures.
+
+    Attributes:
+        placeholder: The text that stands for a picture in a prompt.
+
+    Raises:
+        ConfigError: Pictures of this model cannot be encoded, or a file is missing or broken.
+    """
+
+    def __init__(
+        self, folder: str, dtype: str | None = None, device: str = "cpu", cache_bytes: int = _CACHE_BYTES
+    ) -> None:
+        folder = native(folder)
+        try:
+            config: Any = AutoConfig.from_pretrained(folder)
+            _check_model_type(config.model_type)
+            self._tokenizer = Tokenizer.from_dir(folder)
+            self._processor = load_processor(folder, config.model_type)
+            self._settings = self._digest_settings(config, dtype)
+            self._tower = VisionTower(folder, config, dtype, device)
+        except InflightError:
+            raise
+        except Exception as error:  # transformers raises many classes
+            raise ConfigError(f"pictures of {folder} cannot be encoded: {error}") from error
+        self.placeholder: str = self._processor.image_token
+        self._image_token_id: int = self._processor.image_token_id
+        self._cache = RowCache(cache_bytes)
+        self._num_encoded = self._num_hits = 0
+        self._seconds = 0.0
+
+    def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
+        """Encode a prompt.
+
+        Args:
+            text: A rendered chat, special tokens included, with a placeholder for each picture.
+            pictures: The pictures' files, in the order of the placeholders.
+            vocab_size: The engine's vocabulary size: the ids of virtual tokens begin here.
+
+        Raises:
+            InvalidArgument: The numbers of placeholders and pictures differ, or a picture is invalid.
+        """
+        num_places = text.count(self.placeholder)
+        if num_places != len(pictures) or not pictures:
+            raise InvalidArgument(
+                f"the prompt has {num_places} places for pictures ({self.placeholder}), but {len(pictures)} ",
+                Name("pictures"),
+            )
+        with torch.inference_mode():
+            return self._prompt(text, self._encoded(pictures), vocab_size)
+
+    def stats(self) -> PictureStats:
+        """Return counts since the start."""
+        return PictureStats(
+            self._num_encoded, self._num_hits, round(self._seconds * 1000, 3), self._cache.num_bytes
+        )
+
+    def _prompt(self, text: str, pictures: Sequence[EncodedPicture], vocab_size: int) -> EncodedPrompt:
+        pieces = zip_longest(text.split(self.placeholder), [each.replacement for each in pictures])
+        whole_text = "".join(part for pair in pieces for part in pair if part is not None)
+        ids = self._tokenizer.encode(whole_text, add_special_tokens=False)
+        sizes = tuple(len(each.rows) for each in pictures)
+        if ids.count(self._image_token_id) != sum(sizes):
+            raise StepFailed(
+                f"the tower made {sum(sizes)} rows for {ids.count(self._image_token_id)} tokens of pictures"
+            )
+        rotary = None
+        if self._tower.has_mrope:
+            rotary = self._tower.rotary(ids, self._image_token_id, [each.grid for each in pictures])
+        row_ids = [row_id for each in pictures for row_id in each.extra_ids()]
+        extra_ids, row = [0] * len(ids), 0
+        for at, token_id in enumerate(ids):
+            if token_id == self._image_token_id:
+                ids[at], extra_ids[at] = vocab_size + row, row_ids[row]
+                row += 1
+        rows = to_matrix(torch.cat([each.rows for each in pictures]))
+        table = PromptTable.of(rows, is_identified=True)
+        return EncodedPrompt(tuple(ids), tuple(extra_ids), table, rotary, sizes)
+
+    def _encoded(self, pictures: Sequence[bytes | memoryview]) -> list[EncodedPicture]:
+        """Return the pictures, from the cache if they are there. A picture that occurs twice is encoded once."""
+        digests = [blake2b(picture, digest_size=16, key=self._settings).digest() for picture in pictures]
+        known = {digest: found for digest in digests if (found := self._cache.get(digest)) is not None}
+        indices = {digest: digests.index(digest) for digest in digests if digest not in known}
+        if indices:
+            start = time.perf_counter()
+            images = {at: read_picture(pictures[at], at) for at in indices.values()}
+            new = [
+                EncodedPicture(digest, *made) for digest, made in zip(indices, self._encode_images(images))
+            ]
+            self._cache.add(new)
+            known.update((picture.digest, picture) for picture in new)
+            self._seconds += time.perf_counter() - start
+        self._num_encoded += len(indices)
+        self._num_hits += len(pictures) - len(indices)
+        return [known[digest] for digest in digests]
+
+    def _encode_images(
+        self, images: dict[int, Image.Image]
+    ) -> list[tuple[torch.Tensor, str, tuple[int, ...]]]:
+        """Return rows, replacement and grid of each image; the keys are their indices in the prompt."""
+        inputs = self._process(images)
+        (replaced,) = inputs["text_replacement_offsets"]
+        replacements = [each["replacement"] for each in replaced]
+        grids = inputs[_GRID].tolist() if _GRID in inputs else [()] * len(images)
+        rows = self._tower.rows({key: inputs[key] for key in inputs if key not in _TEXT_OUTPUTS})
+        sizes = [text.count(self.placeholder) for text in replacements]
+        if len(rows) != sum(sizes):
+            raise StepFailed(f"the tower made {len(rows)} rows for {sum(sizes)} tokens of pictures")
+        return [
+            (part.clone(), text, tuple(grid))  # a part of a larger tensor would keep all of it in memory
+            for part, text, grid in zip(rows.split(sizes), replacements, grids)
+        ]
+
+    def _process(self, images: dict[int, Image.Image]) -> Any:
+        try:
+            return self._processor(
+                text=[self.placeholder * len(images)],
+                images=list(images.values()),
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+            )
+        except ValueError as error:
+            if len(images) == 1:
+                reason = f"cannot be processed: {without_places(str(error))}"
+                raise bad_picture(*images, reason) from error
+            for at, image in images.items():
+                self._process({at: image})
+            raise
+
+    def _digest_settings(self, config: Any, dtype: str | None) -> bytes:
+        """Return a digest of everything but its content that determines a picture's rows."""
+        parts = (
+            config.to_json_string(use_diff=False),
+            json.dumps(self._processor.image_processor.to_dict(), sort_keys=True, default=str),
+            str(dtype),
+            transformers.__version__,
+        )
+        return blake2b("\0".join(parts).encode(), digest_size=16).digest()
+
+
+def _check_model_type(model_type: str) -> None:
+    if model_type.startswith("gemma"):
+        raise ConfigError(
+            f"pictures of {model_type} are not served: the tokens of a picture attend to each other in both "
+            "directions, which this engine's attention does not do"
+        )
+    if model_type not in MODEL_TYPES:
+        raise ConfigError(
+            f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"
+        )

@@ -1,0 +1,52 @@
+"""transformers' processor of a checkpoint, for pictures alone, without torchvision where that is possible."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+_PIXTRAL = "transformers.models.pixtral"
+
+
+def load_processor(folder: str, model_type: str) -> Any:
+    """Return the processor of a checkpoint's model type, without its part for videos.
+
+    Pictures are processed by PIL, not by torchvision, if transformers can do both: the results then do not
+    depend on what is installed. transformers' parts for videos need torchvision.
+
+    Raises:
+        Exception: transformers raises many classes if a file is missing or broken.
+    """
+    base: Any = _find_class(PROCESSOR_MAPPING_NAMES[model_type])
+
+    class PictureProcessor(base):
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *_args: Any, **_kwargs: Any) -> list[Any]:
+            parts: dict[str, Any] = {
+                "tokenizer": AutoTokenizer.from_pretrained(folder),
+                "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
+                "video_processor": None,
+            }
+            return [parts[name] for name in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument is None:
+                return None
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    PictureProcessor.__name__ = base.__name__
+    return PictureProcessor.from_pretrained(folder)
+
+
+def _find_class(name: str) -> Any:
+    if name == "PixtralProcessor" and importlib.util.find_spec("torchvision") is None:
+        # Its module imports a function from a module that needs torchvision; PIL's module has the same function.
+        pil = importlib.import_module(f"{_PIXTRAL}.image_processing_pil_pixtral")
+        sys.modules.setdefault(f"{_PIXTRAL}.image_processing_pixtral", pil)
+        return importlib.import_module(f"{_PIXTRAL}.processing_pixtral").PixtralProcessor
+    return processor_class_from_name(name)

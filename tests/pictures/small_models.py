@@ -1,0 +1,201 @@
+"""Small random vision-language models of each family, saved by transformers, with tokenizer and processor files."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.models.zoo_configs import COMMON
+from tests.models.zoo_multimodal import MULTIMODAL, OTHER_PARTS
+
+_IDEFICS = [
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
+]
+_QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+_LFM = [
+    "<image>",
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|img_thumbnail|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
+]
+_SPECIAL = ["<pad>", "<s>", "</s>"]
+_OTHERS = [*_QWEN, *_IDEFICS, *_LFM[1:], "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>"]
+_TOKENS = [*_SPECIAL, *_OTHERS, "<IMG_CONTEXT>", "<video>"]
+
+_LLAMA = {"num_key_value_heads": 2}
+_SIGLIP = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+_QWEN_TOWER: dict[str, Any] = {"depth": 4, "spatial_merge_size": 2}
+_QWEN_PIXELS = {"patch_size": 4, "min_pixels": 8 * 8, "max_pixels": 32 * 32}
+_TWO_TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+_TOWERS: dict[str, dict[str, Any]] = {
+    "qwen2.5-vl": {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3-vl": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
+    "qwen3-vl-moe": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
+    "qwen3.5-vision": _QWEN_TOWER,
+    "llava": {"image_size": 16, "num_hidden_layers": 2},
+    "llava-onevision": _SIGLIP,
+    "internvl": {"image_size": [16, 16], "num_hidden_layers": 2},
+    "lfm2-vl": {"num_patches": 16},
+}
+_TOPS: dict[str, dict[str, Any]] = {
+    "mistral3": {"spatial_merge_size": 2},
+    "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
+    "internvl": {"image_seq_length": 4},
+    "lfm2-vl": {"downsample_factor": 2},
+}
+_IDEFICS_PARTS = {"vision_config": _SIGLIP, "scale_factor": 2}
+PLACEHOLDERS = {"qwen": "<|image_pad|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+"""Placeholders of families whose placeholder is not <image>, by the beginning of the case's name."""
+
+_QWEN_FILES = ("Qwen2VLImageProcessor", _QWEN_PIXELS, {})
+_PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2-vl": _QWEN_FILES,
+    "qwen2.5-vl": _QWEN_FILES,
+    "qwen3-vl": _QWEN_FILES,
+    "qwen3-vl-moe": _QWEN_FILES,
+    "qwen3.5-vision": _QWEN_FILES,
+    "llava": (
+        "CLIPImageProcessor",
+        {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
+        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "mistral3": (
+        "PixtralImageProcessor",
+        {"size": {"longest_edge": 32}, "patch_size": 4},
+        {"patch_size": 4, "spatial_merge_size": 2},
+    ),
+    "idefics3": ("Idefics3ImageProcessor", _TWO_TILES, {"image_seq_len": 4}),
+    "smolvlm": ("SmolVLMImageProcessor", _TWO_TILES, {"image_seq_len": 4}),
+    "internvl": (
+        "GotOcr2ImageProcessor",
+        {"size": {"height": 16, "width": 16}, "crop_to_patches": True},
+        {"image_seq_length": 4},
+    ),
+    "lfm2-vl": (
+        "Lfm2VlImageProcessor",
+        {
+            "tile_size": 16,
+            "encoder_patch_size": 4,
+            "downsample_factor": 2,
+            "min_image_tokens": 1,
+            "max_image_tokens": 4,
+            "max_num_patches": 16,
+            "min_tiles": 2,
+            "max_tiles": 4,
+        },
+        {},
+    ),
+    "llava-onevision": (
+        "LlavaOnevisionImageProcessor",
+        {
+            "size": {"height": 16, "width": 16},
+            "image_grid_pinpoints": _TOPS["llava-onevision"]["image_grid_pinpoints"],
+        },
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+}
+CASES = tuple(_PROCESSORS)
+"""Names of the families."""
+
+
+def placeholder(case: str) -> str:
+    """Return the text that stands for a picture."""
+    return next((text for name, text in PLACEHOLDERS.items() if case.startswith(name)), "<image>")
+
+
+def picture(width: int, height: int, seed: int = 0, form: str = "PNG") -> bytes:
+    """Return the file of a random picture."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, form)
+    return file.getvalue()
+
+
+def save_model(folder: Path, case: str) -> Any:
+    """Save a model in `folder`; return it."""
+    _save_tokenizer(folder, case)
+    image_processor, pixels, processor = _PROCESSORS[case]
+    _write(folder / "preprocessor_config.json", {"image_processor_type": image_processor, **pixels})
+    if processor:
+        _write(folder / "processor_config.json", processor)
+    torch.manual_seed(0)
+    config = _config(case)
+    class_name = f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"
+    model = getattr(transformers, class_name)(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _config(case: str) -> Any:
+    ids = {token: at for at, token in enumerate(_TOKENS)}
+    common = {**COMMON, "vocab_size": _backend().get_vocab_size()}
+    tokens = {"image_token_id": ids[placeholder(case)], "tie_word_embeddings": False}
+    if case in ("idefics3", "smolvlm"):
+        config_class = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}[case]
+        text = {"model_type": "llama", **common, **_LLAMA}
+        return getattr(transformers, config_class)(text_config=text, **_IDEFICS_PARTS, **tokens)
+    family, text_type, changes = MULTIMODAL[case]
+    parts = {**OTHER_PARTS[family], **_TOPS.get(case, {}), **tokens}
+    parts["vision_config"] = {**parts["vision_config"], **_TOWERS.get(case, {})}
+    if case.startswith("qwen"):
+        parts |= {"video_token_id": ids["<|video_pad|>"], "vision_start_token_id": ids["<|vision_start|>"]}
+    return getattr(transformers, f"{family}Config")(
+        text_config={"model_type": text_type, **common, **changes}, **parts
+    )
+
+
+@cache
+def _backend() -> tokenizers.Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    result = tokenizers.Tokenizer(
+        models.BPE({token: at for at, token in enumerate([*_TOKENS, *alphabet])}, [])
+    )
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in _TOKENS])
+    return result
+
+
+def _save_tokenizer(folder: Path, case: str) -> None:
+    own = {}
+    if case == "internvl":
+        own = {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        }
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_backend(),
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens=own,
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values))
