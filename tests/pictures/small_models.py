@@ -1,4 +1,4 @@
-"""Small random vision-language models of each family, saved by transformers, with tokenizer and processor files."""
+"""Small random vision-language models of each family, with the files of their tokenizers and processors."""
 
 from __future__ import annotations
 

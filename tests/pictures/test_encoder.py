@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from inflight.core.request.adapter import Matrix
-from inflight.pictures.decode import read_picture
+from inflight.errors import ConfigError, InvalidArgument
+from inflight.pictures.decode import MAX_PICTURE_BYTES, read_picture
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
+from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import CASES, picture, placeholder, save_model
 
 VOCAB_SIZE = 1000
@@ -94,3 +101,143 @@ def check_rotary(
     num_angles = table.shape[1] // 2
     torch.testing.assert_close(torch.cat([table[:, 0::2]] * 2, -1), cos[0])
     torch.testing.assert_close(table[:, 1::2], sin[0, :, :num_angles])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("qwen3-vl")
+    save_model(folder, "qwen3-vl")
+    return folder
+
+
+@pytest.fixture
+def encoder(folder: Path) -> PictureEncoder:
+    return PictureEncoder(str(folder))
+
+
+PLACE = placeholder("qwen3-vl")
+
+
+def counts(encoder: PictureEncoder) -> tuple[int, int]:
+    stats = encoder.stats()
+    return stats.num_encoded, stats.num_cache_hits
+
+
+def extra_ids(made: EncodedPrompt) -> list[int]:
+    return [extra_id for extra_id in made.extra_ids if extra_id]
+
+
+def test_language_model_is_not_loaded(folder: Path, encoder: PictureEncoder) -> None:
+    names = [name for name, _ in encoder._tower._model.named_parameters() if "visual" not in name]
+    parameters = dict(encoder._tower._model.named_parameters())
+    assert (
+        sum(parameters[name].numel() for name in names) <= 3 * 64
+    )  # embedding, norm and output of one token
+
+
+def test_a_picture_is_encoded_once(encoder: PictureEncoder) -> None:
+    first = encoder.encode(PLACE, [WIDE], VOCAB_SIZE)
+    assert encoder.encode(PLACE, [WIDE], VOCAB_SIZE) == first
+    assert counts(encoder) == (1, 1)
+    both = encoder.encode(f"{PLACE} and {PLACE} and {PLACE}", [TALL, WIDE, TALL], VOCAB_SIZE)
+    assert counts(encoder) == (2, 3)
+    num_tall, num_wide, _ = both.num_picture_tokens
+    assert extra_ids(both)[num_tall : num_tall + num_wide] == extra_ids(first)
+    assert extra_ids(both)[:num_tall] == extra_ids(both)[num_tall + num_wide :]
+    rows = as_tensor(both.table.rows)
+    assert rows[num_tall : num_tall + num_wide].equal(as_tensor(first.table.rows))
+
+
+def test_least_recently_used_pictures_leave_the_cache(folder: Path) -> None:
+    size = PictureEncoder(str(folder))
+    size.encode(PLACE, [WIDE], VOCAB_SIZE)
+    num_bytes = size.stats().cached_bytes
+    encoder = PictureEncoder(str(folder), cache_bytes=2 * num_bytes)
+    others = [picture(30, 18, seed) for seed in (2, 3)]
+    for files in ([WIDE], others[:1], [WIDE], others[1:]):
+        encoder.encode(PLACE, files, VOCAB_SIZE)
+    assert encoder.stats().cached_bytes == 2 * num_bytes
+    encoder.encode(PLACE, [WIDE], VOCAB_SIZE)
+    assert counts(encoder) == (3, 2)
+    encoder.encode(PLACE, others[:1], VOCAB_SIZE)
+    assert counts(encoder) == (4, 2)
+
+
+def test_ids_are_of_the_picture_and_its_processing(folder: Path, encoder: PictureEncoder) -> None:
+    made = encoder.encode(PLACE, [WIDE], VOCAB_SIZE)
+    again = PictureEncoder(str(folder)).encode(PLACE, [WIDE], VOCAB_SIZE)
+    assert extra_ids(again) == extra_ids(made)
+    assert made.table.key == made.rotary.key == b""  # type: ignore[union-attr]
+    other = encoder.encode(PLACE, [picture(30, 18, seed=2)], VOCAB_SIZE)
+    rounded = PictureEncoder(str(folder), dtype="bfloat16").encode(PLACE, [WIDE], VOCAB_SIZE)
+    for ids in (extra_ids(other), extra_ids(rounded)):
+        assert len(ids) == len(extra_ids(made)) and not set(ids) & set(extra_ids(made))
+    assert rounded.table.rows.dtype == "bfloat16"
+
+
+def test_text_is_tokenized_by_the_own_tokenizer(folder: Path, encoder: PictureEncoder) -> None:
+    text = f"<s>Größe: {PLACE}</s>"
+    made = encoder.encode(text, [WIDE], VOCAB_SIZE)
+    places = PLACE * made.num_picture_tokens[0]
+    expected = Tokenizer.from_dir(folder).encode(text.replace(PLACE, places), add_special_tokens=False)
+    texts = [token_id for token_id in made.token_ids if token_id < VOCAB_SIZE]
+    assert texts == [token_id for token_id in expected if token_id != encoder._image_token_id]
+
+
+def test_numbers_of_places_and_pictures_must_agree(encoder: PictureEncoder) -> None:
+    for text, files in ((PLACE, []), ("text", [WIDE]), (PLACE * 3, [WIDE, TALL]), ("text", [])):
+        with pytest.raises(InvalidArgument) as error:
+            encoder.encode(text, files, VOCAB_SIZE)
+        assert f"has {text.count(PLACE)} places for pictures" in str(error.value)
+        assert f"but {len(files)} pictures" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        (b"", "is no picture of a known format"),
+        (b"no picture", "is no picture of a known format"),
+        (WIDE[:200], "cannot be decoded: "),
+        (b"\0" * (MAX_PICTURE_BYTES + 1), "bytes; at most"),
+        (picture(4000, 2), "cannot be processed: absolute aspect ratio must be smaller than 200"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 1 1\n", "is no picture of a known format"),
+    ],
+)
+def test_errors_name_the_picture(encoder: PictureEncoder, file: bytes, reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=rf"pictures\[1\] .*{reason}") as error:
+        encoder.encode(PLACE * 2, [WIDE, file], VOCAB_SIZE)
+    assert error.value.names == ("pictures[1]",)
+
+
+@pytest.mark.parametrize("factor", [1.5, 3])
+def test_pictures_with_too_many_pixels_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", int(30 * 18 / factor))
+    with pytest.raises(InvalidArgument, match=r"pictures\[4\] has too many pixels"):
+        read_picture(WIDE, 4)
+
+
+def test_pictures_are_turned_as_their_camera_was() -> None:
+    file = BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    Image.new("RGB", (30, 18)).save(file, "JPEG", exif=exif)
+    assert read_picture(file.getvalue(), 0).size == (18, 30)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("gemma3", "attend to each other in both directions"), ("llama", "expected one of qwen2_vl, ")],
+)
+def test_other_models_are_refused(tmp_path: Path, model_type: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=f"pictures of {model_type} are not served.*{reason}"):
+        PictureEncoder(str(tmp_path))
+
+
+def test_checkpoint_without_its_tower_is_refused(tmp_path: Path, folder: Path) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(path).items() if "merger" not in name}
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lacks \d+ weights of the vision tower: model.visual"):
+        PictureEncoder(str(tmp_path))

@@ -31,7 +31,7 @@ from inflight.errors import InflightError, error_from_kind
 from inflight.raw_buffers import BufferedDecoder, BufferedEncoder
 
 MAX_FRAME_BYTES = 1 << 30
-_LENGTH_BYTES = 4
+LENGTH_BYTES = 4
 
 _Shape = tuple[int, ...]
 _T = TypeVar("_T")
@@ -226,16 +226,21 @@ def encode(frame: FromEngine | FromFrontEnd) -> bytes:
     body = _ENCODER.encode(frame)
     if len(body) > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def encode_submit(request: Request) -> list[bytes | memoryview]:
     """Return the frame and the raw buffers of a Submit; raises BadFrame if any of them is too long."""
-    body, buffers = BufferedEncoder().encode(Submit(request))
+    return encode_with_buffers(Submit(request))
+
+
+def encode_with_buffers(message: msgspec.Struct) -> list[bytes | memoryview]:
+    """Return the frame and the raw buffers of a message; raises BadFrame if any of them is too long."""
+    body, buffers = BufferedEncoder().encode(message)
     longest = max([len(body), *map(len, buffers)])
     if longest > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {longest} bytes; at most {MAX_FRAME_BYTES} are sent")
-    return [len(body).to_bytes(_LENGTH_BYTES, "big") + body, *buffers]
+    return [len(body).to_bytes(LENGTH_BYTES, "big") + body, *buffers]
 
 
 def encode_response(response: Response) -> list[bytes]:
@@ -284,7 +289,7 @@ def _encode_with_tensors(response: Response, result: SequenceResult) -> list[byt
 
 def decode_from_engine(body: bytes) -> FromEngine:
     """Decode a message of the engine; raises BadFrame if the body is not one."""
-    return _decode(_FROM_ENGINE.decode, body)
+    return decode_by(_FROM_ENGINE.decode, body)
 
 
 class FrontEndFrames:
@@ -306,14 +311,15 @@ class FrontEndFrames:
 
     def decode(self, body: bytes) -> tuple[FromFrontEnd, list[memoryview]]:
         """Return a frame's message, and empty buffers to fill with the bytes that follow it; raises BadFrame."""
-        return _decode(self._decoder.decode, body)
+        return decode_by(self._decoder.decode, body)
 
 
-def _decode(decode: Callable[[bytes], _T], body: bytes) -> _T:
+def decode_by(decode: Callable[[bytes], _T], body: bytes) -> _T:
+    """Return `decode(body)`; raises BadFrame if the body is not a message."""
     try:
         return decode(body)
     except (msgspec.MsgspecError, RecursionError, MemoryError) as error:
-        raise BadFrame(f"not a frame of the engine endpoint: {error}") from error
+        raise BadFrame(f"not a message of this protocol: {error}") from error
 
 
 def read_frame(connection: socket.socket) -> bytes | None:
@@ -321,13 +327,16 @@ def read_frame(connection: socket.socket) -> bytes | None:
 
     Raises BadFrame if the frame is too long or incomplete.
     """
-    header = _read(connection, _LENGTH_BYTES)
-    if not header:
-        return None
+    header = _read(connection, LENGTH_BYTES)
+    return _read_all(connection, frame_length(header)) if header else None
+
+
+def frame_length(header: bytes) -> int:
+    """Return the length of the body after this header; raises BadFrame if it is too long or the header is cut."""
     length = int.from_bytes(header, "big")
-    if len(header) < _LENGTH_BYTES or length > MAX_FRAME_BYTES:
+    if len(header) < LENGTH_BYTES or length > MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
-    return _read_all(connection, length)
+    return length
 
 
 def read_response(connection: socket.socket, answer: EngineResponse) -> Response:

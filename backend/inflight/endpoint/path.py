@@ -44,22 +44,23 @@ def endpoint_path(server_pid: int, model_name: str, runtime_folder: str | None =
     return next((path for path in paths if _fits(path)), os.path.join("/tmp", name))
 
 
-def listen(path: str) -> socket.socket:
+def listen(path: str, option: str = "engine_endpoint") -> socket.socket:
     """Listen at `path`, for this user only. Replaces the socket file of a dead server.
 
-    Raises ConfigError if a live server listens at the path, or the path cannot be used.
+    Raises ConfigError if a live server listens at the path, or the path cannot be used. `option` is the name
+    of the path's option, for the error.
     """
     if not _fits(path):
-        raise ConfigError(f"engine_endpoint: {path} is longer than the {_LONGEST} bytes of a socket's path")
+        raise ConfigError(f"{option}: {path} is longer than the {_LONGEST} bytes of a socket's path")
     listening = socket.socket(socket.AF_UNIX)
     try:
-        _remove_stale(path)
+        _remove_stale(path, option)
         listening.bind(path)
         os.chmod(path, 0o600)  # before it listens, so that no client can have connected
         listening.listen()
     except OSError as error:
         listening.close()
-        raise ConfigError(f"engine_endpoint: cannot listen at {path}: {error.strerror}") from error
+        raise ConfigError(f"{option}: cannot listen at {path}: {error.strerror}") from error
     except ConfigError:
         listening.close()
         raise
@@ -85,6 +86,11 @@ def connect(connection: socket.socket, path: str) -> Hello:
 def reach(connection: socket.socket, path: str) -> None:
     """Connect like `connect`, but do not wait for the Hello, which a busy engine may send late."""
     connection.connect(native(path))
+    check_peer(connection)
+
+
+def check_peer(connection: socket.socket) -> None:
+    """Raise BadFrame if the peer's process belongs to a user other than this process's user and root."""
     _pid, uid, _gid = _peer(connection)
     if uid not in (0, os.geteuid()):
         raise BadFrame("it belongs to another user")
@@ -111,20 +117,20 @@ def _peer(connected: socket.socket) -> tuple[int, int, int]:
     return _CREDENTIALS.unpack(credentials)
 
 
-def _remove_stale(path: str) -> None:
+def _remove_stale(path: str, option: str) -> None:
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:
         return
     if not is_socket:
-        raise ConfigError(f"engine_endpoint: {path} exists and is not a socket")
+        raise ConfigError(f"{option}: {path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             remove(path)  # its server is dead
             return
-    raise ConfigError(f"engine_endpoint: another server listens at {path}")
+    raise ConfigError(f"{option}: another server listens at {path}")
 
 
 def _fits(path: str) -> bool:

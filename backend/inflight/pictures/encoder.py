@@ -41,7 +41,8 @@ MODEL_TYPES = (
 )
 """Model types whose pictures are encoded."""
 
-_CACHE_BYTES = 1 << 30
+CACHE_BYTES = 1 << 30
+"""Default of the maximum size of cached rows."""
 _TEXT_OUTPUTS = (
     "input_ids",
     "attention_mask",
@@ -70,7 +71,7 @@ class PictureEncoder:
     """
 
     def __init__(
-        self, folder: str, dtype: str | None = None, device: str = "cpu", cache_bytes: int = _CACHE_BYTES
+        self, folder: str, dtype: str | None = None, device: str = "cpu", cache_bytes: int = CACHE_BYTES
     ) -> None:
         folder = native(folder)
         try:

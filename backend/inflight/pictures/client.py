@@ -1,0 +1,91 @@
+"""The client of the process that encodes pictures, for front ends with an event loop. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from inflight.core.request.adapter import RawBuffer
+from inflight.endpoint.frames import BadFrame, encode_with_buffers
+from inflight.endpoint.path import check_peer
+from inflight.errors import Unreachable, error_from_kind
+from inflight.file_names import native
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
+from inflight.pictures.messages import (
+    Encoded,
+    EncodePictures,
+    FromEncoder,
+    ReadStats,
+    Stats,
+    read_message,
+)
+from inflight.raw_buffers import BufferedDecoder
+
+_log = logging.getLogger(__name__)
+
+
+class PicturesClient:
+    """Asks the process that listens at a Unix socket. Each call has a connection of its own.
+
+    A call that is cancelled takes its request back.
+
+    Args:
+        path: The socket's path.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = native(path)
+
+    async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
+        """Return the encoded prompt; the arguments are those of `PictureEncoder.encode`.
+
+        Raises:
+            InvalidArgument: The numbers of placeholders and pictures differ, or a picture is invalid.
+            QueueFull: Too many prompts wait.
+            Unreachable: The process does not run, or has ended meanwhile.
+        """
+        answer = await self._ask(
+            EncodePictures(text, tuple(RawBuffer(picture) for picture in pictures), vocab_size)
+        )
+        assert isinstance(answer, Encoded), f"got {type(answer).__name__}"
+        if answer.prompt is None:
+            raise error_from_kind(answer.error_kind, answer.error_message)
+        return answer.prompt
+
+    async def stats(self) -> PictureStats:
+        """Return the process's counts since its start; raises Unreachable."""
+        answer = await self._ask(ReadStats())
+        assert isinstance(answer, Stats), f"got {type(answer).__name__}"
+        return answer.stats
+
+    async def _ask(self, message: msgspec.Struct) -> FromEncoder:
+        try:
+            reader, writer = await self._connect()
+            try:
+                writer.writelines(encode_with_buffers(message))
+                await writer.drain()
+                decoder: BufferedDecoder[FromEncoder] = BufferedDecoder(FromEncoder)
+                answer = await read_message(reader, decoder)
+            finally:
+                writer.close()
+        except (OSError, BadFrame) as error:
+            _log.warning("the process that encodes pictures, at %s: %s", self._path, error)
+            raise Unreachable("the process that encodes pictures cannot be reached") from error
+        if answer is None:
+            raise Unreachable("the process that encodes pictures has ended; a later attempt may succeed")
+        return answer
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, self._path)
+            check_peer(connection)
+            return await asyncio.open_unix_connection(sock=connection)
+        except BaseException:
+            connection.close()
+            raise

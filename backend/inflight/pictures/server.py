@@ -1,0 +1,131 @@
+"""Serves an encoder of pictures at a Unix socket. Imports no torch.
+
+Owns an event loop's server and one thread, which encodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import msgspec
+
+from inflight.endpoint.frames import BadFrame, encode_with_buffers
+from inflight.endpoint.path import listen, remove
+from inflight.errors import InflightError, QueueFull, unexpected
+from inflight.file_names import native
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
+from inflight.pictures.messages import (
+    Encoded,
+    EncodePictures,
+    ReadStats,
+    Stats,
+    ToEncoder,
+    read_message,
+)
+from inflight.raw_buffers import BufferedDecoder
+
+_log = logging.getLogger(__name__)
+
+MAX_PROMPTS = 64
+"""Maximum number of prompts that are encoded or wait at one time."""
+
+
+class Encoder(Protocol):
+    """What is served: a PictureEncoder."""
+
+    def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
+        """Encode a prompt."""
+        ...
+
+    def stats(self) -> PictureStats:
+        """Return counts since the start. Called while another thread encodes."""
+        ...
+
+
+class PicturesServer:
+    """Encodes the prompts of all connections one at a time, in the order of their arrival.
+
+    A prompt whose front end has closed its connection is dropped, unless it is being encoded already.
+
+    Args:
+        encoder: The encoder.
+        max_prompts: Maximum number of prompts that are encoded or wait at one time.
+    """
+
+    def __init__(self, encoder: Encoder, max_prompts: int = MAX_PROMPTS) -> None:
+        self._encoder = encoder
+        self._max_prompts = max_prompts
+        self._num_prompts = 0
+        self._executor = ThreadPoolExecutor(1, "encode-pictures")
+
+    async def serve(self, path: str, stop: asyncio.Event, ready: Callable[[], object]) -> None:
+        """Serve at `path` until `stop` is set.
+
+        Args:
+            path: The socket's path.
+            stop: Ends serving; prompts that are not yet encoded get no answer.
+            ready: Called when clients can connect.
+
+        Raises:
+            ConfigError: The path cannot be used, or a server already listens there.
+        """
+        path = native(path)
+        server = await asyncio.start_unix_server(self._attend, sock=listen(path, "--socket"))
+        try:
+            ready()
+            await stop.wait()
+        finally:
+            server.close()
+            remove(path)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the request of one connection."""
+        try:
+            decoder: BufferedDecoder[ToEncoder] = BufferedDecoder(ToEncoder)
+            request = await read_message(reader, decoder)
+            answer = None if request is None else await self._answer(request, reader)
+            if answer is not None:
+                writer.writelines(encode_with_buffers(answer))
+                await writer.drain()
+        except (OSError, BadFrame) as error:
+            _log.warning("a connection broke: %s", error)
+        finally:
+            writer.close()
+
+    async def _answer(self, request: ToEncoder, reader: asyncio.StreamReader) -> msgspec.Struct | None:
+        """Return the answer to a request; None if its front end has closed the connection."""
+        if isinstance(request, ReadStats):
+            return Stats(self._encoder.stats())
+        if self._num_prompts >= self._max_prompts:
+            return _failed(
+                QueueFull(f"{self._num_prompts} prompts with pictures wait already; try again later")
+            )
+        self._num_prompts += 1
+        encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._encode, request)
+        closing = asyncio.ensure_future(reader.read(1))
+        try:
+            await asyncio.wait({encoding, closing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._num_prompts -= 1
+            closing.cancel()
+            encoding.cancel()  # no effect if it has ended
+        return None if encoding.cancelled() else encoding.result()
+
+    def _encode(self, request: EncodePictures) -> Encoded:
+        try:
+            pictures = [memoryview(picture.data) for picture in request.pictures]
+            return Encoded(self._encoder.encode(request.text, pictures, request.vocab_size))
+        except InflightError as error:
+            return _failed(error)
+        except Exception as error:
+            _log.exception("a prompt could not be encoded")
+            return _failed(unexpected("the pictures could not be encoded", error))
+
+
+def _failed(error: InflightError) -> Encoded:
+    return Encoded(error_kind=error.kind, error_message=error.marked)
