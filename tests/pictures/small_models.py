@@ -116,6 +116,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     ),
 }
+_IN_ONE_FILE = ("qwen3.5-vision", "smolvlm")  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
 
@@ -137,7 +138,11 @@ def save_model(folder: Path, case: str) -> Any:
     """Save a model in `folder`; return it."""
     _save_tokenizer(folder, case)
     image_processor, pixels, processor = _PROCESSORS[case]
-    _write(folder / "preprocessor_config.json", {"image_processor_type": image_processor, **pixels})
+    pixels = {"image_processor_type": image_processor, **pixels}
+    if case in _IN_ONE_FILE:
+        processor = {"image_processor": pixels, "video_processor": {}, **processor}
+    else:
+        _write(folder / "preprocessor_config.json", pixels)
     if processor:
         _write(folder / "processor_config.json", processor)
     torch.manual_seed(0)

@@ -163,9 +163,12 @@ def test_least_recently_used_pictures_leave_the_cache(folder: Path) -> None:
     assert counts(encoder) == (4, 2)
 
 
-def test_ids_are_of_the_picture_and_its_processing(folder: Path, encoder: PictureEncoder) -> None:
+def test_ids_are_of_the_picture_and_its_processing(
+    tmp_path: Path, folder: Path, encoder: PictureEncoder
+) -> None:
     made = encoder.encode(PLACE, [WIDE], VOCAB_SIZE)
-    again = PictureEncoder(str(folder)).encode(PLACE, [WIDE], VOCAB_SIZE)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    again = PictureEncoder(str(tmp_path)).encode(PLACE, [WIDE], VOCAB_SIZE)
     assert extra_ids(again) == extra_ids(made)
     assert made.table.key == made.rotary.key == b""  # type: ignore[union-attr]
     other = encoder.encode(PLACE, [picture(30, 18, seed=2)], VOCAB_SIZE)

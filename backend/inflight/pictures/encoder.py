@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from PIL import Image
-from transformers import AutoConfig
 
 from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
@@ -43,6 +43,7 @@ MODEL_TYPES = (
 
 CACHE_BYTES = 1 << 30
 """Default of the maximum size of cached rows."""
+_AUTO_CONFIG: Any = transformers.AutoConfig
 _TEXT_OUTPUTS = (
     "input_ids",
     "attention_mask",
@@ -75,11 +76,11 @@ class PictureEncoder:
     ) -> None:
         folder = native(folder)
         try:
-            config: Any = AutoConfig.from_pretrained(folder)
+            config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             _check_model_type(config.model_type)
             self._tokenizer = Tokenizer.from_dir(folder)
             self._processor = load_processor(folder, config.model_type)
-            self._settings = self._digest_settings(config, dtype)
+            self._settings = self._digest_settings(folder, dtype)
             self._tower = VisionTower(folder, config, dtype, device)
         except InflightError:
             raise
@@ -171,7 +172,7 @@ class PictureEncoder:
             raise StepFailed(f"the tower made {len(rows)} rows for {sum(sizes)} tokens of pictures")
         return [
             (part.clone(), text, tuple(grid))  # a part of a larger tensor would keep all of it in memory
-            for part, text, grid in zip(rows.split(sizes), replacements, grids)
+            for part, text, grid in zip(torch.split(rows, sizes), replacements, grids)
         ]
 
     def _process(self, images: dict[int, Image.Image]) -> Any:
@@ -183,17 +184,17 @@ class PictureEncoder:
                 return_tensors="pt",
             )
         except ValueError as error:
-            if len(images) == 1:
-                reason = f"cannot be processed: {without_places(str(error))}"
-                raise bad_picture(*images, reason) from error
             for at, image in images.items():
+                if len(images) == 1:
+                    reason = f"cannot be processed: {without_places(str(error))}"
+                    raise bad_picture(at, reason) from error
                 self._process({at: image})
             raise
 
-    def _digest_settings(self, config: Any, dtype: str | None) -> bytes:
+    def _digest_settings(self, folder: str, dtype: str | None) -> bytes:
         """Return a digest of everything but its content that determines a picture's rows."""
         parts = (
-            config.to_json_string(use_diff=False),
+            Path(folder, "config.json").read_text(encoding="utf-8"),
             json.dumps(self._processor.image_processor.to_dict(), sort_keys=True, default=str),
             str(dtype),
             transformers.__version__,

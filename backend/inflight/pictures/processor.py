@@ -7,9 +7,12 @@ import importlib.util
 import sys
 from typing import Any
 
-from transformers import AutoImageProcessor, AutoTokenizer
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+import transformers
+from transformers.models.auto import processing_auto
 
+_TRANSFORMERS: Any = transformers
+_PROCESSORS: Any = processing_auto
+_LOCAL = {"trust_remote_code": False, "local_files_only": True}
 _PIXTRAL = "transformers.models.pixtral"
 
 
@@ -22,25 +25,26 @@ def load_processor(folder: str, model_type: str) -> Any:
     Raises:
         Exception: transformers raises many classes if a file is missing or broken.
     """
-    base: Any = _find_class(PROCESSOR_MAPPING_NAMES[model_type])
+    base: Any = _find_class(_PROCESSORS.PROCESSOR_MAPPING_NAMES[model_type])
 
     class PictureProcessor(base):
         @classmethod
         def _get_arguments_from_pretrained(cls, *_args: Any, **_kwargs: Any) -> list[Any]:
             parts: dict[str, Any] = {
-                "tokenizer": AutoTokenizer.from_pretrained(folder),
-                "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil"),
+                "tokenizer": _TRANSFORMERS.AutoTokenizer.from_pretrained(folder, **_LOCAL),
+                "image_processor": _TRANSFORMERS.AutoImageProcessor.from_pretrained(
+                    folder, backend="pil", **_LOCAL
+                ),
                 "video_processor": None,
             }
             return [parts[name] for name in cls.get_attributes()]
 
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument is None:
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            if argument is not None:
+                base.check_argument_for_proper_class(self, argument_name, argument)
 
     PictureProcessor.__name__ = base.__name__
-    return PictureProcessor.from_pretrained(folder)
+    return PictureProcessor.from_pretrained(folder, **_LOCAL)
 
 
 def _find_class(name: str) -> Any:
@@ -49,4 +53,4 @@ def _find_class(name: str) -> Any:
         pil = importlib.import_module(f"{_PIXTRAL}.image_processing_pil_pixtral")
         sys.modules.setdefault(f"{_PIXTRAL}.image_processing_pixtral", pil)
         return importlib.import_module(f"{_PIXTRAL}.processing_pixtral").PixtralProcessor
-    return processor_class_from_name(name)
+    return _PROCESSORS.processor_class_from_name(name)

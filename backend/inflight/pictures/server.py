@@ -35,7 +35,7 @@ MAX_PROMPTS = 64
 
 
 class Encoder(Protocol):
-    """What is served: a PictureEncoder."""
+    """The encoder that is served, a PictureEncoder."""
 
     def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
         """Encode a prompt."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForImageTextToText
 
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.prompt_table import RotaryTable
 from inflight.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
+_AUTO_MODEL: Any = transformers.AutoModelForImageTextToText
 _TEXT_PARTS = ("language_model", "text_model", "lm_head")
 
 
@@ -36,12 +33,13 @@ class VisionTower:
     def __init__(self, folder: str, config: Any, dtype: str | None, device: str) -> None:
         _remove_language_model(config)
         with _quiet():
-            model, report = AutoModelForImageTextToText.from_pretrained(
+            model, report = _AUTO_MODEL.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype or "auto",
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                local_files_only=True,
             )
         if missing := [name for name in sorted(report["missing_keys"]) if not _is_text(name)]:
             raise ConfigError(f"{folder} lacks {len(missing)} weights of the vision tower: {missing[0]}, …")
@@ -81,7 +79,7 @@ class VisionTower:
         Args:
             token_ids: The prompt.
             image_token_id: The token in place of each row of a picture.
-            grids: Of each picture.
+            grids: Numbers of patches of each picture: time, height, width.
         """
         ids = torch.tensor([token_ids])
         positions, delta = self._inner.get_rope_index(
@@ -103,8 +101,9 @@ class VisionTower:
 def to_matrix(tensor: torch.Tensor) -> Matrix:
     """Return a matrix with a copy of a two-dimensional tensor."""
     rows, columns = tensor.shape
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    return Matrix((rows, columns), str(tensor.dtype).removeprefix("torch."), RawBuffer(data))
+    array: Any = tensor.contiguous().view(torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Matrix((rows, columns), dtype, RawBuffer(array.numpy().tobytes()))
 
 
 def _joined(parts: Any) -> torch.Tensor:
@@ -134,7 +133,7 @@ def _is_text(name: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None, None, None]:
     """Silence transformers' progress bar, and its report that the language model's weights are not used."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
