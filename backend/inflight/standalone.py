@@ -23,9 +23,10 @@ from inflight.processes import exempt_from_collection
 from inflight.server import runtime_directory
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.keeper import Keeper
-from inflight.server.launch import ServerOptions, lay_out
+from inflight.server.launch import ServerOptions, cannot_encode, lay_out, make_pictures
 from inflight.server.log import CollapsingHandler
 from inflight.server.openai_process import OpenAiProcess
+from inflight.server.pictures_process import PicturesProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.repository import RuntimeRepository, read_engine_parameters
 from inflight.server.supervisor import Signals
@@ -78,19 +79,30 @@ def _serve(options: ServerOptions, folder: Path, ports: Ports, log: TextIO) -> i
     assert ports.openai is not None, "checked"
     repository = lay_out(options, folder / "models")
     socket = Path(endpoint_path(os.getpid(), _ENGINE, str(folder)))
-    wanted = replace(options.openai, host=options.host, port=ports.openai, metrics_url="")
+    pictures = make_pictures(options, repository, folder, log)
+    wanted = replace(
+        options.openai,
+        host=options.host,
+        port=ports.openai,
+        metrics_url="",
+        pictures=pictures and pictures.socket,
+    )
     openai = OpenAiProcess(wanted, lambda: socket, folder, max(1, options.exit_timeout_s), log)
-    openai.start()
+    for process in (openai, pictures):
+        if process:
+            process.start()
     try:
         running = _start_engine(repository, socket, partial(_end, log))
         try:
             with Signals() as signals:
                 ready = f"READY openai={openai.url} model={repository.checkpoint}"
-                return _run(options, openai, signals, ready, running.prepare_guides)
+                return _run(options, openai, pictures, signals, ready, running.prepare_guides)
         finally:
             running.close(0.0)
     finally:
-        openai.kill()
+        for process in (openai, pictures):
+            if process:
+                process.kill()
 
 
 def _start_engine(repository: RuntimeRepository, socket: Path, on_hang: OnHang) -> RunningEngine:
@@ -119,15 +131,22 @@ def _end(log: TextIO, error: InflightError) -> None:
 def _run(
     options: ServerOptions,
     openai: OpenAiProcess,
+    pictures: PicturesProcess | None,
     signals: Signals,
     ready: str,
     after_ready: Callable[[], None],
 ) -> int:
     """Print READY when /v1 listens, wait for a signal, and let requests in flight finish."""
-    while not openai.is_up() and not signals.any():
+
+    def are_up() -> bool:
+        return openai.is_up() and (pictures is None or pictures.is_up())
+
+    while not are_up() and not signals.any():
         if openai.failure:
             raise ServeError(f"the OpenAI endpoint does not start: {openai.failure}")
-        signals.wait(openai.is_up, _CHECK_S)
+        if pictures is not None and pictures.failure:
+            raise ServeError(cannot_encode(pictures.failure))
+        signals.wait(are_up, _CHECK_S)
     if not signals.any():
         print(ready, flush=True)
         after_ready()

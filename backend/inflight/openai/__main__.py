@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     _log_to(open_log(given.log_format))
     try:
-        options = read_arguments(given, given.host, given.port, given.metrics_url)
+        options = read_arguments(given, given.host, given.port, given.metrics_url, given.pictures)
         client = _connect(given)
         config = _config(client, options, given.exit_timeout)
     except (InflightError, ValueError, OSError) as error:
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         help="port (default: %(default)s; 0: any free one)",
     )
     add("--metrics-url", default="", metavar="URL", help="Triton's metrics page, for /metrics")
+    add("--pictures", type=Path, metavar="SOCKET", help="of the process that encodes pictures")
     add(
         "--exit-timeout",
         type=int,

@@ -50,6 +50,7 @@ class OpenAiOptions:
         tls_certificate: PEM file with the certificate chain; None: no TLS.
         tls_key: PEM file with the private key; None: the key is in `tls_certificate`.
         metrics_url: URL of Triton's metrics page, for /metrics; "": no page.
+        pictures: Socket of the process that encodes pictures; None: pictures are refused.
     """
 
     host: str = "127.0.0.1"
@@ -65,6 +66,7 @@ class OpenAiOptions:
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     metrics_url: str = ""
+    pictures: Path | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +153,7 @@ def read_arguments(
     host: str,
     port: int,
     metrics_url: str = "",
+    pictures: Path | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> OpenAiOptions:
     """Return the options from parsed flags. Raises ValueError, which names the flag, if a flag is invalid."""
@@ -172,6 +175,7 @@ def read_arguments(
         tls_certificate=given.ssl_certfile,
         tls_key=given.ssl_keyfile,
         metrics_url=metrics_url,
+        pictures=pictures,
     )
 
 
@@ -181,6 +185,7 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         "--chat-template": options.chat_template,
         "--ssl-certfile": options.tls_certificate,
         "--ssl-keyfile": options.tls_key,
+        "--pictures": options.pictures,
     }
     names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens
     return [

@@ -19,27 +19,11 @@ from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, S
 from inflight.file_names import native
 from inflight.pictures.decode import bad_picture, read_picture
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
+from inflight.pictures.families import why_not
 from inflight.pictures.processor import load_processor
 from inflight.pictures.row_cache import EncodedPicture, RowCache
 from inflight.pictures.tower import VisionTower, to_matrix
 from inflight.text.tokenizer import Tokenizer
-
-MODEL_TYPES = (
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "llava",
-    "mistral3",
-    "idefics3",
-    "smolvlm",
-    "internvl",
-    "lfm2_vl",
-    "llava_onevision",
-)
-"""Model types whose pictures are encoded."""
 
 CACHE_BYTES = 1 << 30
 """Default of the maximum size of cached rows."""
@@ -77,7 +61,8 @@ class PictureEncoder:
         folder = native(folder)
         try:
             config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            _check_model_type(config.model_type)
+            if (refusal := why_not(config.model_type)) is not None:
+                raise ConfigError(refusal)
             self._tokenizer = Tokenizer.from_dir(folder)
             self._processor = load_processor(folder, config.model_type)
             self._settings = self._digest_settings(folder, dtype)
@@ -200,15 +185,3 @@ class PictureEncoder:
             transformers.__version__,
         )
         return blake2b("\0".join(parts).encode(), digest_size=16).digest()
-
-
-def _check_model_type(model_type: str) -> None:
-    if model_type.startswith("gemma"):
-        raise ConfigError(
-            f"pictures of {model_type} are not served: the tokens of a picture attend to each other in both "
-            "directions, which this engine's attention does not do"
-        )
-    if model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"
-        )

@@ -120,6 +120,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
         mpirun_arguments=given.mpirun_arguments,
         write_repository=given.write_repository,
         triton=not given.no_triton,
+        vision=not given.no_vision,
     )
 
 

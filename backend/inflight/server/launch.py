@@ -16,6 +16,7 @@ from typing import Literal, TextIO, TypeVar
 
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
+from inflight.pictures.families import has_vision_tower
 from inflight.server import descriptors, installation, ranks, request_checks, runtime_directory
 from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
@@ -23,6 +24,7 @@ from inflight.server.errors import ServeError, Starved
 from inflight.server.keeper import Keeper
 from inflight.server.log import ServerLog, find_cause, was_starved
 from inflight.server.openai_process import OpenAiProcess
+from inflight.server.pictures_process import PicturesProcess
 from inflight.server.ports import Ports, resolve_host, resolve_ports
 from inflight.server.process import ServerProcess
 from inflight.server.repository import RuntimeRepository, Wanted, assemble, default_repository
@@ -75,6 +77,7 @@ class ServerOptions:
         write_repository: Folder in which to lay out the models for another program. If it is set, no server
             is started.
         triton: Whether a tritonserver serves the models; if not, only /v1 and the engine endpoint do.
+        vision: Whether pictures are encoded, if the checkpoint has a vision tower.
     """
 
     model_repository: Path = field(default_factory=default_repository)
@@ -99,6 +102,22 @@ class ServerOptions:
     mpirun_arguments: str | None = None
     write_repository: Path | None = None
     triton: bool = True
+    vision: bool = True
+
+
+def make_pictures(
+    options: ServerOptions, repository: RuntimeRepository, folder: Path, echo: TextIO | None
+) -> PicturesProcess | None:
+    """Make the process that encodes pictures; None if the checkpoint has no vision tower, or it is not wanted."""
+    checkpoint = Path(repository.checkpoint or "")
+    if not options.vision or not has_vision_tower(checkpoint):
+        return None
+    return PicturesProcess(checkpoint, options.wanted.dtype, folder, echo)
+
+
+def cannot_encode(failure: str) -> str:
+    """Return the message of a server whose process for pictures cannot start."""
+    return f"pictures cannot be encoded, and --no-vision serves texts alone: {failure}"
 
 
 def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
@@ -125,6 +144,7 @@ class TritonServer:
             self.repository = self._assemble()
             self._leader = self._find_leader()
             self._environment = self._make_environment()
+            self._pictures = make_pictures(options, self.repository, self._folder, echo)
             self._openai = self._make_openai()
         except BaseException:  # also after Ctrl-C, the folder must be removed
             runtime_directory.remove(self._folder)
@@ -180,6 +200,8 @@ class TritonServer:
             raise ServeError(f"{command[0]} cannot be run: {error.strerror}") from None
         is_verbose = self._options.log_verbose
         self._log = ServerLog(self._process.output, self._echo, _has_gpu() or is_verbose, is_verbose)
+        if self._pictures:
+            self._pictures.start()
         if self._openai:
             self._openai.start()
 
@@ -205,6 +227,8 @@ class TritonServer:
                 raise self.ended()
             if self._openai and self._openai.failure:
                 raise ServeError(f"the OpenAI endpoint does not start: {self._openai.failure}")
+            if self._pictures and self._pictures.failure:
+                raise ServeError(cannot_encode(self._pictures.failure))
             if forgotten := startup.forgotten():
                 raise Starved(f"{forgotten}, {_STARVED}")
             if stalled := startup.check():
@@ -220,8 +244,8 @@ class TritonServer:
 
     def _is_ready(self) -> bool:
         ports, models = self.ports, self.repository.models
-        is_openai_up = self._openai is None or self._openai.is_up()
-        return is_openai_up and is_ready(self._address, ports.http, ports.metrics, models)
+        are_up = all(process.is_up() for process in (self._openai, self._pictures) if process)
+        return are_up and is_ready(self._address, ports.http, ports.metrics, models)
 
     def _make_startup(self, report: Callable[[str], None] | None) -> Startup:
         assert self._log is not None, "waiting for a server that was not started"
@@ -312,8 +336,9 @@ class TritonServer:
 
     def kill(self) -> None:
         """End the server, its stubs and its ranks at once."""
-        if self._openai:
-            self._openai.kill()
+        for process in (self._openai, self._pictures):
+            if process:
+                process.kill()
         self._started().kill()
         if self._log:
             self._log.join(timeout=5)
@@ -374,6 +399,7 @@ class TritonServer:
             host=options.host,
             port=self.ports.openai,
             metrics_url=f"http://{self._address}:{self.ports.metrics}/metrics",
+            pictures=self._pictures and self._pictures.socket,
         )
         find_socket = partial(self._engine_socket, engine, engines[engine])
         drain_s = self._drain_timeout_s()

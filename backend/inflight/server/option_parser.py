@@ -69,6 +69,7 @@ def _add_address_options(parser: argparse.ArgumentParser) -> None:
         flags = ("--openai-port", "--port") if service == "openai" else (f"--{service}-port",)
         add(*flags, type=port, default=default, metavar="PORT", help=explanation)
     add("--no-openai", action="store_true", help="serve Triton's endpoints only, without /v1")
+    add("--no-vision", action="store_true", help="refuse pictures, and load no vision tower")
     add(
         "--no-triton",
         action="store_true",
