@@ -188,11 +188,16 @@ def test_text_is_tokenized_by_the_own_tokenizer(folder: Path, encoder: PictureEn
 
 
 def test_numbers_of_places_and_pictures_must_agree(encoder: PictureEncoder) -> None:
-    for text, files in ((PLACE, []), ("text", [WIDE]), (PLACE * 3, [WIDE, TALL]), ("text", [])):
+    for text, files in ((PLACE, []), ("text", [WIDE]), (f"{PLACE} " * 3, [WIDE, TALL]), ("text", [])):
         with pytest.raises(InvalidArgument) as error:
             encoder.encode(text, files, VOCAB_SIZE)
         assert f"has {text.count(PLACE)} places for pictures" in str(error.value)
         assert f"but {len(files)} pictures" in str(error.value)
+
+
+def test_pictures_with_nothing_between_them_are_refused(encoder: PictureEncoder) -> None:
+    with pytest.raises(InvalidArgument, match="two pictures without a token between them"):
+        encoder.encode(PLACE * 2, [WIDE, TALL], VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_numbers_of_places_and_pictures_must_agree(encoder: PictureEncoder) -> N
 )
 def test_errors_name_the_picture(encoder: PictureEncoder, file: bytes, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=rf"pictures\[1\] .*{reason}") as error:
-        encoder.encode(PLACE * 2, [WIDE, file], VOCAB_SIZE)
+        encoder.encode(f"{PLACE} {PLACE}", [WIDE, file], VOCAB_SIZE)
     assert error.value.names == ("pictures[1]",)
 
 

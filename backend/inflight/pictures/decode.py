@@ -12,7 +12,7 @@ from inflight.errors import InvalidArgument, Name, without_places
 MAX_PICTURE_BYTES = 32 << 20
 """Maximum size of a picture's file."""
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures, by PIL's names. PIL's other decoders are not used: some of them run other programs."""
 
 

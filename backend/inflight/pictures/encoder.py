@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from inflight.file_names import native
 from inflight.pictures.decode import bad_picture, read_picture
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.families import why_not
+from inflight.pictures.picture_cache import EncodedPicture, PictureCache
 from inflight.pictures.processor import load_processor
-from inflight.pictures.row_cache import EncodedPicture, RowCache
 from inflight.pictures.tower import VisionTower, to_matrix
 from inflight.text.tokenizer import Tokenizer
 
@@ -73,7 +73,7 @@ class PictureEncoder:
             raise ConfigError(f"pictures of {folder} cannot be encoded: {error}") from error
         self.placeholder: str = self._processor.image_token
         self._image_token_id: int = self._processor.image_token_id
-        self._cache = RowCache(cache_bytes)
+        self._cache = PictureCache(cache_bytes)
         self._num_encoded = self._num_hits = 0
         self._seconds = 0.0
 
@@ -86,7 +86,8 @@ class PictureEncoder:
             vocab_size: The engine's vocabulary size: the ids of virtual tokens begin here.
 
         Raises:
-            InvalidArgument: The numbers of placeholders and pictures differ, or a picture is invalid.
+            InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, or the model
+                cannot tell two pictures apart because nothing is between them.
         """
         num_places = text.count(self.placeholder)
         if num_places != len(pictures) or not pictures:
@@ -94,6 +95,8 @@ class PictureEncoder:
                 f"the prompt has {num_places} places for pictures ({self.placeholder}), but {len(pictures)} ",
                 Name("pictures"),
             )
+        if self._tower.has_mrope and self.placeholder * 2 in text:
+            raise InvalidArgument("the prompt has two pictures without a token between them")
         with torch.inference_mode():
             return self._prompt(text, self._encoded(pictures), vocab_size)
 
@@ -104,8 +107,8 @@ class PictureEncoder:
         )
 
     def _prompt(self, text: str, pictures: Sequence[EncodedPicture], vocab_size: int) -> EncodedPrompt:
-        pieces = zip_longest(text.split(self.placeholder), [each.replacement for each in pictures])
-        whole_text = "".join(part for pair in pieces for part in pair if part is not None)
+        replacements = iter([each.replacement for each in pictures])
+        whole_text = re.sub(re.escape(self.placeholder), lambda _: next(replacements), text)
         ids = self._tokenizer.encode(whole_text, add_special_tokens=False)
         sizes = tuple(len(each.rows) for each in pictures)
         if ids.count(self._image_token_id) != sum(sizes):

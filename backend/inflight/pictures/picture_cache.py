@@ -38,7 +38,7 @@ class EncodedPicture:
         return [_row_id(self.digest, row) for row in range(len(self.rows))]
 
 
-class RowCache:
+class PictureCache:
     """Encoded pictures by digest; the least recently used ones make room for others.
 
     Args:
