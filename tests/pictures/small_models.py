@@ -57,13 +57,11 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "llava": {"image_size": 16, "num_hidden_layers": 2},
     "llava-onevision": _SIGLIP,
     "internvl": {"image_size": [16, 16], "num_hidden_layers": 2},
-    "lfm2-vl": {"num_patches": 16},
 }
 _TOPS: dict[str, dict[str, Any]] = {
     "mistral3": {"spatial_merge_size": 2},
     "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
     "internvl": {"image_seq_length": 4},
-    "lfm2-vl": {"downsample_factor": 2},
 }
 _IDEFICS_PARTS = {"vision_config": _SIGLIP, "scale_factor": 2}
 PLACEHOLDERS = {"qwen": "<|image_pad|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
@@ -92,20 +90,6 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "GotOcr2ImageProcessor",
         {"size": {"height": 16, "width": 16}, "crop_to_patches": True},
         {"image_seq_length": 4},
-    ),
-    "lfm2-vl": (
-        "Lfm2VlImageProcessor",
-        {
-            "tile_size": 16,
-            "encoder_patch_size": 4,
-            "downsample_factor": 2,
-            "min_image_tokens": 1,
-            "max_image_tokens": 4,
-            "max_num_patches": 16,
-            "min_tiles": 2,
-            "max_tiles": 4,
-        },
-        {},
     ),
     "llava-onevision": (
         "LlavaOnevisionImageProcessor",

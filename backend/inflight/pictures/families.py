@@ -20,7 +20,6 @@ MODEL_TYPES = (
     "idefics3",
     "smolvlm",
     "internvl",
-    "lfm2_vl",
     "llava_onevision",
 )
 """Model types whose pictures are encoded."""
@@ -34,6 +33,11 @@ def why_not(model_type: str) -> str | None:
         return (
             f"pictures of {model_type} are not served: the tokens of a picture attend to each other in both "
             "directions, which this engine's attention does not do"
+        )
+    if model_type == "lfm2_vl":
+        return (
+            "pictures of lfm2_vl are not served: transformers processes them by torchvision, which is not "
+            "installed beside this torch"
         )
     if model_type not in MODEL_TYPES:
         return f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"
