@@ -98,6 +98,8 @@ MULTIMODAL = (
         "llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2", tied_by_text=True, inputs=_VIDEO
     ),
     Multimodal("internvl", "InternVLForConditionalGeneration", "qwen2", tied=True, inputs=_VIDEO),
+    Multimodal("idefics3", "Idefics3ForConditionalGeneration", "llama"),
+    Multimodal("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
     Multimodal("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2", tied=True),
     Multimodal("voxtral", "VoxtralForConditionalGeneration", "llama", inputs="sound"),
     Multimodal("llama4", "Llama4ForConditionalGeneration", "llama4_text"),

@@ -99,6 +99,8 @@ OTHER_PARTS: dict[str, dict[str, Any]] = {
         },
         "projector_hidden_size": 16,
     },
+    "Idefics3": {"vision_config": _CLIP, "scale_factor": 2},
+    "SmolVLM": {"vision_config": _CLIP, "scale_factor": 2},
     "Voxtral": {
         "audio_config": {
             "hidden_size": 16,
@@ -171,6 +173,8 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llava-onevision": ("LlavaOnevision", "qwen2", {"num_key_value_heads": 2}),
     "internvl": ("InternVL", "qwen3", {"num_key_value_heads": 4, "head_dim": 24}),
     "lfm2-vl": ("Lfm2Vl", "lfm2", CASES["lfm2"][1]),
+    "idefics3": ("Idefics3", "llama", {"num_key_value_heads": 2}),
+    "smolvlm": ("SmolVLM", "llama", {"num_key_value_heads": 2}),
     "voxtral": ("Voxtral", "llama", {"num_key_value_heads": 2, "head_dim": 8}),
 }
 """Multimodal models: the class, and model type and keys of the text part."""

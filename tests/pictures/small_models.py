@@ -33,11 +33,11 @@ _LFM = [
     "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)),
 ]
+_GEMMA = ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>"]
 _SPECIAL = ["<pad>", "<s>", "</s>"]
-_OTHERS = [*_QWEN, *_IDEFICS, *_LFM[1:], "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>"]
+_OTHERS = [*_QWEN, *_IDEFICS, *_LFM[1:], *_GEMMA, "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<img>", "</img>"]
 _TOKENS = [*_SPECIAL, *_OTHERS, "<IMG_CONTEXT>", "<video>"]
 
-_LLAMA = {"num_key_value_heads": 2}
 _SIGLIP = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -56,15 +56,27 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "qwen3.5-vision": _QWEN_TOWER,
     "llava": {"image_size": 16, "num_hidden_layers": 2},
     "llava-onevision": _SIGLIP,
+    "idefics3": _SIGLIP,
+    "smolvlm": _SIGLIP,
     "internvl": {"image_size": [16, 16], "num_hidden_layers": 2},
+    "gemma4-vision": {
+        "num_hidden_layers": 2,
+        "pooling_kernel_size": 2,
+        "patch_size": 4,
+        "position_embedding_size": 64,
+    },
 }
 _TOPS: dict[str, dict[str, Any]] = {
     "mistral3": {"spatial_merge_size": 2},
     "llava-onevision": {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
     "internvl": {"image_seq_length": 4},
 }
-_IDEFICS_PARTS = {"vision_config": _SIGLIP, "scale_factor": 2}
-PLACEHOLDERS = {"qwen": "<|image_pad|>", "mistral3": "[IMG]", "internvl": "<IMG_CONTEXT>"}
+PLACEHOLDERS = {
+    "gemma": "<|image|>",
+    "qwen": "<|image_pad|>",
+    "mistral3": "[IMG]",
+    "internvl": "<IMG_CONTEXT>",
+}
 """Placeholders of families whose placeholder is not <image>, by the beginning of the case's name."""
 
 _QWEN_FILES = ("Qwen2VLImageProcessor", _QWEN_PIXELS, {})
@@ -91,6 +103,11 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"height": 16, "width": 16}, "crop_to_patches": True},
         {"image_seq_length": 4},
     ),
+    "gemma4-vision": (
+        "Gemma4ImageProcessor",
+        {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 2},
+        {"image_seq_length": 70},
+    ),
     "llava-onevision": (
         "LlavaOnevisionImageProcessor",
         {
@@ -100,7 +117,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     ),
 }
-_IN_ONE_FILE = ("qwen3.5-vision", "smolvlm")  # as transformers 5 saves processors
+_IN_ONE_FILE = ("qwen3.5-vision", "smolvlm", "gemma4-vision")  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
 
@@ -141,15 +158,13 @@ def _config(case: str) -> Any:
     ids = {token: at for at, token in enumerate(_TOKENS)}
     common = {**COMMON, "vocab_size": _backend().get_vocab_size()}
     tokens = {"image_token_id": ids[placeholder(case)], "tie_word_embeddings": False}
-    if case in ("idefics3", "smolvlm"):
-        config_class = {"idefics3": "Idefics3Config", "smolvlm": "SmolVLMConfig"}[case]
-        text = {"model_type": "llama", **common, **_LLAMA}
-        return getattr(transformers, config_class)(text_config=text, **_IDEFICS_PARTS, **tokens)
     family, text_type, changes = MULTIMODAL[case]
     parts = {**OTHER_PARTS[family], **_TOPS.get(case, {}), **tokens}
     parts["vision_config"] = {**parts["vision_config"], **_TOWERS.get(case, {})}
     if case.startswith("qwen"):
         parts |= {"video_token_id": ids["<|video_pad|>"], "vision_start_token_id": ids["<|vision_start|>"]}
+    if case == "gemma4-vision":
+        changes = {**changes, "vocab_size_per_layer_input": common["vocab_size"]}
     return getattr(transformers, f"{family}Config")(
         text_config={"model_type": text_type, **common, **changes}, **parts
     )
@@ -176,6 +191,8 @@ def _save_tokenizer(folder: Path, case: str) -> None:
             "context_image_token": "<IMG_CONTEXT>",
             "video_token": "<video>",
         }
+    if case == "gemma4-vision":
+        own = dict(zip([f"{each}_token" for each in ("image", "boi", "eoi", "audio", "boa", "eoa")], _GEMMA))
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=_backend(),
         bos_token="<s>",

@@ -197,4 +197,4 @@ def test_process_serves_until_a_signal(tmp_path: Path) -> None:
 
 def test_checkpoint_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path), "--socket", str(tmp_path / "socket")]) == 2
-    assert capsys.readouterr().err.startswith(f"pictures: pictures of {tmp_path} cannot be encoded: ")
+    assert capsys.readouterr().err.startswith(f"pictures: {tmp_path}/config.json does not exist")

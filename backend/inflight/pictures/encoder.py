@@ -14,6 +14,7 @@ import torch
 import transformers
 from PIL import Image
 
+from inflight.checkpoint_config import read_config_file
 from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
 from inflight.file_names import native
@@ -60,9 +61,9 @@ class PictureEncoder:
     ) -> None:
         folder = native(folder)
         try:
-            config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if (refusal := why_not(config.model_type)) is not None:
+            if (refusal := why_not(read_config_file(folder).values)) is not None:
                 raise ConfigError(refusal)
+            config = _AUTO_CONFIG.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             self._tokenizer = Tokenizer.from_dir(folder)
             self._processor = load_processor(folder, config.model_type)
             self._settings = self._digest_settings(folder, dtype)

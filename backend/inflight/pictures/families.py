@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from inflight.checkpoint_config import read_config_file
 from inflight.errors import ConfigError
@@ -21,17 +23,20 @@ MODEL_TYPES = (
     "smolvlm",
     "internvl",
     "llava_onevision",
+    "gemma4",
 )
 """Model types whose pictures are encoded."""
 
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
-def why_not(model_type: str) -> str | None:
-    """Return why pictures of a model type cannot be encoded; None if they can."""
-    if model_type.startswith("gemma"):
+def why_not(values: Mapping[str, Any]) -> str | None:
+    """Return why pictures of a checkpoint cannot be encoded; None if they can. `values`: its config.json."""
+    model_type, text = values.get("model_type"), values.get("text_config")
+    attention = text.get("use_bidirectional_attention") if is_object(text) else None
+    if str(model_type).startswith("gemma") and (model_type != "gemma4" or attention is not None):
         return (
-            f"pictures of {model_type} are not served: the tokens of a picture attend to each other in both "
+            f"pictures of this {model_type} are not served: the tokens of a picture attend to each other in both "
             "directions, which this engine's attention does not do"
         )
     if model_type == "lfm2_vl":
@@ -47,9 +52,8 @@ def why_not(model_type: str) -> str | None:
 def has_vision_tower(folder: Path) -> bool:
     """Whether a checkpoint has a vision tower, a processor, and a family whose pictures can be encoded."""
     try:
-        config = read_config_file(folder)
+        values = read_config_file(folder).values
     except ConfigError:  # the engine reports it
         return False
-    model_type = config.text_or_none("model_type") or ""
     has_processor = any((folder / name).is_file() for name in _PROCESSORS)
-    return has_processor and is_object(config.value("vision_config")) and why_not(model_type) is None
+    return has_processor and is_object(values.get("vision_config")) and why_not(values) is None

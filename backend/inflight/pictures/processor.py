@@ -36,6 +36,7 @@ def load_processor(folder: str, model_type: str) -> Any:
                     folder, backend="pil", **_LOCAL
                 ),
                 "video_processor": None,
+                "feature_extractor": None,
             }
             return [parts[name] for name in cls.get_attributes()]
 

@@ -53,6 +53,11 @@ class VisionTower:
         return self._model.dtype
 
     @property
+    def embedding_scale(self) -> float:
+        """The factor by which the engine multiplies embeddings, and so the rows in their place."""
+        return float(getattr(self._inner.get_input_embeddings(), "embed_scale", 1.0))
+
+    @property
     def has_mrope(self) -> bool:
         """Whether the model has multimodal rotary embedding."""
         return hasattr(self._inner, "get_rope_index")
@@ -69,7 +74,8 @@ class VisionTower:
             **{name: self._moved(value) for name, value in inputs.items()}, return_dict=True
         )
         levels = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
-        return torch.cat([_joined(level) for level in levels], dim=-1).to(self.dtype).cpu()
+        rows = torch.cat([_joined(level) for level in levels], dim=-1)
+        return (rows / self.embedding_scale).to(self.dtype).cpu()
 
     def rotary(
         self, token_ids: Sequence[int], image_token_id: int, grids: Sequence[tuple[int, ...]]
@@ -124,6 +130,9 @@ def _remove_language_model(config: Any) -> None:
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if hasattr(text, name):
+            setattr(text, name, 0)
     text.vocab_size = 1
     text.pad_token_id = None
 

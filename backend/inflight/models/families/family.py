@@ -35,6 +35,8 @@ WINDOWS_UNUSED: NeutralKeys = {"sliding_window": ANY, "max_window_layers": ANY}
 _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
+    "connector.",
+    "vision_model.",
     "visual.",
     "multi_modal_projector.",
     "embed_vision.",
@@ -391,12 +393,13 @@ def names_in_multimodal(names: WeightNames) -> WeightNames:
 def bases_in_multimodal(names: WeightNames) -> tuple[str, ...]:
     """Return the prefixes that replace `names.base` in layouts of multimodal models, the most specific first.
 
-    The first prefix is used by transformers' modules, the second by most published files, the third by models
-    without an output projection. The last three are prefixes of text models, which files of Qwen2-VL use too:
-    in files, in modules, and in models without an output projection.
+    The first prefix is used by transformers' modules, the second by Idefics3 and SmolVLM, the third by most
+    published files, the fourth by models without an output projection. The last three are prefixes of text models,
+    which files of Qwen2-VL use too: in files, in modules, and in models without an output projection.
     """
     bases = (
         "model.language_model.",
+        "model.text_model.",
         f"language_model.{names.base}",
         "language_model.",
         names.base,
