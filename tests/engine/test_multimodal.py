@@ -257,12 +257,12 @@ def test_unknown_and_missing_tensors_are_named(zoo: Zoo, tmp_path: Path) -> None
         ),
         (
             {
-                "architectures": ["Idefics3ForConditionalGeneration"],
-                "model_type": "idefics3",
+                "architectures": ["Idefics2ForConditionalGeneration"],
+                "model_type": "idefics2",
                 "text_config": {"model_type": "llama"},
             },
             UnknownFamily,
-            r"key 'architectures' is \['Idefics3ForConditionalGeneration'\]",
+            r"key 'architectures' is \['Idefics2ForConditionalGeneration'\]",
         ),
         (
             {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": []},
