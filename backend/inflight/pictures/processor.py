@@ -51,7 +51,7 @@ def load_processor(folder: str, model_type: str) -> Any:
 def _find_class(name: str) -> Any:
     if name == "SmolVLMProcessor":
         # Its constructor wants a function of num2words, which is called for videos only.
-        module = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
+        module: Any = importlib.import_module("transformers.models.smolvlm.processing_smolvlm")
         module.num2words = module.num2words or str
     if name == "PixtralProcessor" and importlib.util.find_spec("torchvision") is None:
         # Its module imports a function from a module that needs torchvision; PIL's module has the same function.
