@@ -102,8 +102,8 @@ def test_similar_names_are_named(name: str, near: str):
     ("values", "says"),
     [
         (
-            {"architectures": ["Idefics3ForConditionalGeneration"], "model_type": "idefics3"},
-            "/x is Idefics3For",
+            {"architectures": ["Idefics2ForConditionalGeneration"], "model_type": "idefics2"},
+            "/x is Idefics2For",
         ),
         (
             {

@@ -208,12 +208,12 @@ def test_quantized_text_parts_are_unpacked_to_their_numbers(
     [
         (
             "gemma3-vision",
-            "the text part of Gemma3ForConditionalGeneration is served, without pictures; tensors not read: "
+            "the engine has the text part of Gemma3ForConditionalGeneration; tensors not read: "
             r"multi_modal_projector \(2\), vision_tower \(\d+\)",
         ),
         (
             "qwen3-vl",
-            r"without pictures and videos; tensors not read: model\.visual \(\d+\), mtp \(1\)$",
+            r"text part of Qwen3VLForConditionalGeneration; tensors not read: model\.visual \(\d+\), mtp \(1\)$",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.doctor.finding import INSTALL, Finding, green, red, yellow
 from inflight.engine_folder import is_engine_folder
+from inflight.pictures.families import INSTALL_PICTURES, has_vision_tower, missing_packages
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +112,20 @@ def _check_model(folder: Path, config: EngineConfig) -> Iterator[Finding]:
         f"sequences of up to {longest} tokens",
     )
     if (multimodal := description.multimodal) is not None:
-        says = f"the text part of {facts.name} alone is served: requests with {multimodal.inputs} are refused"
-        yield yellow("inputs", says, "send texts only")
+        yield _check_pictures(folder, facts.name, multimodal.inputs)
     yield path
     yield from _check_room(config, description, (dtype, linear_dtype), device, num_bytes, longest)
+
+
+def _check_pictures(folder: Path, name: str, inputs: str) -> Finding:
+    """Report whether prompts with pictures can be served."""
+    if not has_vision_tower(folder):
+        says = f"the text part of {name} alone is served: requests with {inputs} are refused"
+        return yellow("inputs", says, "send texts only")
+    if missing := missing_packages():
+        says = f"requests with pictures are refused, because {' and '.join(missing)} are not installed"
+        return yellow("inputs", says, INSTALL_PICTURES)
+    return green("inputs", "texts and pictures, which a process of their own encodes")
 
 
 def _check_plans(folder: Path, config: EngineConfig) -> Iterator[Finding]:

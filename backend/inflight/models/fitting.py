@@ -68,7 +68,7 @@ def log_left_out(model: ModelDescription, checkpoint: Checkpoint) -> None:
     _logger.info(
         "%s: %stensors not read: %s",
         model.folder,
-        "" if of is None else f"the text part of {of.architecture} is served, without {of.inputs}; ",
+        "" if of is None else f"the engine has the text part of {of.architecture}; ",
         counts,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ MODEL_TYPES = (
 )
 """Model types whose pictures are encoded."""
 
+INSTALL_PICTURES = "run .venv/bin/pip install -e '.[pictures]', or install the package inflight[pictures]"
+"""How to install what encodes pictures."""
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -47,6 +50,12 @@ def why_not(values: Mapping[str, Any]) -> str | None:
     if model_type not in MODEL_TYPES:
         return f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"
     return None
+
+
+def missing_packages() -> list[str]:
+    """Return the packages that encode pictures and are not installed."""
+    packages = {"transformers": "transformers", "PIL": "Pillow"}
+    return [name for module, name in packages.items() if find_spec(module) is None]
 
 
 def has_vision_tower(folder: Path) -> bool:

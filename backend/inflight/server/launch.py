@@ -16,7 +16,7 @@ from typing import Literal, TextIO, TypeVar
 
 from inflight.endpoint.path import endpoint_path
 from inflight.openai.options import OpenAiOptions
-from inflight.pictures.families import has_vision_tower
+from inflight.pictures.families import INSTALL_PICTURES, has_vision_tower, missing_packages
 from inflight.server import descriptors, installation, ranks, request_checks, runtime_directory
 from inflight.server.client_apis import ClientApis
 from inflight.server.drain import EngineDrain, IdleWatch, stubs_processor_time
@@ -111,6 +111,10 @@ def make_pictures(
     """Make the process that encodes pictures; None if the checkpoint has no vision tower, or it is not wanted."""
     checkpoint = Path(repository.checkpoint or "")
     if not options.vision or not has_vision_tower(checkpoint):
+        return None
+    if missing := missing_packages():
+        why = f"pictures are refused, because {' and '.join(missing)} are not installed: {INSTALL_PICTURES}"
+        print(f"serve: {why}", file=echo or sys.stderr, flush=True)
         return None
     return PicturesProcess(checkpoint, options.wanted.dtype, folder, echo)
 
