@@ -30,6 +30,8 @@ from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
+from inflight.openai.pictures import PictureEncoder
+from inflight.pictures.client import PicturesClient
 from inflight.processes import raise_descriptor_limit
 from inflight.serving.memory import return_large_blocks
 
@@ -51,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = read_arguments(given, given.host, given.port, given.metrics_url, given.pictures)
         client = _connect(given)
-        config = _config(client, options, given.exit_timeout)
+        encoder = None if options.pictures is None else PicturesClient(str(options.pictures))
+        config = _config(client, options, encoder, given.exit_timeout)
     except (InflightError, ValueError, OSError) as error:
         print(f"openai: {error}", file=sys.stderr)
         return 2
@@ -137,6 +140,8 @@ def _connect(given: argparse.Namespace) -> EngineClient:
                 "--tokenizer needs --triton; with --engine-endpoint the engine states its tokenizer"
             )
         return SocketEngineClient(given.engine_endpoint)
+    if given.pictures is not None:
+        raise ValueError("--pictures needs --engine-endpoint: --triton passes no prompt tables on")
     if given.tokenizer is None:
         raise ValueError("--triton needs --tokenizer DIR, the checkpoint's folder on this machine")
     try:
@@ -148,10 +153,12 @@ def _connect(given: argparse.Namespace) -> EngineClient:
     return KServeEngineClient(given.triton, given.tokenizer, given.triton_model)
 
 
-def _config(client: EngineClient, options: OpenAiOptions, exit_timeout_s: int) -> uvicorn.Config:
+def _config(
+    client: EngineClient, options: OpenAiOptions, encoder: PictureEncoder | None, exit_timeout_s: int
+) -> uvicorn.Config:
     key = options.tls_key
     config = uvicorn.Config(
-        create_app(client, options),
+        create_app(client, options, encoder),
         loop="uvloop",
         http=HttpProtocol,
         ws="none",

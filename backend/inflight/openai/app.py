@@ -22,6 +22,7 @@ from inflight.openai.errors import add_error_handlers
 from inflight.openai.http_metrics import HttpMetrics, HttpObserver
 from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
+from inflight.openai.pictures import ChatPictures, PictureEncoder
 from inflight.openai.playground.routes import playground_router
 from inflight.openai.serving_model import ServingModel
 from inflight.serving.engine_session import EngineSession
@@ -29,15 +30,21 @@ from inflight.serving.engine_session import EngineSession
 _ENGINE_CHECK_S = 1.0
 
 
-def create_app(client: EngineClient, options: OpenAiOptions) -> FastAPI:
+def create_app(
+    client: EngineClient, options: OpenAiOptions, picture_encoder: PictureEncoder | None = None
+) -> FastAPI:
     """Return the application. It must be served by one event loop.
 
     Args:
         client: Client of the engine; the engine may be unavailable or restarted at any time.
         options: Options of the endpoint.
+        picture_encoder: The process that encodes the model's pictures; None: messages with pictures are
+            refused.
     """
-    session, model, access_log = EngineSession(client), ServingModel(client, options), AccessLog()
-    context = Context(session, model, HttpMetrics())
+    session, access_log = EngineSession(client), AccessLog()
+    model = ServingModel(client, options, has_encoder=picture_encoder is not None)
+    pictures = None if picture_encoder is None else ChatPictures(picture_encoder, options)
+    context = Context(session, model, HttpMetrics(), pictures)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:

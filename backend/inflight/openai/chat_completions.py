@@ -12,7 +12,7 @@ from starlette.responses import Response
 from inflight.openai.answers import Piece
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import ChatPrompt, read_chat
-from inflight.openai.context import Envelope, answer_stream, answer_whole, context_of
+from inflight.openai.context import Context, Envelope, answer_stream, answer_whole, context_of
 from inflight.openai.errors import invalid
 from inflight.openai.log_probs import chat_log_probs, prompt_log_probs_json
 from inflight.openai.prepared_body import PreparedBody, check_number_of_sequences, prepare_body
@@ -32,7 +32,9 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     """Generate `n` answers to the messages."""
     context = context_of(request)
     adapter = await context.adapter_of(body.model)
-    prepared, prompt = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    prompt, asked, prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
+    if prepared is None:
+        prepared = await _prepare_pictures(context, prompt, asked)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:
@@ -41,7 +43,10 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     return await context.session.compute(lambda: JsonAnswer(writer.whole(pieces)))
 
 
-def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[PreparedBody, ChatPrompt]:
+def _prepare(
+    model: ServingModel, body: ChatBody, adapter: str
+) -> tuple[ChatPrompt, BodySettings, PreparedBody | None]:
+    """Return the prompt, the settings, and the prepared body unless the prompt has pictures to be encoded."""
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs is only for logprobs: true")
     if (
@@ -65,8 +70,20 @@ def _prepare(model: ServingModel, body: ChatBody, adapter: str) -> tuple[Prepare
         skip_special_tokens=body.skip_special_tokens
         and not needs_special_tokens(model.tokenizer(), chat.tool_parser, chat.reasoning_parser),
     )
+    if chat.pictures:
+        model.check_length(chat.text, "messages")
+        return chat, asked, None
     ids = model.encode([chat.text], body.add_special_tokens, "messages")
-    return prepare_body(model, asked, [chat.text], ids), chat
+    return chat, asked, prepare_body(model, asked, [chat.text], ids)
+
+
+async def _prepare_pictures(context: Context, prompt: ChatPrompt, asked: BodySettings) -> PreparedBody:
+    model = context.model
+    assert context.pictures is not None, "the model takes pictures"
+    vocab_size = model.describe().limits.vocab_size
+    encoded = await context.pictures.encode(prompt.text, prompt.pictures, vocab_size)
+    ids = [encoded.token_ids]
+    return await context.session.compute(lambda: prepare_body(model, asked, [prompt.text], ids, encoded))
 
 
 class _Message:

@@ -14,6 +14,7 @@ from inflight.openai.errors import invalid, unsupported
 from inflight.openai.guides import read_guide
 from inflight.openai.protocol import ChatBody
 from inflight.openai.serving_model import ServingModel
+from inflight.serving.chat.messages import PictureUrl, picture_urls
 from inflight.serving.chat.reasoning import (
     THINK_BEGIN,
     THINK_END,
@@ -41,6 +42,7 @@ class ChatPrompt:
         starts_inside: Whether the prompt has opened the reasoning.
         token_bytes: The bytes that each token adds to a text, indexed by token id; empty without a reasoning
             parser.
+        pictures: The pictures; the text has a placeholder for each.
     """
 
     text: str
@@ -50,12 +52,14 @@ class ChatPrompt:
     reasoning_parser: str
     starts_inside: bool
     token_bytes: Sequence[bytes]
+    pictures: Sequence[PictureUrl] = ()
 
 
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     """Render the messages, and choose guide and parsers. Errors name fields of the body."""
     template = model.chat_template()
-    text = render_messages(template, body)
+    text = render_messages(template, body, model.takes_pictures)
+    pictures = _pictures(model, body) if model.takes_pictures else ()
     final = body.messages[-1] if body.continue_final_message else None
     reasoning_parser = _parser(model.options.reasoning_parser, template.reasoning_style)
     is_inside = starts_inside(reasoning_parser, text, final)
@@ -85,10 +89,28 @@ def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     if ends_reasoning(text, final):
         reasoning_parser = ""
     token_bytes = model.token_bytes if reasoning_parser else ()
-    return ChatPrompt(text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside, token_bytes)
+    return ChatPrompt(
+        text, guide, tool_parser, choice.is_forced, reasoning_parser, is_inside, token_bytes, pictures
+    )
 
 
-def render_messages(template: ChatTemplate, body: Any) -> str:
+def _pictures(model: ServingModel, body: ChatBody) -> Sequence[PictureUrl]:
+    """Return the pictures of a body, after checking what else it asks for."""
+    pictures, most = picture_urls(body.messages), model.options.max_pictures
+    if len(pictures) > most:
+        raise invalid(
+            "messages",
+            f"messages have {len(pictures)} pictures; this server takes at most {most} in a prompt "
+            "(--limit-mm-per-prompt)",
+        )
+    if pictures and body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is for prompts without pictures")
+    if pictures and body.add_special_tokens:
+        raise unsupported("add_special_tokens", "add_special_tokens is for prompts without pictures")
+    return pictures
+
+
+def render_messages(template: ChatTemplate, body: Any, takes_pictures: bool) -> str:
     """Render a body's messages to the prompt's text, for an answer or for /tokenize."""
     kwargs = dict(body.chat_template_kwargs)
     effort = getattr(body, "reasoning_effort", None)
@@ -106,6 +128,7 @@ def render_messages(template: ChatTemplate, body: Any) -> str:
         add_generation_prompt=not body.continue_final_message if begins_answer is None else begins_answer,
         continue_final_message=body.continue_final_message,
         template_kwargs=kwargs,
+        takes_pictures=takes_pictures,
     )
 
 

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from inflight.openai.answers import Piece, Pieces
 from inflight.openai.http_metrics import HttpMetrics
+from inflight.openai.pictures import ChatPictures
 from inflight.openai.prepared_body import PreparedBody
 from inflight.openai.request_ids import passage_of, request_id_of
 from inflight.openai.serving_model import ServingModel
@@ -24,11 +25,12 @@ from inflight.serving.engine_session import EngineSession, OutputStream
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of the application that routes use."""
+    """The parts of the application that routes use; `pictures` is None if no pictures are taken."""
 
     session: EngineSession
     model: ServingModel
     http_metrics: HttpMetrics
+    pictures: ChatPictures | None = None
 
     async def adapter_of(self, model: str | None) -> str:
         """Return the adapter named by a body's `model` (`ServingModel.adapter_of`).

@@ -26,6 +26,8 @@ REASONING_PARSERS = ("auto", "none", "think", "deepseek_r1")
 `serving/chat`."""
 
 MAX_BODY_BYTES = 16 << 20
+MAX_PICTURES = 8
+_HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:]*:[0-9a-f:.]*")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -51,6 +53,9 @@ class OpenAiOptions:
         tls_key: PEM file with the private key; None: the key is in `tls_certificate`.
         metrics_url: URL of Triton's metrics page, for /metrics; "": no page.
         pictures: Socket of the process that encodes pictures; None: pictures are refused.
+        allowed_media_domains: Hosts from which pictures are read, in lower case; "*.HOST": all hosts below HOST.
+        allowed_local_media_path: Folder of this machine from which pictures are read; None: none.
+        max_pictures: Largest number of pictures in a prompt.
     """
 
     host: str = "127.0.0.1"
@@ -67,12 +72,16 @@ class OpenAiOptions:
     tls_key: Path | None = None
     metrics_url: str = ""
     pictures: Path | None = None
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | None = None
+    max_pictures: int = MAX_PICTURES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that exist for local and remote engines. Flags that vLLM also has are named as in vLLM."""
     group = parser.add_argument_group("OpenAI endpoint (/v1)")
     _add_model_arguments(group.add_argument)
+    _add_picture_arguments(group.add_argument)
     _add_listening_arguments(group.add_argument)
 
 
@@ -111,6 +120,32 @@ def _add_model_arguments(add: Callable[..., argparse.Action]) -> None:
         type=_count,
         help="maximum number of tokens of an answer without max_tokens (default: 16 for completions, all "
         "that fit for chats)",
+    )
+
+
+def _add_picture_arguments(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--allowed-media-domains",
+        metavar="HOST",
+        type=_hosts,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="hosts from which pictures are read by http: and https: URLs, separated by spaces or commas; "
+        "*.example.com for all hosts below example.com (default: none)",
+    )
+    add(
+        "--allowed-local-media-path",
+        metavar="DIR",
+        type=_folder,
+        help="folder from which pictures are read by file: URLs (default: none)",
+    )
+    add(
+        "--limit-mm-per-prompt",
+        metavar="LIMITS",
+        type=_picture_limit,
+        default=MAX_PICTURES,
+        help="largest number of pictures in a prompt, as '{\"image\": 4}' or image=4 (default: image=8)",
     )
 
 
@@ -176,6 +211,11 @@ def read_arguments(
         tls_key=given.ssl_keyfile,
         metrics_url=metrics_url,
         pictures=pictures,
+        allowed_media_domains=tuple(
+            dict.fromkeys(host for hosts in given.allowed_media_domains for host in hosts)
+        ),
+        allowed_local_media_path=given.allowed_local_media_path,
+        max_pictures=given.limit_mm_per_prompt,
     )
 
 
@@ -186,7 +226,9 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         "--ssl-certfile": options.tls_certificate,
         "--ssl-keyfile": options.tls_key,
         "--pictures": options.pictures,
+        "--allowed-local-media-path": options.allowed_local_media_path,
     }
+    domains = options.allowed_media_domains
     names, origins, default = options.served_model_names, options.cors_origins, options.default_max_tokens
     return [
         *("--host", options.host, "--port", str(options.port)),
@@ -196,6 +238,8 @@ def to_arguments(options: OpenAiOptions) -> list[str]:
         *(("--default-max-tokens", str(default)) if default is not None else ()),
         *(("--allowed-origins", json.dumps(origins)) if origins else ()),
         *("--max-body-size", str(options.max_body_bytes)),
+        *("--limit-mm-per-prompt", f"image={options.max_pictures}"),
+        *(("--allowed-media-domains", *domains) if domains else ()),
         *(("--metrics-url", options.metrics_url) if options.metrics_url else ()),
     ]
 
@@ -280,6 +324,39 @@ def _is_origin(origin: object) -> bool:
         return False
     parts = urlsplit(origin)
     return bool(parts.scheme and parts.netloc) and f"{parts.scheme}://{parts.netloc}" == origin
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    hosts = tuple(host.strip().lower() for host in text.split(","))
+    for host in hosts:
+        if _HOST.fullmatch(host) is None:
+            raise argparse.ArgumentTypeError(f"{host!r} is no host, expected one as images.example.com")
+    return hosts
+
+
+def _folder(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: expected a folder")
+    return path
+
+
+def _picture_limit(text: str) -> int:
+    """Return the limit of pictures from limits by kind. Of other kinds only the limit 0 is taken."""
+    expected = argparse.ArgumentTypeError(
+        f"expected limits as '{{\"image\": 4}}' or image=4, and 0 for other kinds, got {text!r}"
+    )
+    try:
+        if text.lstrip().startswith("{"):
+            limits = json.loads(text)
+        else:
+            limits = {kind: int(number) for kind, number in (each.split("=") for each in text.split(","))}
+    except ValueError:
+        raise expected from None
+    most = limits.pop("image", MAX_PICTURES)
+    if type(most) is not int or not 0 <= most < 1 << 31 or any(limits.values()):
+        raise expected
+    return most
 
 
 def _count(text: str) -> int:

@@ -15,6 +15,7 @@ from inflight.openai.errors import ApiError
 from inflight.openai.log_probs import TokenNames
 from inflight.openai.sampling import BodySettings, longest_prompt, make_prompt
 from inflight.openai.serving_model import ServingModel
+from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.prompt import Prompt
 from inflight.serving.reply import NewText, new_text
 
@@ -67,7 +68,11 @@ def check_number_of_sequences(model: ServingModel, num_prompts: int, n: int) -> 
 
 
 def prepare_body(
-    model: ServingModel, asked: BodySettings, texts: Sequence[str | None], ids: Sequence[Sequence[int]]
+    model: ServingModel,
+    asked: BodySettings,
+    texts: Sequence[str | None],
+    ids: Sequence[Sequence[int]],
+    encoded: EncodedPrompt | None = None,
 ) -> PreparedBody:
     """Check all prompts against the model's limits, and return the prepared body. Errors name fields of the body.
 
@@ -76,6 +81,7 @@ def prepare_body(
         asked: Settings for all prompts.
         texts: Text of each prompt; None for a prompt given as ids.
         ids: Token ids of each prompt.
+        encoded: The only prompt, if it has pictures.
     """
     body, description = asked.body, model.describe()
     if body.return_receipt:
@@ -86,7 +92,7 @@ def prepare_body(
         kept = _truncated(asked, of_prompt, model)
         if asked.echo and (text is None or len(kept) < len(of_prompt)):
             text = tokenizer.decode(kept, asked.skip_special_tokens)
-        prompt = make_prompt(asked, kept, text, description, model.encoder)
+        prompt = make_prompt(asked, kept, text, description, model.encoder, encoded)
         prompts.append((prompt, new_text(prompt, tokenizer, asked.skip_special_tokens)))
     tells_tokens = asked.num_top is not None or asked.num_prompt_top is not None
     return PreparedBody(

@@ -21,6 +21,7 @@ from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
 from inflight.openai.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, in_fields, invalid, unsupported
 from inflight.openai.protocol import MAX_INT32, ChatBody, SamplingBody
+from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.text.text_encoder import TextEncoder, check_words
 
@@ -90,8 +91,18 @@ def make_prompt(
     text: str | None,
     description: EngineDescription,
     encoder: TextEncoder,
+    encoded: EncodedPrompt | None = None,
 ) -> Prompt:
-    """Return one validated prompt for the engine; raise errors that name fields of the body."""
+    """Return one validated prompt for the engine; raise errors that name fields of the body.
+
+    Args:
+        asked: Settings of the body.
+        ids: The prompt's token ids.
+        text: The prompt's text; None for a prompt given as ids.
+        description: Description of the engine.
+        encoder: Encoder of stop strings and bad words.
+        encoded: The prompt's pictures; None: it has none.
+    """
     body, limits = asked.body, description.limits
     uses_beams = body.use_beam_search and body.n > 1
     stop_strings = body.stop_strings
@@ -110,11 +121,15 @@ def make_prompt(
         bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
         prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
         logits_post_processor_name=body.logits_post_processor_name,
-        identity=PrefixIdentity(_number_of(body.cache_salt) if body.cache_salt else 0),
+        identity=PrefixIdentity(
+            _number_of(body.cache_salt) if body.cache_salt else 0, encoded.extra_ids if encoded else ()
+        ),
         priority=_priority(body.priority),
         client_id=_number_of(user) if (user := body.safety_identifier or body.user) else 0,
         guide=asked.guide,
         lora=LoraRequest(name=asked.adapter) if asked.adapter else None,
+        prompt_table=encoded.table if encoded else None,
+        rotary_table=encoded.rotary if encoded else None,
     )
     try:
         request.validate(limits)

@@ -37,10 +37,17 @@ _SLOW_S = 1.0
 
 
 class ServingModel:
-    """Names, adapters, tokenizer and chat template of the model that an engine client serves. Any thread."""
+    """Names, adapters, tokenizer and chat template of the model that an engine client serves. Any thread.
 
-    def __init__(self, client: EngineClient, options: OpenAiOptions) -> None:
+    Args:
+        client: Client of the engine.
+        options: Options of the endpoint.
+        has_encoder: Whether there is a process that encodes the model's pictures.
+    """
+
+    def __init__(self, client: EngineClient, options: OpenAiOptions, has_encoder: bool = False) -> None:
         self._client = client
+        self._has_encoder = has_encoder
         self.options = options
         self._lock = threading.Lock()
         self._loaded: _CheckpointFiles | None = None
@@ -136,10 +143,18 @@ class ServingModel:
 
         Raises InvalidArgument, which names `field`, if a text is too long.
         """
-        limits = self.describe().limits
         for text in texts:
-            self.encoder.check_prompt_length(len(text.encode()), field, limits)
+            self.check_length(text, field)
         return self.tokenizer().encode_batch(texts, add_special_tokens)
+
+    def check_length(self, text: str, field: str) -> None:
+        """Raise InvalidArgument, which names `field`, if a text is too long to be a prompt."""
+        self.encoder.check_prompt_length(len(text.encode()), field, self.describe().limits)
+
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether chats may have pictures. May block; raises as `chat_template` does."""
+        return self._has_encoder and self.chat_template().takes_pictures
 
     def chat_template(self) -> ChatTemplate:
         """Return the chat template; raise ApiError if there is no usable one."""

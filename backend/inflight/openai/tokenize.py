@@ -10,10 +10,11 @@ from starlette.responses import Response
 from inflight.openai.bodies import body_as
 from inflight.openai.chat_prompts import render_messages
 from inflight.openai.context import context_of
-from inflight.openai.errors import invalid
+from inflight.openai.errors import invalid, unsupported
 from inflight.openai.protocol import DetokenizeBody, TokenizeBody
 from inflight.openai.serving_model import ServingModel
 from inflight.openai.streaming import JsonAnswer
+from inflight.serving.chat.messages import picture_urls
 
 router = APIRouter()
 
@@ -42,11 +43,21 @@ def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:
     return {"prompt": model.tokenizer().decode(body.tokens, skip_special_tokens=False)}
 
 
+def _chat_text(model: ServingModel, body: TokenizeBody) -> str:
+    text = render_messages(model.chat_template(), body, model.takes_pictures)
+    if model.takes_pictures and picture_urls(body.messages or ()):
+        raise unsupported(
+            "messages",
+            "messages have pictures: /tokenize takes texts alone; the usage of an answer counts pictures too",
+        )
+    return text
+
+
 def _tokenize(model: ServingModel, body: TokenizeBody) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "send either prompt, a text, or messages, a chat")
     is_chat = body.messages is not None
-    text = render_messages(model.chat_template(), body) if is_chat else body.prompt or ""
+    text = _chat_text(model, body) if is_chat else body.prompt or ""
     special = not is_chat if body.add_special_tokens is None else body.add_special_tokens
     tokenizer = model.tokenizer()
     (ids,) = model.encode([text], special, "messages" if is_chat else "prompt")

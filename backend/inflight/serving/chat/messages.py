@@ -18,6 +18,8 @@ Message = dict[str, Any]
 """A message in the form that a template can render."""
 
 _NEEDS_CONTENT = frozenset(("system", "developer", "user", "tool"))
+_HAS_PICTURES = ("user", "tool")
+_DETAILS = ("auto", "low", "high")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 64
 
@@ -50,6 +52,7 @@ class MessageForm:
         takes_text: Whether a content may be a text. Otherwise a text is converted to a list of one part.
         takes_parts: Whether a content may be a list of parts. Otherwise the parts' texts are joined with
             line ends.
+        takes_pictures: Whether a list of parts may have pictures, {"type": "image"}.
         arguments_as_text: Whether arguments of tool calls are JSON texts; otherwise they are objects.
         takes_developer: Whether the template renders the role developer, OpenAI's newer name of system.
             Otherwise developer messages become system messages.
@@ -58,13 +61,29 @@ class MessageForm:
 
     takes_text: bool = True
     takes_parts: bool = False
+    takes_pictures: bool = False
     arguments_as_text: bool = False
     takes_developer: bool = False
     empty_content: EmptyContent = EmptyContent.LEFT_OUT
 
 
+@dataclass(frozen=True, slots=True)
+class PictureUrl:
+    """The place of a picture in a body's messages.
+
+    Attributes:
+        url: The URL, as the client sent it.
+        name: The path of the URL in the body, for errors.
+    """
+
+    url: str
+    name: Name
+
+
 def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> list[Message]:
     """Return copies of messages in a template's form. Fields that are None are left out.
+
+    If the form takes pictures, {"type": "image"} stands for each part of type image_url.
 
     Raises:
         InvalidArgument: A message is malformed or not supported; the error names the field.
@@ -72,6 +91,36 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], form: MessageForm) -> 
     if not messages:
         raise InvalidArgument(Name("messages"), " is empty, expected at least one message")
     return [_message(each, f"messages[{index}]", form) for index, each in enumerate(messages)]
+
+
+def picture_urls(messages: Sequence[Mapping[str, Any]]) -> list[PictureUrl]:
+    """Return the pictures of messages that `plain_messages` has converted, in order.
+
+    Raises:
+        InvalidArgument: A picture has no URL, or its detail is unknown; the error names the field.
+    """
+    return [
+        _picture_url(part.get("image_url"), f"messages[{index}].content[{place}].image_url")
+        for index, message in enumerate(messages)
+        if isinstance(message.get("content"), list)
+        for place, part in enumerate(message["content"])
+        if isinstance(part, Mapping) and cast(Mapping[str, Any], part).get("type") == "image_url"
+    ]
+
+
+def _picture_url(given: Any, name: str) -> PictureUrl:
+    match given:
+        case {"url": str(url), **others}:
+            detail = others.get("detail")
+            if detail not in (None, *_DETAILS):
+                raise InvalidArgument(
+                    Name(f"{name}.detail"), f" is {str(detail)[:80]!r}, expected one of {', '.join(_DETAILS)}"
+                )
+            return PictureUrl(url, Name(f"{name}.url"))
+        case str(url):
+            return PictureUrl(url, Name(name))
+        case _:
+            raise InvalidArgument(Name(f"{name}.url"), " is missing or no text")
 
 
 def plain_json(value: Any, name: str, depth: int = 0) -> Any:
@@ -113,7 +162,7 @@ def _message(given: Any, name: str, form: MessageForm) -> Message:
     if role == "developer" and not form.takes_developer:
         message["role"] = "system"
     if "content" in message:
-        message["content"] = _content(message["content"], f"{name}.content", form)
+        message["content"] = _content(message["content"], f"{name}.content", form, role)
     elif role in _NEEDS_CONTENT:
         raise InvalidArgument(
             Name(name), ".content is missing, expected a text or a list of parts of type text"
@@ -127,28 +176,42 @@ def _message(given: Any, name: str, form: MessageForm) -> Message:
     return _with_reasoning(message, name)
 
 
-def _content(content: Any, name: str, form: MessageForm) -> str | list[Any]:
+def _content(content: Any, name: str, form: MessageForm, role: str) -> str | list[Any]:
     if isinstance(content, str):
         return content if form.takes_text else [{"type": "text", "text": content}]
     if not isinstance(content, list):
         raise InvalidArgument(
             Name(name), f" is {str(content)[:80]!r}, expected a text or a list of parts of type text"
         )
-    texts = [_text(part, f"{name}[{index}]") for index, part in enumerate(cast(list[Any], content))]
-    if form.takes_parts:
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)
+    parts = [
+        _part(part, f"{name}[{index}]", form, role) for index, part in enumerate(cast(list[Any], content))
+    ]
+    return parts if form.takes_parts else "\n".join(part["text"] for part in parts)
 
 
-def _text(part: Any, name: str) -> str:
+def _part(part: Any, name: str, form: MessageForm, role: str) -> Message:
+    match part:
+        case {"type": "image_url"} if form.takes_pictures:
+            if role not in _HAS_PICTURES:
+                raise InvalidArgument(
+                    Name(name),
+                    f" is a picture in a message of role {role[:80]!r}, expected {' or '.join(_HAS_PICTURES)}",
+                )
+            return {"type": "image"}
+        case _:
+            return {"type": "text", "text": _text(part, name, form.takes_pictures)}
+
+
+def _text(part: Any, name: str, takes_pictures: bool) -> str:
     match part:
         case str(text) | {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": "text" | "refusal"}:
             raise InvalidArgument(Name(name), ".text is missing or no text")
         case {"type": kind}:
+            taken = "text and image_url" if takes_pictures else "text alone"
             raise InvalidArgument(
-                Name(name), f" is of type {kind!r}; this server takes parts of type text alone"
+                Name(name), f" is of type {kind!r}; this server takes parts of type {taken}"
             )
         case _:
             raise InvalidArgument(

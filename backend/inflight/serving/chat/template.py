@@ -8,7 +8,7 @@ of roles; any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class ChatTemplate:
         style: Name of the parser in `tool_calls.py` for the calls that the template writes; "": no parser.
         call_example: The beginning of a call in the template's form; "" if it writes no calls.
         takes_tools: Whether the template renders tools.
+        takes_pictures: Whether the template has a place for pictures.
         reasoning_style: Name of the parser in `reasoning.py` for the model's reasoning: think, or "" for
             none.
     """
@@ -75,6 +76,7 @@ class ChatTemplate:
         calls = CallStyle("", "") if for_tools is None else find_call_style(for_tools.trial, for_tools.form)
         self.style, self.call_example = calls.parser, calls.example
         self.takes_tools = for_tools is not None and bool(for_tools.trial.tools_name)
+        self.takes_pictures = any(each.form.takes_pictures for each in self._by_name.values())
         self.reasoning_style = "think" if THINK_END in files.sources.get(DEFAULT, "") else ""
 
     def render(
@@ -85,16 +87,19 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] = {},
+        takes_pictures: bool = False,
     ) -> str:
         """Render a chat to the text of a prompt, special tokens included.
 
         Args:
-            messages: OpenAI's messages: role, content (text, or parts of type text), tool_calls, tool_call_id, ….
+            messages: OpenAI's messages: role, content (text, or parts), tool_calls, tool_call_id, ….
             tools: OpenAI's tools; None and an empty list mean no tools.
             add_generation_prompt: Whether the prompt ends with the beginning of an assistant message.
             continue_final_message: Whether the prompt ends inside the last message, for the model to
                 continue it.
             template_kwargs: More variables of the template, such as `enable_thinking` and `documents`.
+            takes_pictures: Whether contents may have parts of type image_url, if the template has a place for
+                them. The text then has the template's placeholder for each.
 
         Raises:
             InvalidArgument: A message is malformed, or the template ignores or refuses an argument; the
@@ -110,7 +115,8 @@ class ChatTemplate:
                 " to false",
             )
         chosen = self._choose(has_tools=bool(tools))
-        chat = plain_messages(messages, chosen.form)
+        form = replace(chosen.form, takes_pictures=takes_pictures and chosen.form.takes_pictures)
+        chat = plain_messages(messages, form)
         _check_roles(messages, chosen)
         values = {"tools": None, "documents": None, **self._special_tokens}
         values |= _checked_kwargs(template_kwargs, chosen)
@@ -254,6 +260,10 @@ def _render_continued(chosen: _Template, chat: list[Message], values: Mapping[st
         marked: Any = final + _TAG
     else:
         *before, last = final
+        if "text" not in last:
+            raise InvalidArgument(
+                Name("continue_final_message"), ": the last message ends with a picture, expected a text"
+            )
         final, marked = last["text"], [*before, {**last, "text": last["text"] + _TAG}]
     messages = [*chat[:-1], {**chat[-1], "content": marked}]
     text = _render(chosen, {**values, "messages": messages, "add_generation_prompt": False})

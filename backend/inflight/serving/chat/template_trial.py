@@ -100,6 +100,7 @@ def find_form(trial: Trial) -> MessageForm:
     # A template that prints a list's representation leaves quotation marks around its text.
     takes_parts = _PROBE in parts and f"'{_PROBE}'" not in parts and f'"{_PROBE}"' not in parts
     takes_text = _PROBE in text or not takes_parts
+    beside = trial.rendered({"role": "user", "content": [{"type": "image"}, *_parts(_PROBE)]}) or ""
     developer = {"role": "developer", "content": _PROBE if _PROBE in text else _parts(_PROBE)}
     as_text = not _takes_arguments(trial, takes_text, {"key": _PROBE}) and _takes_arguments(
         trial, takes_text, json.dumps({"key": _PROBE})
@@ -108,6 +109,7 @@ def find_form(trial: Trial) -> MessageForm:
         takes_developer=_PROBE in (trial.rendered(developer, _user(takes_text)) or ""),
         takes_text=takes_text,
         takes_parts=takes_parts,
+        takes_pictures=takes_parts and _PROBE in beside and beside != parts,
         arguments_as_text=as_text,
         empty_content=_find_empty_content(trial, takes_text, as_text),
     )

@@ -1,0 +1,73 @@
+"""Pictures of chats: read from their URLs, and encoded by another process. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from inflight.errors import InvalidArgument, Unavailable, Unreachable
+from inflight.openai.errors import in_fields
+from inflight.openai.options import OpenAiOptions
+from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.sources import SourceRules, read_picture
+from inflight.serving.chat.messages import PictureUrl
+
+_MAX_DOWNLOADS = 32
+"""Number of pictures that are read at a time, for all requests together."""
+
+
+class PictureEncoder(Protocol):
+    """The process that encodes pictures, or a fake of it in tests."""
+
+    async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
+        """Return the prompt with a picture at each of the text's placeholders (`PicturesClient.encode`)."""
+        ...
+
+
+class ChatPictures:
+    """Reads and encodes the pictures of chats.
+
+    Args:
+        encoder: The process that encodes pictures.
+        options: Options of the endpoint, with the rules for URLs.
+    """
+
+    def __init__(self, encoder: PictureEncoder, options: OpenAiOptions) -> None:
+        self._encoder = encoder
+        self._rules = SourceRules(options.allowed_media_domains, options.allowed_local_media_path)
+        self._reading = asyncio.Semaphore(_MAX_DOWNLOADS)
+
+    async def encode(self, text: str, urls: Sequence[PictureUrl], vocab_size: int) -> EncodedPrompt:
+        """Return the encoded prompt.
+
+        Args:
+            text: The rendered chat, with a placeholder for each picture.
+            urls: The pictures, in order.
+            vocab_size: The engine's vocabulary size.
+
+        Raises:
+            ApiError, InvalidArgument: A picture cannot be read or is invalid; the error names its URL's field.
+            Unavailable: The process cannot be reached, or has too much to do.
+        """
+        pictures = await self._read_all(urls)
+        fields = {f"pictures[{index}]": url.name for index, url in enumerate(urls)}
+        try:
+            return await self._encoder.encode(text, pictures, vocab_size)
+        except InvalidArgument as error:
+            raise in_fields(error, {"pictures": "messages", **fields}) from None
+        except Unreachable:
+            raise Unavailable("pictures cannot be encoded now; a later attempt may succeed") from None
+
+    async def _read_all(self, urls: Sequence[PictureUrl]) -> list[bytes]:
+        """Read all pictures at the same time. The first error ends the others."""
+        reading = [asyncio.ensure_future(self._read(url)) for url in urls]
+        try:
+            return await asyncio.gather(*reading)
+        finally:
+            for each in reading:
+                each.cancel()
+
+    async def _read(self, url: PictureUrl) -> bytes:
+        async with self._reading:
+            return await read_picture(url.url, url.name, self._rules)
