@@ -19,6 +19,7 @@ from inflight.load_model import load_model
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions
+from inflight.openai.pictures import PictureEncoder
 from inflight.testing.fake_server import load_fake
 from tests.triton.factories import make_parameters
 
@@ -57,10 +58,13 @@ def demo_engine(**parameters: str) -> Iterator[EngineClient]:
 
 @contextmanager
 def served(
-    client: EngineClient, protocol: type[HttpProtocol] = HttpProtocol, **options: Any
+    client: EngineClient,
+    protocol: type[HttpProtocol] = HttpProtocol,
+    picture_encoder: PictureEncoder | None = None,
+    **options: Any,
 ) -> Iterator[str]:
     """The application in front of `client`; yields its URL, without a path."""
-    app = create_app(client, OpenAiOptions(**{"served_model_names": ("demo",), **options}))
+    app = create_app(client, OpenAiOptions(**{"served_model_names": ("demo",), **options}), picture_encoder)
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, http=protocol, ws="none", log_level="warning", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)

@@ -45,10 +45,13 @@ def test_to_arguments_keeps_all_options_except_keys(tmp_path: Path) -> None:
         *("--ssl-certfile", certificate, "--ssl-keyfile", key, "--api-key", "secret"),
         *("--allowed-origins", '["https://chat.example", "http://localhost:3000"]', "--max-body-size", "2M"),
         *("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--default-max-tokens", "300"),
+        *("--allowed-media-domains", "Images.example.com,*.cdn.example.com", "::1"),
+        *("--allowed-local-media-path", str(tmp_path), "--limit-mm-per-prompt", '{"image": 4, "video": 0}'),
         *("--host", "0.0.0.0", "--port", "9001", "--metrics-url", "http://h:1/metrics"),
     )
     assert found.served_model_names == ("code", "gpt-4o") and found.max_body_bytes == 2 << 20
-    assert found.default_max_tokens == 300
+    assert found.default_max_tokens == 300 and found.max_pictures == 4
+    assert found.allowed_media_domains == ("images.example.com", "*.cdn.example.com", "::1")
     arguments = to_arguments(found)
     assert "secret" not in " ".join(arguments)
     assert read(*arguments, environment={API_KEYS_VARIABLE: " ".join(found.api_keys)}) == found
@@ -116,6 +119,17 @@ def test_each_line_of_a_key_file_is_one_key(tmp_path: Path, line: str) -> None:
         ("--default-max-tokens", "0", "1 or more, got '0'"),
         ("--default-max-tokens", "-1", "1 or more, got '-1'"),
         ("--max-body-size", "0", "expected a number of bytes"),
+        ("--allowed-media-domains", "https://images.example.com", "no host"),
+        ("--allowed-media-domains", "images.example.com/a", "no host"),
+        ("--allowed-media-domains", "*", "no host"),
+        ("--allowed-media-domains", "", "no host"),
+        ("--allowed-local-media-path", "/nowhere", "expected a folder"),
+        ("--limit-mm-per-prompt", "image=x", "image=4"),
+        ("--limit-mm-per-prompt", "4", "image=4"),
+        ("--limit-mm-per-prompt", "image=-1", "image=4"),
+        ("--limit-mm-per-prompt", '{"image": true}', "image=4"),
+        ("--limit-mm-per-prompt", '{"image": 4', "image=4"),
+        ("--limit-mm-per-prompt", "video=1", "0 for other kinds"),
         ("--max-body-size", "64 apples", "expected a number of bytes"),
     ],
 )

@@ -58,8 +58,8 @@ class ChatPrompt:
 def read_chat(model: ServingModel, body: ChatBody) -> ChatPrompt:
     """Render the messages, and choose guide and parsers. Errors name fields of the body."""
     template = model.chat_template()
-    text = render_messages(template, body, model.takes_pictures)
-    pictures = _pictures(model, body) if model.takes_pictures else ()
+    text = render_messages(template, body, model.takes_pictures())
+    pictures = _pictures(model, body) if model.takes_pictures() else ()
     final = body.messages[-1] if body.continue_final_message else None
     reasoning_parser = _parser(model.options.reasoning_parser, template.reasoning_style)
     is_inside = starts_inside(reasoning_parser, text, final)

@@ -151,10 +151,9 @@ class ServingModel:
         """Raise InvalidArgument, which names `field`, if a text is too long to be a prompt."""
         self.encoder.check_prompt_length(len(text.encode()), field, self.describe().limits)
 
-    @property
     def takes_pictures(self) -> bool:
-        """Whether chats may have pictures. May block; raises as `chat_template` does."""
-        return self._has_encoder and self.chat_template().takes_pictures
+        """Return whether chats may have pictures. May block; raises as `chat_template` does."""
+        return self.chat_template().takes_pictures and self._has_encoder
 
     def chat_template(self) -> ChatTemplate:
         """Return the chat template; raise ApiError if there is no usable one."""

@@ -44,8 +44,8 @@ def _detokenize(model: ServingModel, body: DetokenizeBody) -> dict[str, Any]:
 
 
 def _chat_text(model: ServingModel, body: TokenizeBody) -> str:
-    text = render_messages(model.chat_template(), body, model.takes_pictures)
-    if model.takes_pictures and picture_urls(body.messages or ()):
+    text = render_messages(model.chat_template(), body, model.takes_pictures())
+    if model.takes_pictures() and picture_urls(body.messages or ()):
         raise unsupported(
             "messages",
             "messages have pictures: /tokenize takes texts alone; the usage of an answer counts pictures too",

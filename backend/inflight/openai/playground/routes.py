@@ -18,12 +18,13 @@ from fastapi.responses import HTMLResponse
 from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.playground.activity import Activity
+from inflight.pictures.sources import MAX_BYTES
 
 _PARTS = Path(__file__).parent / "page"
 # The scripts, in the order in which they are joined to one. The last one starts the page.
 _SCRIPTS = (
     "vendor/marked.js", "storage.js", "api.js", "sampling.js", "controls.js", "markdown.js", "tokens.js",
-    "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js",
+    "pictures.js", "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js",
     "engine.js", "main.js",
 )  # fmt: skip
 
@@ -55,14 +56,19 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 
 @playground_router.get("/playground/model")
-async def get_model(request: Request) -> dict[str, bool | str]:
-    """Return whether the model has a usable chat template, and the reason if it has none."""
+async def get_model(request: Request) -> dict[str, bool | str | int]:
+    """Return whether the model has a usable chat template, the reason if it has none, and how large pictures may be.
+
+    `max_picture_bytes` is 0 if the model takes no pictures.
+    """
     context = context_of(request)
     try:
-        await context.session.wait_for(context.model.chat_template)
+        takes_pictures = await context.session.wait_for(context.model.takes_pictures)
     except ApiError as error:
-        return {"has_chat_template": False, "reason": str(error)}
-    return {"has_chat_template": True, "reason": ""}
+        return {"has_chat_template": False, "reason": str(error), "max_picture_bytes": 0}
+    # A body has pictures in base64, with a message around them.
+    most = min(MAX_BYTES, context.model.options.max_body_bytes * 7 // 10) if takes_pictures else 0
+    return {"has_chat_template": True, "reason": "", "max_picture_bytes": most}
 
 
 @cache

@@ -17,6 +17,10 @@ class ContextMeter {
 
   async #count() {
     this.counting?.abort();
+    if (mode === "chat" && (draftPictures.length || havePictures(chatMessages()))) {
+      this.element.hidden = true; // the server counts texts alone
+      return;
+    }
     const body = this.#body();
     if (!body) return this.#show(0, longestOfModel());
     this.counting = new AbortController();

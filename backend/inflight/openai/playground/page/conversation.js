@@ -14,11 +14,14 @@ let running = null; // the AbortController of the running request
 let chatProblem = ""; // why the model answers no chats
 
 class UserMessage {
-  constructor(text) {
+  constructor(text, pictures = []) {
     this.text = text;
+    this.pictures = pictures;
     this.element = copyTemplate("user-message");
     this.body = this.element.querySelector(".text");
     this.body.textContent = text;
+    this.body.hidden = !text;
+    showPictures(this.element.querySelector(".pictures"), pictures);
     this.element.querySelector("[data-action=edit]").addEventListener("click", () => this.#edit());
     this.element.querySelector("[data-action=copy]").addEventListener("click", () => copyText(this.text, this.element));
   }
@@ -28,7 +31,7 @@ class UserMessage {
     if (running || this.element.querySelector("form")) return;
     const form = copyTemplate("edit-form");
     const input = form.querySelector("textarea");
-    const close = () => (form.remove(), (this.body.hidden = false));
+    const close = () => (form.remove(), (this.body.hidden = !this.text));
     input.value = this.text;
     this.body.hidden = true;
     this.body.after(form);
@@ -43,7 +46,7 @@ class UserMessage {
     form.querySelector("[data-action=cancel]").addEventListener("click", close);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (!input.value.trim() || running) return;
+      if (!(input.value.trim() || this.pictures.length) || running) return;
       this.text = this.body.textContent = input.value;
       close();
       dropAfter(chat, this);
@@ -76,7 +79,7 @@ function logElement() {
  */
 function messagesForRequest(draft = "") {
   const messages = chatMessages();
-  if (draft) messages.push({ role: "user", content: draft });
+  if (draft || draftPictures.length) messages.push({ role: "user", content: contentOf(draft, draftPictures) });
   else while (messages.at(-1)?.role === "assistant") messages.pop();
   const answered = messages.filter(({ role }, index) => role !== "user" || messages[index + 1]?.role !== "user");
   return [...systemMessages(), ...answered];
@@ -84,7 +87,7 @@ function messagesForRequest(draft = "") {
 
 /** Return the messages of the user and of the chosen answers, with calls of tools and their results. */
 function chatMessages() {
-  return chat.flatMap((entry) => (entry instanceof UserMessage ? [{ role: "user", content: entry.text }] : entry.messages));
+  return chat.flatMap((entry) => (entry instanceof UserMessage ? [{ role: "user", content: contentOf(entry.text, entry.pictures) }] : entry.messages));
 }
 
 function systemMessages() {
@@ -105,9 +108,9 @@ function requestBody(promptOrMessages) {
 }
 
 async function send(text) {
-  if (running || !text) return;
+  if (running) return;
   if (mode === "chat") {
-    append(chat, new UserMessage(text));
+    append(chat, new UserMessage(text, takeDraftPictures()));
     byId("input").value = "";
     await answerChat();
   } else {
@@ -175,7 +178,7 @@ function stop() {
 function saveConversation() {
   const plain = (entry) =>
     entry instanceof UserMessage
-      ? { text: entry.text }
+      ? { text: entry.text, ...(entry.pictures.length && { pictures: entry.pictures }) }
       : { answers: entry.answers.map((answer) => answer.plain), chosen: entry.chosen, prompt: entry.prompt };
   return { chat: chat.map(plain), completions: completions.map(plain), mode };
 }
@@ -183,8 +186,8 @@ function saveConversation() {
 function restoreConversation(saved) {
   for (const [name, entries] of [["chat", chat], ["completion", completions]]) {
     mode = name;
-    for (const { text, answers, chosen, prompt } of saved[name === "chat" ? "chat" : "completions"]) {
-      if (text !== undefined) append(entries, new UserMessage(text));
+    for (const { text, pictures, answers, chosen, prompt } of saved[name === "chat" ? "chat" : "completions"]) {
+      if (text !== undefined) append(entries, new UserMessage(text, pictures));
       else append(entries, newTurn(entries, prompt)).restore(answers, chosen);
     }
   }

@@ -152,8 +152,8 @@ function checkedConversation({ id, title = "", system = "", mode: kind, chat: en
   return { ...checked, chat: entries.map(checkedEntry), completions: turns.map(checkedEntry), mode: kind, changed };
 }
 
-function checkedEntry({ text, answers, chosen = 0, prompt = null }) {
-  if (text !== undefined) return { text: textOf(text) };
+function checkedEntry({ text, pictures = [], answers, chosen = 0, prompt = null }) {
+  if (text !== undefined) return { text: textOf(text), ...(pictures.length && { pictures: pictures.map(pictureOf) }) };
   if (!answers.length || !Number.isInteger(chosen) || !(chosen in answers)) throw new TypeError("an entry has no answer that is chosen");
   return { answers: answers.map(checkedAnswer), chosen, prompt: prompt === null ? null : textOf(prompt) };
 }
@@ -169,6 +169,11 @@ function checkedAnswer({ text, reasoning = "", figures = "", calls = [], areSent
 function textOf(value) {
   if (typeof value !== "string") throw new TypeError(`expected a text, got ${JSON.stringify(value) ?? "nothing"}`);
   return value;
+}
+
+function pictureOf(url) {
+  if (!textOf(url).startsWith("data:image/")) throw new TypeError("expected a picture as a data: URL");
+  return url;
 }
 
 function openLibrary(isOpen) {

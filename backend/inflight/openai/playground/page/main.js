@@ -73,7 +73,8 @@ function restore() {
 async function askAboutChats() {
   const response = await fetchFromServer("playground/model").catch(() => null);
   if (!response) return;
-  const { has_chat_template: hasTemplate, reason } = await response.json();
+  const { has_chat_template: hasTemplate, reason, max_picture_bytes: mostBytes } = await response.json();
+  offerPictures(mostBytes ?? 0);
   chatProblem = hasTemplate ? "" : reason;
   const isUnused = !chat.length && !completions.length && !byId("input").value;
   if (chatProblem && isUnused) mode = "completion";
@@ -173,7 +174,8 @@ function openSettings(isOpen) {
 
 function submitInput() {
   const text = byId("input").value;
-  if (!text.trim() || running || byId("send").disabled) return;
+  const hasPictures = mode === "chat" && draftPictures.length;
+  if (!(text.trim() || hasPictures) || running || byId("send").disabled) return;
   followsEnd = true;
   send(text);
   fitHeight(byId("input"));
@@ -222,6 +224,7 @@ const engine = new EngineStrip(byId("engine"));
 const contextMeter = new ContextMeter(byId("context"));
 listen();
 listenToLibrary();
+listenToPictures();
 listenToPresets(settingsChanged);
 startFollowing();
 restore();
