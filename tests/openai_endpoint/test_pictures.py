@@ -325,3 +325,8 @@ def test_pictures_are_refused_without_an_encoder_or_a_place_in_the_template(
         answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": user(text("x"), part(b"x"))})
         says = "messages[0].content[1] is of type 'image_url'; this server takes parts of type text alone"
         assert answer.status_code == 400 and answer.json()["error"]["message"] == says
+
+
+def test_the_playground_is_told_how_large_pictures_may_be(endpoint: Endpoint) -> None:
+    told = httpx.get(f"{endpoint.url}/playground/model").json()
+    assert told == {"has_chat_template": True, "reason": "", "max_picture_bytes": (16 << 20) * 7 // 10}

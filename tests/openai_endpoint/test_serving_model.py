@@ -97,6 +97,7 @@ def test_a_broken_template_is_logged_at_load_and_refuses_only_chats(
         assert client.get("/playground/model").json() == {
             "has_chat_template": False,
             "reason": error["message"],
+            "max_picture_bytes": 0,
         }
     assert len(lines) == 1 == len(caplog.records) and lines[0].startswith("chats will be refused: ")
     if isinstance(template, str):

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     _log_to(open_log(given.log_format))
     try:
-        options = read_arguments(given, given.host, given.port, given.metrics_url, given.pictures)
+        options = read_arguments(given, given.host, given.port, given.metrics_url, pictures=given.pictures)
         client = _connect(given)
         encoder = None if options.pictures is None else PicturesClient(str(options.pictures))
         config = _config(client, options, encoder, given.exit_timeout)

@@ -103,10 +103,14 @@ def _pictures(model: ServingModel, body: ChatBody) -> Sequence[PictureUrl]:
             f"messages have {len(pictures)} pictures; this server takes at most {most} in a prompt "
             "(--limit-mm-per-prompt)",
         )
-    if pictures and body.truncate_prompt_tokens is not None:
-        raise unsupported("truncate_prompt_tokens", "truncate_prompt_tokens is for prompts without pictures")
-    if pictures and body.add_special_tokens:
-        raise unsupported("add_special_tokens", "add_special_tokens is for prompts without pictures")
+    excluded = {
+        "truncate_prompt_tokens": body.truncate_prompt_tokens is not None,
+        "add_special_tokens": body.add_special_tokens,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+    }
+    for name, is_set in excluded.items():
+        if pictures and is_set:
+            raise unsupported(name, f"{name} is for prompts without pictures: leave it out")
     return pictures
 
 

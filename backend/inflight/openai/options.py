@@ -188,8 +188,8 @@ def read_arguments(
     host: str,
     port: int,
     metrics_url: str = "",
-    pictures: Path | None = None,
     environment: Mapping[str, str] = os.environ,
+    pictures: Path | None = None,
 ) -> OpenAiOptions:
     """Return the options from parsed flags. Raises ValueError, which names the flag, if a flag is invalid."""
     if given.ssl_keyfile is not None and given.ssl_certfile is None:

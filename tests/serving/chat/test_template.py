@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from inflight.errors import ConfigError, InvalidArgument
-from inflight.serving.chat.messages import MessageForm
+from inflight.serving.chat.messages import MessageForm, picture_urls
 from inflight.serving.chat.template import ChatTemplate, load_chat_template
 from inflight.serving.chat.template_environment import compile_template, names_in, render_bounded
 from inflight.serving.chat.template_files import TemplateFiles
@@ -170,6 +170,33 @@ def test_parts_of_a_message_are_rendered_by_the_template_or_joined(
         )
     else:
         assert text == joined
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def test_pictures_are_rendered_as_by_transformers(transformers_tokenizer: PreTrainedTokenizerBase) -> None:
+    content = [PICTURE, {"type": "text", "text": "What is this?"}, PICTURE]
+    plain = [{"type": "image"}, {"type": "text", "text": "What is this?"}, {"type": "image"}]
+    taking = {name for name in NAMES if template(name).takes_pictures}
+    assert taking == {"gemma3", "mistral_small", "qwen2_vl"}
+    for name in NAMES:
+        messages: Messages = [{"role": "user", "content": content}]
+        if name not in taking:
+            with pytest.raises(InvalidArgument, match=r"content\[0\] is of type 'image_url'.*text alone"):
+                template(name).render(messages, takes_pictures=True)
+            continue
+        text = template(name).render(messages, takes_pictures=True)
+        chat: Any = [{"role": "user", "content": plain}]
+        assert text == transformers_tokenizer.apply_chat_template(
+            chat, chat_template=source(name), tokenize=False, add_generation_prompt=True
+        )
+        assert "What is this?" in text and "base64" not in text
+        assert [(each.name, each.url) for each in picture_urls(messages)] == [
+            (f"messages[0].content[{place}].image_url.url", "data:image/png;base64,AAAA") for place in (0, 2)
+        ]
+        with pytest.raises(InvalidArgument, match="text alone"):
+            template(name).render(messages)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ _PARTS = Path(__file__).parent / "page"
 # The scripts, in the order in which they are joined to one. The last one starts the page.
 _SCRIPTS = (
     "vendor/marked.js", "storage.js", "api.js", "sampling.js", "controls.js", "markdown.js", "tokens.js",
-    "pictures.js", "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js", "code.js",
-    "engine.js", "main.js",
+    "pictures.js", "calls.js", "answers.js", "conversation.js", "library.js", "presets.js", "context.js",
+    "code.js", "engine.js", "main.js",
 )  # fmt: skip
 
 playground_router = APIRouter(include_in_schema=False)
@@ -57,9 +57,9 @@ async def get_state(request: Request) -> dict[str, Any]:
 
 @playground_router.get("/playground/model")
 async def get_model(request: Request) -> dict[str, bool | str | int]:
-    """Return whether the model has a usable chat template, the reason if it has none, and how large pictures may be.
+    """Return whether the model has a usable chat template, the reason if not, and the largest picture's size.
 
-    `max_picture_bytes` is 0 if the model takes no pictures.
+    The size is in bytes, and 0 if the model takes no pictures.
     """
     context = context_of(request)
     try:
