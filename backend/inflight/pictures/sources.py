@@ -70,7 +70,7 @@ def is_public(address: IpAddress) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SourceRules:
-    """What an operator allows requests to name. Without any permission, only data: URLs are read.
+    """The operator's rules for the URLs of requests. By default only data: URLs are read.
 
     Attributes:
         domains: Hosts of http: and https: URLs, in lower case; "*.example.com" stands for all hosts below

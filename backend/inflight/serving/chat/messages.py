@@ -99,13 +99,17 @@ def picture_urls(messages: Sequence[Mapping[str, Any]]) -> list[PictureUrl]:
     Raises:
         InvalidArgument: A picture has no URL, or its detail is unknown; the error names the field.
     """
-    return [
-        _picture_url(part.get("image_url"), f"messages[{index}].content[{place}].image_url")
-        for index, message in enumerate(messages)
-        if isinstance(message.get("content"), list)
-        for place, part in enumerate(message["content"])
-        if isinstance(part, Mapping) and cast(Mapping[str, Any], part).get("type") == "image_url"
-    ]
+    found: list[PictureUrl] = []
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for place, part in enumerate(cast(list[Any], content) if isinstance(content, list) else ()):
+            match part:
+                case {"type": "image_url", **others}:
+                    name = f"messages[{index}].content[{place}].image_url"
+                    found.append(_picture_url(others.get("image_url"), name))
+                case _:
+                    pass
+    return found
 
 
 def _picture_url(given: Any, name: str) -> PictureUrl:
