@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import LIMITS, ScriptedEngine
-from tests.openai_endpoint.serving import DEMO, served
+from tests.openai_endpoint.serving import DEMO, PATIENCE_S, served
 
 WIDTH, ROTARY_DIM, ROWS = 4, 2, 3
 VOCABULARY = LIMITS.vocab_size
@@ -42,11 +44,18 @@ class FakeEncoder:
     asked: list[tuple[str, list[bytes]]] = field(default_factory=list[tuple[str, list[bytes]]])
     error: InflightError | None = None
     width: int = WIDTH
+    waits: bool = False
+    was_cancelled: threading.Event = field(default_factory=threading.Event)
 
     async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
         self.asked.append((text, list(pictures)))
         if self.error is not None:
             raise self.error
+        if self.waits:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.was_cancelled.set()
         tokenizer, ids, extra_ids = Tokenizer.from_dir(DEMO), [], []
         for index, piece in enumerate(text.split(PLACE)):
             if index:
@@ -132,7 +141,7 @@ def shared(template: Path, folder: Path) -> Iterator[Endpoint]:
 
 @pytest.fixture
 def endpoint(shared: Endpoint) -> Endpoint:
-    shared.encoder.error, shared.encoder.width = None, WIDTH
+    shared.encoder.error, shared.encoder.width, shared.encoder.waits = None, WIDTH, False
     shared.encoder.asked.clear()
     shared.engine.requests.clear()
     return shared
@@ -295,6 +304,15 @@ def test_errors_of_the_encoder_name_the_picture(
     told = answer.json()["error"]
     assert (answer.status_code, told["message"]) == (status, says)
     assert told["param"] == ("messages" if status == 400 else None)
+    assert endpoint.engine.requests == []
+
+
+def test_pictures_of_a_client_that_leaves_are_not_encoded(endpoint: Endpoint) -> None:
+    endpoint.encoder.waits = True
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"messages": user(part(b"one"))}
+        httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=0.2))
+    assert endpoint.encoder.was_cancelled.wait(PATIENCE_S)
     assert endpoint.engine.requests == []
 
 

@@ -19,7 +19,7 @@ from inflight.openai.prepared_body import PreparedBody, check_number_of_sequence
 from inflight.openai.protocol import ChatBody
 from inflight.openai.sampling import BodySettings, choose_seed
 from inflight.openai.serving_model import ServingModel
-from inflight.openai.streaming import JsonAnswer, event, made
+from inflight.openai.streaming import JsonAnswer, event, made, while_connected
 from inflight.serving.chat.reasoning import ReasoningTokens, reasoning_stream
 from inflight.serving.chat.tool_calls import ChatDelta, ToolCallDelta, tool_call_stream
 from inflight.serving.chat.tool_styles import needs_special_tokens
@@ -34,7 +34,7 @@ async def create_chat_completion(body: Annotated[ChatBody, body_as(ChatBody)], r
     adapter = await context.adapter_of(body.model)
     prompt, asked, prepared = await context.session.compute(partial(_prepare, context.model, body, adapter))
     if prepared is None:
-        prepared = await _prepare_pictures(context, prompt, asked)
+        prepared = await while_connected(request, _prepare_pictures(context, prompt, asked))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     writer = _ChatWriter(body, prepared, prompt, Envelope.of("chatcmpl", kind, prepared, request))
     if body.stream:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from inflight.errors import Cancelled
 from inflight.openai.errors import describe_error
 from inflight.serving.engine_session import OutputStream
 
 _ENCODER = msgspec.json.Encoder()
 _DONE = b"data: [DONE]\n\n"
+_T = TypeVar("_T")
 
 
 def event(chunk: Any) -> bytes:
@@ -88,6 +90,24 @@ class Watcher:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._stream.cancel()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of `work`; cancel it and raise Cancelled if the client disconnects before."""
+
+    async def wait_for_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_end())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the request was cancelled by its client")
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def peeked(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
