@@ -19,7 +19,7 @@ from inflight.load_model import load_model
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions
-from inflight.openai.pictures import PictureEncoder
+from inflight.openai.pictures import PicturesEncoder
 from inflight.testing.fake_server import load_fake
 from tests.triton.factories import make_parameters
 
@@ -60,7 +60,7 @@ def demo_engine(**parameters: str) -> Iterator[EngineClient]:
 def served(
     client: EngineClient,
     protocol: type[HttpProtocol] = HttpProtocol,
-    picture_encoder: PictureEncoder | None = None,
+    picture_encoder: PicturesEncoder | None = None,
     **options: Any,
 ) -> Iterator[str]:
     """The application in front of `client`; yields its URL, without a path."""

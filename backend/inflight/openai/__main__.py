@@ -30,7 +30,7 @@ from inflight.log_lines import FORMATS, LineFormatter, open_log
 from inflight.openai.app import create_app
 from inflight.openai.http_protocol import HttpProtocol
 from inflight.openai.options import OpenAiOptions, add_arguments, read_arguments
-from inflight.openai.pictures import PictureEncoder
+from inflight.openai.pictures import PicturesEncoder
 from inflight.pictures.client import PicturesClient
 from inflight.processes import raise_descriptor_limit
 from inflight.serving.memory import return_large_blocks
@@ -154,7 +154,7 @@ def _connect(given: argparse.Namespace) -> EngineClient:
 
 
 def _config(
-    client: EngineClient, options: OpenAiOptions, encoder: PictureEncoder | None, exit_timeout_s: int
+    client: EngineClient, options: OpenAiOptions, encoder: PicturesEncoder | None, exit_timeout_s: int
 ) -> uvicorn.Config:
     key = options.tls_key
     config = uvicorn.Config(

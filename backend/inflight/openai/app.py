@@ -22,7 +22,7 @@ from inflight.openai.errors import add_error_handlers
 from inflight.openai.http_metrics import HttpMetrics, HttpObserver
 from inflight.openai.middleware import add_middleware
 from inflight.openai.options import OpenAiOptions
-from inflight.openai.pictures import ChatPictures, PictureEncoder
+from inflight.openai.pictures import ChatPictures, PicturesEncoder
 from inflight.openai.playground.routes import playground_router
 from inflight.openai.serving_model import ServingModel
 from inflight.serving.engine_session import EngineSession
@@ -31,7 +31,7 @@ _ENGINE_CHECK_S = 1.0
 
 
 def create_app(
-    client: EngineClient, options: OpenAiOptions, picture_encoder: PictureEncoder | None = None
+    client: EngineClient, options: OpenAiOptions, picture_encoder: PicturesEncoder | None = None
 ) -> FastAPI:
     """Return the application. It must be served by one event loop.
 

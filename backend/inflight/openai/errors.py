@@ -66,8 +66,6 @@ _FIELD_OF_TENSOR = {
     "guided_decoding_guide": "structured_outputs",
     "lora_task_id": "model",
     "lora_name": "model",
-    "prompt_embedding_table": "messages",
-    "mrope_rotary_cos_sin": "messages",
 }
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"

@@ -17,7 +17,7 @@ _MAX_DOWNLOADS = 32
 """Number of pictures that are read at a time, for all requests together."""
 
 
-class PictureEncoder(Protocol):
+class PicturesEncoder(Protocol):
     """The process that encodes pictures, or a fake of it in tests."""
 
     async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
@@ -33,7 +33,7 @@ class ChatPictures:
         options: Options of the endpoint, with the rules for URLs.
     """
 
-    def __init__(self, encoder: PictureEncoder, options: OpenAiOptions) -> None:
+    def __init__(self, encoder: PicturesEncoder, options: OpenAiOptions) -> None:
         self._encoder = encoder
         self._rules = SourceRules(options.allowed_media_domains, options.allowed_local_media_path)
         self._reading = asyncio.Semaphore(_MAX_DOWNLOADS)

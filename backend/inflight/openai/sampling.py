@@ -85,6 +85,10 @@ def choose_seed(body: SamplingBody) -> int:
     return secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
 
 
+_TABLES = ("prompt_embedding_table", "mrope_rotary_cos_sin")
+"""Tensors that stand for pictures."""
+
+
 def make_prompt(
     asked: BodySettings,
     ids: Sequence[int],
@@ -134,7 +138,8 @@ def make_prompt(
     try:
         request.validate(limits)
     except (InvalidArgument, Unsupported) as error:
-        raise in_fields(error, asked.fields) from None
+        of_pictures = dict.fromkeys(_TABLES, "messages") if encoded else {}
+        raise in_fields(error, of_pictures | dict(asked.fields)) from None
     return Prompt(
         request,
         ReplyOptions(

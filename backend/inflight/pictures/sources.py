@@ -119,12 +119,12 @@ async def read_picture(url: str, name: Name, rules: SourceRules) -> bytes:
         expected = " or ".join(
             ["data:", *(["https:"] if rules.domains else []), *(["file:"] if rules.folder else [])]
         )
-        raise _Refused(f"is {_shown(url)}, expected a URL that begins with {expected}")
-    except _Refused as refused:
+        raise _Unreadable(f"is {_shown(url)}, expected a URL that begins with {expected}")
+    except _Unreadable as refused:
         raise InvalidArgument(name, f" {refused}") from None
 
 
-class _Refused(Exception):
+class _Unreadable(Exception):
     """The reason why a picture is not read, to be put behind the name of its URL."""
 
 
@@ -141,7 +141,7 @@ def _decode(url: str, rules: SourceRules) -> bytes:
     head, comma, data = url.partition(",")
     media_type, *parameters = head[len("data:") :].split(";")
     if not comma or not parameters or parameters[-1].strip().lower() != "base64":
-        raise _Refused(f"is {_shown(url)}, expected data:image/…;base64,…")
+        raise _Unreadable(f"is {_shown(url)}, expected data:image/…;base64,…")
     _check_media_type(media_type, "is a data: URL of type")
     if len(data) // 4 * 3 > rules.max_bytes + 2:
         raise _too_large(rules)
@@ -149,28 +149,28 @@ def _decode(url: str, rules: SourceRules) -> bytes:
         decoded = base64.b64decode(data.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
         reason = "letters outside ASCII" if isinstance(error, UnicodeEncodeError) else str(error)
-        raise _Refused(f"is a data: URL whose base64 is invalid ({reason})") from None
+        raise _Unreadable(f"is a data: URL whose base64 is invalid ({reason})") from None
     return _checked_size(decoded, rules)
 
 
 def _check_media_type(given: str, subject: str) -> None:
     media_type = given.partition(";")[0].strip().lower()
     if _MEDIA_TYPE.fullmatch(media_type) is None or media_type.startswith("image/svg"):
-        raise _Refused(
+        raise _Unreadable(
             f"{subject} {media_type[:_SHOWN]!r}, expected a picture such as image/png or image/jpeg"
         )
 
 
 def _checked_size(data: bytes, rules: SourceRules) -> bytes:
     if not data:
-        raise _Refused("is an empty file, expected a picture")
+        raise _Unreadable("is an empty file, expected a picture")
     if len(data) > rules.max_bytes:
         raise _too_large(rules)
     return data
 
 
-def _too_large(rules: SourceRules) -> _Refused:
-    return _Refused(
+def _too_large(rules: SourceRules) -> _Unreadable:
+    return _Unreadable(
         f"has more than {rules.max_bytes} bytes, which is the largest picture that this server reads"
     )
 
@@ -183,21 +183,21 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         _ = parts.port  # raises ValueError if it is no number up to 65535
     except ValueError as error:
-        raise _Refused(f"is {_shown(url)}, which is no URL: {error}") from None
+        raise _Unreadable(f"is {_shown(url)}, which is no URL: {error}") from None
     return parts
 
 
 def _read_file(url: SplitResult, rules: SourceRules) -> bytes:
     if rules.folder is None:
-        raise _Refused("is a file: URL, which this server reads only with --allowed-local-media-path")
+        raise _Unreadable("is a file: URL, which this server reads only with --allowed-local-media-path")
     if (
         url.netloc not in ("", "localhost")
         or url.query
         or url.fragment
         or "\x00" in (path := unquote(url.path))
     ):
-        raise _Refused(f"is {_shown(url.geturl())}, expected file:///PATH")
-    refused = _Refused(f"is {_shown(url.geturl())}, which is no file in the allowed folder")
+        raise _Unreadable(f"is {_shown(url.geturl())}, expected file:///PATH")
+    refused = _Unreadable(f"is {_shown(url.geturl())}, which is no file in the allowed folder")
     folder = os.path.realpath(rules.folder)
     place = os.path.realpath(path)
     if os.path.commonpath((folder, place)) != folder:
@@ -217,10 +217,10 @@ async def _download(url: str, rules: SourceRules) -> bytes:
     parts = _split(url)
     host = parts.hostname or ""
     if "@" in parts.netloc or not host or not host.isascii():
-        raise _Refused(f"is {_shown(url)}, expected https://HOST/PATH with a host in ASCII and no user")
+        raise _Unreadable(f"is {_shown(url)}, expected https://HOST/PATH with a host in ASCII and no user")
     if not rules.allows_host(host):
         allowed = f"; it reads from {', '.join(rules.domains)}" if rules.domains else ""
-        raise _Refused(
+        raise _Unreadable(
             f"is on the host {host[:_SHOWN]!r}, which this server may not read from (--allowed-media-domains)"
             f"{allowed}. Send the picture as data:image/…;base64,…"
         )
@@ -228,9 +228,9 @@ async def _download(url: str, rules: SourceRules) -> bytes:
     try:
         return await asyncio.wait_for(download.run(), rules.timeout_s)
     except asyncio.TimeoutError:
-        raise _Refused(f"could not be read within {rules.timeout_s:g} seconds from {host!r}") from None
+        raise _Unreadable(f"could not be read within {rules.timeout_s:g} seconds from {host!r}") from None
     except (OSError, httptools.HttpParserError) as error:
-        raise _Refused(f"could not be read from {host!r}: {_reason(error)}") from None
+        raise _Unreadable(f"could not be read from {host!r}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
@@ -253,7 +253,7 @@ class _Download:
         self._parts: list[bytes] = []
         self._size = 0
         self._has_head = self._is_complete = False
-        self._refusal: _Refused | None = None
+        self._refusal: _Unreadable | None = None
         self._parser = httptools.HttpResponseParser(self)
 
     async def run(self) -> bytes:
@@ -276,12 +276,12 @@ class _Download:
                 self._host, self._port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError):
-            raise _Refused(f"is on the host {self._host[:_SHOWN]!r}, which has no address") from None
+            raise _Unreadable(f"is on the host {self._host[:_SHOWN]!r}, which has no address") from None
         addresses = [str(place[0]) for *_, place in found]
         if not addresses or not all(
             self._rules.is_allowed_address(ipaddress.ip_address(each)) for each in addresses
         ):
-            raise _Refused(
+            raise _Unreadable(
                 f"is on the host {self._host[:_SHOWN]!r}, whose address is not public: this server does not read "
                 "from its own network"
             )
@@ -314,14 +314,16 @@ class _Download:
                 if self._refusal is None:
                     raise
             except httptools.HttpParserUpgrade:
-                self._refusal = _Refused(f"could not be read from {self._host!r}: it changed the protocol")
+                self._refusal = _Unreadable(f"could not be read from {self._host!r}: it changed the protocol")
             if self._refusal is not None:
                 raise self._refusal
             if not self._has_head and num_read > _MAX_HEAD_BYTES:
-                raise _Refused(f"could not be read from {self._host!r}: its answer's headers are too large")
+                raise _Unreadable(
+                    f"could not be read from {self._host!r}: its answer's headers are too large"
+                )
         ends_with_connection = not {b"content-length", b"transfer-encoding"} & self._headers.keys()
         if not self._is_complete and not (self._has_head and ends_with_connection):
-            raise _Refused(f"could not be read from {self._host!r}: the connection ended too early")
+            raise _Unreadable(f"could not be read from {self._host!r}: the connection ended too early")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._headers[name.lower()] = value
@@ -332,27 +334,27 @@ class _Download:
         if self._refusal is not None:
             raise self._refusal
 
-    def _problem_of_head(self) -> _Refused | None:
+    def _problem_of_head(self) -> _Unreadable | None:
         status = self._parser.get_status_code()
         if 300 <= status < 400:
-            return _Refused(
+            return _Unreadable(
                 f"is answered by {self._host!r} with a redirect ({status}), which is not followed"
             )
         if status != 200:
-            return _Refused(f"is answered by {self._host!r} with the HTTP status {status}")
+            return _Unreadable(f"is answered by {self._host!r} with the HTTP status {status}")
         length = self._headers.get(b"content-length", b"")
         if length.isdigit() and int(length[:20]) > self._rules.max_bytes:
             return _too_large(self._rules)
         coding = self._headers.get(b"content-encoding", b"identity").decode("latin-1")
         if coding.lower() != "identity":
-            return _Refused(
+            return _Unreadable(
                 f"is answered by {self._host!r} with the encoding {coding[:_SHOWN]!r}, expected none"
             )
         media_type = self._headers.get(b"content-type", b"").decode("latin-1").strip()
         if media_type.partition(";")[0].strip().lower() not in _UNTYPED:
             try:
                 _check_media_type(media_type, f"is answered by {self._host!r} with a file of type")
-            except _Refused as refused:
+            except _Unreadable as refused:
                 return refused
         return None
 
