@@ -331,10 +331,10 @@ def test_a_gguf_file_that_cannot_be_read_is_reported_with_a_fix(
     file = write_gguf(tmp_path / "whole.gguf", "llama", "F32").folder
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-5000])
-    mixture = write_gguf(tmp_path / "mixture.gguf", "llama", "F32", expert__count=8).folder
+    clamped = write_gguf(tmp_path / "clamped.gguf", "llama", "F32", attention_clamp__kqv=8).folder
     for faulty, says, mend in (
         (cut, "not a complete GGUF file", "download the file again"),
-        (mixture, "llama.expert_count' is 8", "docs/models.md lists"),
+        (clamped, "llama.attention.clamp_kqv' is 8", "docs/models.md lists"),
     ):
         found = check(faulty)["checkpoint"]
         assert found.level is RED and says in found.says and mend in found.mend, found

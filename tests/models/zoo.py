@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,12 +134,14 @@ class Zoo:
         return self._made[case]
 
 
-def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> ZooModel:
-    """Draw the weights of `case` and save the model in `folder`."""
+def make_model(
+    folder: Path, case: str, seed: int = 0, changes: Mapping[str, Any] | None = None, **save_options: Any
+) -> ZooModel:
+    """Draw the weights of `case` and save the model in `folder`; `changes`: further keys of its configuration."""
     if case in MULTIMODAL:
         return _make_multimodal(folder, case, seed)
     family, _ = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
-    config = make_config(case)
+    config = make_config(case, changes)
     oracle = _draw(config.architectures[0], config, seed)
     if family == "OlmoHybrid":
         _save_as_published(oracle, folder)
@@ -150,9 +152,10 @@ def make_model(folder: Path, case: str, seed: int = 0, **save_options: Any) -> Z
     return ZooModel(folder, oracle)
 
 
-def make_config(case: str) -> Any:
-    """Return transformers' configuration of a model of text."""
+def make_config(case: str, further: Mapping[str, Any] | None = None) -> Any:
+    """Return transformers' configuration of a model of text, with `further` keys."""
     family, changes = (CASES | WITHOUT_MAP | WITH_KERNELS)[case]
+    changes = {**changes, **(further or {})}
     values = GPT2 if family == "GPT2" else dict(COMMON)
     foreign = {
         "GPTNeoX": ("num_key_value_heads",),

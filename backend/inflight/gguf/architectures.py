@@ -1,4 +1,4 @@
-"""The supported architectures of GGUF files: their families, and the names of their tensors."""
+"""The supported architectures of GGUF files, and what llama.cpp's converter changes in their tensors."""
 
 from __future__ import annotations
 
@@ -16,49 +16,56 @@ class Architecture:
     Attributes:
         model_type: The family's `model_type` in config.json.
         class_name: The family's class in `architectures` of config.json.
-        modules: Names of a layer's modules in Hugging Face checkpoints, by their names in the GGUF file.
         is_permuted: Whether the file stores the two rows of each rotary pair of a query or key head next to
             each other. Hugging Face checkpoints store all first rows, then all second rows.
         norm_offset: Number that llama.cpp's converter added to norm weights, and that must be subtracted.
+        has_tiled_values: Whether the value heads of recurrent layers are stored with those of the same key head
+            apart. Hugging Face checkpoints store them next to each other.
     """
 
     model_type: str
     class_name: str
-    modules: Mapping[str, str]
     is_permuted: bool = False
     norm_offset: float = 0.0
+    has_tiled_values: bool = False
 
-
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_READ_ELSEWHERE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors whose values `config.py` writes as keys of config.json."""
-_LLAMA = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_GEMMA2 = {
-    **_LLAMA,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _LLAMA, is_permuted=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _GEMMA2, norm_offset=1.0),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", {**_GEMMA2, **_HEAD_NORMS}, norm_offset=1.0),
+    "llama": Architecture("llama", "LlamaForCausalLM", is_permuted=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM"),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", norm_offset=1.0),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3next": Architecture("qwen3_next", "Qwen3NextForCausalLM", norm_offset=1.0),
+    "qwen35": Architecture("qwen3_5_text", "Qwen3_5ForCausalLM", norm_offset=1.0, has_tiled_values=True),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", norm_offset=1.0, has_tiled_values=True
+    ),
+    "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM"),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM"),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM"),
+    "lfm2moe": Architecture("lfm2_moe", "Lfm2MoeForCausalLM"),
+    "granite": Architecture("granite", "GraniteForCausalLM", is_permuted=True),
+    "granitehybrid": Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", is_permuted=True),
+    "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", is_permuted=True),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM"),
+    "cohere2": Architecture("cohere2", "Cohere2ForCausalLM"),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", is_permuted=True),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM"),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM"),
+    "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM"),
+    "deepseek2": Architecture("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM"),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", is_permuted=True),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM"),
+    "ernie4_5-moe": Architecture("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+    "minimax-m2": Architecture("minimax_m2", "MiniMaxM2ForCausalLM"),
+    "starcoder2": Architecture("starcoder2", "Starcoder2ForCausalLM"),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM"),
 }
 
 
@@ -71,22 +78,3 @@ def find_architecture(header: GgufHeader) -> Architecture:
             f"{', '.join(ARCHITECTURES)}"
         )
     return found
-
-
-def stored_names(header: GgufHeader) -> dict[str, str]:
-    """Return the file's name of each tensor, by the tensor's name in Hugging Face checkpoints.
-
-    An unknown tensor keeps its name, so that the loader reports it as unexpected.
-    """
-    modules = find_architecture(header).modules
-    names: dict[str, str] = {}
-    for stored in header.tensors:
-        if stored in _READ_ELSEWHERE:
-            continue
-        module, _, kind = stored.rpartition(".")
-        name = f"{_OUTSIDE.get(module, module)}.{kind}"
-        if module.startswith("blk."):
-            _, index, of_layer = module.split(".", 2)
-            name = f"model.layers.{index}.{modules.get(of_layer, of_layer)}.{kind}"
-        names[name] = stored
-    return names

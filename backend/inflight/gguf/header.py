@@ -18,7 +18,7 @@ from inflight.errors import ConfigError
 ARCHITECTURE = "general.architecture"
 FLOAT_TYPES = ("F32", "F16", "BF16")
 """Types of tensors that are not quantized."""
-QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 """Types of quantized matrices that are read."""
 
 

@@ -35,7 +35,7 @@ def fitted(model: ModelDescription, checkpoint: Checkpoint) -> ModelDescription:
     tensor per expert.
     """
     if is_gguf(checkpoint.folder):
-        add_gguf_tensors(checkpoint, model.decoder)
+        add_gguf_tensors(checkpoint, model)
     checkpoint.leave_out(model.names.left_out)
     if model.multimodal is not None:
         model = replace(model, names=_with_stored_prefixes(model.names, checkpoint))

@@ -64,6 +64,11 @@ class Levels:
     bits: int
     is_float4: bool = False
 
+    @property
+    def group_size(self) -> int:
+        """Number of inputs in a group, if `groups` is None."""
+        return self.values.shape[1] // self.scales.shape[1]
+
     def dequantized(self) -> Tensor:
         """Return the represented numbers, [outputs, inputs] float32."""
         if self.is_float4:

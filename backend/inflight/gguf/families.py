@@ -1,0 +1,475 @@
+"""Reads the keys of single architectures of GGUF files, as keys of their families' config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from inflight.gguf.keys import ArchitectureKeys
+from inflight.gguf.rope import read_scaling
+from inflight.json_values import Json
+
+_BIGGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Number of layers of the 27B models, whose attention scale is computed from hidden_size / heads."""
+_SOFTMAX, _SIGMOID = 1, 2
+"""llama.cpp's numbers of the functions that make probabilities of experts' scores."""
+
+PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
+"""Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
+OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2")
+"""Architectures whose readers read the sizes of heads themselves."""
+
+
+def _llama(section: ArchitectureKeys) -> Json:
+    """Return the keys of Llama, Mistral and Mixtral, which the architecture does not tell apart."""
+    if section.size_or_none("expert_count") is None:
+        return {"attention_bias": section.has_tensor("attn_q.bias")}
+    section.expect("expert_gating_func", None, _SOFTMAX)
+    counts = {
+        "num_local_experts": section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
+    }
+    return {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **counts}
+
+
+def _phi3(section: ArchitectureKeys) -> Json:
+    original = section.size_or_none("rope.scaling.original_context_length")
+    return {
+        "sliding_window": section.size_or_none("attention.sliding_window"),
+        "original_max_position_embeddings": original or section.size("context_length"),
+    }
+
+
+def _gemma(section: ArchitectureKeys) -> Json:
+    """Return the keys of Gemma 2 and 3. The scale of attention is derived, because the file does not state it."""
+    architecture = section.header.architecture
+    head_dim, num_heads = section.size("attention.key_length"), section.size("attention.head_count")
+    is_biggest = section.num_layers == _BIGGEST_GEMMA[architecture]
+    config: Json = {
+        "head_dim": head_dim,
+        "query_pre_attn_scalar": section.size("embedding_length") // num_heads if is_biggest else head_dim,
+        "sliding_window": section.size("attention.sliding_window"),
+        "attn_logit_softcapping": section.number_or_none("attn_logit_softcapping"),
+        "final_logit_softcapping": section.number_or_none("final_logit_softcapping"),
+    }
+    if architecture == "gemma3":
+        config["rope_local_base_freq"] = section.number_or_none("rope.freq_base_swa") or 10000.0
+        config["rope_theta"] = section.number_or_none("rope.freq_base") or 1e6
+    return config
+
+
+def _experts(section: ArchitectureKeys, count: str = "num_experts", gating: int = _SOFTMAX) -> Json:
+    """Return the number and width of experts; `count`: the key of their number in config.json."""
+    section.expect("expert_gating_func", None, gating)
+    return {
+        count: section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "moe_intermediate_size": section.largest("expert_feed_forward_length"),
+    }
+
+
+def _shared_width(section: ArchitectureKeys) -> int:
+    """Return the width of the MLP that all tokens use beside their experts."""
+    section.size_or_none("expert_shared_feed_forward_length")  # some files state another width
+    tensors = (
+        section.header.tensors.get(f"blk.{layer}.ffn_up_shexp.weight") for layer in range(section.num_layers)
+    )
+    return next((tensor.shape[0] for tensor in tensors if tensor is not None), 0)
+
+
+def _qwen2_moe(section: ArchitectureKeys) -> Json:
+    section.expect("expert_weights_norm", None, False)
+    section.expect("expert_weights_scale", None, 0.0, 1.0)
+    shared = {"shared_expert_intermediate_size": _shared_width(section)}
+    return {**_experts(section), **shared, "norm_topk_prob": False}
+
+
+def _qwen3_moe(section: ArchitectureKeys) -> Json:
+    section.expect("expert_weights_norm", None, True)
+    section.expect("expert_weights_scale", None, 0.0, 1.0)
+    return {**_experts(section), "norm_topk_prob": True}
+
+
+def _qwen_delta(section: ArchitectureKeys) -> Json:
+    """Return the keys of recurrent layers, which Qwen3-Next and Qwen3.5 share."""
+    num_layers, num_values = section.num_layers, section.size("ssm.time_step_rank")
+    interval = section.size_or_none("full_attention_interval") or 4
+    recurrent = section.of_layers("attention.recurrent_layers") or [
+        (layer + 1) % interval != 0 for layer in range(num_layers)
+    ]
+    width, rest = divmod(section.size("ssm.inner_size"), num_values)
+    if rest:
+        raise section.keys.error(
+            section.name("ssm.inner_size"), f"a multiple of ssm.time_step_rank, {num_values}"
+        )
+    return {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in recurrent],
+        "linear_conv_kernel_dim": section.size("ssm.conv_kernel"),
+        "linear_num_key_heads": section.size("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": section.size("ssm.state_size"),
+        "linear_value_head_dim": width,
+    }
+
+
+def _qwen_delta_moe(section: ArchitectureKeys) -> Json:
+    shared = {"shared_expert_intermediate_size": _shared_width(section)}
+    return {**_qwen_delta(section), **_qwen3_moe(section), **shared}
+
+
+def _qwen35_moe(section: ArchitectureKeys) -> Json:
+    found = _qwen_delta_moe(section)
+    del found["norm_topk_prob"]  # always true in this family, which has no such key
+    return found
+
+
+def _gpt_oss(section: ArchitectureKeys) -> Json:
+    section.expect("expert_gating_func", None, 3)
+    theta, scaling = section.number("rope.freq_base"), read_scaling(section) or {"rope_type": "default"}
+    if scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False  # as in all published models
+    return {
+        "num_local_experts": section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "intermediate_size": section.largest("expert_feed_forward_length"),
+        "sliding_window": section.size("attention.sliding_window"),
+        "layer_types": _types(section, every=2),
+        "rope_scaling": None,
+        "rope_parameters": {"rope_theta": theta, **scaling},
+    }
+
+
+def _types(section: ArchitectureKeys, every: int) -> list[str]:
+    """Return the types of layers, by default with a window in all but every `every`-th layer."""
+    pattern = section.of_layers("attention.sliding_window_pattern")
+    if pattern is None or type(pattern[0]) is int:
+        period = pattern[0] if pattern else every
+        pattern = [layer % period < period - 1 for layer in range(section.num_layers)]
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _gemma4(section: ArchitectureKeys) -> Json:
+    """Return the keys of Gemma 4, whose full layers have wider and fewer heads than the others."""
+    types = _types(section, every=6)
+    kv_heads = section.of_layers("attention.head_count_kv") or []
+    widths = section.of_layers("feed_forward_length") or []
+    wide, narrow = section.size("attention.key_length"), section.size("attention.key_length_swa")
+    section.expect("attention.value_length", None, wide)
+    section.expect("attention.value_length_swa", None, narrow)
+    section.expect("rope.dimension_count", None, wide)
+    section.expect("rope.dimension_count_swa", None, narrow)
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    factors = section.header.numbers("rope_freqs.weight") or [1.0] * (wide // 2)
+    rotated = sum(factor == 1 for factor in factors)  # the others are too large for any rotation
+    inputs = section.header.tensors.get("per_layer_token_embd.weight")
+    config: Json = {
+        "head_dim": narrow,
+        "num_key_value_heads": next(
+            (kv_heads[layer] for layer, kind in enumerate(types) if kind == "sliding_attention"), kv_heads[0]
+        ),
+        "per_layer_config": {
+            str(layer): {"head_dim": wide, "num_key_value_heads": kv_heads[layer]} for layer in full
+        },
+        "attention_k_eq_v": not any(f"blk.{layer}.attn_v.weight" in section.header.tensors for layer in full),
+        "intermediate_size": min(widths),
+        "use_double_wide_mlp": max(widths) != min(widths),
+        "layer_types": types,
+        "num_kv_shared_layers": section.count("attention.shared_kv_layers"),
+        "sliding_window": section.size("attention.sliding_window"),
+        "hidden_size_per_layer_input": section.count("embedding_length_per_layer_input"),
+        "final_logit_softcapping": section.number_or_none("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": section.number_or_none("rope.freq_base") or 1e6,
+                "partial_rotary_factor": 2 * rotated / wide,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": section.number_or_none("rope.freq_base_swa") or 1e4,
+            },
+        },
+        "rope_scaling": None,
+        "rope_theta": None,
+    }
+    if inputs is not None:
+        config["vocab_size_per_layer_input"] = inputs.shape[0]
+    if section.size_or_none("expert_count") is not None:
+        experts = _experts(section)
+        config["top_k_experts"] = experts.pop("num_experts_per_tok")
+        config.update(experts, enable_moe_block=True)
+    return config
+
+
+def _short_conv(section: ArchitectureKeys) -> Json:
+    """Return the keys of LFM2, whose layers without key heads are convolutions."""
+    kv_heads = section.of_layers("attention.head_count_kv") or []
+    return {
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "conv_L_cache": section.size("shortconv.l_cache"),
+        "conv_bias": section.has_tensor("shortconv.conv.bias"),
+        "norm_eps": section.number("attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _lfm2(section: ArchitectureKeys) -> Json:
+    return {**_short_conv(section), "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(section: ArchitectureKeys) -> Json:
+    section.expect("expert_weights_norm", None, True)
+    return {
+        **_short_conv(section),
+        **_experts(section, gating=_SIGMOID),
+        "num_dense_layers": section.count("leading_dense_block_count"),
+        "use_expert_bias": section.has_tensor("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
+    }
+
+
+def _granite(section: ArchitectureKeys) -> Json:
+    return {
+        "attention_multiplier": section.number("attention.scale"),
+        "embedding_multiplier": section.number_or_none("embedding_scale") or 1.0,
+        "residual_multiplier": section.number_or_none("residual_scale") or 1.0,
+        "logits_scaling": section.number_or_none("logit_scale") or 1.0,
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "mlp_bias": section.has_tensor("ffn_up.bias"),
+    }
+
+
+def _granite_hybrid(section: ArchitectureKeys) -> Json:
+    """Return the keys of a Granite 4 hybrid, whose layers without key heads are Mamba-2."""
+    kv_heads = section.of_layers("attention.head_count_kv") or []
+    inner, num_heads = section.size("ssm.inner_size"), section.size("ssm.time_step_rank")
+    expand, rest = divmod(inner, section.size("embedding_length"))
+    if rest:
+        raise section.keys.error(section.name("ssm.inner_size"), "a multiple of embedding_length")
+    has_positions = section.boolean("rope.scaling.finetuned", True)
+    scales = _granite(section)
+    del scales["mlp_bias"]
+    return {
+        **scales,
+        "layer_types": ["attention" if count else "mamba" for count in kv_heads],
+        "position_embedding_type": "rope" if has_positions else "nope",
+        "shared_intermediate_size": section.size("expert_shared_feed_forward_length"),
+        "num_local_experts": section.count("expert_count"),
+        "num_experts_per_tok": section.size_or_none("expert_used_count"),
+        "mamba_expand": expand,
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner // num_heads,
+        "mamba_d_state": section.size("ssm.state_size"),
+        "mamba_d_conv": section.size("ssm.conv_kernel"),
+        "mamba_n_groups": section.size("ssm.group_count"),
+        "mamba_conv_bias": section.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": section.has_tensor("ssm_in.bias"),
+    }
+
+
+def _mistral3(section: ArchitectureKeys) -> Json:
+    """Return the keys of Ministral 3; of a Mistral Small 3 in a file without a temperature of attention."""
+    growth = section.number_or_none("attention.temperature_scale")
+    if growth is None:
+        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    scaling = {**(read_scaling(section) or {"rope_type": "default"}), "llama_4_scaling_beta": growth}
+    return {"rope_scaling": scaling, "sliding_window": None}
+
+
+def _olmo2(section: ArchitectureKeys) -> Json:
+    """Return the keys of OLMo 2, or of OLMo 3, which has windows and scales only the layers without."""
+    window = section.size_or_none("attention.sliding_window")
+    if window is None:
+        return {"attention_bias": section.has_tensor("attn_q.bias")}
+    theta = section.number_or_none("rope.freq_base") or 10000.0
+    return {
+        "model_type": "olmo3",
+        "architectures": ["Olmo3ForCausalLM"],
+        "sliding_window": window,
+        "layer_types": _types(section, every=4),
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": theta, **(read_scaling(section) or {"rope_type": "default"})},
+            "sliding_attention": {
+                "rope_theta": section.number_or_none("rope.freq_base_swa") or theta,
+                "rope_type": "default",
+            },
+        },
+    }
+
+
+def _olmoe(section: ArchitectureKeys) -> Json:
+    section.expect("expert_gating_func", None, _SOFTMAX)
+    section.expect("expert_weights_norm", None, False)
+    return {
+        "num_experts": section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "norm_topk_prob": False,
+    }
+
+
+def _cohere2(section: ArchitectureKeys) -> Json:
+    return {
+        "layer_norm_eps": section.number("attention.layer_norm_epsilon"),
+        "logit_scale": section.number("logit_scale"),
+        "sliding_window": section.size("attention.sliding_window"),
+        "layer_types": _types(section, every=4),
+    }
+
+
+def _exaone4(section: ArchitectureKeys) -> Json:
+    window = section.size_or_none("attention.sliding_window")
+    types = ["full_attention"] * section.num_layers if window is None else _types(section, every=4)
+    return {"sliding_window": window, "layer_types": types}
+
+
+def _glm4(section: ArchitectureKeys) -> Json:
+    return {"attention_bias": section.has_tensor("attn_q.bias")}
+
+
+def _routed_experts(section: ArchitectureKeys, gating: int) -> Json:
+    """Return the keys of DeepSeek's experts."""
+    found = {
+        **_experts(section, "n_routed_experts", gating),
+        "n_shared_experts": section.size("expert_shared_count"),
+        "first_k_dense_replace": section.count("leading_dense_block_count"),
+        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
+        "n_group": section.size_or_none("expert_group_count") or 1,
+        "topk_group": section.size_or_none("expert_group_used_count") or 1,
+    }
+    return found
+
+
+def _glm4_moe(section: ArchitectureKeys) -> Json:
+    return {
+        **_routed_experts(section, _SIGMOID),
+        "norm_topk_prob": section.boolean("expert_weights_norm", True),
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "use_qk_norm": section.has_tensor("attn_q_norm.weight"),
+        "num_nextn_predict_layers": 0,  # draft layers are left out
+    }
+
+
+def _deepseek2(section: ArchitectureKeys) -> Json:
+    """Return the keys of DeepSeek V2, or of V3, which has a bias for the choice of experts."""
+    rank, rotated = section.size("attention.kv_lora_rank"), section.size("rope.dimension_count")
+    is_absorbed = section.keys.has(section.name("attention.key_length_mla"))
+    ending = "_mla" if is_absorbed else ""
+    if is_absorbed:
+        section.expect("attention.key_length", None, rank + rotated)
+        section.expect("attention.value_length", None, rank)
+    latent = {
+        "num_key_value_heads": section.size("attention.head_count"),
+        "q_lora_rank": section.size_or_none("attention.q_lora_rank"),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": section.size(f"attention.key_length{ending}") - rotated,
+        "v_head_dim": section.size(f"attention.value_length{ending}"),
+        "attention_bias": section.has_tensor("attn_q_a.bias"),
+    }
+    if section.has_tensor("exp_probs_b.bias"):
+        norm = {
+            "norm_topk_prob": section.boolean("expert_weights_norm", False),
+            "num_nextn_predict_layers": 0,
+        }
+        return {**latent, **_routed_experts(section, _SIGMOID), **norm}
+    section.expect("expert_weights_norm", None, False)
+    experts = _routed_experts(section, _SOFTMAX)
+    method = "group_limited_greedy" if experts["n_group"] > 1 else "greedy"
+    classes = {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]}
+    return {**latent, **experts, **classes, "topk_method": method}
+
+
+def _seed_oss(section: ArchitectureKeys) -> Json:
+    return {
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "attention_out_bias": section.has_tensor("attn_output.bias"),
+    }
+
+
+def _arcee(section: ArchitectureKeys) -> Json:
+    return {
+        "attention_bias": section.has_tensor("attn_q.bias"),
+        "mlp_bias": section.has_tensor("ffn_up.bias"),
+    }
+
+
+def _ernie(section: ArchitectureKeys) -> Json:
+    return {"use_bias": section.has_tensor("attn_q.bias")}
+
+
+def _ernie_moe(section: ArchitectureKeys) -> Json:
+    experts = _experts(section, "moe_num_experts")
+    section.size("expert_shared_count")  # some files state another number
+    experts["moe_k"] = experts.pop("num_experts_per_tok")
+    width = experts["moe_intermediate_size"]
+    return {
+        **experts,
+        "moe_num_shared_experts": _shared_width(section) // width,
+        "moe_layer_start_index": section.count("leading_dense_block_count"),
+        "moe_layer_interval": section.size_or_none("interleave_moe_layer_step") or 1,
+    }
+
+
+def _minimax_m2(section: ArchitectureKeys) -> Json:
+    section.expect("expert_gating_func", None, _SIGMOID)
+    head_dim = section.size("attention.key_length")
+    section.expect("attention.value_length", None, head_dim)
+    return {
+        "num_local_experts": section.size("expert_count"),
+        "num_experts_per_tok": section.size("expert_used_count"),
+        "intermediate_size": section.largest("expert_feed_forward_length"),
+        "head_dim": head_dim,
+        "rotary_dim": section.size("rope.dimension_count"),
+    }
+
+
+def _starcoder2(section: ArchitectureKeys) -> Json:
+    return {
+        "norm_epsilon": section.number("attention.layer_norm_epsilon"),
+        "use_bias": section.has_tensor("attn_q.bias"),
+        "sliding_window": None,
+    }
+
+
+def _stablelm(section: ArchitectureKeys) -> Json:
+    return {
+        "layer_norm_eps": section.number("attention.layer_norm_epsilon"),
+        "use_qkv_bias": section.has_tensor("attn_q.bias"),
+        "use_parallel_residual": section.boolean("use_parallel_residual", False),
+        "qk_layernorm": section.has_tensor("attn_q_norm.weight"),
+    }
+
+
+READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
+    "llama": _llama,
+    "phi3": _phi3,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+    "qwen3next": _qwen_delta_moe,
+    "qwen35": _qwen_delta,
+    "qwen35moe": _qwen35_moe,
+    "gpt-oss": _gpt_oss,
+    "gemma4": _gemma4,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
+    "granite": _granite,
+    "granitehybrid": _granite_hybrid,
+    "mistral3": _mistral3,
+    "olmo2": _olmo2,
+    "olmoe": _olmoe,
+    "cohere2": _cohere2,
+    "exaone4": _exaone4,
+    "glm4": _glm4,
+    "glm4moe": _glm4_moe,
+    "deepseek2": _deepseek2,
+    "seed_oss": _seed_oss,
+    "arcee": _arcee,
+    "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie_moe,
+    "minimax-m2": _minimax_m2,
+    "starcoder2": _starcoder2,
+    "stablelm": _stablelm,
+}

@@ -1,0 +1,141 @@
+"""GGUF files of every architecture in the layout of llama.cpp's converter: logits equal transformers'."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader
+
+from inflight.errors import ConfigError
+from inflight.gguf import folder as gguf_folder
+from inflight.hub import find_checkpoint
+from inflight.models.checkpoint import Checkpoint
+from inflight.models.fitting import fitted
+from inflight.models.loader import check_weights
+from inflight.models.registry import read_model_description
+from tests.engine.driver import alone, load_engine
+from tests.models.gguf_converter import CONVERTED, convert
+from tests.models.zoo import make_model
+from tests.tiers import with_all
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the folders of GGUF files in the test's own folder."""
+    monkeypatch.setattr(gguf_folder, "cache_folder", lambda: tmp_path)
+
+
+@pytest.mark.parametrize("case", with_all(list(CONVERTED), ["qwen3-moe", "qwen3.5", "gpt-oss", "gemma4-moe"]))
+def test_logits_equal_those_of_the_converted_model(tmp_path: Path, case: str) -> None:
+    model = convert(tmp_path / "m.gguf", case)
+    row = alone(load_engine(find_checkpoint(str(model.folder)), dtype="float32"), model.prompt(30), 6)
+    assert row.generated == model.greedy(model.prompt(30), 6)
+    exact = model.logits(row.tokens)[29:-1]
+    torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "unused"),
+    [
+        ("glm4-moe", {"block_count": 4, "nextn_predict_layers": 1}, "blk.3.nextn.eh_proj.weight"),
+        ("gemma4-shared", {}, "blk.3.attn_k.weight"),
+    ],
+)
+def test_tensors_of_draft_layers_and_unused_keys_are_left_out(
+    tmp_path: Path, case: str, keys: dict[str, int], unused: str
+) -> None:
+    model = convert(
+        tmp_path / "m.gguf", case, further={unused: np.zeros((8, 64), np.float32)}, more_keys=keys
+    )
+    check_weights(read_model_description(find_checkpoint(str(model.folder))))
+
+
+def test_a_tensor_that_the_model_does_not_have_is_refused_by_its_name(tmp_path: Path) -> None:
+    model = convert(
+        tmp_path / "m.gguf", "olmo2", further={"blk.0.attn_sinks.weight": np.zeros(8, np.float32)}
+    )
+    with pytest.raises(ConfigError, match=r"missing none; unexpected blk\.0\.attn_sinks\.weight"):
+        check_weights(read_model_description(find_checkpoint(str(model.folder))))
+
+
+@pytest.mark.parametrize("kind", with_all(["Q4_0", "Q8_0", "Q5_0"], ["Q8_0"]))
+@pytest.mark.parametrize(
+    "case",
+    with_all(["mixtral", "qwen3.5-moe", "qwen3-next", "gemma4-moe", "granite-hybrid-moe"], ["qwen3.5-moe"]),
+)
+def test_quantized_matrices_stay_as_they_are_after_changes_to_their_order(
+    tmp_path: Path, case: str, kind: str
+) -> None:
+    wide = {"moe_intermediate_size": 64} if case in ("qwen3.5-moe", "qwen3-next", "gemma4-moe") else {}
+    delta = {"linear_key_head_dim": 32, "linear_value_head_dim": 32} if case.startswith("qwen3") else {}
+    model = convert(tmp_path / "m.gguf", case, kind, **wide, **delta)
+    description = read_model_description(find_checkpoint(str(model.folder)))
+    with Checkpoint(description.folder) as checkpoint:
+        fitted(description, checkpoint)
+        matrices = {name for name, info in checkpoint.tensors.items() if info.level_bytes is not None}
+        assert matrices == set(checkpoint.levels) and len(matrices) > 20
+        for name, levels in checkpoint.levels.items():
+            assert torch.equal(levels.read().dequantized(), checkpoint.read(name)), name
+
+
+LLAMA_CPP_SOURCE = os.environ.get("INFLIGHT_LLAMA_CPP_SOURCE")
+"""The folder of llama.cpp's sources, which has its converter."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "granite-hybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "granite-hybrid-moe": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "cohere2": {"rotary_pct": 1.0},
+    "glm4-moe-lite": {"first_k_dense_replace": 1, "scoring_func": "sigmoid"},
+    "deepseek-v3": {"scoring_func": "sigmoid"},
+    "minimax-m2": {"rotary_dim": 6, "scoring_func": "sigmoid"},
+    "mistral-small": {"architectures": ["Mistral3ForConditionalGeneration"]},
+}
+"""Keys that the config.json of published models has, and transformers does not write."""
+IGNORED = (".vocab_size", ".nextn_predict_layers")
+"""Ends of keys that have no effect on a model of text."""
+
+
+@pytest.mark.skipif(LLAMA_CPP_SOURCE is None, reason="INFLIGHT_LLAMA_CPP_SOURCE names no folder")
+def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
+    pairs: list[str] = []
+    for case, (_, base, changes) in CONVERTED.items():
+        model = convert(tmp_path / f"{case}.gguf", case)
+        folder = tmp_path / case
+        make_model(folder, base, changes=changes)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | PUBLISHED.get(case, {})))
+        vocabulary = {str(token): token for token in range(model.oracle.config.vocab_size)}
+        tokenizer = {
+            "model": {"vocab": vocabulary},
+            "added_tokens": [],
+        }  # Gemma's converter counts its tokens
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        pairs += [str(folder), str(tmp_path / f"{case}.theirs.gguf")]
+    program = Path(__file__).with_name("llama_cpp_converter.py")
+    command = [sys.executable, str(program), str(LLAMA_CPP_SOURCE), *pairs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for case in CONVERTED:
+        ours, theirs = (GGUFReader(tmp_path / f"{case}{end}") for end in (".gguf", ".theirs.gguf"))
+        assert _keys_of(ours) == _keys_of(theirs), case
+        found, expected = ({each.name: each.data for each in file.tensors} for file in (ours, theirs))
+        assert set(found) == set(expected), case
+        for name, numbers in expected.items():
+            np.testing.assert_allclose(found[name], numbers, 1e-6, err_msg=f"{case} {name}")
+
+
+def _keys_of(file: GGUFReader) -> dict[str, Any]:
+    """Return the keys and values of the architecture, without those that have no effect."""
+    architecture = file.fields["general.architecture"].contents()
+    return {
+        key: field.contents()
+        for key, field in file.fields.items()
+        if key.startswith(f"{architecture}.") and not key.endswith(IGNORED)
+    }

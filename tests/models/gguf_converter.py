@@ -1,0 +1,564 @@
+"""GGUF files of small random models of many families, in the layout of llama.cpp's convert_hf_to_gguf.py.
+
+Names come from the table of the package `gguf`. The changes to tensors, and the keys, are written after the
+classes in llama.cpp's folder `conversion`; `test_gguf_architectures.py` compares the files with the converter's.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from gguf.constants import MODEL_ARCH_NAMES
+from gguf.tensor_mapping import get_tensor_name_map
+from safetensors.numpy import load_file
+
+from tests.models.zoo import ZooModel, make_model
+from tests.models.zoo_configs import DEEPSEEK
+
+_TIED = {"tie_word_embeddings": True}
+_YARN = {**DEEPSEEK["rope_parameters"], "mscale": 0.9, "mscale_all_dim": 0.9}
+_GEMMA4 = {**_TIED, "bos_token_id": 3}
+_DELTA = {"initializer_range": 0.1, "linear_key_head_dim": 16}
+
+CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("llama", "mixtral", {}),
+    "qwen2-moe": ("qwen2moe", "qwen2-moe", {"mlp_only_layers": []}),
+    "qwen3-moe": ("qwen3moe", "qwen3-moe", {"decoder_sparse_step": 1}),
+    "qwen3-next": ("qwen3next", "qwen3-next", _DELTA),
+    "qwen3.5": ("qwen35", "qwen3.5", {**_DELTA, "head_dim": 64}),
+    "qwen3.5-moe": ("qwen35moe", "qwen3.5-moe", {**_DELTA, "head_dim": 64}),
+    "gpt-oss": ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0, "initializer_range": 0.2}),
+    "gemma4": ("gemma4", "gemma4", _GEMMA4),
+    "gemma4-shared": ("gemma4", "gemma4-shared", _GEMMA4),
+    "gemma4-moe": ("gemma4", "gemma4-moe", _GEMMA4),
+    "lfm2": ("lfm2", "lfm2", {}),
+    "lfm2-moe": ("lfm2moe", "lfm2-moe", {**_TIED, "routed_scaling_factor": 1.0}),
+    "granite": ("granite", "granite", {}),
+    "granite-hybrid": (
+        "granitehybrid",
+        "granite-hybrid",
+        {"num_experts_per_tok": 0, "shared_intermediate_size": 96},
+    ),
+    "granite-hybrid-moe": ("granitehybrid", "granite-hybrid-moe", {}),
+    "ministral3": ("mistral3", "ministral3", {}),
+    "mistral-small": ("mistral3", "mistral-no-window", {"head_dim": 12}),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "olmo3": ("olmo2", "olmo3", {}),
+    "olmoe": ("olmoe", "olmoe", {"num_key_value_heads": 8}),
+    "cohere2": ("cohere2", "cohere2", {**_TIED, "num_hidden_layers": 5, "layer_types": None}),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5, "no_rope_layers": None}),
+    "exaone4": ("exaone4", "exaone4", {}),
+    "exaone4-no-window": ("exaone4", "exaone4-no-window", {}),
+    "glm4": ("glm4", "glm4", {}),
+    "glm4-moe": ("glm4moe", "glm4-moe", {}),
+    "glm4-moe-lite": ("deepseek2", "glm4-moe-lite", {}),
+    "deepseek-v2": ("deepseek2", "deepseek-v2", {"rope_parameters": _YARN}),
+    "deepseek-v3": ("deepseek2", "deepseek-v3", {"rope_parameters": _YARN}),
+    "seed-oss": ("seed_oss", "seed-oss", {"attention_out_bias": False}),
+    "arcee": ("arcee", "arcee", {"mlp_bias": False}),
+    "ernie4.5": ("ernie4_5", "ernie4.5", {"use_bias": False}),
+    "ernie4.5-moe": ("ernie4_5-moe", "ernie4.5-moe", {"intermediate_size": 160}),
+    "minimax-m2": ("minimax-m2", "minimax-m2", {}),
+    "starcoder2": ("starcoder2", "starcoder2", {"sliding_window": None}),
+    "stablelm": ("stablelm", "stablelm", {}),
+}
+"""By name: llama.cpp's name of the architecture, the model of the zoo, and what the file's model has instead."""
+
+_PERMUTED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3", "arcee")
+_PLUS_ONE = ("qwen3next", "qwen35", "qwen35moe")
+_Tensors = Iterator[tuple[str, np.ndarray]]
+
+
+def convert(
+    path: Path,
+    case: str,
+    kind: str = "F32",
+    further: Mapping[str, Any] | None = None,
+    more_keys: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> ZooModel:
+    """Write the GGUF file of a case; return its path, as the model's folder, and the model that it is made of.
+
+    Args:
+        path: The file.
+        case: A key of `CONVERTED`.
+        kind: Type of matrices whose rows are whole blocks of it. The model keeps its own weights.
+        further: Further tensors of the file.
+        more_keys: Further or other values of the architecture's keys.
+        changes: Keys of the model's configuration.
+    """
+    architecture, base, of_case = CONVERTED[case]
+    with tempfile.TemporaryDirectory() as folder:
+        oracle = make_model(Path(folder) / case, base, changes={**of_case, **changes}).oracle
+        tensors = _stacked(load_file(Path(folder) / case / "model.safetensors"))
+    config = SimpleNamespace(**oracle.config.to_dict())
+    writer = GGUFWriter(path, architecture)
+    for key, value in {**_keys(architecture, config), **(more_keys or {})}.items():
+        _add_key(writer, f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_eos_token_id(config.eos_token_id)
+    for name, numbers in {**_converted(architecture, config, tensors), **(further or {})}.items():
+        wanted = GGMLQuantizationType[kind]
+        if numbers.ndim < 2 or "norm" in name or kind == "F32" or numbers.shape[-1] % 32:
+            writer.add_tensor(name, np.ascontiguousarray(numbers))
+        else:
+            writer.add_tensor(name, quantize(np.ascontiguousarray(numbers), wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ZooModel(path, oracle)
+
+
+def _add_key(writer: GGUFWriter, key: str, value: Any) -> None:
+    of_list = value[0] if isinstance(value, list) else value
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(of_list, bool):
+        writer.add_bool(key, value)
+    elif isinstance(of_list, int):
+        writer.add_uint32(key, value)
+    elif isinstance(of_list, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_string(key, value)
+
+
+# ---------------------------------------------------------------------- Tensors
+
+
+def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the tensors of a checkpoint with those of all experts of a layer in one."""
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if expert := re.search(r"\.experts\.(\d+)\.", name):
+            found.setdefault(name.replace(expert[0], ".experts."), {})[int(expert[1])] = tensor
+        else:
+            found[name] = tensor
+    return {
+        name: np.stack([each[index] for index in sorted(each)]) if isinstance(each, dict) else each
+        for name, each in found.items()
+    }
+
+
+def _converted(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the file's tensors by name."""
+    arch = next(each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    table = get_tensor_name_map(arch, config.num_hidden_layers)
+    change = _CHANGES.get(architecture, _unchanged)
+    found: dict[str, np.ndarray] = {}
+    for hf_name, tensor in tensors.items():
+        for name, numbers in change(config, hf_name, tensor):
+            if architecture in _PERMUTED and (side := re.search(r"self_attn\.([qk])_proj", name)):
+                heads = config.num_attention_heads if side[1] == "q" else config.num_key_value_heads
+                numbers = (
+                    numbers.reshape(heads, 2, -1, *numbers.shape[1:]).swapaxes(1, 2).reshape(numbers.shape)
+                )
+            if architecture in _PLUS_ONE and name.endswith("norm.weight") and "linear_attn" not in name:
+                numbers = numbers + np.float32(1)
+            name = re.sub(r"\.(e_score_correction|dt)_bias$", _before_bias, name)
+            if ".conv1d.weight" in name or ".conv.conv.weight" in name:
+                numbers = numbers.squeeze(1)
+            if name.endswith(".A_log"):
+                numbers = -np.exp(numbers)
+            stored = (
+                name if name.startswith("blk.") else table.get_name(name, try_suffixes=(".weight", ".bias"))
+            )
+            stored = stored or table.get_name(name.removeprefix("model."), try_suffixes=(".weight",))
+            assert stored is not None, name
+            found[stored] = numbers
+    return found | _extra_tensors(architecture, config)
+
+
+def _before_bias(found: re.Match[str]) -> str:
+    return ".dt_proj.bias" if found[1] == "dt" else f".{found[1]}.bias"
+
+
+def _extra_tensors(architecture: str, config: Any) -> dict[str, np.ndarray]:
+    if architecture != "gemma4":
+        return {}
+    half = _full_sizes(config)["head_dim"] // 2
+    rotated = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return {"rope_freqs.weight": np.array([1.0] * rotated + [1e30] * (half - rotated), np.float32)}
+
+
+def _unchanged(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    yield name, tensor
+
+
+def _qwen3_next(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    layer = re.search(r"layers\.(\d+)\.linear_attn\.in_proj_qkvz", name)
+    if layer is None:
+        yield name, tensor
+        return
+    keys, ratio = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+    values = ratio * config.linear_value_head_dim
+    by_head = tensor.reshape(config.linear_num_key_heads, -1, tensor.shape[1])
+    parts = np.split(by_head, np.cumsum([keys, keys, values]), axis=1)
+    *qkv, gate = (part.reshape(-1, tensor.shape[1]) for part in parts)
+    yield f"blk.{layer[1]}.attn_qkv.weight", np.concatenate(qkv)
+    yield f"blk.{layer[1]}.attn_gate.weight", gate
+
+
+def _qwen35(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+        yield name, tensor
+        return
+    num_keys, num_values = config.linear_num_key_heads, config.linear_num_value_heads
+    is_wide = re.search(r"in_proj_(qkv|z)|conv1d|out_proj", name)
+    width = config.linear_value_head_dim if is_wide else 1
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        heads = rows.reshape(num_keys, num_values // num_keys, width, *rows.shape[1:])
+        return heads.swapaxes(0, 1).reshape(rows.shape)
+
+    if "out_proj" in name:
+        yield name, tiled(tensor.T).T
+        return
+    num_before = 2 * num_keys * config.linear_key_head_dim if re.search("in_proj_qkv|conv1d", name) else 0
+    yield name, np.concatenate((tensor[:num_before], tiled(tensor[num_before:])))
+
+
+def _gpt_oss(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    stack = re.search(r"experts\.(gate_up|down)_proj(_bias)?$", name)
+    if stack is None:
+        yield f"{name}.weight" if name.endswith("sinks") else name, tensor
+        return
+    suffix, tensor = (".bias", tensor) if stack[2] else (".weight", tensor.swapaxes(1, 2))
+    before = name[: stack.start()]
+    if stack[1] == "down":
+        yield f"{before}experts.down_proj{suffix}", tensor
+        return
+    yield f"{before}experts.gate_proj{suffix}", tensor[:, ::2]
+    yield f"{before}experts.up_proj{suffix}", tensor[:, 1::2]
+
+
+def _gemma4(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    layer = re.search(r"layers\.(\d+)\.(.*)", name)
+    ending = layer[2] if layer else ""
+    if ending == "router.scale":
+        yield f"blk.{layer[1] if layer else 0}.ffn_gate_inp.scale", tensor
+    elif ending == "router.per_expert_scale":
+        yield f"blk.{layer[1] if layer else 0}.ffn_down_exps.scale", tensor
+    else:
+        yield f"{name}.weight" if ending == "layer_scalar" or ".experts." in name else name, tensor
+
+
+def _lfm2_moe(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    yield (
+        (name.replace(".expert_bias", ".expert_bias.bias") if name.endswith(".expert_bias") else name),
+        tensor,
+    )
+
+
+def _granite_hybrid(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    layer, prefix = re.search(r"layers\.(\d+)\.", name), ""
+    if layer is not None:
+        prefix = f"blk.{layer[1]}."
+    shared = "_shexp" if config.num_local_experts else ""
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = np.split(tensor, 2)
+        yield f"{prefix}ffn_gate{shared}.weight", gate
+        yield f"{prefix}ffn_up{shared}.weight", up
+    elif name.endswith("shared_mlp.output_linear.weight"):
+        yield f"{prefix}ffn_down{shared}.weight", tensor
+    elif name.endswith("block_sparse_moe.input_linear.weight"):
+        gate, up = np.split(tensor, 2, axis=1)
+        yield f"{prefix}ffn_gate_exps.weight", gate
+        yield f"{prefix}ffn_up_exps.weight", up
+    elif name.endswith((".A_log", ".D")):
+        yield name, tensor.reshape(-1, 1)
+    elif name.endswith("mamba.norm.weight"):
+        yield name, tensor.reshape(config.mamba_n_groups, -1)
+    else:
+        yield name, tensor
+
+
+def _deepseek2(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    layer = re.search(r"layers\.(\d+)\.self_attn\.kv_b_proj", name)
+    if layer is None:
+        yield name, tensor
+        return
+    by_head = tensor.reshape(config.num_attention_heads, -1, tensor.shape[1])
+    keys, values = np.split(by_head, [config.qk_nope_head_dim], axis=1)
+    yield f"blk.{layer[1]}.attn_k_b.weight", keys.swapaxes(1, 2)
+    yield f"blk.{layer[1]}.attn_v_b.weight", values
+
+
+_CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
+    "qwen3next": _qwen3_next,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "gpt-oss": _gpt_oss,
+    "gemma4": _gemma4,
+    "lfm2moe": _lfm2_moe,
+    "granitehybrid": _granite_hybrid,
+    "deepseek2": _deepseek2,
+}
+
+
+# ---------------------------------------------------------------------- Keys
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _common_keys(config: Any) -> dict[str, Any]:
+    """Return the keys that the converter writes for every architecture."""
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    found = {
+        "vocab_size": config.vocab_size,
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.freq_base": full.get("rope_theta"),
+        "rope.freq_base_swa": rope.get("sliding_attention", {}).get("rope_theta"),
+        "attention.layer_norm_rms_epsilon": _first(config, "rms_norm_eps", "norm_eps"),
+        "attention.layer_norm_epsilon": _first(config, "layer_norm_eps", "norm_epsilon"),
+        "expert_count": _first(config, "num_local_experts", "num_experts", "n_routed_experts"),
+        "expert_used_count": _first(config, "num_experts_per_tok", "top_k_experts"),
+        "expert_group_count": _first(config, "n_group"),
+        "expert_group_used_count": _first(config, "topk_group"),
+        "attention.key_length": (head_dim := _first(config, "head_dim")),
+        "attention.value_length": head_dim,
+    }
+    if full.get("rope_type") == "yarn":
+        found["rope.scaling.type"], found["rope.scaling.factor"] = "yarn", full["factor"]
+        found["rope.scaling.original_context_length"] = full["original_max_position_embeddings"]
+    return found
+
+
+def _is_sliding(config: Any) -> list[bool]:
+    return [kind == "sliding_attention" for kind in config.layer_types]
+
+
+def _delta_keys(config: Any) -> dict[str, Any]:
+    rotated = config.rope_parameters.get("partial_rotary_factor", 0.25)
+    return {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config.layer_types],
+        "full_attention_interval": _first(config, "full_attention_interval") or 4,
+        "rope.dimension_count": int(config.head_dim * rotated),
+    }
+
+
+_SECTIONS = {"rope.dimension_sections": [11, 11, 10, 0]}
+
+
+def _moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": _first(config, "shared_expert_intermediate_size"),
+    }
+
+
+def _full_sizes(config: Any) -> dict[str, int]:
+    """Return the sizes of the heads of Gemma 4's layers with full attention."""
+    return next(iter(config.per_layer_config.values()))
+
+
+def _gemma4_keys(config: Any) -> dict[str, Any]:
+    layers, shared = config.num_hidden_layers, config.num_kv_shared_layers
+    sizes = _full_sizes(config)
+    few = sizes.get("num_key_value_heads")
+    inner = config.intermediate_size
+    widths = [inner if layer < layers - shared else 2 * inner for layer in range(layers)]
+    heads = [config.num_key_value_heads if slides else few for slides in _is_sliding(config)]
+    return {
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": _is_sliding(config),
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.key_length": sizes["head_dim"],
+        "attention.value_length": sizes["head_dim"],
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "feed_forward_length": widths if config.use_double_wide_mlp else inner,
+        "attention.head_count_kv": heads if few else config.num_key_value_heads,
+        "rope.dimension_count": sizes["head_dim"],
+        "rope.dimension_count_swa": config.head_dim,
+    }
+
+
+def _lfm2_keys(config: Any) -> dict[str, Any]:
+    heads = config.num_key_value_heads
+    inner = config.intermediate_size
+    if _first(config, "block_auto_adjust_ff_dim"):
+        multiple = config.block_multiple_of
+        inner = multiple * -(-int(2 * inner / 3) // multiple)
+    return {
+        "attention.head_count_kv": [heads if kind == "full_attention" else 0 for kind in config.layer_types],
+        "shortconv.l_cache": config.conv_L_cache,
+        "feed_forward_length": inner,
+    }
+
+
+def _lfm2_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        **_lfm2_keys(config),
+        **_moe_keys(config),
+        "leading_dense_block_count": config.num_dense_layers,
+        "expert_gating_func": 2,
+    }
+
+
+def _granite_keys(config: Any) -> dict[str, Any]:
+    return {
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _granite_hybrid_keys(config: Any) -> dict[str, Any]:
+    attends = [kind in ("attention", "full_attention") for kind in config.layer_types]
+    return {
+        **_granite_keys(config),
+        "context_length": 1 << 20,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "attention.head_count_kv": [config.num_key_value_heads if each else 0 for each in attends],
+        "rope.scaling.finetuned": False,
+    }
+
+
+def _mistral3_keys(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    found = {"rope.dimension_count": config.head_dim}
+    if config.model_type == "ministral3":
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    return found
+
+
+def _window_keys(config: Any) -> dict[str, Any]:
+    if getattr(config, "sliding_window", None) is None:
+        return {}
+    window = {"attention.sliding_window": config.sliding_window}
+    return window | {"attention.sliding_window_pattern": _is_sliding(config)}
+
+
+def _routed_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts,
+        "leading_dense_block_count": _first(config, "first_k_dense_replace") or 1,
+        "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": _first(config, "norm_topk_prob") or None,
+    }
+
+
+def _glm4_moe_keys(config: Any) -> dict[str, Any]:
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    return {**_routed_keys(config), "expert_gating_func": 2, "rope.dimension_count": rotated}
+
+
+def _deepseek2_keys(config: Any) -> dict[str, Any]:
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    found = {
+        **_routed_keys(config),
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": rotated,
+    }
+    if config.model_type != "deepseek_v2":
+        found["expert_gating_func"] = 2
+    if scale := config.rope_parameters.get("mscale_all_dim"):
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scale
+    return found
+
+
+def _ernie_moe_keys(config: Any) -> dict[str, Any]:
+    return {
+        "expert_count": config.moe_num_experts,
+        "expert_used_count": config.moe_k,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.moe_num_shared_experts,
+        "expert_shared_feed_forward_length": config.intermediate_size // config.moe_num_shared_experts,
+        "leading_dense_block_count": config.moe_layer_start_index,
+        "interleave_moe_layer_step": config.moe_layer_interval,
+    }
+
+
+_KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "llama": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
+    "qwen2moe": _moe_keys,
+    "qwen3moe": _moe_keys,
+    "qwen3next": lambda config: _delta_keys(config) | _moe_keys(config),
+    "qwen35": lambda config: _delta_keys(config) | _SECTIONS,
+    "qwen35moe": lambda config: _delta_keys(config) | _moe_keys(config) | _SECTIONS,
+    "gpt-oss": lambda config: {
+        "attention.sliding_window": config.sliding_window,
+        "expert_feed_forward_length": config.intermediate_size,
+    },
+    "gemma4": _gemma4_keys,
+    "lfm2": _lfm2_keys,
+    "lfm2moe": _lfm2_moe_keys,
+    "granite": _granite_keys,
+    "granitehybrid": _granite_hybrid_keys,
+    "mistral3": _mistral3_keys,
+    "olmo2": _window_keys,
+    "cohere2": lambda config: {
+        "logit_scale": config.logit_scale,
+        "attention.sliding_window": config.sliding_window,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.type": "none",
+    },
+    "smollm3": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
+    "exaone4": _window_keys,
+    "glm4": lambda config: {
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    },
+    "glm4moe": _glm4_moe_keys,
+    "deepseek2": _deepseek2_keys,
+    "arcee": lambda config: {"rope.dimension_count": config.hidden_size // config.num_attention_heads},
+    "ernie4_5-moe": _ernie_moe_keys,
+    "minimax-m2": lambda config: {
+        "expert_feed_forward_length": config.intermediate_size,
+        "expert_gating_func": 2,
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+    },
+    "stablelm": lambda config: {
+        "rope.dimension_count": int(
+            config.hidden_size // config.num_attention_heads * config.rope_parameters["partial_rotary_factor"]
+        ),
+        "use_parallel_residual": config.use_parallel_residual,
+        "rope.freq_base": None,
+    },
+}
+
+
+def _keys(architecture: str, config: Any) -> dict[str, Any]:
+    of_architecture = _KEYS.get(architecture, lambda config: {})(config)
+    return {
+        key: value for key, value in (_common_keys(config) | of_architecture).items() if value is not None
+    }
