@@ -16,6 +16,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_toke
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
 from inflight.gguf.header import read_header
+from inflight.gguf.pre_tokenizers import PRE_TOKENIZERS
 from inflight.gguf.tokenizer import make_tokenizer
 from inflight.text.tokenizer import Tokenizer
 
@@ -87,6 +88,16 @@ def _sentence_pieces(writer: GGUFWriter, spaces: str = "▁") -> None:
     writer.add_unk_token_id(0)
 
 
+def _gemma4_pieces(writer: GGUFWriter) -> None:
+    """Add a vocabulary of Gemma 4, whose merges are in the file."""
+    _sentence_pieces(writer)
+    writer.kv_data[0].pop("tokenizer.ggml.model")
+    writer.add_tokenizer_model("gemma4")
+    pairs = ["▁ t", "h e", "▁t he", "e l", "l o", "H el", "l lo", "Hel lo", "▁ Hello", "w o", "▁ ▁", "▁▁ ▁"]
+    writer.add_token_merges(pairs)
+    writer.add_add_space_prefix(False)
+
+
 def _write(path: Path, architecture: str, add: Callable[..., None], *arguments: str) -> Path:
     writer = GGUFWriter(path, architecture)
     add(writer, *arguments)
@@ -117,10 +128,16 @@ def _made(path: Path, model_type: str) -> Tokenizer:
         ("qwen2", "qwen2", _byte_level, ("qwen2",)),
         ("qwen3", "qwen3", _byte_level, ("qwen2",)),
         ("phi3", "phi3", _byte_level, ("dbrx",)),
+        ("qwen3moe", "qwen3_moe", _byte_level, ("qwen2",)),
+        ("qwen35moe", "qwen3_5_moe_text", _byte_level, ("qwen35",)),
+        ("gpt-oss", "gpt_oss", _byte_level, ("gpt-4o",)),
+        ("minimax-m2", "minimax_m2", _byte_level, ("minimax-m2",)),
+        ("lfm2", "lfm2", _byte_level, ("lfm2",)),
         ("llama", "llama", _sentence_pieces, ()),
         ("phi3", "phi3", _sentence_pieces, ()),
         ("gemma2", "gemma2", _sentence_pieces, (" ",)),
         ("gemma3", "gemma3_text", _sentence_pieces, (" ",)),
+        ("gemma4", "gemma4_text", _gemma4_pieces, ()),
     ],
 )
 def test_ids_and_texts_equal_those_of_transformers_conversion(
@@ -173,11 +190,11 @@ def test_the_chat_template_and_named_ones_are_those_of_the_file(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("architecture", "changes", "said"),
     [
-        ("llama", {"model": "rwkv"}, r"'tokenizer\.ggml\.model' is 'rwkv', expected llama or gpt2"),
+        ("llama", {"model": "rwkv"}, r"'tokenizer\.ggml\.model' is 'rwkv', expected llama, gpt2 or gemma4"),
         (
             "llama",
-            {"pre": "command-r"},
-            r"'tokenizer\.ggml\.pre' is 'command-r', expected one of default, gpt-2",
+            {"pre": "kimi-k2"},
+            r"'tokenizer\.ggml\.pre' is 'kimi-k2', expected one of default, gpt-2",
         ),
         ("qwen2", {"pre": "llama-bpe"}, r"'tokenizer\.ggml\.pre' is 'llama-bpe', expected one of qwen2"),
         ("llama", {"eos_token_id": 3}, r"'tokenizer\.ggml\.eos_token_id' is 3, expected an id below 3"),
@@ -192,3 +209,30 @@ def test_a_tokenizer_that_is_not_read_is_refused(
     keys = ConfigFile(tmp_path / "m.gguf", {f"tokenizer.ggml.{key}": value for key, value in values.items()})
     with pytest.raises(ConfigError, match=rf"m\.gguf: key {said}"):
         make_tokenizer(architecture, keys)
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("deepseek-v3", ["Ġ", "123", "45", "Ġcafé", "東京", "x", "!?\n"]),
+        ("seed-coder", ["Ġ", "1", "2", "3", "4", "5", "Ġcafé東京x", "!?", "\n"]),
+        ("glm4", ["Ġ", "123", "45", "Ġcafé東京x", "!?\n"]),
+        ("refact", ["Ġ", "1", "2", "3", "4", "5", "Ġcafé東京x", "!?", "\n"]),
+        ("command-r", ["Ġ", "1", "2", "3", "4", "5", "Ġcafé東京x", "!?", "\n"]),
+        ("gpt-2", ["Ġ12345", "Ġcafé東京x", "!?", "\n"]),
+    ],
+)
+def test_texts_are_divided_into_words(pre: str, words: list[str]) -> None:
+    """The expected words are those of llama.cpp, except that it does not compose characters."""
+    parts = PRE_TOKENIZERS[pre].parts()
+    empty = {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+    backend = Backend.from_str(json.dumps({"version": "1.0", **empty, **parts}))
+    text = " 12345 cafe\u0301東京x!?\n" if pre == "command-r" else " 12345 café東京x!?\n"
+    text = backend.normalizer.normalize_str(text) if backend.normalizer else text
+    found = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+    def by_bytes(word: str) -> str:
+        return spelled.pre_tokenize_str(word.replace("Ġ", " "))[0][0]
+
+    assert found == [by_bytes(word) for word in words]

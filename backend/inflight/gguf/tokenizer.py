@@ -9,30 +9,22 @@ from __future__ import annotations
 
 from inflight.checkpoint_config import ConfigFile
 from inflight.errors import ConfigError
+from inflight.gguf.pre_tokenizers import PRE_TOKENIZERS, QWEN2, QWEN3_5, PreTokenizer
 from inflight.json_values import Json, is_list
-from inflight.word_patterns import LLAMA3_WORDS, QWEN2_WORDS, TEKKEN_WORDS
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "▁"
 
-_LLAMA3 = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
-_WORDS = {
-    **dict.fromkeys((*_LLAMA3, "dbrx", "smaug-bpe"), LLAMA3_WORDS),
-    **dict.fromkeys(_QWEN2, QWEN2_WORDS),
-    "tekken": TEKKEN_WORDS,
-}
-_GPT2 = (None, "default", "gpt-2")
-_BEGINS = (*_LLAMA3, "tekken")
-"""Pre-tokenizers whose tokenizers add a begin token, and never split a word that is in the vocabulary."""
 _CLASSES = {
     "llama": "LlamaTokenizer",
     "gemma2": "GemmaTokenizer",
     "gemma3": "GemmaTokenizer",
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
+    "gemma4": "GemmaTokenizer",
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2moe", "qwen3moe", "qwen3next"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen35", "qwen35moe"), "Qwen3_5Tokenizer"),
 }
+_OF_QWEN = {"Qwen2Tokenizer": QWEN2, "Qwen3_5Tokenizer": QWEN3_5}
 
 
 def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | None:
@@ -46,16 +38,15 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
     if not tokens:
         return None
     kind = keys.text_or_none(f"{_KEY}model")
-    if kind not in ("llama", "gpt2"):
-        raise keys.error(f"{_KEY}model", "llama or gpt2")
-    if kind == "llama":
-        pipeline = _sentence_pieces(architecture, keys, tokens)
+    if kind not in ("llama", "gpt2", "gemma4"):
+        raise keys.error(f"{_KEY}model", "llama, gpt2 or gemma4")
+    if kind == "gpt2":
+        words = _pre_tokenizer(keys)
+        pipeline, begins = _byte_level(words, keys, tokens), words.begins
     else:
-        pipeline = _byte_level(keys, tokens)
+        pipeline, begins = _sentence_pieces(architecture, keys, tokens), True
     named = _named(keys, tokens)
-    adds_begin = keys.boolean(
-        f"{_KEY}add_bos_token", kind == "llama" or keys.text_or_none(f"{_KEY}pre") in _BEGINS
-    )
+    adds_begin = keys.boolean(f"{_KEY}add_bos_token", begins)
     ends = keys.boolean(f"{_KEY}add_eos_token", False)
     pipeline["added_tokens"] = _added_tokens(keys, tokens, pipeline["model"]["vocab"], set(named.values()))
     pipeline["post_processor"] = _template(
@@ -63,7 +54,7 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
     )
     settings: Json = {**named, "clean_up_tokenization_spaces": False}
     settings["tokenizer_class"] = _class_name(architecture, kind, keys)
-    if kind == "llama":
+    if kind != "gpt2":
         settings["add_prefix_space"] = _has_prefix_space(keys)
     if (template := _chat_template(keys)) is not None:
         settings["chat_template"] = template
@@ -71,42 +62,43 @@ def make_tokenizer(architecture: str, keys: ConfigFile) -> tuple[Json, Json] | N
 
 
 def _class_name(architecture: str, kind: str, keys: ConfigFile) -> str:
-    """Return `tokenizer_class`, by which the loader rebuilds some tokenizers.
+    """Return `tokenizer_class`, by which the loader rebuilds some tokenizers; "" if tokenizer.json is used
+    unchanged."""
+    name = _CLASSES.get(architecture, "")
+    expected = _OF_QWEN.get(name)
+    if expected is None:
+        return "PreTrainedTokenizerFast" if kind == "gpt2" else name
+    if kind != "gpt2" or keys.text_or_none(f"{_KEY}pre") not in expected:
+        raise keys.error(f"{_KEY}pre", f"one of {', '.join(expected)} in a file of {architecture}")
+    return name
 
-    It is "" for phi3, whose tokenizer.json is used unchanged.
-    """
-    is_qwen = architecture in ("qwen2", "qwen3")
-    if is_qwen and (kind != "gpt2" or keys.text_or_none(f"{_KEY}pre") not in _QWEN2):
-        raise keys.error(f"{_KEY}pre", f"one of {', '.join(_QWEN2)} in a file of {architecture}")
-    return _CLASSES.get(architecture, "") if is_qwen or kind == "llama" else "PreTrainedTokenizerFast"
+
+def _pre_tokenizer(keys: ConfigFile) -> PreTokenizer:
+    found = PRE_TOKENIZERS.get(keys.text_or_none(f"{_KEY}pre"))
+    if found is None:
+        raise keys.error(f"{_KEY}pre", f"one of {', '.join(name for name in PRE_TOKENIZERS if name)}")
+    return found
 
 
-def _byte_level(keys: ConfigFile, tokens: list[str]) -> Json:
-    pre = keys.text_or_none(f"{_KEY}pre")
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    if pre in _GPT2:
-        split: Json = byte_level
-    elif pre in _WORDS:
-        words = {"type": "Split", "pattern": {"Regex": _WORDS[pre]}, "behavior": "Isolated", "invert": False}
-        split = {"type": "Sequence", "pretokenizers": [words, {**byte_level, "use_regex": False}]}
-    else:
-        raise keys.error(f"{_KEY}pre", f"one of {', '.join(('default', 'gpt-2', *_WORDS))}")
-    merges = [merge.split(" ") for merge in keys.texts(f"{_KEY}merges")]
-    return {
-        "normalizer": {"type": "NFC"} if pre in _QWEN2 else None,
-        "pre_tokenizer": split,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": _vocabulary(keys, tokens),
-            "merges": merges,
-            "ignore_merges": pre in _BEGINS,
-        },
+def _byte_level(words: PreTokenizer, keys: ConfigFile, tokens: list[str]) -> Json:
+    model = {
+        "type": "BPE",
+        "vocab": _vocabulary(keys, tokens),
+        "merges": _stored_merges(keys),
+        "ignore_merges": words.keeps_words,
     }
+    return {**words.parts(), "model": model}
+
+
+def _stored_merges(keys: ConfigFile) -> list[list[str]]:
+    return [merge.split(" ") for merge in keys.texts(f"{_KEY}merges")]
 
 
 def _sentence_pieces(architecture: str, keys: ConfigFile, tokens: list[str]) -> Json:
-    """Return the BPE tokenizer that is equivalent to a SentencePiece tokenizer: merges are derived from scores."""
+    """Return the BPE tokenizer that is equivalent to a SentencePiece tokenizer.
+
+    Merges are derived from scores, unless the file has them.
+    """
     is_gemma = _CLASSES.get(architecture) == "GemmaTokenizer"
     if is_gemma:  # llama.cpp's converter spells runs of spaces as spaces
         tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
@@ -133,7 +125,7 @@ def _sentence_pieces(architecture: str, keys: ConfigFile, tokens: list[str]) -> 
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocabulary,
-            "merges": _merges(vocabulary, scores),
+            "merges": _stored_merges(keys) or _merges(vocabulary, scores),
         },
     }
 
