@@ -256,8 +256,8 @@ def _begin_compiling(config: EngineConfig, path: str) -> None:
 
 def _keeps_integers(quantization: ConfigFile) -> bool:
     """Return whether a checkpoint needs the compiled code for int8 and 4 bits, as far as config.json shows."""
-    has_q4_0 = "Q4_0" in (quantization.value("types") or ())  # of a GGUF file
-    by_method = {"awq": True, "gptq": quantization.value("bits") == 4, "gguf": has_q4_0}
+    in_4_bits = not {"Q4_0", "MXFP4"}.isdisjoint(quantization.value("types") or ())  # of a GGUF file
+    by_method = {"awq": True, "gptq": quantization.value("bits") == 4, "gguf": in_4_bits}
     is_integer = quantization.value("format") in ("pack-quantized", "int-quantized", "mxfp4-pack-quantized")
     return by_method.get(str(quantization.value("quant_method")), is_integer)
 

@@ -16,15 +16,27 @@ from gguf import GGUFReader
 
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
+from inflight.gguf.architectures import ARCHITECTURES
 from inflight.hub import find_checkpoint
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.fitting import fitted
-from inflight.models.loader import check_weights
+from inflight.models.levels import MatrixKind
+from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
 from tests.models.gguf_converter import CONVERTED, convert
+from tests.models.gguf_files import CASES
 from tests.models.zoo import make_model
 from tests.tiers import with_all
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+OTHER_FAMILIES = (
+    ("llama", "mixtral"),
+    ("mistral3", "mistral"),
+    ("olmo2", "olmo3"),
+    ("deepseek2", "deepseek_v2"),
+)
+"""Architectures with the second family that they stand for."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +52,51 @@ def test_logits_equal_those_of_the_converted_model(tmp_path: Path, case: str) ->
     assert row.generated == model.greedy(model.prompt(30), 6)
     exact = model.logits(row.tokens)[29:-1]
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+def test_the_page_names_every_architecture() -> None:
+    """The families are those of the tested files. `UPDATE_TABLES=1` writes the table."""
+    models: dict[str, list[str]] = {name: [each.model_type] for name, each in ARCHITECTURES.items()}
+    for name, case in OTHER_FAMILIES:
+        models[name].append(case)
+    rows = [f"| `{name}` | {', '.join(f'`{each}`' for each in types)} |" for name, types in models.items()]
+    table = "\n".join(("| `general.architecture` | model_type |", "|---|---|", *rows))
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split("<!-- gguf -->\n")
+    found, after = rest.split("\n<!-- end of gguf -->")
+    if os.environ.get("UPDATE_TABLES"):
+        PAGE.write_text(f"{before}<!-- gguf -->\n{table}\n<!-- end of gguf -->{after}", encoding="utf-8")
+        found = table
+    assert found == table, "UPDATE_TABLES=1 scripts/test tests/engine/test_gguf_architectures.py"
+
+
+def test_every_architecture_has_a_tested_file() -> None:
+    tested = {each[0] for each in (*CONVERTED.values(), *CASES.values())}
+    assert tested == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"), OTHER_FAMILIES, ids=[each for _, each in OTHER_FAMILIES]
+)
+def test_an_architecture_may_stand_for_several_families(
+    tmp_path: Path, architecture: str, model_type: str
+) -> None:
+    case = {"deepseek_v2": "deepseek-v2", "mistral": "mistral-small"}.get(model_type, model_type)
+    model = convert(tmp_path / "m.gguf", case)
+    assert CONVERTED[case][0] == architecture
+    config = json.loads((find_checkpoint(str(model.folder)) / "config.json").read_text())
+    assert config["model_type"] == model_type
+
+
+def test_experts_in_mxfp4_stay_in_4_bits(tmp_path: Path) -> None:
+    model = convert(tmp_path / "m.gguf", "gpt-oss", "MXFP4")
+    folder = find_checkpoint(str(model.folder))
+    assert MatrixKind.FLOAT4 in quantized_kinds(read_model_description(folder))
+    exact, given = (
+        torch.stack(alone(load_engine(folder, **settings), model.prompt(20), 2).logits)
+        for settings in ({"dtype": "float32", "kernels": "torch"}, {})
+    )
+    assert (given.float() - exact).std() / exact.std() < 0.15, "only activations and products are rounded"
 
 
 @pytest.mark.parametrize(

@@ -60,5 +60,6 @@ def _yarn(section: ArchitectureKeys, original: int, factor: float) -> Json:
             section.name("rope.scaling.yarn_attn_factor"), f"{default:g}, or no such key"
         )
     if (scale := section.number_or_none("rope.scaling.yarn_log_multiplier")) is not None:
-        found["mscale"] = found["mscale_all_dim"] = round(10 * scale, 6)
+        factor_of_all = 10 * scale if section.header.architecture == "deepseek2" else scale
+        found["mscale"] = found["mscale_all_dim"] = round(factor_of_all, 6)
     return found
