@@ -155,6 +155,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral-small": {"architectures": ["Mistral3ForConditionalGeneration"]},
 }
 """Keys that the config.json of published models has, and transformers does not write."""
+COMPARED = [case for case in CONVERTED if case != "nemotron-h-dense"]
+"""The converter takes any Nemotron-H for a mixture, because transformers' configuration has keys of experts."""
 IGNORED = (".vocab_size", ".nextn_predict_layers")
 """Ends of keys that have no effect on a model of text."""
 
@@ -162,7 +164,8 @@ IGNORED = (".vocab_size", ".nextn_predict_layers")
 @pytest.mark.skipif(LLAMA_CPP_SOURCE is None, reason="INFLIGHT_LLAMA_CPP_SOURCE names no folder")
 def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
     pairs: list[str] = []
-    for case, (_, base, changes) in CONVERTED.items():
+    for case in COMPARED:
+        _, base, changes = CONVERTED[case]
         model = convert(tmp_path / f"{case}.gguf", case)
         folder = tmp_path / case
         make_model(folder, base, changes=changes)
@@ -179,7 +182,7 @@ def test_the_files_are_those_of_llama_cpps_converter(tmp_path: Path) -> None:
     command = [sys.executable, str(program), str(LLAMA_CPP_SOURCE), *pairs]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    for case in CONVERTED:
+    for case in COMPARED:
         ours, theirs = (GGUFReader(tmp_path / f"{case}{end}") for end in (".gguf", ".theirs.gguf"))
         assert _keys_of(ours) == _keys_of(theirs), case
         found, expected = ({each.name: each.data for each in file.tensors} for file in (ours, theirs))

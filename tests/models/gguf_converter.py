@@ -27,6 +27,9 @@ _YARN = {**DEEPSEEK["rope_parameters"], "mscale": 0.9, "mscale_all_dim": 0.9}
 _GEMMA4 = {**_TIED, "bos_token_id": 3}
 _DELTA = {"initializer_range": 0.1, "linear_key_head_dim": 16}
 
+_STEPS = {"time_step_min": 0.001}
+_MIXED = ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]
+
 CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("llama", "mixtral", {}),
     "qwen2-moe": ("qwen2moe", "qwen2-moe", {"mlp_only_layers": []}),
@@ -47,6 +50,8 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"num_experts_per_tok": 0, "shared_intermediate_size": 96},
     ),
     "granite-hybrid-moe": ("granitehybrid", "granite-hybrid-moe", {}),
+    "nemotron-h": ("nemotron_h_moe", "nemotron-h", {**_STEPS, "layers_block_type": _MIXED}),
+    "nemotron-h-dense": ("nemotron_h", "nemotron-h-dense", {**_STEPS, "use_bias": False, "mlp_bias": False}),
     "ministral3": ("mistral3", "ministral3", {}),
     "mistral-small": ("mistral3", "mistral-no-window", {"head_dim": 12}),
     "olmo2": ("olmo2", "olmo2", {}),
@@ -71,7 +76,9 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """By name: llama.cpp's name of the architecture, the model of the zoo, and what the file's model has instead."""
 
-_PERMUTED = ("llama", "granite", "granitehybrid", "mistral3", "smollm3", "arcee")
+_PERMUTED = (
+    *("llama", "granite", "granitehybrid", "nemotron_h", "nemotron_h_moe", "mistral3", "smollm3", "arcee"),
+)
 _PLUS_ONE = ("qwen3next", "qwen35", "qwen35moe")
 _Tensors = Iterator[tuple[str, np.ndarray]]
 
@@ -98,7 +105,8 @@ def convert(
     with tempfile.TemporaryDirectory() as folder:
         oracle = make_model(Path(folder) / case, base, changes={**of_case, **changes}).oracle
         tensors = _stacked(load_file(Path(folder) / case / "model.safetensors"))
-    config = SimpleNamespace(**oracle.config.to_dict())
+    layers = {"num_hidden_layers": oracle.config.num_hidden_layers}
+    config = SimpleNamespace(**layers | oracle.config.to_dict())
     writer = GGUFWriter(path, architecture)
     for key, value in {**_keys(architecture, config), **(more_keys or {})}.items():
         _add_key(writer, f"{architecture}.{key}", value)
@@ -156,7 +164,7 @@ def _converted(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -
     found: dict[str, np.ndarray] = {}
     for hf_name, tensor in tensors.items():
         for name, numbers in change(config, hf_name, tensor):
-            if architecture in _PERMUTED and (side := re.search(r"self_attn\.([qk])_proj", name)):
+            if architecture in _PERMUTED and (side := re.search(r"(?:self_attn|mixer)\.([qk])_proj", name)):
                 heads = config.num_attention_heads if side[1] == "q" else config.num_key_value_heads
                 numbers = (
                     numbers.reshape(heads, 2, -1, *numbers.shape[1:]).swapaxes(1, 2).reshape(numbers.shape)
@@ -273,12 +281,22 @@ def _granite_hybrid(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
         gate, up = np.split(tensor, 2, axis=1)
         yield f"{prefix}ffn_gate_exps.weight", gate
         yield f"{prefix}ffn_up_exps.weight", up
-    elif name.endswith((".A_log", ".D")):
+    else:
+        yield from _mamba2(config.mamba_n_groups, name, tensor)
+
+
+def _mamba2(num_groups: int, name: str, tensor: np.ndarray) -> _Tensors:
+    if name.endswith((".A_log", ".D")):
         yield name, tensor.reshape(-1, 1)
-    elif name.endswith("mamba.norm.weight"):
-        yield name, tensor.reshape(config.mamba_n_groups, -1)
+    elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        yield name, tensor.reshape(num_groups, -1)
     else:
         yield name, tensor
+
+
+def _nemotron_h(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    name = re.sub(r"^backbone\.(layers\.\d+)\.mixer\.experts\.", r"model.\1.mlp.experts.", name)
+    yield from _mamba2(config.n_groups, name, tensor)
 
 
 def _deepseek2(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
@@ -300,6 +318,8 @@ _CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
     "gemma4": _gemma4,
     "lfm2moe": _lfm2_moe,
     "granitehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "deepseek2": _deepseek2,
 }
 
@@ -313,7 +333,7 @@ def _first(config: Any, *names: str) -> Any:
 
 def _common_keys(config: Any) -> dict[str, Any]:
     """Return the keys that the converter writes for every architecture."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", rope)
     found = {
         "vocab_size": config.vocab_size,
@@ -446,6 +466,39 @@ def _granite_hybrid_keys(config: Any) -> dict[str, Any]:
     }
 
 
+def _nemotron_h_keys(config: Any) -> dict[str, Any]:
+    types, kv_heads = config.layers_block_type, config.num_key_value_heads
+    inner, width = ("moe", config.moe_intermediate_size), config.mamba_head_dim * config.mamba_num_heads
+    if "moe" not in types:
+        inner = ("mlp", config.intermediate_size)
+    found = {
+        "context_length": 1 << 20,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.finetuned": False,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "attention.head_count_kv": [kv_heads if kind == "full_attention" else 0 for kind in types],
+        "feed_forward_length": [inner[1] if kind == inner[0] else 0 for kind in types],
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": width,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "rope.freq_base": None,
+    }
+    if "moe" in types:
+        found |= {
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "expert_weights_norm": config.norm_topk_prob,
+            "moe_latent_size": config.moe_latent_size,
+        }
+        return found
+    names = ("expert_count", "expert_used_count", "expert_group_count", "expert_group_used_count")
+    return found | dict.fromkeys(names)
+
+
 def _mistral3_keys(config: Any) -> dict[str, Any]:
     rope = config.rope_parameters
     found = {"rope.dimension_count": config.head_dim}
@@ -525,6 +578,8 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "lfm2moe": _lfm2_moe_keys,
     "granite": _granite_keys,
     "granitehybrid": _granite_hybrid_keys,
+    "nemotron_h": _nemotron_h_keys,
+    "nemotron_h_moe": _nemotron_h_keys,
     "mistral3": _mistral3_keys,
     "olmo2": _window_keys,
     "cohere2": lambda config: {

@@ -50,6 +50,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2moe": Architecture("lfm2_moe", "Lfm2MoeForCausalLM"),
     "granite": Architecture("granite", "GraniteForCausalLM", is_permuted=True),
     "granitehybrid": Architecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", is_permuted=True),
+    "nemotron_h": Architecture("nemotron_h", "NemotronHForCausalLM", is_permuted=True),
+    "nemotron_h_moe": Architecture("nemotron_h", "NemotronHForCausalLM", is_permuted=True),
     "mistral3": Architecture("ministral3", "Ministral3ForCausalLM", is_permuted=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM"),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM"),

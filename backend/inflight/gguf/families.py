@@ -15,7 +15,7 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 PARTLY_ROTATED = ("phi3", "qwen35", "qwen35moe", "qwen3next", "glm4", "glm4moe", "stablelm")
 """Architectures whose heads may be rotated in part, by `partial_rotary_factor`."""
-OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2")
+OWN_HEADS = ("gemma4", "deepseek2", "minimax-m2", "nemotron_h", "nemotron_h_moe")
 """Architectures whose readers read the sizes of heads themselves."""
 
 
@@ -266,6 +266,50 @@ def _granite_hybrid(section: ArchitectureKeys) -> Json:
     }
 
 
+def _nemotron_h(section: ArchitectureKeys) -> Json:
+    """Return the keys of Nemotron-H, whose layers are told apart by their tensors."""
+    kinds = {"ssm_in": "linear_attention", "attn_q": "full_attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    tensors, num_heads = section.header.tensors, section.size("ssm.time_step_rank")
+    section.size_or_none("rope.dimension_count")  # without effect: this family rotates nothing
+    head_dim = section.size("attention.key_length")
+    section.expect("attention.value_length", None, head_dim)
+    epsilon = section.number("attention.layer_norm_epsilon")
+    section.expect("attention.layer_norm_rms_epsilon", None, epsilon)
+    types = [
+        next((kind for part, kind in kinds.items() if f"blk.{layer}.{part}.weight" in tensors), "mlp")
+        for layer in range(section.num_layers)
+    ]
+    config: Json = {
+        "layers_block_type": types,
+        "head_dim": head_dim,
+        "layer_norm_epsilon": epsilon,
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": section.size("ssm.inner_size") // num_heads,
+        "ssm_state_size": section.size("ssm.state_size"),
+        "n_groups": section.size("ssm.group_count"),
+        "conv_kernel": section.size("ssm.conv_kernel"),
+        "use_conv_bias": section.has_tensor("ssm_conv1d.bias"),
+        "use_bias": section.has_tensor("ssm_in.bias"),
+        "mlp_bias": section.has_tensor("ffn_up.bias"),
+    }
+    if "mlp" in types and (up := tensors.get(f"blk.{types.index('mlp')}.ffn_up.weight")) is not None:
+        config["intermediate_size"] = up.shape[0]
+    return config | (_nemotron_experts(section) if "moe" in types else {})
+
+
+def _nemotron_experts(section: ArchitectureKeys) -> Json:
+    section.expect("expert_shared_count", None, 1)
+    return {
+        **_experts(section, "n_routed_experts", _SIGMOID),
+        "moe_shared_expert_intermediate_size": _shared_width(section),
+        "moe_latent_size": section.size_or_none("moe_latent_size"),
+        "norm_topk_prob": section.boolean("expert_weights_norm", True),
+        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
+        "n_group": section.size_or_none("expert_group_count") or 1,
+        "topk_group": section.size_or_none("expert_group_used_count") or 1,
+    }
+
+
 def _mistral3(section: ArchitectureKeys) -> Json:
     """Return the keys of Ministral 3; of a Mistral Small 3 in a file without a temperature of attention."""
     growth = section.number_or_none("attention.temperature_scale")
@@ -457,6 +501,8 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "lfm2moe": _lfm2_moe,
     "granite": _granite,
     "granitehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "mistral3": _mistral3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,

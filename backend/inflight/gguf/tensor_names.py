@@ -16,6 +16,7 @@ _RENAMED = (
     (re.compile(r"\.dt_bias$"), ".dt_proj.bias"),
     (re.compile(r"\.(e_score_correction|expert)_bias$"), r".\1.bias"),
     (re.compile(r"\.expert\.bias$"), ".expert_bias.bias"),
+    (re.compile(r"^backbone\.(layers\.\d+)\.mixer\.experts\."), r"model.\1.mlp.experts."),
     (re.compile(r"\.router\.per_expert_scale$"), ".experts.down_proj.scale"),
     (re.compile(r"\.router\.scale$"), ".router.proj.scale"),
 )
