@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.tensor_mapping import get_tensor_name_map
@@ -38,6 +39,7 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3.5": ("qwen35", "qwen3.5", {**_DELTA, "head_dim": 64}),
     "qwen3.5-moe": ("qwen35moe", "qwen3.5-moe", {**_DELTA, "head_dim": 64}),
     "gpt-oss": ("gpt-oss", "gpt-oss", {"swiglu_limit": 7.0, "initializer_range": 0.2}),
+    "gemma3n": ("gemma3n", "gemma3n", {**_GEMMA4, "altup_num_inputs": 4}),
     "gemma4": ("gemma4", "gemma4", _GEMMA4),
     "gemma4-shared": ("gemma4", "gemma4-shared", _GEMMA4),
     "gemma4-moe": ("gemma4", "gemma4-moe", _GEMMA4),
@@ -161,6 +163,9 @@ def _converted(architecture: str, config: Any, tensors: dict[str, np.ndarray]) -
     arch = next(each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
     table = get_tensor_name_map(arch, config.num_hidden_layers)
     change = _CHANGES.get(architecture, _unchanged)
+    for streams in ("altup_projections", "altup_unembed_projections"):
+        if names := [name for name in tensors if name.startswith(f"model.{streams}.")]:
+            tensors[f"model.{streams}.weight"] = np.stack([tensors.pop(name) for name in sorted(names)])
     found: dict[str, np.ndarray] = {}
     for hf_name, tensor in tensors.items():
         for name, numbers in change(config, hf_name, tensor):
@@ -259,6 +264,10 @@ def _gemma4(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
         yield f"{name}.weight" if ending == "layer_scalar" or ".experts." in name else name, tensor
 
 
+def _gemma3n(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
+    yield f"{name}.weight" if name.endswith("correct_output_scale") else name, tensor
+
+
 def _lfm2_moe(config: Any, name: str, tensor: np.ndarray) -> _Tensors:
     yield (
         (name.replace(".expert_bias", ".expert_bias.bias") if name.endswith(".expert_bias") else name),
@@ -315,6 +324,7 @@ _CHANGES: dict[str, Callable[[Any, str, np.ndarray], _Tensors]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "gpt-oss": _gpt_oss,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "lfm2moe": _lfm2_moe,
     "granitehybrid": _granite_hybrid,
@@ -391,6 +401,20 @@ def _moe_keys(config: Any) -> dict[str, Any]:
 def _full_sizes(config: Any) -> dict[str, int]:
     """Return the sizes of the heads of Gemma 4's layers with full attention."""
     return next(iter(config.per_layer_config.values()))
+
+
+def _gemma3n_keys(config: Any) -> dict[str, Any]:
+    zeros = torch.tensor(config.activation_sparsity_pattern)
+    sparse = torch.distributions.Normal(0, 1).icdf(zeros).tolist()
+    return {
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "altup.active_idx": config.altup_active_idx,
+        "altup.num_inputs": config.altup_num_inputs,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "activation_sparsity_scale": sparse,
+        **_window_keys(config),
+    }
 
 
 def _gemma4_keys(config: Any) -> dict[str, Any]:
@@ -573,6 +597,7 @@ _KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "attention.sliding_window": config.sliding_window,
         "expert_feed_forward_length": config.intermediate_size,
     },
+    "gemma3n": _gemma3n_keys,
     "gemma4": _gemma4_keys,
     "lfm2": _lfm2_keys,
     "lfm2moe": _lfm2_moe_keys,

@@ -45,6 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", norm_offset=1.0, has_tiled_values=True
     ),
     "gpt-oss": Architecture("gpt_oss", "GptOssForCausalLM"),
+    "gemma3n": Architecture("gemma3n_text", "Gemma3nForCausalLM"),
     "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM"),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM"),
     "lfm2moe": Architecture("lfm2_moe", "Lfm2MoeForCausalLM"),

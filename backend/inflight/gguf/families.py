@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 
 from inflight.gguf.keys import ArchitectureKeys
 from inflight.gguf.rope import read_scaling
@@ -145,6 +146,36 @@ def _types(section: ArchitectureKeys, every: int) -> list[str]:
         period = pattern[0] if pattern else every
         pattern = [layer % period < period - 1 for layer in range(section.num_layers)]
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _gemma3n(section: ArchitectureKeys) -> Json:
+    """Return the keys of Gemma 3n. The file has each layer's quantile instead of its fraction of zero gates."""
+    tensors, normal = section.header.tensors, NormalDist()
+    quantiles = section.numbers("activation_sparsity_scale") or [float("-inf")] * section.num_layers
+    inputs, laurel = tensors.get("per_layer_token_embd.weight"), tensors.get("blk.0.laurel_l.weight")
+    if inputs is None or laurel is None:
+        raise section.keys.error(
+            "general.architecture", "tensors of per-layer embeddings and low-rank branches"
+        )
+    return {
+        "head_dim": section.size("attention.key_length"),
+        "intermediate_size": section.of_layers("feed_forward_length"),
+        "layer_types": _types(section, every=5),
+        "num_kv_shared_layers": section.count("attention.shared_kv_layers"),
+        "sliding_window": section.size("attention.sliding_window"),
+        "hidden_size_per_layer_input": section.size("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": inputs.shape[0],
+        "altup_num_inputs": section.size("altup.num_inputs"),
+        "altup_active_idx": section.count("altup.active_idx"),
+        "altup_correct_scale": section.has_tensor("altup_correct_scale.weight"),
+        "laurel_rank": laurel.shape[0],
+        "activation_sparsity_pattern": [
+            round(normal.cdf(each), 6) if each > float("-inf") else 0.0 for each in quantiles
+        ],
+        "final_logit_softcapping": section.number_or_none("final_logit_softcapping"),
+        "rope_local_base_freq": section.number_or_none("rope.freq_base_swa") or 10000.0,
+        "rope_theta": section.number_or_none("rope.freq_base") or 1e6,
+    }
 
 
 def _gemma4(section: ArchitectureKeys) -> Json:
@@ -496,6 +527,7 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "qwen35": _qwen_delta,
     "qwen35moe": _qwen35_moe,
     "gpt-oss": _gpt_oss,
+    "gemma3n": _gemma3n,
     "gemma4": _gemma4,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,

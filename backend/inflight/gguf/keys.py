@@ -65,6 +65,13 @@ class ArchitectureKeys:
             raise self.keys.error(self.name(key), f"a value for each of the {self.num_layers} layers")
         return value[: self.num_layers]
 
+    def numbers(self, key: str) -> list[float] | None:
+        """Return the numbers of a list, with one for each layer; None if the key is absent."""
+        value = self.keys.value(self.name(key))
+        if value is not None and (not is_list(value) or len(value) != self.num_layers):
+            raise self.keys.error(self.name(key), f"a number for each of the {self.num_layers} layers")
+        return value
+
     def largest(self, key: str) -> int:
         """Return the largest of the layers' sizes."""
         found = self.of_layers(key) or [0]

@@ -30,6 +30,9 @@ _OTHERWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """Modules of a layer that the converter splits or names in several ways; rows of parts are put together."""
 _OF_LAYER = re.compile(r"\.layers\.(\d+)\.(.+)\.weight$")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_STREAM = re.compile(r"^model\.(altup_projections|altup_unembed_projections)\.(\d+)\.weight$")
+_STREAMS = {"altup_projections": "altup_proj.weight", "altup_unembed_projections": "altup_unembd_proj.weight"}
+"""Gemma 3n's projections for all residual streams but the first, which are in one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,12 @@ class TensorNames:
 
         The result is empty if the file does not have the tensor.
         """
+        if stream := _STREAM.match(name):
+            return (
+                (StoredPart(_STREAMS[stream[1]], int(stream[2])),)
+                if _STREAMS[stream[1]] in self._stored
+                else ()
+            )
         found = _OF_LAYER.search(name)
         for parts in _OTHERWISE.get(found[2], ()) if found else ():
             stored = [f"blk.{found[1]}.{part}.weight" for part in parts] if found else []

@@ -20,6 +20,7 @@ _CLASSES = {
     "llama": "LlamaTokenizer",
     "gemma2": "GemmaTokenizer",
     "gemma3": "GemmaTokenizer",
+    "gemma3n": "GemmaTokenizer",
     "gemma4": "GemmaTokenizer",
     **dict.fromkeys(("qwen2", "qwen3", "qwen2moe", "qwen3moe", "qwen3next"), "Qwen2Tokenizer"),
     **dict.fromkeys(("qwen35", "qwen35moe"), "Qwen3_5Tokenizer"),
