@@ -68,6 +68,11 @@ CONVERTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "glm4-moe-lite": ("deepseek2", "glm4-moe-lite", {}),
     "deepseek-v2": ("deepseek2", "deepseek-v2", {"rope_parameters": _YARN}),
     "deepseek-v3": ("deepseek2", "deepseek-v3", {"rope_parameters": _YARN}),
+    "hunyuan": (
+        "hunyuan-dense",
+        "hunyuan",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 11e6}},
+    ),
     "seed-oss": ("seed_oss", "seed-oss", {"attention_out_bias": False}),
     "arcee": ("arcee", "arcee", {"mlp_bias": False}),
     "ernie4.5": ("ernie4_5", "ernie4.5", {"use_bias": False}),

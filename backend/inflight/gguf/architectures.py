@@ -62,6 +62,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4": Architecture("glm4", "Glm4ForCausalLM"),
     "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM"),
     "deepseek2": Architecture("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM"),
     "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM"),
     "arcee": Architecture("arcee", "ArceeForCausalLM", is_permuted=True),
     "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM"),

@@ -455,6 +455,12 @@ def _deepseek2(section: ArchitectureKeys) -> Json:
     return {**latent, **experts, **classes, "topk_method": method}
 
 
+def _hunyuan_dense(section: ArchitectureKeys) -> Json:
+    """Return the keys of a dense Hunyuan, in whose files the base of positions is already stretched."""
+    section.expect("rope.scaling.factor", None, 1.0)
+    return {"attention_bias": section.has_tensor("attn_q.bias")}
+
+
 def _seed_oss(section: ArchitectureKeys) -> Json:
     return {
         "attention_bias": section.has_tensor("attn_q.bias"),
@@ -543,6 +549,7 @@ READERS: Mapping[str, Callable[[ArchitectureKeys], Json]] = {
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
     "deepseek2": _deepseek2,
+    "hunyuan-dense": _hunyuan_dense,
     "seed_oss": _seed_oss,
     "arcee": _arcee,
     "ernie4_5": _ernie,

@@ -68,7 +68,7 @@ PRE_TOKENIZERS: Mapping[str | None, PreTokenizer] = {
     **dict.fromkeys(QWEN3_5, PreTokenizer((QWEN3_5_WORDS,), composes=True)),
     "tekken": PreTokenizer((TEKKEN_WORDS,), keeps_words=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), PreTokenizer((GPT4O_WORDS,))),
-    "deepseek-v3": PreTokenizer(DEEPSEEK3_WORDS),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(DEEPSEEK3_WORDS)),
     "seed-coder": PreTokenizer((SEED_WORDS,)),
     **dict.fromkeys(("refact", "starcoder", "smollm"), PreTokenizer(splits_digits=True)),
     "command-r": PreTokenizer(splits_digits=True, composes=True),
