@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 
+from inflight.core.request.request import Request
 from inflight.errors import ConfigError
 from inflight.gguf import folder as gguf_folder
 from inflight.gguf.architectures import ARCHITECTURES
@@ -24,6 +25,8 @@ from inflight.models.levels import MatrixKind
 from inflight.models.loader import check_weights, quantized_kinds
 from inflight.models.registry import read_model_description
 from tests.engine.driver import alone, load_engine
+from tests.engine.ranks import ranks
+from tests.engine.serving import config_of, serve
 from tests.models.gguf_converter import CONVERTED, convert
 from tests.models.gguf_files import CASES
 from tests.models.zoo import make_model
@@ -52,6 +55,17 @@ def test_logits_equal_those_of_the_converted_model(tmp_path: Path, case: str) ->
     assert row.generated == model.greedy(model.prompt(30), 6)
     exact = model.logits(row.tokens)[29:-1]
     torch.testing.assert_close(torch.stack(row.logits), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["qwen3-moe", "qwen3.5-moe", "gpt-oss"])
+def test_ranks_split_the_experts_of_a_gguf_file(tmp_path: Path, case: str) -> None:
+    model = convert(tmp_path / "m.gguf", case)
+    requests = [Request(number, model.prompt(9 + number, number), 8) for number in range(3)]
+    with ranks(find_checkpoint(str(model.folder)), (2, 1)) as engine:
+        served = serve(engine, config_of("chunked"), requests)
+    for request in requests:
+        assert served.tokens(request) == model.greedy(request.input_token_ids, 8)
 
 
 def test_the_page_names_every_architecture() -> None:
