@@ -1,7 +1,8 @@
 """GGUF files of small random models of many families, in the layout of llama.cpp's convert_hf_to_gguf.py.
 
-Names come from the table of the package `gguf`. The changes to tensors, and the keys (`gguf_keys.py`), are those of
-the classes in llama.cpp's folder `conversion`; `test_gguf_architectures.py` compares the files with the converter's.
+Names come from the table of the package `gguf`. The changes to tensors, and the keys (`gguf_keys.py`), are
+those of the classes in llama.cpp's folder `conversion`; `test_gguf_architectures.py` compares the files with the
+converter's.
 """
 
 from __future__ import annotations
