@@ -291,7 +291,7 @@ def test_a_continued_message_ends_with_a_text(endpoint: Endpoint) -> None:
             400,
             "messages[0].content[1].image_url.url cannot be decoded: x",
         ),
-        (InvalidArgument("2 places, but 1 ", Name("pictures")), 400, "2 places, but 1 messages"),
+        (InvalidArgument("2 places, but 1 ", Name("pictures")), 400, "2 places, but 1 pictures"),
         (QueueFull("too many prompts wait"), 429, "too many prompts wait"),
         (Unreachable("it does not run"), 503, "pictures cannot be encoded now; a later attempt may succeed"),
     ],

@@ -55,7 +55,9 @@ class ChatPictures:
         try:
             return await self._encoder.encode(text, pictures, vocab_size)
         except InvalidArgument as error:
-            raise in_fields(error, {"pictures": "messages", **fields}) from None
+            named = in_fields(error, fields)
+            named.param = "messages"
+            raise named from None
         except Unreachable:
             raise Unavailable("pictures cannot be encoded now; a later attempt may succeed") from None
 
