@@ -117,6 +117,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     ),
 }
+_TIED = ("qwen3-vl", "gemma4-vision", "smolvlm")  # as small published models
 _IN_ONE_FILE = ("qwen3.5-vision", "smolvlm", "gemma4-vision")  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
@@ -157,7 +158,7 @@ def save_model(folder: Path, case: str) -> Any:
 def _config(case: str) -> Any:
     ids = {token: at for at, token in enumerate(_TOKENS)}
     common = {**COMMON, "vocab_size": _backend().get_vocab_size()}
-    tokens = {"image_token_id": ids[placeholder(case)], "tie_word_embeddings": False}
+    tokens = {"image_token_id": ids[placeholder(case)], "tie_word_embeddings": case in _TIED}
     family, text_type, changes = MULTIMODAL[case]
     parts = {**OTHER_PARTS[family], **_TOPS.get(case, {}), **tokens}
     parts["vision_config"] = {**parts["vision_config"], **_TOWERS.get(case, {})}

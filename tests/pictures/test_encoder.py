@@ -134,6 +134,17 @@ def test_language_model_is_not_loaded(folder: Path, encoder: PictureEncoder) -> 
     )  # embedding, norm and output of one token
 
 
+def test_a_tied_output_projection_may_be_stored(tmp_path: Path, folder: Path) -> None:
+    """Some files of models with tied embeddings have both tensors."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].clone()
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    encoders = [PictureEncoder(str(each)) for each in (folder, copy)]
+    rows = [encoder.encode(f"a {PLACE}", [WIDE], VOCAB_SIZE).table.rows for encoder in encoders]
+    assert rows[0] == rows[1]
+
+
 def test_a_picture_is_encoded_once(encoder: PictureEncoder) -> None:
     first = encoder.encode(PLACE, [WIDE], VOCAB_SIZE)
     assert encoder.encode(PLACE, [WIDE], VOCAB_SIZE) == first

@@ -127,6 +127,7 @@ def _remove_language_model(config: Any) -> None:
     for each in (config, text):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
+        each.tie_word_embeddings = False  # transformers compares the tied weights, which are not loaded
     text.num_hidden_layers = 0
     if getattr(text, "layer_types", None):
         text.layer_types = []
