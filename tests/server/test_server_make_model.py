@@ -6,7 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from inflight.testing.make_model import ARCHITECTURES, SHAPES, main, make_model, num_weights
+from inflight.testing.make_model import (
+    ARCHITECTURES,
+    QUANTIZED_FORMATS,
+    SHAPES,
+    main,
+    make_model,
+    num_weights,
+)
+from inflight.testing.quantize import FORMATS, MXFP4
 from inflight.testing.synthetic_tokenizer import make_tokenizer
 
 TEXT = "Hello world, 42 émigrés in 日本\n\tand elsewhere."
@@ -84,3 +92,7 @@ def test_the_tokenizer_has_the_requested_size_and_encodes_every_text(size: int) 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 259"):
         make_tokenizer(258)
+
+
+def test_the_command_offers_every_quantized_format() -> None:
+    assert {*QUANTIZED_FORMATS} == {*FORMATS, MXFP4}

@@ -1,25 +1,25 @@
-"""`scripts/convert_lora`: converts a PEFT folder to the two files of TensorRT-LLM's converter."""
+"""`scripts/convert_lora`: converts a PEFT folder to the two files of TensorRT-LLM's converter.
+
+Imports only the standard library until the command line is parsed, so that `--help` needs no installation.
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from inflight.adapters.lora_files import CONFIG_FILE, WEIGHTS_FILE, write_lora_files
-from inflight.adapters.peft_folder import read_peft_folder
-from inflight.arguments import program_name
+from inflight.arguments import Parser, program_name
 from inflight.core.request.adapter import ITEM_SIZES
 from inflight.errors import InflightError
-from inflight.models.registry import read_model_description
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Convert the folder named on the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program_name("scripts/convert_lora"),
-        description=f"Write a PEFT folder's adapter as {WEIGHTS_FILE} and {CONFIG_FILE}: the tensors lora_weights "
-        "and lora_config of a request. As the folder N of lora_prefetch_dir they are the adapter of task id N.",
+        description="Write a PEFT folder's adapter as model.lora_weights.npy and model.lora_config.npy: the "
+        "tensors lora_weights and lora_config of a request. As the folder N of lora_prefetch_dir they are the "
+        "adapter of task id N.",
     )
     parser.add_argument(
         "folder", type=Path, metavar="PEFT_FOLDER", help="the folder written by PEFT's save_pretrained"
@@ -40,6 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
         help="type of the numbers; lora_weights must have the same (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
+    from inflight.adapters.lora_files import write_lora_files
+    from inflight.adapters.peft_folder import read_peft_folder
+    from inflight.models.registry import read_model_description
+
     try:
         model = read_model_description(given.model) if given.model else None
         adapter = read_peft_folder(given.folder, model, given.storage_type)

@@ -1,4 +1,4 @@
-"""`scripts/replay`: reruns a trace's schedule without the model, and compares every decision.
+"""Reruns a trace's schedule without the model, and compares every decision.
 
 A new scheduler gets the recorded inputs of every iteration and the recorded results of the device. The core is
 deterministic, so a different decision means that the program or the trace has been changed. The trace is read line
@@ -7,24 +7,20 @@ by line.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 import msgspec
 
-from inflight.arguments import program_name
 from inflight.batch_manager.recording import BadTrace, Begin, End, Header, Trace, make_begin
 from inflight.core.request.response import Response
 from inflight.core.schedule.batch import ScheduledBatch
 from inflight.core.scheduler import Scheduler
-from inflight.errors import InflightError, error_from_kind
+from inflight.errors import error_from_kind
 
 IDENTICAL, DIFFERENT, UNREADABLE = 0, 1, 2
 """Exit codes."""
@@ -146,7 +142,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
-# ---------------------------------------------------------------------- the program
+# ---------------------------------------------------------------------- the whole trace
 
 
 def run(
@@ -239,32 +235,3 @@ def _describe_end(response: Response) -> str:
     reasons = response.result.finish_reasons if response.result else ()
     outcome = response.error or ", ".join(dict.fromkeys(reason.name for reason in reasons))
     return f"request {response.request_id} has ended: {outcome}"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run `scripts/replay`; return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program_name("scripts/replay"),
-        description="Run a recorded schedule again, without the model. "
-        "Exit code 0: identical, 1: it differs, 2: the trace cannot be read.",
-    )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="what the parameter record_path made")
-    parser.add_argument("--until", type=int, metavar="ITERATION", help="the last iteration to replay")
-    parser.add_argument(
-        "--state",
-        action="store_true",
-        help="print the scheduler's state at the end, as JSON; the rest on stderr",
-    )
-    parser.add_argument("--verbose", action="store_true", help="one line for every iteration")
-    given = parser.parse_args(arguments)
-    report = sys.stderr if given.state else sys.stdout
-    try:
-        with given.trace.open("rb") as file:
-            return run(Trace(file), sys.stdout, report, given.until, given.state, given.verbose)
-    except (OSError, InflightError) as error:
-        sys.stderr.write(f"{given.trace}: {getattr(error, 'strerror', None) or error}\n")
-        return UNREADABLE
-
-
-if __name__ == "__main__":
-    sys.exit(main())

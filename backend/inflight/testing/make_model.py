@@ -2,26 +2,25 @@
 
 Defines shapes, and the config.json of seven families. The loader determines which tensors there are; a test
 loads every family with transformers. Weights are drawn in the loader's order from one seed.
+
+Imports only the standard library until a checkpoint is written, so that `--help` needs no installation.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
+from inflight.arguments import Parser, program_name
 
-from inflight.arguments import program_name
-from inflight.models.loader import tensor_shapes
-from inflight.models.registry import read_model_description
-from inflight.testing.quantize import FORMATS, MXFP4, quantize_weights
-from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
+if TYPE_CHECKING:
+    import torch
 
 # The usual standard deviation of weights. A tiny model with it mostly repeats its last token; tests that
 # need varied tokens use a larger one.
@@ -68,7 +67,10 @@ ARCHITECTURES = {
     "gpt_oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+_MXFP4 = "mxfp4"
+QUANTIZED_FORMATS = ("awq", "gptq", "int4", "int8", "fp8", _MXFP4)
+"""The formats of `testing/quantize.py`. Repeated here, because this module must not import torch."""
 
 
 def make_model(
@@ -87,29 +89,38 @@ def make_model(
         out: Created if missing; files of the same names are overwritten.
         family: A key of `ARCHITECTURES`.
         shape: A key of `SHAPES`, or other sizes.
-        dtype: Dtype of the stored weights, a key of `DTYPES`. They are drawn in float32.
+        dtype: Dtype of the stored weights, one of `DTYPES`. They are drawn in float32.
         seed: Equal seeds give equal files.
         standard_deviation: Standard deviation of all weights except the scales of norms, which are ones.
-        quantize: Format of the projections, a key of FORMATS in `testing/quantize.py`, or MXFP4 for the experts of
-            gpt_oss; None: not quantized.
+        quantize: Format of the projections, or of gpt_oss's experts, one of `QUANTIZED_FORMATS`; None: not
+            quantized.
     """
+    import torch
+    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  bare PathLike
+
+    from inflight.models.loader import tensor_shapes
+    from inflight.models.registry import read_model_description
+    from inflight.testing.quantize import quantize_weights
+    from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID, write_tokenizer
+
     sizes = SHAPES[shape] if isinstance(shape, str) else shape
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config(family, sizes, dtype))
     weights: dict[str, torch.Tensor] = {}
+    stored: torch.dtype = getattr(torch, dtype)
     generator = torch.Generator().manual_seed(seed)
     for name, dims in tensor_shapes(read_model_description(out)).items():
         is_scale = len(dims) == 1 and name.endswith(".weight")
         drawn = (
             torch.ones(dims) if is_scale else torch.randn(dims, generator=generator).mul_(standard_deviation)
         )
-        weights[name] = drawn.to(DTYPES[dtype])
+        weights[name] = drawn.to(stored)
         if on_progress is not None:
             on_progress(drawn.numel())
     if family == "gpt_oss":
         weights = _stack_experts(weights)
     if quantize is not None:
-        weights, described = quantize_weights(quantize, weights, DTYPES[dtype])
+        weights, described = quantize_weights(quantize, weights, stored)
         _write_json(out / "config.json", config(family, sizes, dtype) | {"quantization_config": described})
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # save_file makes it readable by the owner only
@@ -121,6 +132,8 @@ def make_model(
 
 def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stack all experts of a layer: matrices [experts, inputs, outputs], rows of gate and up alternating."""
+    import torch
+
     stacked: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name, tensor in weights.items():
@@ -140,14 +153,19 @@ def _stack_experts(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def num_weights(family: str, shape: Shape) -> int:
     """Return the number of values in the tensors of such a checkpoint."""
+    from inflight.models.loader import tensor_shapes
+    from inflight.models.registry import read_model_description
+
     with tempfile.TemporaryDirectory() as folder:
         _write_json(Path(folder, "config.json"), config(family, shape, "float32"))
         model = read_model_description(folder)
-    return sum(torch.Size(dims).numel() for dims in tensor_shapes(model).values())
+    return sum(prod(dims) for dims in tensor_shapes(model).values())
 
 
 def config(family: str, shape: Shape, dtype: str) -> dict[str, object]:
     """Return the contents of config.json."""
+    from inflight.testing.synthetic_tokenizer import BEGIN_ID, END_ID, PADDING_ID
+
     common: dict[str, object] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -223,9 +241,7 @@ def _write_json(path: Path, value: dict[str, object]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the checkpoint that the command line describes; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog=program_name("scripts/make_model"), description=(__doc__ or "").splitlines()[0]
-    )
+    parser = Parser(prog=program_name("scripts/make_model"), description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--shape", choices=SHAPES, default="tiny", help="size of the model (default: %(default)s)"
     )
@@ -247,14 +263,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--quantize",
-        choices=[*FORMATS, MXFP4],
+        choices=QUANTIZED_FORMATS,
         help="write the projections, or gpt_oss's experts (mxfp4), as checkpoints of this format have them",
     )
     given = parser.parse_args(arguments)
     if given.quantize and given.family == "gpt2":
         parser.error("--quantize: gpt2's checkpoints have no such matrices; expected another --family")
-    if given.quantize and (given.quantize == MXFP4) != (given.family == "gpt_oss"):
-        parser.error(f"--quantize {given.quantize} --family {given.family}: {MXFP4} goes with gpt_oss alone")
+    if given.quantize and (given.quantize == _MXFP4) != (given.family == "gpt_oss"):
+        parser.error(f"--quantize {given.quantize} --family {given.family}: {_MXFP4} goes with gpt_oss alone")
+    from rich.console import Console
+    from rich.progress import Progress
+
     total = num_weights(given.family, SHAPES[given.shape])
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

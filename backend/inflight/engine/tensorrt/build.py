@@ -18,6 +18,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 
 from inflight.checkpoint_config import DTYPES
 from inflight.config import FP8, INT8
+from inflight.engine.tensorrt.build_options import INT4, WEIGHT_DTYPES, BuildOptions
 from inflight.engine.tensorrt.graph import Extent, Graph
 from inflight.engine.tensorrt.module import find_module, make_logger, module_name, module_version
 from inflight.engine.tensorrt.network import check_additional_outputs, define_head, define_layers, lacking
@@ -35,7 +36,7 @@ from inflight.engine.tensorrt.sidecar import (
     sidecar_name,
 )
 from inflight.engine.tensorrt.targets import find_processors, set_target
-from inflight.engine.tensorrt.weights import INT4, load_matrices
+from inflight.engine.tensorrt.weights import load_matrices
 from inflight.engine.windows import layer_windows
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
@@ -44,41 +45,11 @@ from inflight.models.levels import MatrixKind
 from inflight.models.loader import quantized_kinds, stored_dtype
 from inflight.models.sharding import Part, Shard
 
-WEIGHT_DTYPES = (INT8, FP8, INT4)
-"""Quantized data types, which matrices alone have. Activations are bfloat16 with int8 and fp8; with int4 they
-have the checkpoint's type."""
-
 _USUAL_CHUNKS, _MAX_LOGITS = 8, 256
 _BESIDE_WEIGHTS = "*.json", "*.jinja", "*.txt", "tokenizer.model"
 _INDEX = "model.safetensors.index.json"
 _WRITTEN = "rank*.json", "rank*.plan", "rank*.weights.safetensors"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The options of a build; see `Settings`.
-
-    Attributes:
-        dtype: float32, float16, bfloat16, int8, fp8 or int4; None: the checkpoint's.
-        max_seq_len: Longest sequence in tokens; None: the model's maximum, at most 4096.
-        max_context_chunks: Maximum number of context chunks; None: 8, or the number of slots if smaller.
-        target: The GPUs to build for; None: portable with tensorrt_rtx, this machine's GPU with tensorrt.
-        module: tensorrt or tensorrt_rtx; None: the first that is installed.
-    """
-
-    dtype: str | None = None
-    max_batch_size: int = 16
-    max_seq_len: int | None = None
-    max_num_tokens: int = 2048
-    max_context_chunks: int | None = None
-    max_lora_rank: int = 0
-    additional_outputs: tuple[str, ...] = ()
-    tensor_parallel_size: int = 1
-    attention: str = "split"
-    weights: str = "constants"
-    target: str | None = None
-    module: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

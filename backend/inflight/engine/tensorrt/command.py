@@ -1,4 +1,7 @@
-"""`scripts/build`: builds a TensorRT engine from a checkpoint."""
+"""`scripts/build`: builds a TensorRT engine from a checkpoint.
+
+Imports only the standard library until the command line is parsed, so that `--help` needs no installation.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,25 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from inflight.arguments import program_name
+from inflight.arguments import Parser, program_name
 from inflight.checkpoint_config import DTYPES
-from inflight.engine.tensorrt.build import WEIGHT_DTYPES, BuildOptions, build_engine
-from inflight.engine.tensorrt.build_progress import build_progress
+from inflight.engine.tensorrt.build_options import WEIGHT_DTYPES, BuildOptions
 from inflight.engine.tensorrt.module import MODULES, find_module
-from inflight.engine.tensorrt.sidecar import Sidecar, sidecar_name
 from inflight.errors import InflightError
 from inflight.hub import find_checkpoint
+
+if TYPE_CHECKING:
+    from inflight.engine.tensorrt.sidecar import Sidecar
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     given = _parser().parse_args(arguments)
+    from inflight.engine.tensorrt.build import build_engine
+    from inflight.engine.tensorrt.build_progress import build_progress
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     options = BuildOptions(
         dtype=given.dtype,
@@ -48,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _summary(folder: Path, sidecar: Sidecar) -> str:
+    from inflight.engine.tensorrt.sidecar import sidecar_name
+
     names = [
         sidecar.layers.file.name,
         sidecar.head.file.name,
@@ -64,7 +74,7 @@ def _summary(folder: Path, sidecar: Sidecar) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     defaults = BuildOptions()
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program_name("scripts/build"),
         description="Build a TensorRT engine of a checkpoint: for each rank two plans and a description, in a "
         "folder. With TensorRT for RTX this needs no GPU.",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.engine.quantize import quantize_matrix
+from inflight.engine.tensorrt.build_options import INT4
 from inflight.errors import ConfigError
 from inflight.models import ModelDescription
 from inflight.models.decoder_weights import DecoderWeights, Layer
@@ -22,9 +23,6 @@ from inflight.models.levels import GroupedMatrix, MatrixKind
 from inflight.models.loader import load_weights_into
 from inflight.models.sharding import Part
 from inflight.models.sink import KeptLevels, Sink, StoredMatrix
-
-INT4 = "int4"
-"""The data type that keeps the checkpoint's 4-bit matrices."""
 
 _MIDDLE = 8  # subtracted from levels 0 to 15, as TensorRT's levels are -8 to 7
 _MIN_GROUP, _MAX_GROUP = 16, 128  # numbers of inputs that share a scale in TensorRT
