@@ -70,7 +70,7 @@ def test_the_package_contains_the_repositorys_models() -> None:
     assert default_repository() == ROOT / "model_repository"
 
 
-@pytest.mark.parametrize("command", [each for each in cli.COMMANDS if each != "client"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_help_of_a_command_needs_no_installation(command: str) -> None:
     path = f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); "
     program = path + f"from inflight.cli import main; main([{command!r}, '--help'])"
@@ -79,3 +79,15 @@ def test_the_help_of_a_command_needs_no_installation(command: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: inflight {command}")
+
+
+def test_the_client_names_what_it_lacks(tmp_path: Path) -> None:
+    path = f"import sys; sys.path.insert(0, {str(ROOT / 'backend')!r}); "
+    program = path + "from inflight.cli import main; main(['client', 'state'])"
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: tritonclient is missing: pip install 'inflight[kserve]'\n",
+    )

@@ -26,7 +26,8 @@ from inflight.openai.protocol import ChatBody, CompletionBody, SamplingBody
 from inflight.openai.sampling import BodySettings, choose_seed, make_prompt
 from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
-from inflight_client.options import NAMES, read_options
+from inflight_client.keywords import NAMES
+from inflight_client.options import read_options
 from tests.openai_endpoint.serving import DEMO
 
 FILE = Path(__file__).with_name("control_messages.json")

@@ -58,21 +58,10 @@ def _run(command: str, rest: list[str]) -> int:
     module, _ = COMMANDS[command]
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         sys.path.append(str(_BUNDLED))
-    missing = _missing(command)
-    if missing:
-        sys.stderr.write(f"inflight {command}: {missing}\n")
-        return 1
     # A package's program is its module __main__.
     sys.argv[:] = [f"inflight {command}", *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=False)
     return 0
-
-
-def _missing(command: str) -> str | None:
-    """Return what to install for a subcommand whose requirements the package itself does not have."""
-    if command == "client" and importlib.util.find_spec("tritonclient") is None:
-        return "it needs tritonclient: pip install 'inflight[kserve]'"
-    return None
 
 
 def _help() -> str:

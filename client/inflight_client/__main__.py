@@ -1,24 +1,29 @@
-"""The command line: `python -m inflight_client` with `generate`, `chat`, `state`, `adapters` or `convert-lora`."""
+"""The command line: `python -m inflight_client` with `generate`, `chat`, `state`, `adapters` or `convert-lora`.
+
+Imports only the standard library until a command runs; `chat` needs nothing else.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-
-import numpy as np
+from importlib import metadata
+from typing import TYPE_CHECKING
 
 from inflight_client.chat import chat
-from inflight_client.client import Client
 from inflight_client.errors import ServerError
 from inflight_client.guide import GUIDE_TYPES, Guide
-from inflight_client.lora import convert_lora
-from inflight_client.options import CHOOSING, ENDING, QUEUEING, Option
-from inflight_client.results import Completion, Delta, Sequence, completion
+from inflight_client.keywords import CHOOSING, ENDING, QUEUEING, Option
+
+if TYPE_CHECKING:
+    from inflight_client.client import Client
+    from inflight_client.results import Completion, Delta, Sequence
 
 _INTERRUPTED = 130  # a shell's exit status after Ctrl-C
 _UNDER_ANOTHER_NAME = (
@@ -45,6 +50,9 @@ def main(arguments: Seq[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as in `… --stream | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed at exit
         return 0
+    except ModuleNotFoundError as error:
+        print(f"error: {error.name} is missing: {_installation()}", file=sys.stderr)
+        return 1
     except (ServerError, ValueError, OSError) as error:
         status = f"{error.status}: " if isinstance(error, ServerError) else ""
         print(f"error: {status}{error}", file=sys.stderr)
@@ -52,8 +60,14 @@ def main(arguments: Seq[str] | None = None) -> int:
     return 0
 
 
+def _client(options: argparse.Namespace) -> Client:
+    from inflight_client.client import Client
+
+    return Client(options.url, options.model)
+
+
 def _generate(options: argparse.Namespace) -> None:
-    client = Client(options.url, options.model)
+    client = _client(options)
     prompt = options.prompt if options.ids is None else options.ids
     keywords = {name: getattr(options, name) for name in (*_UNDER_ITS_NAME, *_UNDER_ANOTHER_NAME)}
     if options.guide_type is not None:
@@ -70,15 +84,17 @@ def _chat(options: argparse.Namespace) -> None:
 
 
 def _state(options: argparse.Namespace) -> None:
-    print(json.dumps(Client(options.url, options.model).state(), indent=2))
+    print(json.dumps(_client(options).state(), indent=2))
 
 
 def _convert_lora(options: argparse.Namespace) -> None:
+    from inflight_client.lora import convert_lora
+
     convert_lora(options.folder, options.out, options.storage_type)
 
 
 def _adapters(options: argparse.Namespace) -> None:
-    client = Client(options.url, options.model)
+    client = _client(options)
     if options.load is not None:
         adapters = client.load_adapter(options.load, options.path)
     elif options.unload is not None:
@@ -89,6 +105,8 @@ def _adapters(options: argparse.Namespace) -> None:
 
 
 def _print_stream(deltas: Iterable[Delta], as_ids: bool) -> None:
+    from inflight_client.results import completion
+
     separator = ""
     shown = []
     for delta in deltas:
@@ -119,9 +137,28 @@ def _print_log_probs(answer: Completion | Sequence) -> None:
         print(f"log_probs {each} sum {answer.cum_log_prob:.4f}", file=sys.stderr)
 
 
+def _is_command_of_inflight() -> bool:
+    return sys.argv[0] == "inflight client"
+
+
+def _version() -> str:
+    """Return the version of the installed client, or of the package that contains it."""
+    for package in ("inflight-client", "inflight"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "unknown"
+
+
+def _installation() -> str:
+    """Return the command that installs what the client needs."""
+    package = "'inflight[kserve]'" if _is_command_of_inflight() else "'tritonclient[grpc]'"
+    return f"pip install {package}"
+
+
 def _parse(arguments: Seq[str] | None) -> argparse.Namespace:
-    program = sys.argv[0] if sys.argv[0] == "inflight client" else "python -m inflight_client"
+    program = sys.argv[0] if _is_command_of_inflight() else "python -m inflight_client"
     parser = argparse.ArgumentParser(prog=program, description="Ask the server for text.")
+    parser.add_argument("--version", action="version", version=f"inflight {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="continue a prompt and print the answer")
     generate.set_defaults(run=_generate)
@@ -250,7 +287,7 @@ def _add_group(
     group = generate.add_argument_group(title)
     for name, option in options.items():
         if option.help:
-            kinds = {np.float32: (float, "X"), np.object_: (str, "NAME")}
+            kinds = {"float32": (float, "X"), "object": (str, "NAME")}
             kind, metavar = kinds.get(option.dtype, (int, "N"))
             group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=option.help)
     return group

@@ -57,6 +57,9 @@ def _ask(url: str, messages: list[dict[str, str]], max_tokens: int | None) -> It
                     yield _text(json.loads(data))
     except urllib.error.HTTPError as error:
         raise ValueError(_reason(error)) from None
+    except urllib.error.URLError as error:
+        reason = f"no server answers at {url}; inflight serve starts one ({error.reason})"
+        raise ValueError(reason) from None
 
 
 def _text(event: dict) -> str:

@@ -67,7 +67,7 @@ class Client:
                 option's tensor.
 
                 Sampling: temperature, top_k, top_p, seed and all other options in
-                `inflight_client.options.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
+                `inflight_client.keywords.CHOOSING`; allowed_token_ids, a list; logit_bias, {token id: 2.5};
                 embedding_bias, an array [vocab_size] or texts with their weights, {"word": -5.0};
                 logits_post_processor_name, a function of the server.
 

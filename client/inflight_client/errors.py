@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from string import Formatter
 
-import grpc
-from tritonclient.utils import InferenceServerException
-
-from inflight_client.options import shown_name
+from inflight_client.keywords import shown_name
 
 _STATUS = {
     "INVALID_ARG": "INVALID_ARGUMENT",
@@ -39,6 +36,9 @@ class ServerError(Exception):
 
 def server_error(error: Exception, url: str) -> ServerError:
     """Convert an error raised or reported by tritonclient or gRPC to a ServerError."""
+    import grpc
+    from tritonclient.utils import InferenceServerException
+
     status, message = "UNKNOWN", str(error)
     if isinstance(error, InferenceServerException):
         status = (error.status() or "UNKNOWN").removeprefix("StatusCode.")

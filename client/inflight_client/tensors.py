@@ -16,15 +16,8 @@ from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
 from tritonclient.utils import np_to_triton_dtype
 
 from inflight_client import results
-from inflight_client.options import (
-    BFLOAT16,
-    CONTEXT_OUTPUT,
-    GENERATION_OUTPUT,
-    PERF_OUTPUTS,
-    Options,
-    as_tensor,
-    read_options,
-)
+from inflight_client.keywords import CONTEXT_OUTPUT, GENERATION_OUTPUT, PERF_OUTPUTS
+from inflight_client.options import BFLOAT16, Options, as_tensor, read_options
 from inflight_client.results import Adapter, Delta, PerfMetrics, TopLogProb
 
 TEXT_MODEL = "ensemble"

@@ -60,3 +60,10 @@ def test_a_chat_sends_the_messages_before(url: str) -> None:
 def test_a_refusal_has_the_servers_message(url: str) -> None:
     with pytest.raises(ValueError, match="it is refused"):
         chat(url, None, None, io.StringIO("no\n"), io.StringIO())
+
+
+def test_without_a_server_its_address_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"no server answers at http://127\.0\.0\.1:9; inflight serve starts one"
+    ):
+        chat("http://127.0.0.1:9", None, None, io.StringIO("hello\n"), io.StringIO())

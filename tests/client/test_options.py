@@ -13,7 +13,8 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import Vocabulary
 from inflight_client import Client, Completion, Guide, PerfMetrics, Sequence, TopLogProb
-from inflight_client.options import NAMES, read_options
+from inflight_client.keywords import NAMES
+from inflight_client.options import read_options
 from inflight_client.tensors import generate_call
 from tests.client.fake_server import Asked, FakeServer, Response, as_texts, response_of
 

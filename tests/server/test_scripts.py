@@ -154,13 +154,24 @@ def test_a_registry_that_refuses_connections_is_named(checkout: Path):
     assert "because the package registry http://127.0.0.1:1/simple does not answer" in said.splitlines()[-1]
 
 
-PROGRAMS = ["serve", "doctor", "bench", "build", "replay", "convert_lora", "make_model", "simulate", "verify"]
+PROGRAMS = [
+    "serve",
+    "client",
+    "doctor",
+    "bench",
+    "build",
+    "replay",
+    "convert_lora",
+    "make_model",
+    "simulate",
+    "verify",
+]
 
 
-def answer(checkout: Path, script: str, argument: str) -> str:
+def answer(checkout: Path, script: str, *arguments: str) -> str:
     """Return what a script prints before anything is installed."""
     (checkout / "backend").symlink_to(ROOT / "backend")
-    command = [checkout / "scripts" / script, argument]
+    command = [checkout / "scripts" / script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert not (checkout / ".venv").exists()
@@ -190,3 +201,11 @@ def test_scripts_without_options_of_their_own_explain_themselves(checkout: Path,
     said = answer(checkout, script, "--help")
     head = (ROOT / "scripts" / script).read_text().splitlines()[1]
     assert said.splitlines()[0] == head.removeprefix("# ") and "set -euo" not in said
+
+
+def test_a_chat_needs_no_installation(checkout: Path):
+    assert "usage: inflight client generate" in answer(checkout, "client", "generate", "--help")
+    said = subprocess.run(
+        [checkout / "scripts" / "client", "chat"], input="", text=True, capture_output=True, timeout=60
+    )
+    assert (said.returncode, said.stderr) == (0, "") and not (checkout / ".venv").exists()
