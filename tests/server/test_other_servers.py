@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from inflight.config import PARAMETERS
 from inflight.server import cli
 from inflight.server.errors import OptionError
-from inflight.server.other_servers import DIFFERENT, SAME, translate
+from inflight.server.option_parser import make_parser
+from inflight.server.other_servers import DIFFERENT, SAME, SWITCHES, translate
 from inflight.server.ports import Ports, resolve_ports
 from inflight.server.repository import default_repository
 
+ROOT = Path(__file__).resolve().parents[2]
+OWN = set(make_parser()._option_string_actions)
 DEMO_MODEL = default_repository() / "tensorrt_llm" / "1" / "demo_model"
 
 
@@ -20,10 +26,47 @@ def test_flags_with_the_same_meaning_are_translated() -> None:
     assert options.wanted.settings == {"max_batch_size": "4", "max_sequence_length": "512"}
 
 
-def test_translations_name_existing_parameters() -> None:
-    known = {spec.key for spec in PARAMETERS} | {"max_batch_size"}
-    named = {option.partition(" ")[2] for option in SAME.values()} - {""}
-    assert named <= known
+def test_underscores_and_other_names_of_values_are_understood() -> None:
+    options = cli.parse(
+        [
+            "--tensor_parallel_size",
+            "2",
+            "--backend",
+            "pytorch",
+            "--dtype=half",
+            "--served_model_name",
+            "llama",
+        ]
+    )
+    assert (options.tp, options.wanted.engine, options.wanted.dtype) == (2, "torch", "float16")
+    assert options.openai.served_model_names == ("llama",)
+    assert cli.parse(["--dtype", "auto", "--model-impl", "auto"]).wanted == cli.parse([]).wanted
+
+
+def test_switches_are_understood() -> None:
+    options = cli.parse(
+        ["--enable-lora", "--enforce-eager", "--enable_chunked_prefill", "--disable-uvicorn-access-log"]
+    )
+    assert options.wanted.settings == {"cuda_graph_mode": "false", "enable_chunked_context": "true"}
+    assert not options.access_log
+    with pytest.raises(OptionError, match=r"^--enable-lora=yes: --enable-lora takes no value$"):
+        translate(["--enable-lora=yes"])
+
+
+def test_every_option_that_is_named_exists() -> None:
+    switches = [word for words in SWITCHES.values() for word in words]
+    text = " ".join([*SAME.values(), *switches, *DIFFERENT.values()])
+    parameters = {spec.key for spec in PARAMETERS} | {"max_batch_size", "max_num_tokens"}
+    assert set(re.findall(r"--set (\w+)", text)) - {"KEY"} <= parameters
+    assert set(re.findall(r"--[a-z-]+", text)) <= OWN
+
+
+def test_every_flag_of_the_page_is_understood_or_answered() -> None:
+    page = (ROOT / "docs" / "from-vllm.md").read_text().split("## Flags")[1].split("## Requests")[0]
+    rows = re.findall(r"^\| (`-.*?) \|", page, re.MULTILINE)
+    theirs = set(re.findall(r"--[a-z-]+", " ".join(rows)))
+    assert len(theirs) > 40
+    assert theirs <= OWN | {*SAME, *SWITCHES, *DIFFERENT}
 
 
 @pytest.mark.parametrize("flag", DIFFERENT)
@@ -32,11 +75,19 @@ def test_other_flags_are_answered(flag: str) -> None:
         translate([flag, "1"])
 
 
-def test_no_flag_of_this_server_is_in_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.parse(["--help"])
-    own = set(capsys.readouterr().out.replace(",", " ").split())
-    assert not own & {*SAME} and not own & ({*DIFFERENT} - {"--log-verbose"})
+def test_all_flags_are_answered_at_once() -> None:
+    with pytest.raises(OptionError) as error:
+        cli.parse(["--swap_space", "4", "--dtype", "float32", "--enforce-eager", "--seed=1"])
+    first, second = str(error.value).splitlines()
+    assert (
+        first
+        == "--swap_space is a flag of another server: not supported: a paused sequence is computed again"
+    )
+    assert second.startswith("--seed is a flag of another server: set seed in each request")
+
+
+def test_no_flag_of_this_server_is_in_the_tables() -> None:
+    assert not OWN & {*SAME, *SWITCHES, *DIFFERENT}
 
 
 @pytest.mark.parametrize("before", [[], ["--dtype", "float32"]])

@@ -1,70 +1,212 @@
 """Flags of vLLM and TensorRT-LLM's `trtllm-serve`: those with the same meaning here, and answers to others.
 
-Standard library only.
+As in vLLM, a flag may be written with underscores instead of dashes. Standard library only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from inflight.server.errors import OptionError
 
-SAME = {
+SAME: Mapping[str, str] = {
     "--tensor-parallel-size": "--tp",
-    "--tp_size": "--tp",
+    "-tp": "--tp",
+    "--tp-size": "--tp",
     "--pipeline-parallel-size": "--pp",
-    "--pp_size": "--pp",
-    "--ep_size": "--ep",
+    "-pp": "--pp",
+    "--pp-size": "--pp",
+    "--moe-expert-parallel-size": "--ep",
+    "--ep-size": "--ep",
     "--model-impl": "--engine",
-    "--max-model-len": "--set max_sequence_length",
-    "--max_seq_len": "--set max_sequence_length",
-    "--max-num-seqs": "--set max_batch_size",
-    "--max_batch_size": "--set max_batch_size",
-    "--max-num-batched-tokens": "--set max_num_tokens",
-    "--max_num_tokens": "--set max_num_tokens",
-    "--max_beam_width": "--set max_beam_width",
-    "--kv_cache_free_gpu_memory_fraction": "--set kv_cache_free_gpu_mem_fraction",
-    "--kv-cache-dtype": "--set kv_cache_dtype",
-    "--kv_cache_dtype": "--set kv_cache_dtype",
-    "--block-size": "--set tokens_per_block",
+    "--backend": "--engine",
+    "--tool-parser": "--tool-call-parser",
     "--tokenizer": "--set tokenizer_dir",
+    "--max-model-len": "--set max_sequence_length",
+    "--max-seq-len": "--set max_sequence_length",
+    "--max-num-seqs": "--set max_batch_size",
+    "--max-batch-size": "--set max_batch_size",
+    "--max-num-batched-tokens": "--set max_num_tokens",
+    "--max-num-tokens": "--set max_num_tokens",
+    "--max-beam-width": "--set max_beam_width",
+    "--stream-interval": "--set stream_interval",
+    "--kv-cache-free-gpu-memory-fraction": "--set kv_cache_free_gpu_mem_fraction",
+    "--free-gpu-memory-fraction": "--set kv_cache_free_gpu_mem_fraction",
+    "--kv-cache-dtype": "--set kv_cache_dtype",
+    "--block-size": "--set tokens_per_block",
     "--max-lora-rank": "--set lora_cache_max_adapter_size",
 }
 """The option here, by another server's flag with one value: a flag, or `--set` and a parameter."""
 
-DIFFERENT = {
+SAME_VALUES: Mapping[str, Mapping[str, str]] = {
+    "--dtype": {"auto": "", "half": "float16", "float": "float32"},
+    "--engine": {"auto": "", "vllm": "torch", "pytorch": "torch", "trt": "tensorrt"},
+}
+"""The value here, by an option and another server's value; "": the option is left out."""
+
+SWITCHES: Mapping[str, Sequence[str]] = {
+    "--enable-prefix-caching": (),
+    "--no-enable-prefix-caching": ("--set", "enable_kv_cache_reuse=false"),
+    "--enable-chunked-prefill": ("--set", "enable_chunked_context=true"),
+    "--no-enable-chunked-prefill": ("--set", "enable_chunked_context=false"),
+    "--enforce-eager": ("--set", "cuda_graph_mode=false"),
+    "--async-scheduling": (),
+    "--enable-lora": (),
+    "--enable-auto-tool-choice": (),
+    "--enable-prompt-tokens-details": (),
+    "--enable-request-id-headers": (),
+    "--enable-log-requests": (),
+    "--disable-log-requests": (),
+    "--no-enable-log-requests": (),
+    "--disable-log-stats": (),
+    "--disable-uvicorn-access-log": ("--no-access-log",),
+    "--disable-fastapi-docs": (),
+}
+"""The options here, by another server's flag without a value; none: the server always does this."""
+
+_KV_TOKENS = "take --set max_tokens_in_paged_kv_cache=N, the size of the KV cache in tokens"
+_ONE_SERVER = "not supported: a server computes the prompts and the answers of its requests"
+_IN_CONFIG = "not supported: change config.json in a copy of the checkpoint's folder"
+_NO_OWN_CODE = "not supported: code that comes with a checkpoint is never run"
+_NO_IMAGES = "not supported: of a multimodal model the text part is served"
+_NO_PARSERS = "not supported: take one of the parsers that --help lists"
+_DECODERS = "nothing to set: decoders of text are served, no embeddings or classes"
+_TOKENIZER = "nothing to set: the tokenizer is tokenizer.json, and requests with token ids need none"
+_ACCESS = "nothing to set: --allowed-origins is enough, and browsers send API keys as a header"
+_TLS = "not supported: TLS is for the server's certificate only; API keys identify clients"
+
+DIFFERENT: Mapping[str, str] = {
+    # the model and its files
+    "--quantization": "it is read from the checkpoint; --dtype int8 or fp8 quantizes any checkpoint",
+    "-q": "it is read from the checkpoint; --dtype int8 or fp8 quantizes any checkpoint",
+    "--load-format": "nothing to set: safetensors and GGUF files are told apart by themselves",
+    "--safetensors-load-strategy": "take --weights mmap, on a CPU, to map packed weights from a file",
+    "--download-dir": "set the environment variable HF_HOME to the folder of downloads",
+    "--hf-token": "set the environment variable HF_TOKEN",
+    "--tokenizer-revision": "take --revision, which is for all files of the checkpoint",
+    "--code-revision": _NO_OWN_CODE,
+    "--trust-remote-code": _NO_OWN_CODE,
+    "--tokenizer-mode": _TOKENIZER,
+    "--skip-tokenizer-init": _TOKENIZER,
+    "--custom-tokenizer": _TOKENIZER,
+    "--config-format": "nothing to set: config.json in the form of Hugging Face is read",
+    "--hf-config-path": _IN_CONFIG,
+    "--hf-overrides": _IN_CONFIG,
+    "--rope-scaling": _IN_CONFIG,
+    "--rope-theta": _IN_CONFIG,
+    "--task": _DECODERS,
+    "--runner": _DECODERS,
+    "--convert": _DECODERS,
+    "--config": "take a flag or --set KEY=VALUE for each of the file's settings",
+    "--extra-llm-api-options": "take a flag or --set KEY=VALUE for each of the file's settings",
+    # sampling
+    "--seed": "set seed in each request: equal seeds give equal tokens",
+    "--generation-config": "of generation_config.json the end ids are read; defaults of /v1 are OpenAI's, and "
+    "requests can set others",
+    "--override-generation-config": "take --default-max-tokens N for max_new_tokens, and set other values in each "
+    "request",
+    "--max-logprobs": "nothing to set: a request can ask for the 1024 most likely tokens at most",
+    "--logprobs-mode": "log probabilities are the model's own; --set normalize_log_probs=true gives those after "
+    "the sampling controls, at Triton's endpoints",
+    "--return-tokens-as-token-ids": "set return_tokens_as_token_ids in each request",
+    "--logits-processors": "take --set logits_post_processor_module=FILE with functions that requests name",
+    "--guided-decoding-backend": "take --set guided_decoding_backend=llguidance or xgrammar",
+    "--structured-outputs-config": "take --set guided_decoding_backend=llguidance or xgrammar",
+    "--speculative-config": "set prompt_lookup_num_tokens in each request to draft from earlier text; "
+    "docs/speculation.md describes draft models",
+    # memory
     "--gpu-memory-utilization": "take --set kv_cache_free_gpu_mem_fraction=0.9, the share of the memory that is "
     "free after the weights are loaded",
-    "--enable-prefix-caching": "nothing to set: equal prefixes are computed once",
-    "--no-enable-prefix-caching": "take --set enable_kv_cache_reuse=false",
-    "--enable-chunked-prefill": "take --set enable_chunked_context=true",
-    "--enable_chunked_prefill": "take --set enable_chunked_context=true",
-    "--enforce-eager": "take --set cuda_graph_mode=false",
-    "--enable-lora": "nothing to set: --lora NAME=FOLDER is enough",
-    "--lora-modules": "take --lora NAME=FOLDER, once for each adapter",
-    "--enable-auto-tool-choice": "nothing to set: tools are always on",
-    "--quantization": "it is read from the checkpoint; --dtype int8 or fp8 quantizes any checkpoint",
-    "--backend": "take --engine torch, transformers or tensorrt",
-    "--trust-remote-code": "not supported: code that comes with a checkpoint is never run",
-    "--trust_remote_code": "not supported: code that comes with a checkpoint is never run",
+    "--kv-cache-memory-bytes": _KV_TOKENS,
+    "--num-gpu-blocks-override": _KV_TOKENS,
     "--swap-space": "not supported: a paused sequence is computed again",
+    "--kv-offloading-size": "not supported: KV blocks stay in the device's memory",
     "--cpu-offload-gb": "not supported: all weights are on the device",
-    "--enable-log-requests": "take --log-verbose",
+    "--calculate-kv-scales": "nothing to set: with --set kv_cache_dtype=fp8 each token and head has its own scale",
+    "--enable-sleep-mode": "not supported: take --model-control explicit, with which requests unload models",
+    # the batch
+    "--scheduling-policy": "nothing to set: the priority of a request always counts",
+    "--max-num-partial-prefills": "take --set enable_chunked_context=true and --set max_num_tokens=N",
+    "--long-prefill-token-threshold": "take --set enable_chunked_context=true and --set max_num_tokens=N",
+    "--compilation-config": "nothing to set but --set cuda_graph_mode=true or false",
+    "-O": "nothing to set but --set cuda_graph_mode=true or false",
+    "--cudagraph-capture-sizes": "nothing to set but --set cuda_graph_mode=true or false",
+    "--attention-backend": "nothing to set: the fastest kernel whose results were checked is used",
+    # adapters
+    "--lora-modules": "take --lora NAME=FOLDER, once for each adapter",
+    "--max-loras": "take --set lora_cache_gpu_memory_fraction=0.05, the share of the device's memory for adapters",
+    "--max-cpu-loras": "take --set lora_cache_host_memory_bytes=N, the memory of the host for adapters",
+    # several processors and servers
+    "--data-parallel-size": "not supported: start a server for each replica, behind a load balancer",
+    "-dp": "not supported: start a server for each replica, behind a load balancer",
+    "--enable-expert-parallel": "take --ep N, the number of groups of ranks that share the experts",
+    "--distributed-executor-backend": "take --mode leader or orchestrator: mpirun starts the ranks",
+    "--decode-context-parallel-size": "not supported: take --tp or --pp",
+    "--context-parallel-size": "not supported: take --tp or --pp",
+    "--cp-size": "not supported: take --tp or --pp",
+    "--gpus-per-node": "take --set gpu_device_ids=0,1, the GPUs of the ranks of one host",
+    "--kv-transfer-config": _ONE_SERVER,
+    "--server-role": _ONE_SERVER,
+    "--disagg-cluster-uri": _ONE_SERVER,
+    "--metadata-server-config-file": _ONE_SERVER,
+    "--kv-events-config": "not supported: KV events are had from the Executor, by get_kv_cache_event_manager()",
+    "--api-server-count": "nothing to set: /v1 is one process",
+    "--num-postprocess-workers": "nothing to set: /v1 is one process",
+    "--disable-frontend-multiprocessing": "nothing to set: /v1 is one process",
+    # /v1
+    "--root-path": "not supported: let the proxy remove the prefix",
+    "--uds": "not supported: take --host and --port",
+    "--middleware": "not supported: put a proxy before /v1",
+    "--allow-credentials": _ACCESS,
+    "--allowed-methods": _ACCESS,
+    "--allowed-headers": _ACCESS,
+    "--ssl-ca-certs": _TLS,
+    "--ssl-cert-reqs": _TLS,
+    "--response-role": "not supported: the role of an answer is assistant",
+    "--tool-parser-plugin": _NO_PARSERS,
+    "--reasoning-parser-plugin": _NO_PARSERS,
+    "--trust-request-chat-template": "not supported: take --chat-template",
+    "--default-chat-template-kwargs": "set chat_template_kwargs in each request",
+    "--enable-force-include-usage": "set stream_options.include_usage in each request",
+    "--limit-mm-per-prompt": _NO_IMAGES,
+    "--mm-processor-kwargs": _NO_IMAGES,
+    "--media-io-kwargs": _NO_IMAGES,
+    # the log and metrics
+    "--uvicorn-log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
+    "--log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
+    "--log-config-file": "take --log-format json, which writes every line as a JSON object",
+    "--max-log-len": "nothing to set: the log has no prompts",
+    "--enable-log-outputs": "take --set record_path=FILE, which records whole requests",
+    "--otlp-traces-endpoint": "not supported: a request's line in the log has its times",
+    "--collect-detailed-traces": "not supported: a request's line in the log has its times",
 }
 """Advice by another server's flag that has no option with the same values here."""
 
 
 def translate(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with flags of `SAME` replaced; raise OptionError for a flag of `DIFFERENT`."""
+    """Return the command line with flags of `SAME` and `SWITCHES` replaced.
+
+    Raises OptionError if a flag of `DIFFERENT` is among them, with the advice for each.
+    """
     translated: list[str] = []
+    advice: list[str] = []
     rest = iter(arguments)
     for word in rest:
-        flag, equals, value = word.partition("=")
+        written, equals, value = word.partition("=")
+        flag = written.replace("_", "-") if written.startswith("--") else written
         if flag in DIFFERENT:
-            raise OptionError(f"{flag} is a flag of another server: {DIFFERENT[flag]}")
-        if flag not in SAME:
-            translated.append(word)
-            continue
-        if not equals and (value := next(rest, "")) == "":
-            raise OptionError(f"{flag}: expected a value, as for {SAME[flag]}")
-        option, _, key = SAME[flag].partition(" ")
-        translated += [option, f"{key}={value}" if key else value]
+            advice.append(f"{written} is a flag of another server: {DIFFERENT[flag]}")
+        elif flag in SWITCHES:
+            if equals:
+                raise OptionError(f"{word}: {written} takes no value")
+            translated += SWITCHES[flag]
+        elif flag in SAME or flag in SAME_VALUES:
+            option, _, key = SAME.get(flag, flag).partition(" ")
+            if not equals and (value := next(rest, "")) == "":
+                raise OptionError(f"{written}: expected a value, as for {SAME.get(flag, flag)}")
+            value = SAME_VALUES.get(option, {}).get(value, value)
+            if value:
+                translated += [option, f"{key}={value}" if key else value]
+        else:
+            translated.append(f"{flag}{equals}{value}")
+    if advice:
+        raise OptionError("\n".join(dict.fromkeys(advice)))
     return translated
