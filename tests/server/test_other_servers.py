@@ -11,6 +11,7 @@ from inflight.config import PARAMETERS
 from inflight.server import cli
 from inflight.server.errors import OptionError
 from inflight.server.option_parser import make_parser
+from inflight.server.option_types import find_model_behind
 from inflight.server.other_servers import DIFFERENT, SAME, SWITCHES, translate
 from inflight.server.ports import Ports, resolve_ports
 from inflight.server.repository import default_repository
@@ -98,6 +99,33 @@ def test_the_model_may_be_given_without_a_flag(before: list[str]) -> None:
 def test_a_model_given_twice_is_refused() -> None:
     with pytest.raises(OptionError, match="use only one"):
         cli.parse([str(DEMO_MODEL), "--model", str(DEMO_MODEL)])
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key"])
+def test_the_model_may_follow_a_flag_with_several_values(flag: str) -> None:
+    options = cli.parse([flag, "foo", "bar", str(DEMO_MODEL)])
+    assert options.wanted.model == DEMO_MODEL
+    assert ("foo", "bar") in (options.openai.served_model_names, options.openai.api_keys)
+
+
+def test_a_name_of_the_hub_may_follow_the_served_names() -> None:
+    given = make_parser().parse_args(["--served-model-name", "foo", "Qwen/Qwen3-0.6B"])
+    find_model_behind(given, "served_model_name", "api_key")
+    assert (given.positional_model, given.served_model_name) == ("Qwen/Qwen3-0.6B", ["foo"])
+
+
+def test_names_alone_are_for_the_demo_model() -> None:
+    options = cli.parse(["--served-model-name", "foo", "bar"])
+    assert (options.wanted.model, options.openai.served_model_names) == (None, ("foo", "bar"))
+    options = cli.parse(["--model", str(DEMO_MODEL), "--served-model-name", "foo", "a/bar"])
+    assert options.openai.served_model_names == ("foo", "a/bar")
+
+
+def test_a_model_behind_api_keys_is_asked_for_without_showing_them() -> None:
+    with pytest.raises(
+        OptionError, match=r"^--api-key takes all words that follow it: put the model before it"
+    ):
+        cli.parse(["--api-key", "secret", "Qwen/Qwen3-0.6B"])
 
 
 def test_a_foreign_address_is_answered_with_host() -> None:

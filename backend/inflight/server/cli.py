@@ -25,7 +25,7 @@ from inflight.server.client_apis import CONTROL_KEY_VARIABLE, ClientApis
 from inflight.server.errors import OptionError, ServeError
 from inflight.server.launch import ServerOptions, TritonServer, lay_out
 from inflight.server.option_parser import make_parser
-from inflight.server.option_types import choose_model
+from inflight.server.option_types import choose_model, find_model_behind
 from inflight.server.other_servers import translate
 from inflight.server.ports import Ports
 from inflight.server.repository import Wanted
@@ -76,6 +76,7 @@ def _error_stream(arguments: list[str]) -> TextIO:
 def parse(arguments: list[str] | None) -> ServerOptions:
     """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
     given = make_parser().parse_args(translate(sys.argv[1:] if arguments is None else arguments))
+    find_model_behind(given, "served_model_name", "api_key")
     choose_model(given)
     _check_engine(given)
     return ServerOptions(

@@ -36,6 +36,33 @@ def choose_model(given: argparse.Namespace) -> None:
     given.model = given.positional_model
 
 
+def find_model_behind(given: argparse.Namespace, *flags: str) -> None:
+    """Take the model from the end of a flag with several values, as in `--served-model-name llama MODEL`.
+
+    argparse gives such a flag all words that follow, also the model's. Raises OptionError if it cannot be told
+    whether the last word is the model.
+
+    Args:
+        given: The parsed command line; unchanged if it names a model elsewhere.
+        flags: Names of these flags, as attributes of `given`. The values of api_key are secrets.
+    """
+    if given.model is not None or given.positional_model is not None or given.engine_dir is not None:
+        return
+    for name in flags:
+        values: list[str] = getattr(given, name)
+        if len(values) < 2:
+            continue
+        last, has_slash = Path(values[-1]).expanduser(), "/" in values[-1]
+        is_file = last.suffix == ".gguf" or (last / "config.json").is_file()
+        if is_file or (has_slash and name != "api_key"):
+            given.positional_model = values.pop()
+            return
+        if has_slash:
+            raise OptionError(
+                "--api-key takes all words that follow it: put the model before it, or after --model"
+            )
+
+
 def setting(text: str) -> tuple[str, str]:
     """Parse a key and a value, written KEY=VALUE."""
     key, equals, value = text.partition("=")
