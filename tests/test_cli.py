@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from inflight import cli, version
+from inflight.arguments import equally_near
 from inflight.server.repository import default_repository
 from inflight.version import package_version
 
@@ -48,6 +49,28 @@ def test_a_wrong_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         parse(["--modl=x"])
     assert "unrecognized arguments: --modl=x (did you mean --model?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("max_batch_sizes", ["max_batch_size"]),
+        ("max_sise", ["max_size"]),
+        ("max_ize", ["max_size"]),
+        ("temperature_", ["temperature_a", "temperature_b"]),
+        ("else", []),
+    ],
+)
+def test_only_the_nearest_words_are_named(word: str, near: list[str]) -> None:
+    known = [
+        "max_beam_width",
+        "max_size",
+        "max_batch_size",
+        "max_queue_size",
+        "temperature_a",
+        "temperature_b",
+    ]
+    assert sorted(equally_near(word, known)) == near
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

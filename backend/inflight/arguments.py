@@ -18,7 +18,31 @@ _UNRECOGNIZED = "unrecognized arguments: "
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelled most like `word`; None if none is similar."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+    return next(iter(equally_near(word, known)), None)
+
+
+def equally_near(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the known words with the smallest edit distance to `word`; [] if none is similar.
+
+    Args:
+        word: A misspelled word.
+        known: The words that it may have been meant to be.
+        cutoff: The least similarity, as in `difflib.get_close_matches`.
+    """
+    close = difflib.get_close_matches(word, list(known), n=5, cutoff=cutoff)
+    distances = {each: _edit_distance(word, each) for each in close}
+    return [each for each in close if distances[each] == min(distances.values())]
+
+
+def _edit_distance(one: str, other: str) -> int:
+    """Return how many letters must be inserted, deleted or replaced to turn one word into the other."""
+    row = list(range(len(other) + 1))
+    for index, letter in enumerate(one, 1):
+        diagonal, row[0] = row[0], index
+        for column, expected in enumerate(other, 1):
+            least = min(row[column] + 1, row[column - 1] + 1, diagonal + (letter != expected))
+            diagonal, row[column] = row[column], least
+    return row[-1]
 
 
 def program_name(script: str) -> str:

@@ -106,7 +106,7 @@ def test_serve_says_the_reason_and_exits_with_2(tmp_path: Path, capsys: pytest.C
 
 def test_a_misspelled_parameter_is_answered_with_max_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_command.main(["--set", "max_batch_sizes=3"]) == 2
-    assert "did you mean max_batch_size or" in capsys.readouterr().err
+    assert "did you mean max_batch_size?" in capsys.readouterr().err
 
 
 def test_the_launcher_imports_no_torch() -> None:

@@ -5,7 +5,6 @@ large files are linked, so that the original is never written to and no weights 
 the values of parameters when they are loaded.
 """
 
-import difflib
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inflight.additional_outputs import parse_outputs, tensor_names
+from inflight.arguments import equally_near
 from inflight.config import Parameters, Role
 from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.parameter_reader import is_filled
@@ -329,7 +329,7 @@ def _check_known(values: Mapping[str, str], present: Mapping[str, str]) -> None:
     for key in values:
         if key not in present:
             fields = (MAX_BATCH_SIZE, DECOUPLED_MODE)
-            near = difflib.get_close_matches(key, [*present, *fields], n=3, cutoff=0.5)
+            near = equally_near(key, [*present, *fields], cutoff=0.5)
             hint = (
                 f"did you mean {' or '.join(near)}?"
                 if near
