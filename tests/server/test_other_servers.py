@@ -44,6 +44,16 @@ def test_underscores_and_other_names_of_values_are_understood() -> None:
     assert cli.parse(["--dtype", "auto", "--model-impl", "auto"]).wanted == cli.parse([]).wanted
 
 
+def test_values_are_not_changed() -> None:
+    given = [
+        "--mpirun-arguments",
+        "--host $(POD_NAME):8,b_c",
+        "--mpirun-arguments=--host a_b",
+        "--set=a_b=c_d",
+    ]
+    assert translate(given) == given
+
+
 def test_switches_are_understood() -> None:
     options = cli.parse(
         ["--enable-lora", "--enforce-eager", "--enable_chunked_prefill", "--disable-uvicorn-access-log"]

@@ -3,6 +3,7 @@
 As in vLLM, a flag may be written with underscores instead of dashes. Standard library only.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from inflight.server.errors import OptionError
@@ -181,6 +182,9 @@ DIFFERENT: Mapping[str, str] = {
 """Advice by another server's flag that has no option with the same values here."""
 
 
+_FLAG = re.compile(r"--[a-zA-Z][\w-]*")
+
+
 def translate(arguments: Sequence[str]) -> list[str]:
     """Return the command line with flags of `SAME` and `SWITCHES` replaced.
 
@@ -191,7 +195,7 @@ def translate(arguments: Sequence[str]) -> list[str]:
     rest = iter(arguments)
     for word in rest:
         written, equals, value = word.partition("=")
-        flag = written.replace("_", "-") if written.startswith("--") else written
+        flag = written.replace("_", "-") if _FLAG.fullmatch(written) else written
         if flag in DIFFERENT:
             advice.append(f"{written} is a flag of another server: {DIFFERENT[flag]}")
         elif flag in SWITCHES:
