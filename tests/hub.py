@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 TOKEN = "hf_of_somebody_who_may_read"
-_INFO = re.compile(r"/api/models/([\w.-]+/[\w.-]+)/revision/([^/]+)")
+_INFO = re.compile(r"/api/models/([\w.-]+/[\w.-]+)/revision/([^/?]+)(?:\?blobs=[Tt]rue)?")
 _TREE = re.compile(r"/api/models/([\w.-]+/[\w.-]+)/tree/([^/?]+)")
 _FILE = re.compile(r"/([\w.-]+/[\w.-]+)/resolve/([^/]+)/(.+)")
 
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name: str, revision: str) -> None:
         if found := self._find(name, revision):
-            files = [{"rfilename": path} for path in _files(found[1])]
+            files = [{"rfilename": path, "size": len(content)} for path, content in _files(found[1]).items()]
             self._send_json({"_id": "0", "id": name, "modelId": name, "sha": found[0], "siblings": files})
 
     def _tree(self, name: str, revision: str) -> None:

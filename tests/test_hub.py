@@ -36,6 +36,17 @@ import sys
 from inflight.doctor.checkpoint import check_checkpoint
 print(next(check_checkpoint(sys.argv[1], sys.argv[2], None, {})).says)
 """
+_WITH_FULL_DISK = """
+import collections, shutil, sys
+usage = collections.namedtuple("usage", "total used free")
+shutil.disk_usage = lambda folder: usage(1 << 30, (1 << 30) - 100, 100)
+from inflight.errors import ConfigError
+from inflight.hub import find_checkpoint
+try:
+    print(find_checkpoint(sys.argv[1]))
+except ConfigError as error:
+    print(error)
+"""
 _GENERATE = """
 import sys
 import inflight.executor as trtllm
@@ -53,6 +64,7 @@ _SERVED = [
     "tokenizer.json",
 ]
 _SERVED += ["chat_template.jinja", "additional_chat_templates/tools.jinja", "merges.txt", "tokenizer.model"]
+_T5 = {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True}
 _NOT_SERVED = ["pytorch_model.bin", "modeling_own.py", "onnx/config.json", "onnx/model.safetensors"]
 _NOT_SERVED += ["consolidated.safetensors", "README.md", ".gitattributes"]
 
@@ -70,7 +82,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     folder = tmp_path_factory.mktemp("hub")
     new = _write(folder / "new", "new", _SERVED + _NOT_SERVED)
     old = _write(folder / "old", "old", _SERVED)
+    t5 = _write(folder / "t5", "t5", _SERVED)
+    (t5 / "config.json").write_text(json.dumps(_T5))
     return {
+        "owner/t5": Model({"main": t5}),
         "owner/model-1.5": Model({"main": new, "v1": old}),
         "owner/gated": Model({"main": old}, is_gated=True),
     }
@@ -136,6 +151,36 @@ def test_the_command_downloads_a_checkpoint_for_a_server_without_the_hub(caller:
     assert done.stdout == f"{offline['folder']}\n" and _text(offline["folder"]) == "old"
     refused = caller.run("-m", "inflight.hub", "owner/gated")
     assert refused.returncode == 1 and "set HF_TOKEN to a token of yours" in refused.stderr
+
+
+def test_serve_refuses_a_family_before_its_weights_are_downloaded(caller: Caller, hub: Hub) -> None:
+    done = caller.run("-m", "inflight", "serve", "owner/t5")
+    assert done.returncode == 2 and not done.stdout
+    reason = "owner/t5 is T5ForConditionalGeneration, an encoder with a decoder: take a decoder of text"
+    assert done.stderr.startswith(f"serve: --model {reason}")
+    assert hub.fetched == ["owner/t5/config.json"]
+
+
+def test_a_repository_without_config_is_refused_before_its_weights_are_downloaded(
+    caller: Caller, hub: Hub, tmp_path: Path
+) -> None:
+    hub.models = {"owner/gguf": Model({"main": _write(tmp_path / "gguf", "gguf", ["model.safetensors"])})}
+    [found] = caller.find(("owner/gguf",))
+    assert found["error"].startswith(f"owner/gguf: no config.json on {hub.url}") and not hub.fetched
+
+
+def test_a_disk_without_room_is_reported_before_the_download(caller: Caller, hub: Hub) -> None:
+    name = "owner/model-1.5"
+    done = caller.run("-c", _WITH_FULL_DISK, name)
+    cache = Path(caller.environment["HF_HOME"], "hub")
+    assert done.stdout.startswith(
+        f"{name}: its files take 0.0 MiB, and the hub's cache {cache} has 0.0 MiB free"
+    )
+    assert hub.fetched == [f"{name}/config.json"]
+    [found] = caller.find((name,))
+    assert caller.run("-c", _WITH_FULL_DISK, name).stdout == f"{found['folder']}\n", (
+        "all files are in the cache"
+    )
 
 
 def test_revisions_are_branches_tags_and_commits(caller: Caller, hub: Hub) -> None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import shutil
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from inflight.checkpoint_config import instead_of_gguf
@@ -25,8 +27,13 @@ _UNWANTED = ["*/*.json", "*/*.safetensors", "*/*.txt", "consolidated*"]  # weigh
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 _log = logging.getLogger(__name__)
 
+Judge = Callable[[Path], str | None]
+"""A function that returns why a checkpoint cannot be used, judged by its config.json; None if it may be."""
 
-def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = True) -> Path:
+
+def find_checkpoint(
+    model: str, revision: str | None = None, may_fetch: bool = True, judge: Judge | None = None
+) -> Path:
     """Return the folder of a checkpoint, after downloading it if necessary. On a terminal, a download shows a bar.
 
     Args:
@@ -34,6 +41,8 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
             of its own in the user's cache (`inflight.gguf`).
         revision: Branch, tag or commit of a name on the hub; None: the branch main.
         may_fetch: Whether files that are not in the hub's cache on this machine may be downloaded.
+        judge: Called with a folder that has the config.json of a checkpoint on the hub, before further files are
+            downloaded; None: every checkpoint is downloaded.
 
     Raises:
         ConfigError: The checkpoint is not available. The message has the reason.
@@ -53,7 +62,7 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
 
             return checkpoint_of(folder)
     else:
-        folder = _fetch(model, revision, may_fetch)
+        folder = _fetch(model, revision, may_fetch, judge)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"{model}: no config.json in that folder, so not a Hugging Face checkpoint{instead_of_gguf(folder)}"
@@ -61,9 +70,10 @@ def find_checkpoint(model: str, revision: str | None = None, may_fetch: bool = T
     return folder
 
 
-def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
+def _fetch(name: str, revision: str | None, may_fetch: bool, judge: Judge | None) -> Path:
+    """Return the folder of a checkpoint on the hub. config.json is downloaded first, and judged."""
     try:
-        from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+        from huggingface_hub import constants
         from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise ConfigError(
@@ -74,12 +84,30 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
     _log.info("%s: no such folder, so it is looked up on %s", name, endpoint)
     if not sys.stderr.isatty():
         disable_progress_bars()
+    sizes = _sizes(name, revision) if may_fetch else None
+    if sizes is not None:
+        folder = _download(name, revision, ["config.json"])
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{name}: no config.json on {constants.ENDPOINT}, so not a Hugging Face checkpoint"
+                f"{instead_of_gguf(folder)}"
+            )
+        if judge is not None and (reason := judge(folder)) is not None:
+            raise ConfigError(reason.replace(str(folder), name))
+        _check_room(name, revision, sizes)
+    return _download(name, revision, _WANTED, may_fetch)
+
+
+def _download(name: str, revision: str | None, wanted: list[str], may_fetch: bool = True) -> Path:
+    """Return the folder of a checkpoint on the hub with the wanted files. Raises ConfigError with the reason."""
+    from huggingface_hub import constants, snapshot_download  # pyright: ignore[reportUnknownVariableType]
+
     try:
         return Path(
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=_WANTED,
+                allow_patterns=wanted,
                 ignore_patterns=_UNWANTED,
                 local_files_only=not may_fetch,
             )
@@ -87,6 +115,41 @@ def _fetch(name: str, revision: str | None, may_fetch: bool) -> Path:
     except Exception as error:  # errors of the client, the HTTP library or the system
         reason = without_credentials(_reason(name, revision or constants.DEFAULT_REVISION, error))
         raise ConfigError(f"{name}: no such folder, and {reason}") from error
+
+
+def _sizes(name: str, revision: str | None) -> dict[str, int] | None:
+    """Return the sizes of a checkpoint's files on the hub; None if it cannot be asked: the download says why."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import filter_repo_objects
+
+    revision = revision or constants.DEFAULT_REVISION
+    try:
+        files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
+    except Exception:
+        return None
+    sizes = {file.rfilename: file.size or 0 for file in files}
+    wanted = filter_repo_objects(sizes, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    return {path: sizes[path] for path in wanted}
+
+
+def _check_room(name: str, revision: str | None, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError if the files that are not in the hub's cache yet do not fit on its disk."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(each for each in (cache, *cache.parents) if each.exists())
+    cached = {path: try_to_load_from_cache(name, path, revision=revision) for path in sizes}
+    needed = sum(size for path, size in sizes.items() if not isinstance(cached[path], str))
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ConfigError(
+            f"{name}: its files take {_size(needed)}, and the hub's cache {cache} has {_size(free)} free: set "
+            "HF_HOME to a folder with room"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _reason(name: str, revision: str, error: Exception) -> str:

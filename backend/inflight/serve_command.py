@@ -22,9 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     for option in ("-h", "--help", "--version"):
         if option in given:
             make_parser().parse_args([option])  # needs no installation, unlike the imports below
+    from inflight.doctor import preflight
     from inflight.server import cli
 
-    return cli.main(given, _serve)
+    return cli.main(given, _serve, preflight.unservable)
 
 
 def _serve(options: ServerOptions) -> int:

@@ -265,7 +265,7 @@ def test_mounts_name_volumes_of_their_pod_and_what_is_written_is_mounted(example
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_server_accepts_its_flags(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     demo_model = ROOT / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
-    monkeypatch.setattr(cli, "find_checkpoint", lambda model, revision: demo_model)
+    monkeypatch.setattr(cli, "find_checkpoint", lambda model, revision, judge: demo_model)
     options = cli.parse(server(rendered(example))["args"])
     assert options.restarts == 0 and options.wanted.model == demo_model
     keys = {spec.key for spec in (*FIELDS, *PARAMETERS)}

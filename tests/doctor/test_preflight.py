@@ -12,6 +12,7 @@ import pytest
 
 from inflight import serve_command
 from inflight.doctor import preflight
+from inflight.doctor.finding import red
 from inflight.server.launch import ServerOptions
 from inflight.server.repository import Wanted, default_repository
 
@@ -84,6 +85,16 @@ def test_a_full_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: usage(100, 99, 1))
     assert "set TMPDIR to another folder" in problem(DEMO_MODEL)
+
+
+def test_shared_memory_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = red("/dev/shm", "3 of 64 MiB free; the models need 24 MiB to start", "docker run --shm-size=1g")
+    monkeypatch.setattr(preflight, "check_shared_memory", lambda: [full])
+    assert problem(DEMO_MODEL) == (
+        "/dev/shm: 3 of 64 MiB free; the models need 24 MiB to start: docker run --shm-size=1g"
+    )
+    options = ServerOptions(wanted=Wanted(DEMO_MODEL), triton=False)
+    assert not list(preflight.problems(options)), "only Triton's models need it"
 
 
 def test_an_unknown_family(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_
 from inflight.config import EngineConfig
 from inflight.doctor.disks import MIN_TEMPORARY_BYTES
 from inflight.doctor.family import refused_by_family, runs_by_transformers
-from inflight.doctor.machine import has_gpu
+from inflight.doctor.finding import Level
+from inflight.doctor.machine import check_shared_memory, has_gpu
 from inflight.engine.memory import available_cpu_memory
 from inflight.engine_folder import is_engine_folder
 from inflight.errors import ConfigError
@@ -41,7 +42,7 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         root: Root of the file system in which a GPU is looked for.
     """
     wanted = options.wanted
-    if reason := _temporary_folder():
+    if reason := _temporary_folder() or _shared_memory(options):
         yield reason
         return
     for name, folder in wanted.adapters:
@@ -64,6 +65,17 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
         yield reason
 
 
+def unservable(folder: Path, implementation: str | None) -> str | None:
+    """Return why no server can serve the checkpoint with this config.json; None if one may.
+
+    Args:
+        folder: A folder with a config.json; other files need not be there yet.
+        implementation: The parameter `engine`.
+    """
+    reason = next(_checkpoint(folder), None)
+    return reason or refused_by_family(read_config_file(folder), implementation)
+
+
 def warnings(options: ServerOptions) -> Iterator[str]:
     """Yield warnings: what a server with these options will start without."""
     model = options.wanted.model
@@ -82,6 +94,16 @@ def _temporary_folder() -> str | None:
         return None
     needed = MIN_TEMPORARY_BYTES >> 20
     return f"{folder} has {free >> 20} MiB free, and a server needs {needed}: set TMPDIR to another folder"
+
+
+def _shared_memory(options: ServerOptions) -> str | None:
+    """Return why the processes of Triton's models would get no shared memory."""
+    if not options.triton or options.write_repository is not None:
+        return None
+    for finding in check_shared_memory():
+        if finding.level is Level.RED:
+            return f"{finding.name}: {finding.says}: {finding.mend}"
+    return None
 
 
 def _adapter(name: str, folder: Path) -> Iterator[str]:

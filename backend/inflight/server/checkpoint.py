@@ -13,10 +13,10 @@ from inflight.ranks.topology import tensor_parallel_sizes
 from inflight.server.errors import OptionError
 
 
-def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """Return the folder that holds `model`; raises OptionError if there is none."""
+def find_checkpoint(model: str, revision: str | None = None, judge: hub.Judge | None = None) -> Path:
+    """Return the folder that holds `model`; raises OptionError if there is none, or `judge` refuses it."""
     try:
-        folder = hub.find_checkpoint(model, revision)
+        folder = hub.find_checkpoint(model, revision, judge=judge)
     except ConfigError as error:
         raise OptionError(f"--model {error}") from None
     return check_spelling(model, folder.resolve())

@@ -34,17 +34,27 @@ from inflight.server.supervisor import Signals, Supervisor
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-def main(arguments: list[str] | None = None, run: Callable[[ServerOptions], int] | None = None) -> int:
+Judge = Callable[[Path, str | None], str | None]
+"""A function that returns why a checkpoint cannot be served; None if it may be. It gets a folder with config.json,
+and the parameter `engine`."""
+
+
+def main(
+    arguments: list[str] | None = None,
+    run: Callable[[ServerOptions], int] | None = None,
+    judge: Judge | None = None,
+) -> int:
     """Serve until a signal ends it; return the exit status.
 
     Args:
         arguments: The command line; None: this process's.
         run: Function that serves with the parsed options; None: `serve`.
+        judge: Asked before a checkpoint is downloaded; None: every checkpoint is downloaded.
     """
     raise_descriptor_limit()
     errors = _error_stream(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = parse(arguments)
+        options = parse(arguments, judge)
         if run is None and not options.triton:
             raise OptionError("--no-triton: `inflight serve` has this option")
         for variable in (API_KEYS_VARIABLE, CONTROL_KEY_VARIABLE):
@@ -73,7 +83,7 @@ def _error_stream(arguments: list[str]) -> TextIO:
     return open_log("json" if is_json else "text", "error")
 
 
-def parse(arguments: list[str] | None) -> ServerOptions:
+def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOptions:
     """Parse a command line. Raises OptionError, or exits the program for wrong usage."""
     given = make_parser().parse_args(translate(sys.argv[1:] if arguments is None else arguments))
     find_model_behind(given, "served_model_name", "api_key")
@@ -82,7 +92,7 @@ def parse(arguments: list[str] | None) -> ServerOptions:
     return ServerOptions(
         model_repository=given.model_repository,
         wanted=Wanted(
-            model=_checkpoint(given),
+            model=_checkpoint(given, judge),
             dtype=given.dtype,
             engine=given.engine,
             engine_dir=given.engine_dir,
@@ -125,9 +135,11 @@ def parse(arguments: list[str] | None) -> ServerOptions:
     )
 
 
-def _checkpoint(given: argparse.Namespace) -> Path | None:
+def _checkpoint(given: argparse.Namespace, judge: Judge | None) -> Path | None:
     if given.model is not None:
-        return find_checkpoint(given.model, given.revision)
+        engine = "tensorrt" if given.engine_dir else given.engine or dict(given.set).get("engine")
+        judge_folder = None if judge is None else lambda folder: judge(folder, engine)
+        return find_checkpoint(given.model, given.revision, judge_folder)
     if given.revision is not None:
         raise OptionError("--revision is for a --model that is fetched from the Hugging Face hub")
     return None
