@@ -10,9 +10,10 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Generator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TextIO, cast
+from typing import Protocol, TextIO, cast
 
 from inflight.engine_folder import is_engine_folder
 from inflight.log_lines import ACCESS_LOG_VARIABLE, open_log
@@ -34,9 +35,12 @@ from inflight.server.supervisor import Signals, Supervisor
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
-Judge = Callable[[Path, str | None], str | None]
-"""A function that returns why a checkpoint cannot be served; None if it may be. It gets a folder with config.json,
-and the parameter `engine`."""
+class Judge(Protocol):
+    """A function that returns why a checkpoint cannot be served, judged by its config.json; None if it may be."""
+
+    def __call__(self, folder: Path, implementation: str | None) -> str | None:
+        """Judge the config.json in `folder`, for the parameter `engine`."""
+        ...
 
 
 def main(
@@ -138,7 +142,7 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
 def _checkpoint(given: argparse.Namespace, judge: Judge | None) -> Path | None:
     if given.model is not None:
         engine = "tensorrt" if given.engine_dir else given.engine or dict(given.set).get("engine")
-        judge_folder = None if judge is None else lambda folder: judge(folder, engine)
+        judge_folder = None if judge is None else partial(judge, implementation=engine)
         return find_checkpoint(given.model, given.revision, judge_folder)
     if given.revision is not None:
         raise OptionError("--revision is for a --model that is fetched from the Hugging Face hub")
