@@ -67,7 +67,7 @@ _KV_TOKENS = "take --set max_tokens_in_paged_kv_cache=N, the size of the KV cach
 _ONE_SERVER = "not supported: a server computes the prompts and the answers of its requests"
 _IN_CONFIG = "not supported: change config.json in a copy of the checkpoint's folder"
 _NO_OWN_CODE = "not supported: code that comes with a checkpoint is never run"
-_NO_IMAGES = "not supported: of a multimodal model the text part is served"
+_PICTURES = "not supported: pictures are processed as the checkpoint's processor_config.json says"
 _NO_PARSERS = "not supported: take one of the parsers that --help lists"
 _DECODERS = "nothing to set: decoders of text are served, no embeddings or classes"
 _TOKENIZER = "nothing to set: the tokenizer is tokenizer.json, and requests with token ids need none"
@@ -167,9 +167,8 @@ DIFFERENT: Mapping[str, str] = {
     "--trust-request-chat-template": "not supported: take --chat-template",
     "--default-chat-template-kwargs": "set chat_template_kwargs in each request",
     "--enable-force-include-usage": "set stream_options.include_usage in each request",
-    "--limit-mm-per-prompt": _NO_IMAGES,
-    "--mm-processor-kwargs": _NO_IMAGES,
-    "--media-io-kwargs": _NO_IMAGES,
+    "--mm-processor-kwargs": _PICTURES,
+    "--media-io-kwargs": _PICTURES,
     # the log and metrics
     "--uvicorn-log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
     "--log-level": "take --log-verbose for more lines, or --no-access-log for fewer",
