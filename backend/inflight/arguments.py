@@ -58,11 +58,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"inflight {package_version()}")
 
     def error(self, message: str) -> NoReturn:
-        """Write the usage and the message, with the nearest option, and exit with 2."""
+        """Write the message, with the nearest option, and exit with 2."""
         if message.startswith(_UNRECOGNIZED):
             unknown = [word.partition("=")[0] for word in message.removeprefix(_UNRECOGNIZED).split()]
             near = [nearest(word, self._option_string_actions) for word in unknown if word.startswith("--")]
             found = list(dict.fromkeys(filter(None, near)))
             if found:
                 message += f" (did you mean {' or '.join(found)}?)"
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists the options\n")

@@ -12,6 +12,7 @@ from pathlib import Path
 from inflight.models import FAMILIES
 from inflight.models.families import llama
 from inflight.multimodal import MULTIMODAL
+from inflight.pictures.families import MODEL_TYPES
 
 _ROOT = Path(__file__).parents[2]
 
@@ -34,7 +35,14 @@ def test_the_table_has_every_family() -> None:
 def test_readme_has_the_number_of_families() -> None:
     readme = (_ROOT / "README.md").read_text()
     assert f"[{len(FAMILIES)} families](docs/models.md)" in readme
-    assert f"| {len(FAMILIES)} families, the text part of {len(MULTIMODAL)} multimodal ones |" in readme
+    assert f"| {len(FAMILIES)} families, the text part of {len(MULTIMODAL)} multimodal ones, " in readme
+    assert f"multimodal ones, pictures for {len(MODEL_TYPES)} |" in readme
+
+
+def test_the_page_of_pictures_lists_their_families() -> None:
+    section = (_ROOT / "docs" / "pictures.md").read_text().split("## Families")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(MODEL_TYPES)
 
 
 def test_the_page_lists_the_multimodal_classes() -> None:
