@@ -25,7 +25,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
     ("model", "body", "name", "said"),
     [
         ("ensemble", {"temprature": 0.5}, "temprature", "did you mean temperature?"),
-        ("ensemble", {"image_url_input": "http://x/y.png"}, "image_url_input", "not available"),
+        ("ensemble", {"image_url_input": "http://x/y.png"}, "image_url_input", "begins with data:"),
         ("ensemble", {"decoder_text_input": "x"}, "decoder_text_input", "not available"),
         ("ensemble", {"num_draft_tokens": 3}, "num_draft_tokens", "tensorrt_llm_draft_model_name"),
         ("ensemble", {"sampling_param_best_of": 2}, "sampling_param_best_of", "left out or 0 or 1"),

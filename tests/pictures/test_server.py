@@ -48,7 +48,9 @@ class FakeEncoder:
         self.may_encode.set()
         self.texts: list[str] = []
 
-    def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
+    def encode(
+        self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int, special_tokens: object
+    ) -> EncodedPrompt:
         assert self.may_encode.wait(TIMEOUT_S)
         self.texts.append(text)
         if text == "invalid":

@@ -130,8 +130,10 @@ def test_a_refusal_names_the_value_and_the_accepted_ones() -> None:
         match=r"encoder_input_features .*\[1, 2, 3\] \[5.0, 7.0, 3.0, 9.0, …\], .* an empty tensor$",
     ):
         make_reader({"encoder_input_features": rows}).refuse_unbuilt()
-    with pytest.raises(Unsupported, match=r"image_url_input .*got 'end'"):
-        make_reader({"image_url_input": np.array([[b"end"]], np.object_)}, Vocabulary.TEXT).refuse_unbuilt()
+    with pytest.raises(Unsupported, match=r"decoder_text_input .*got 'end'"):
+        make_reader(
+            {"decoder_text_input": np.array([[b"end"]], np.object_)}, Vocabulary.TEXT
+        ).refuse_unbuilt()
 
 
 def test_text_must_be_utf8() -> None:

@@ -47,7 +47,7 @@ def test_harmless_parameters_of_known_clients_are_accepted(name: str, vocabulary
         (Vocabulary.TEXT, "allotted_time", "did you mean allotted_time_ms?"),
         (Vocabulary.TEXT, "xyzzy", "leave it out"),
         (Vocabulary.TOKENS, "input_id", "did you mean input_ids?"),
-        (Vocabulary.TOKENS, "image_url_input", "this model does not take it"),
+        (Vocabulary.TOKENS, "image_input", "this model does not take it"),
         (Vocabulary.TEXT, "decoder_input_ids", "this model does not take it"),
         (Vocabulary.TEXT, "temperature", "it is an input, send it as a tensor"),
     ],

@@ -182,7 +182,7 @@ def neutral_values(spec: TensorSpec) -> list[np.ndarray]:
 def test_messages_give_neutral_values_as_clients_send_them() -> None:
     assert str(INPUTS["lookahead_window_size"].neutral) == "0"
     assert str(INPUTS["encoder_input_features"].neutral) == "an empty tensor"
-    assert str(INPUTS["image_url_input"].neutral) == '""'
+    assert str(INPUTS["decoder_text_input"].neutral) == '""'
 
 
 @pytest.mark.parametrize("name", ["embedding_bias_words", "embedding_bias_weights", "prompt_table_extra_id"])
@@ -348,6 +348,7 @@ def test_every_built_input_is_covered_above() -> None:
     # test_additional_outputs.py, test_prompt_tables.py, test_lora.py
     elsewhere = {"additional_outputs"} | PROMPT_TABLES
     elsewhere |= {name for name in BUILT if name.startswith("lora_")}
+    elsewhere |= {"image_bytes_input", "image_url_input", "image_url"}  # test_pictures.py
     elsewhere |= {"num_draft_tokens", "use_draft_logits"}  # test_bls.py
     assert covered | elsewhere | {"text_input", "stop", "state"} == BUILT  # test_request_kind.py
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from inflight.config import SpecialTokens
 from inflight.core.request.adapter import RawBuffer
 from inflight.endpoint.frames import BadFrame, encode_with_buffers
 from inflight.endpoint.path import check_peer
@@ -40,7 +41,13 @@ class PicturesClient:
     def __init__(self, path: str) -> None:
         self._path = native(path)
 
-    async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
+    async def encode(
+        self,
+        text: str,
+        pictures: Sequence[bytes],
+        vocab_size: int,
+        special_tokens: SpecialTokens | None = None,
+    ) -> EncodedPrompt:
         """Return the encoded prompt; the arguments are those of `PictureEncoder.encode`.
 
         Raises:
@@ -49,7 +56,9 @@ class PicturesClient:
             Unreachable: The process does not run, or has ended meanwhile.
         """
         answer = await self._ask(
-            EncodePictures(text, tuple(RawBuffer(picture) for picture in pictures), vocab_size)
+            EncodePictures(
+                text, tuple(RawBuffer(picture) for picture in pictures), vocab_size, special_tokens
+            )
         )
         assert isinstance(answer, Encoded), f"got {type(answer).__name__}"
         if answer.prompt is None:

@@ -15,6 +15,7 @@ import transformers
 from PIL import Image
 
 from inflight.checkpoint_config import read_config_file
+from inflight.config import SpecialTokens
 from inflight.core.request.prompt_table import PromptTable
 from inflight.errors import ConfigError, InflightError, InvalidArgument, Name, StepFailed, without_places
 from inflight.file_names import native
@@ -24,6 +25,7 @@ from inflight.pictures.families import why_not
 from inflight.pictures.picture_cache import EncodedPicture, PictureCache
 from inflight.pictures.processor import load_processor
 from inflight.pictures.tower import VisionTower, to_matrix
+from inflight.text.text_encoder import TextEncoder
 from inflight.text.tokenizer import Tokenizer
 
 CACHE_BYTES = 1 << 30
@@ -73,23 +75,37 @@ class PictureEncoder:
         except Exception as error:  # transformers raises many classes
             raise ConfigError(f"pictures of {folder} cannot be encoded: {error}") from error
         self.placeholder: str = self._processor.image_token
+        # As the chat templates of the Qwen models, which alone have mRoPE, write a picture.
+        has_mrope = self._tower.has_mrope
+        self._alone = f"<|vision_start|>{self.placeholder}<|vision_end|>" if has_mrope else self.placeholder
         self._image_token_id: int = self._processor.image_token_id
         self._cache = PictureCache(cache_bytes)
         self._num_encoded = self._num_hits = 0
         self._seconds = 0.0
 
-    def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[bytes | memoryview],
+        vocab_size: int,
+        special_tokens: SpecialTokens | None = None,
+    ) -> EncodedPrompt:
         """Encode a prompt.
 
         Args:
-            text: A rendered chat, special tokens included, with a placeholder for each picture.
+            text: The prompt, with a placeholder for each picture.
             pictures: The pictures' files, in the order of the placeholders.
             vocab_size: The engine's vocabulary size: the ids of virtual tokens begin here.
+            special_tokens: None: the text is a rendered chat, special tokens included. Otherwise it is a
+                client's own text: this says whether special tokens are added, and the pictures precede a text
+                without placeholders.
 
         Raises:
             InvalidArgument: The numbers of placeholders and pictures differ, a picture is invalid, or the model
                 cannot tell two pictures apart because nothing is between them.
         """
+        if special_tokens is not None and self.placeholder not in text:
+            text = self._alone * len(pictures) + text
         num_places = text.count(self.placeholder)
         if num_places != len(pictures) or not pictures:
             raise InvalidArgument(
@@ -99,7 +115,8 @@ class PictureEncoder:
         if self._tower.has_mrope and self.placeholder * 2 in text:
             raise InvalidArgument("the prompt has two pictures without a token between them")
         with torch.inference_mode():
-            return self._prompt(text, self._encoded(pictures), vocab_size)
+            added = special_tokens or SpecialTokens.LEFT_OUT
+            return self._prompt(text, self._encoded(pictures), vocab_size, added)
 
     def stats(self) -> PictureStats:
         """Return counts since the start."""
@@ -107,10 +124,13 @@ class PictureEncoder:
             self._num_encoded, self._num_hits, round(self._seconds * 1000, 3), self._cache.num_bytes
         )
 
-    def _prompt(self, text: str, pictures: Sequence[EncodedPicture], vocab_size: int) -> EncodedPrompt:
+    def _prompt(
+        self, text: str, pictures: Sequence[EncodedPicture], vocab_size: int, special_tokens: SpecialTokens
+    ) -> EncodedPrompt:
         replacements = iter([each.replacement for each in pictures])
         whole_text = re.sub(re.escape(self.placeholder), lambda _: next(replacements), text)
-        ids = self._tokenizer.encode(whole_text, add_special_tokens=False)
+        (encoded,) = TextEncoder(lambda: self._tokenizer, special_tokens).prompts([whole_text])
+        ids = list(encoded)
         sizes = tuple(len(each.rows) for each in pictures)
         if ids.count(self._image_token_id) != sum(sizes):
             raise StepFailed(

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from inflight.config import SpecialTokens
 from inflight.core.request.adapter import RawBuffer
 from inflight.endpoint.frames import LENGTH_BYTES, BadFrame, decode_by, frame_length
 from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
@@ -26,6 +27,7 @@ class EncodePictures(msgspec.Struct, frozen=True, tag=True):
     text: str
     pictures: tuple[RawBuffer, ...]
     vocab_size: int
+    special_tokens: SpecialTokens | None = None
 
 
 class ReadStats(msgspec.Struct, frozen=True, tag=True):

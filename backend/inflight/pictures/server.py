@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from inflight.config import SpecialTokens
 from inflight.endpoint.frames import BadFrame, encode_with_buffers
 from inflight.endpoint.path import listen, remove
 from inflight.errors import InflightError, QueueFull, unexpected
@@ -37,7 +38,13 @@ MAX_PROMPTS = 64
 class Encoder(Protocol):
     """The encoder that is served, a PictureEncoder."""
 
-    def encode(self, text: str, pictures: Sequence[bytes | memoryview], vocab_size: int) -> EncodedPrompt:
+    def encode(
+        self,
+        text: str,
+        pictures: Sequence[bytes | memoryview],
+        vocab_size: int,
+        special_tokens: SpecialTokens | None,
+    ) -> EncodedPrompt:
         """Encode a prompt."""
         ...
 
@@ -119,7 +126,8 @@ class PicturesServer:
     def _encode(self, request: EncodePictures) -> Encoded:
         try:
             pictures = [memoryview(picture.data) for picture in request.pictures]
-            return Encoded(self._encoder.encode(request.text, pictures, request.vocab_size))
+            prompt = self._encoder.encode(request.text, pictures, request.vocab_size, request.special_tokens)
+            return Encoded(prompt)
         except InflightError as error:
             return _failed(error)
         except Exception as error:

@@ -137,6 +137,16 @@ def _shown(url: str) -> str:
     return repr(url if len(url) <= _SHOWN else f"{url[:_SHOWN]}…")
 
 
+def read_data_url(url: str, name: Name) -> bytes:
+    """Return the file in a data: URL; raises InvalidArgument, as for any other URL."""
+    try:
+        if url[:5].lower() != "data:":
+            raise _Unreadable(f"is {_shown(url)}, expected a URL that begins with data:image/…;base64,")
+        return _decode(url, SourceRules())
+    except _Unreadable as refused:
+        raise InvalidArgument(name, f" {refused}") from None
+
+
 def _decode(url: str, rules: SourceRules) -> bytes:
     head, comma, data = url.partition(",")
     media_type, *parameters = head[len("data:") :].split(";")

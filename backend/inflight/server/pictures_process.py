@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TextIO
 
 from inflight.server.kept_process import KeptProcess
+from inflight.server.runtime_directory import PICTURES_SOCKET
 
 
 class PicturesProcess(KeptProcess):
@@ -21,7 +22,7 @@ class PicturesProcess(KeptProcess):
 
     def __init__(self, checkpoint: Path, dtype: str | None, folder: Path, echo: TextIO | None) -> None:
         super().__init__("the process that encodes pictures", folder, echo)
-        self.socket = folder / "pictures.socket"
+        self.socket = folder / PICTURES_SOCKET
         dtypes = () if dtype is None else ("--dtype", dtype)
         self._given = ("-m", "inflight.pictures", str(checkpoint), "--socket", str(self.socket), *dtypes)
 

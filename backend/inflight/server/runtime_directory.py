@@ -24,6 +24,9 @@ FOLDER_VARIABLE = "XDG_RUNTIME_DIR"
 PID_FILE = "tritonserver.pid"
 """File in the server's folder with tritonserver's process id, on a line."""
 
+PICTURES_SOCKET = "pictures.socket"
+"""Socket in the server's folder at which the process that encodes pictures listens."""
+
 UMASK = 0o077
 """Umask of a server's processes, with which only this user can read their files and Triton's shared memory."""
 

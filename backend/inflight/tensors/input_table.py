@@ -300,9 +300,14 @@ _OTHER_MODELS = (
         "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
     ),
     _text_only("image_input", "FP16", "pixel values of images", EMPTY, (-1, 3, -1, -1)),
-    _text_only("image_bytes_input", "UINT8", "encoded images", EMPTY, (-1, -1, -1, -1)),
-    _text_only("image_url_input", "BYTES", "URL of an image", NO_TEXT),
-    _llmapi("image_url", "BYTES", "URLs of images", NO_TEXT, (-1,)),
+    _both(
+        "image_bytes_input",
+        "UINT8",
+        "[pictures, height, width, 3]: RGB pixels of pictures of text_input",
+        (-1, -1, -1, -1),
+    ),
+    _both("image_url_input", "BYTES", "data: URL of a picture of text_input"),
+    _llmapi("image_url", "BYTES", "data: URLs of pictures of text_input", dims=(-1,)),
     _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1)),
 )
 

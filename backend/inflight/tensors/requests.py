@@ -15,12 +15,14 @@ from typing import TypeVar
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
-from inflight.core.request.prompt_table import PromptTable
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.request import Request
-from inflight.errors import InvalidArgument, Name
+from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
+from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
+from inflight.tensors.pictures import PicturesEncoder, has_pictures, read_pictures
 from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table, read_rotary_table
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
@@ -37,6 +39,9 @@ _DEFAULT_PRIORITY = 0.5
 
 _TEXT_LISTS = ("stop_words", "bad_words", "embedding_bias_words")
 
+_TABLES = ("prompt_embedding_table", "mrope_rotary_cos_sin")
+"""Tensors that stand for pictures."""
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -52,6 +57,7 @@ class ServingContext:
         encoder: Encoder of the request's texts.
         parameters: The request's parameters.
         has_draft_model: Whether another model can draft tokens.
+        pictures: Encoder of the request's pictures; None if there is none.
     """
 
     description: EngineDescription
@@ -61,6 +67,7 @@ class ServingContext:
     encoder: TextEncoder
     parameters: RequestParameters = NO_PARAMETERS
     has_draft_model: bool = False
+    pictures: PicturesEncoder | None = None
 
 
 def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:
@@ -89,6 +96,11 @@ def tokenizing_cost(rows: Sequence[TensorReader]) -> int:
     return text_encoder.tokenizing_cost(_text_sizes(rows, "text_input"), words)
 
 
+def must_encode_pictures(rows: Sequence[TensorReader]) -> bool:
+    """Return whether a prompt of the request has pictures, so that its conversion may take seconds."""
+    return any(map(has_pictures, rows))
+
+
 def _text_sizes(rows: Sequence[TensorReader], name: str) -> list[int]:
     return [size for row in rows for size in row.text_sizes(name)]
 
@@ -102,10 +114,11 @@ def convert(readers: Sequence[TensorReader], context: ServingContext) -> tuple[P
     """
     rows = [_PromptReader(row, context, is_in_batch=len(readers) > 1) for row in readers]
     texts = each_row([row.prompt_text for row in rows])
-    to_encode = [text for text in texts if text is not None]
+    pictures = each_row([partial(row.encode_pictures, text) for row, text in zip(rows, texts)])
+    to_encode = [text for text, made in zip(texts, pictures) if text is not None and made is None]
     encoded = iter(context.encoder.prompts(to_encode) if to_encode else ())
-    ids = [None if text is None else next(encoded) for text in texts]
-    prompts = tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, ids)]))
+    contents = [made or (None if text is None else next(encoded)) for text, made in zip(texts, pictures)]
+    prompts = tuple(each_row([partial(row.prompt, *pair) for row, *pair in zip(rows, texts, contents)]))
     num_sequences = sum(prompt.request.sampling.num_sequences for prompt in prompts)
     name = readers[0].shown_name("num_return_sequences")
     context.description.limits.check_sequences(len(prompts), num_sequences, name)
@@ -119,6 +132,7 @@ class _PromptReader:
         self._reader = reader
         self._context = context
         self._is_in_batch = is_in_batch
+        self._picture_name = ""  # the client's name of the tensor with the pictures
 
     def prompt_text(self) -> str | None:
         """Return the prompt's text; None if the client sent ids."""
@@ -147,8 +161,35 @@ class _PromptReader:
             )
         return text
 
-    def prompt(self, prompt_text: str | None, encoded: Sequence[int] | None) -> Prompt:
-        """Return the Prompt. `encoded` has the ids of `prompt_text`; both are None if the client sent ids."""
+    def encode_pictures(self, text: str | None) -> EncodedPrompt | None:
+        """Return the prompt with its pictures encoded; None if it has no pictures. May take seconds."""
+        reader, context = self._reader, self._context
+        if (sent := read_pictures(reader)) is None:
+            return None
+        name = Name(reader.shown_name(sent.name))
+        if text is None:
+            raise InvalidArgument(
+                name, " needs ", Name(reader.shown_name("text_input")), ", which is missing"
+            )
+        for other in _TABLES:
+            if reader.array(other) is not None:
+                raise InvalidArgument("got both ", name, " and ", Name(other), ": send one of them")
+        if context.pictures is None:
+            raise Unsupported(name, " is not available: nothing encodes pictures here")
+        self._picture_name = name
+        vocab_size, special_tokens = context.description.limits.vocab_size, context.encoder.special_tokens
+        try:
+            return context.pictures.encode(text, sent.files, vocab_size, special_tokens)
+        except RequestError as error:
+            raise error.with_names(lambda each: each.replace("pictures", name)) from None
+
+    def prompt(self, prompt_text: str | None, encoded: EncodedPrompt | Sequence[int] | None) -> Prompt:
+        """Return the Prompt.
+
+        Args:
+            prompt_text: The prompt's text; None if the client sent ids.
+            encoded: The ids of the text, or the text with its pictures; None if the client sent ids.
+        """
         reader, context, said = self._reader, self._context, self._context.parameters
         sampling = read_sampling_config(reader)
         wanted = wanted_outputs(
@@ -156,8 +197,7 @@ class _PromptReader:
         )
         exclude_input = self._exclude_input()
         streaming = self._streaming()
-        table = read_prompt_table(reader)
-        token_ids, identity = self._prompt_ids(encoded, table)
+        token_ids, identity, table, rotary = self._content(encoded)
         stop_strings = tuple(word for word in reader.texts("stop_words") if word)
         drafted = read_drafting(reader, context.has_draft_model)
         make = partial(DraftedRequest, **drafted) if drafted else Request
@@ -185,7 +225,7 @@ class _PromptReader:
             allotted_time_ms=_first(reader.integer("allotted_time_ms"), said.allotted_time_ms, 0),
             lora=read_lora(reader),
             prompt_table=table,
-            rotary_table=read_rotary_table(reader, len(token_ids), context.description.limits.rotary_dim),
+            rotary_table=rotary,
         )
         self._validate(request, streaming, prompt_text is not None)
         options = ReplyOptions(
@@ -199,6 +239,19 @@ class _PromptReader:
             offered=context.description.limits.additional_outputs,
         )
         return Prompt(request, options)
+
+    def _content(
+        self, encoded: EncodedPrompt | Sequence[int] | None
+    ) -> tuple[tuple[int, ...], PrefixIdentity, PromptTable | None, RotaryTable | None]:
+        """Return the prompt's ids and identity (`_prompt_ids`), its prompt table and its rotary positions."""
+        reader = self._reader
+        if isinstance(encoded, EncodedPrompt):
+            identity = replace(read_identity(reader), extra_ids=encoded.extra_ids)
+            return encoded.token_ids, identity, encoded.table, encoded.rotary
+        table = read_prompt_table(reader)
+        token_ids, identity = self._prompt_ids(encoded, table)
+        rotary_dim = self._context.description.limits.rotary_dim
+        return token_ids, identity, table, read_rotary_table(reader, len(token_ids), rotary_dim)
 
     def _prompt_ids(
         self, encoded: Sequence[int] | None, table: PromptTable | None
@@ -300,6 +353,8 @@ class _PromptReader:
                 )
         except InvalidArgument as error:
             shown = {"input_ids": "text_input"} if is_text else {}
+            if self._picture_name:
+                shown |= dict.fromkeys(_TABLES, self._picture_name)
             raise error.with_names(lambda name: shown.get(name) or self._reader.shown_name(name)) from None
 
 

@@ -39,6 +39,11 @@ class TextEncoder:
         self._tokenizer = require_tokenizer
         self._special_tokens = special_tokens
 
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Whether special tokens are added around prompts."""
+        return self._special_tokens
+
     def prompts(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
         """Return the ids of each prompt."""
         tokenizer = self._tokenizer()

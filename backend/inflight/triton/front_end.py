@@ -1,6 +1,7 @@
 """A serving model between Triton and an engine client: admits requests, and shuts down in order.
 
-Owns the threads of one model instance that send responses, detect cancellations and tokenize long texts.
+Owns the threads of one model instance that send responses, detect cancellations, and tokenize long texts
+and have pictures encoded.
 Does not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises. An
 invalid request is answered with an error and does not affect other requests.
 """
@@ -32,10 +33,18 @@ from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.lora import read_adapter_command
+from inflight.tensors.pictures import PicturesEncoder
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.request_kind import RequestKind, request_kind
 from inflight.tensors.request_parameters import RequestParameters, error_writer, read_request_parameters
-from inflight.tensors.requests import ServingContext, check_texts, client_id, convert, tokenizing_cost
+from inflight.tensors.requests import (
+    ServingContext,
+    check_texts,
+    client_id,
+    convert,
+    must_encode_pictures,
+    tokenizing_cost,
+)
 from inflight.tensors.spec import Vocabulary
 from inflight.tensors.wanted_outputs import Naming
 from inflight.text.text_encoder import TextEncoder
@@ -43,6 +52,7 @@ from inflight.triton.adapter_requests import AdapterRequests
 from inflight.triton.cancellation import CancellationWatcher
 from inflight.triton.host import ModelArgs
 from inflight.triton.input_arrays import input_arrays
+from inflight.triton.pictures import ServerPictures
 from inflight.triton.responses import ResponseBuilder, TritonStream
 
 _log = logging.getLogger(__name__)
@@ -72,6 +82,7 @@ class FrontEnd:
         model: Contents of the model's config.pbtxt.
         tokenizers: Source of the tokenizer.
         vocabulary: Tensor names that clients use.
+        pictures: Encoder of pictures; None: the server's process.
     """
 
     def __init__(
@@ -82,8 +93,10 @@ class FrontEnd:
         model: ModelArgs,
         tokenizers: TokenizerFinder,
         vocabulary: Vocabulary = Vocabulary.TOKENS,
+        pictures: PicturesEncoder | None = None,
     ) -> None:
         self._pb_utils = pb_utils
+        self._pictures = pictures or ServerPictures()
         self._client = client
         self._close_client = close_client
         self._model = model
@@ -194,8 +207,8 @@ class FrontEnd:
         self._lanes.submit(lane, partial(self._start_later, entry, later))
 
     def _must_wait(self, rows: Sequence[TensorReader], parameters: RequestParameters) -> bool:
-        """Return whether a request waits for its own tokenization or an earlier one of its client."""
-        if tokenizing_cost(rows) > _MAX_INLINE:
+        """Return whether a request waits for its own texts and pictures, or earlier ones of its client."""
+        if tokenizing_cost(rows) > _MAX_INLINE or must_encode_pictures(rows):
             return True
         return not self._lanes.are_idle and self._lanes.is_busy(client_id(rows, parameters))
 
@@ -216,7 +229,7 @@ class FrontEnd:
         self._refuse(entry.stream, entry.origin, error)
 
     def _start(self, entry: InFlightRequest, rows: Sequence[TensorReader], context: ServingContext) -> None:
-        """Tokenize the texts and submit the request to the engine. If this raises, nothing was submitted."""
+        """Encode the request's contents and submit it to the engine. If this raises, nothing was submitted."""
         prompts = convert(rows, context)
         in_one = not self._model.decoupled
         requests = [_with_origin(prompt.request, entry.origin) for prompt in prompts]
@@ -271,6 +284,7 @@ class FrontEnd:
             ),
             parameters=parameters,
             has_draft_model=model.parameters.tensorrt_llm_draft_model_name is not None,
+            pictures=self._pictures,
         )
 
     def _new_text(self, prompt: Prompt, context: ServingContext) -> NewText | None:

@@ -1,0 +1,105 @@
+"""Pictures beside text_input on a real server, compared with transformers' whole model."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inflight.pictures.processor import load_processor
+from inflight.server.launch import TritonServer, serve
+from tests.pictures.small_models import picture, save_model
+
+from .clients import Answer, ask
+from .conftest import REPOSITORY
+
+CASE = "qwen3-vl"
+ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
+NUM_TOKENS = 8
+MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_infer", "tensorrt_llm_bls")
+WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
+
+
+@dataclass(frozen=True)
+class VisionServer:
+    server: TritonServer
+    whole: Any
+    processor: Any
+
+    def expected(self, text: str, *files: bytes) -> list[int]:
+        """Return the greedy tokens of transformers' whole model, by its own processor."""
+        inputs = self.processor(
+            text=[text], images=[Image.open(BytesIO(file)) for file in files], return_tensors="pt"
+        )
+        with torch.inference_mode():
+            out = self.whole.generate(
+                **inputs,
+                max_new_tokens=NUM_TOKENS,
+                min_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+    def ask(self, text: str, model: str = "ensemble", **tensors: Any) -> Answer:
+        length = (
+            "request_output_len" if model.startswith("tensorrt_llm") and "bls" not in model else "max_tokens"
+        )
+        given = {
+            length: NUM_TOKENS,
+            "end_id": -1,
+            "exclude_input_in_output": True,
+            "return_perf_metrics": True,
+        }
+        (answer,) = ask(self.server.grpc, model=model, text_input=text, **given, **tensors)
+        return answer
+
+
+def urls(*files: bytes) -> list[str]:
+    return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterator[VisionServer]:
+    folder = tmp_path_factory.mktemp("vision")
+    whole = save_model(folder / "checkpoint", CASE)
+    processor = load_processor(
+        str(folder / "checkpoint"), json.loads((folder / "checkpoint/config.json").read_text())["model_type"]
+    )
+    for model in MODELS:
+        shutil.copytree(
+            REPOSITORY / model,
+            folder / "repository" / model,
+            ignore=shutil.ignore_patterns("demo_model", "__pycache__"),
+        )
+    settings = {
+        "max_tokens_in_paged_kv_cache": "2048",
+        "enable_kv_cache_reuse": "true",
+        "tokens_per_block": "8",
+    }
+    with serve(folder / "repository", folder / "checkpoint", "float32", settings) as server:
+        yield VisionServer(server, whole, processor)
+
+
+@pytest.mark.covers("image_url", "image_url_input", "image_bytes_input")
+def test_text_and_pictures_give_transformers_tokens(vision: VisionServer) -> None:
+    text = f"What is {ALONE}, and what {ALONE}?"
+    expected = vision.expected(text, WIDE, TALL)
+    for model in MODELS:
+        answer = vision.ask(text, model, image_url=urls(WIDE, TALL))
+        assert answer.error is None, answer.error
+        assert answer.ids == expected
+    before = vision.ask("What is it?", image_url_input=urls(WIDE)[0])
+    assert before.ids == vision.expected(f"{ALONE}What is it?", WIDE)
+    pixels = np.asarray(Image.open(BytesIO(WIDE)).convert("RGB"))[None, None]
+    assert vision.ask("What is it?", image_bytes_input=pixels).ids == before.ids

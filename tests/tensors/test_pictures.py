@@ -1,0 +1,135 @@
+"""Pictures of text prompts: how they are read, encoded and put into requests."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from inflight.config import SpecialTokens
+from inflight.core.request.adapter import Matrix, RawBuffer
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
+from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
+from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.tensors.pictures import to_bmp
+from inflight.tensors.requests import convert, must_encode_pictures
+from inflight.tensors.spec import Vocabulary
+from tests.tensors.factories import (
+    make_context,
+    make_description,
+    make_limits,
+    make_rows,
+    text_inputs,
+    token_inputs,
+)
+
+FILE = b"a picture's file"
+URL = b"data:image/png;base64," + base64.b64encode(FILE)
+PIXELS = np.random.default_rng(0).integers(0, 256, (1, 2, 4, 5, 3), dtype=np.uint8)
+TABLE = PromptTable.of(Matrix((2, 8), "float32", RawBuffer(bytes(64))), is_identified=True)
+ROTARY = RotaryTable.of(Matrix((3, 4), "float32", RawBuffer(bytes(48))), -1, is_identified=True)
+MADE = EncodedPrompt((5, 1000, 1001), (0, 7, 8), TABLE, ROTARY, (2,))
+
+
+class FakeEncoder:
+    """Records what it is given, and returns the same prompt or raises an error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.given: list[tuple[str, list[bytes], int, SpecialTokens]] = []
+
+    def encode(
+        self, text: str, pictures: Sequence[bytes], vocab_size: int, special_tokens: SpecialTokens
+    ) -> EncodedPrompt:
+        self.given.append((text, list(pictures), vocab_size, special_tokens))
+        if self.error is not None:
+            raise self.error
+        return MADE
+
+
+def context_of(encoder: FakeEncoder | None, hidden_size: int = 8):
+    limits = make_limits(hidden_size=hidden_size, rotary_dim=4)
+    return make_context(description=make_description(limits=limits), pictures=encoder)
+
+
+@pytest.mark.parametrize("name", ["image_url", "image_url_input"])
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+def test_urls_are_encoded_with_the_text(name: str, vocabulary: Vocabulary) -> None:
+    encoder, url = FakeEncoder(), [[URL, b""]] if name == "image_url" else URL
+    own = {"input_ids": None, "text_input": b"hi"}
+    given = (
+        text_inputs(**{name: url}) if vocabulary is Vocabulary.TEXT else token_inputs(**own, **{name: url})
+    )
+    rows = make_rows(given, vocabulary)
+    assert must_encode_pictures(rows)
+    (prompt,) = convert(rows, context_of(encoder))
+    text = "hello" if vocabulary is Vocabulary.TEXT else "hi"
+    assert encoder.given == [(text, [FILE], 1000, SpecialTokens.ADDED)]
+    request = prompt.request
+    assert (request.input_token_ids, request.identity.extra_ids) == (MADE.token_ids, MADE.extra_ids)
+    assert (request.prompt_table, request.rotary_table) == (TABLE, ROTARY)
+    assert prompt.options.prompt_text == text
+
+
+def test_pixels_become_files_of_the_same_pixels() -> None:
+    encoder = FakeEncoder()
+    convert(make_rows(text_inputs(image_bytes_input=PIXELS), Vocabulary.TEXT), context_of(encoder))
+    ((_, files, _, _),) = encoder.given
+    read = [np.asarray(Image.open(BytesIO(file), formats=["BMP"])) for file in files]
+    np.testing.assert_array_equal(read, PIXELS[0])
+    assert files[0] == to_bmp(PIXELS[0, 0])
+
+
+def test_an_empty_url_is_no_picture() -> None:
+    assert not must_encode_pictures(make_rows(text_inputs(image_url_input=b""), Vocabulary.TEXT))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (
+            {"image_url": [[b"http://x/y.png"]]},
+            "image_url is 'http://x/y.png', expected a URL that begins with",
+        ),
+        (
+            {"image_bytes_input": PIXELS[..., :1]},
+            r"shape \[1, pictures, height, width, 3\], got \[1, 2, 4, 5, 1\]",
+        ),
+        ({"image_bytes_input": PIXELS[0, 0]}, r"image_bytes_input must have shape \[1, n, n, n, n\], got"),
+        (
+            {"image_bytes_input": PIXELS, "image_url_input": URL},
+            "got both image_bytes_input and image_url_input: send the pictures in one of them",
+        ),
+        (
+            {"image_url_input": URL, "prompt_embedding_table": np.ones([1, 2, 8], np.float16)},
+            "got both image_url_input and prompt_embedding_table",
+        ),
+    ],
+)
+def test_invalid_pictures_are_refused(tensors: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        convert(make_rows(text_inputs(**tensors), Vocabulary.TEXT), context_of(FakeEncoder()))
+
+
+def test_pictures_need_a_text_and_an_encoder() -> None:
+    with pytest.raises(InvalidArgument, match="image_url needs text_input, which is missing"):
+        convert(make_rows(token_inputs(image_url=[[URL]])), context_of(FakeEncoder()))
+    with pytest.raises(Unsupported, match="image_url is not available: nothing encodes pictures here"):
+        convert(make_rows(text_inputs(image_url=[[URL]]), Vocabulary.TEXT), context_of(None))
+
+
+@pytest.mark.parametrize("error", [InvalidArgument, Unsupported])
+def test_errors_of_the_encoder_name_the_tensor(error: type[RequestError]) -> None:
+    encoder = FakeEncoder(error(Name("pictures[1]"), " is wrong"))
+    with pytest.raises(error, match=r"^image_url\[1\] is wrong"):
+        convert(make_rows(text_inputs(image_url=[[URL]]), Vocabulary.TEXT), context_of(encoder))
+
+
+def test_rows_of_another_width_name_the_tensor() -> None:
+    rows = make_rows(text_inputs(image_url=[[URL]]), Vocabulary.TEXT)
+    with pytest.raises(InvalidArgument, match=r"^image_url must have shape"):
+        convert(rows, context_of(FakeEncoder(), hidden_size=6))
