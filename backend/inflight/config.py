@@ -386,7 +386,7 @@ def _accepts(kind: ParameterKind, value: Any) -> bool:
 class Parameters:
     """All parameters of a model from config.pbtxt, checked, with defaults. None means not given."""
 
-    tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL)
+    tokenizer_dir: str | None = parameter(None, TEXT, "folder of tokenizer.json", _ALL - {Role.ENCODERS})
     gpt_model_type: str = parameter(
         "inflight_fused_batching",
         choice("V1", "inflight_batching", "inflight_fused_batching", any_case=True),

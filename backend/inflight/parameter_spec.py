@@ -162,6 +162,7 @@ class Role(Enum):
     BLS = "front end that may have a draft model"
     PREPROCESSING = "preprocessing"
     POSTPROCESSING = "postprocessing"
+    ENCODERS = "multimodal_encoders"
 
 
 ENGINE_ONLY = frozenset({Role.ENGINE})

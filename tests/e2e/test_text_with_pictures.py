@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc as grpc
 from PIL import Image
 
+from inflight.pictures.encoder import PictureEncoder
 from inflight.pictures.processor import load_processor
 from inflight.server.launch import TritonServer, serve
 from inflight.text.tokenizer import Tokenizer
@@ -36,6 +38,7 @@ class VisionServer:
     whole: Any
     processor: Any
     tokenizer: Tokenizer
+    folder: Path
 
     def expected(self, text: str, *files: bytes) -> list[int]:
         """Return the greedy tokens of transformers' whole model, by its own processor."""
@@ -75,7 +78,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
     folder = tmp_path_factory.mktemp("vision")
     whole = save_model(folder / "checkpoint", CASE)
     processor = load_processor(str(folder / "checkpoint"), whole.config.model_type)
-    for model in MODELS:
+    for model in (*MODELS, "multimodal_encoders"):
         shutil.copytree(
             REPOSITORY / model,
             folder / "repository" / model,
@@ -87,7 +90,8 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         "tokens_per_block": "8",
     }
     with serve(folder / "repository", folder / "checkpoint", "float32", settings) as server:
-        yield VisionServer(server, whole, processor, Tokenizer.from_dir(str(folder / "checkpoint")))
+        tokenizer = Tokenizer.from_dir(str(folder / "checkpoint"))
+        yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
 
 
 @pytest.mark.covers("image_url", "image_url_input", "image_bytes_input")
@@ -113,6 +117,19 @@ def test_the_same_picture_reuses_blocks_and_another_does_not(vision: VisionServe
     ]
     # Another picture's request reuses only the tokens before the picture, a part of the first block.
     assert reused[:2] == [0, 1] and reused[2] > 2
+
+
+def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer) -> None:
+    array = np.array([[url.encode() for url in urls(WIDE)]], np.object_)
+    tensor = grpc.InferInput("IMAGE_URL", array.shape, "BYTES")
+    tensor.set_data_from_numpy(array)
+    with grpc.InferenceServerClient(vision.server.grpc) as client:
+        answer = client.infer("multimodal_encoders", [tensor])
+    table, size = (answer.as_numpy(f"OUT_PROMPT_{name}") for name in ("EMBEDDING_TABLE", "VOCAB_SIZE"))
+    encoder = PictureEncoder(str(vision.folder), "float32")
+    rows = encoder.encode(ALONE, [WIDE], 0).table.rows
+    np.testing.assert_array_equal(table[0], np.frombuffer(rows.buffer.data, np.float32).reshape(rows.shape))
+    assert size.item() == rows.shape[0]
 
 
 def test_invalid_pictures_are_refused(vision: VisionServer) -> None:

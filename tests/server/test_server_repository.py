@@ -1,5 +1,6 @@
 """The runtime repository that is written for --model, --dtype and --set."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -338,3 +339,18 @@ def test_a_front_ends_input_type_follows_its_engines_parameter(tmp_path: Path) -
     config.write_text(config.read_text().replace("${prompt_embedding_table_data_type}", "TYPE_BF16"))
     runtime = assemble(source, tmp_path / "out", Wanted())
     assert set(declared_types(runtime.path).values()) == {model_config_pb2.TYPE_BF16}
+
+
+def test_the_model_that_encodes_pictures_needs_a_vision_tower(tmp_path: Path) -> None:
+    shown = tmp_path / "checkpoint"
+    shutil.copytree(default_repository() / "tensorrt_llm" / "1" / "demo_model", shown)
+    without = assemble(default_repository(), tmp_path / "without", Wanted(model=shown))
+    assert "multimodal_encoders" not in without.models
+    config = json.loads((shown / "config.json").read_text())
+    config = config | {"model_type": "llava", "vision_config": {}, "text_config": config}
+    (shown / "config.json").write_text(json.dumps(config))
+    (shown / "preprocessor_config.json").write_text("{}")
+    for vision in (True, False):
+        runtime = assemble(default_repository(), tmp_path / str(vision), Wanted(model=shown), vision=vision)
+        assert ("multimodal_encoders" in runtime.models) == vision
+        assert (runtime.path / "multimodal_encoders").exists() == vision

@@ -58,6 +58,11 @@ def missing_packages() -> list[str]:
     return [name for module, name in packages.items() if find_spec(module) is None]
 
 
+def can_encode(folder: Path) -> bool:
+    """Whether a checkpoint has a vision tower (`has_vision_tower`) and what encodes pictures is installed."""
+    return has_vision_tower(folder) and not missing_packages()
+
+
 def has_vision_tower(folder: Path) -> bool:
     """Whether a checkpoint has a vision tower, a processor, and a family whose pictures can be encoded."""
     try:

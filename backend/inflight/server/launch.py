@@ -127,7 +127,7 @@ def cannot_encode(failure: str) -> str:
 def lay_out(options: ServerOptions, target: Path) -> RuntimeRepository:
     """Lay out the models for `options` in `target`, which must not exist yet; raises OptionError."""
     wanted = ranks.settings(options.tp, options.pp, options.mode, options.mpirun_arguments, options.ep)
-    return assemble(options.model_repository, target, options.wanted, wanted)
+    return assemble(options.model_repository, target, options.wanted, wanted, options.vision)
 
 
 class TritonServer:

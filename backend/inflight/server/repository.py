@@ -18,6 +18,7 @@ from inflight.engine_folder import is_engine_folder, num_slots
 from inflight.parameter_reader import is_filled
 from inflight.parameter_reader import read_parameters as read_configuration
 from inflight.parameter_spec import input_types
+from inflight.pictures.families import can_encode
 from inflight.server import ranks
 from inflight.server.checkpoint import check_rank_sizes
 from inflight.server.config_text import (
@@ -44,6 +45,7 @@ ADDITIONAL_OUTPUTS = "additional_model_outputs"
 MAX_BATCH_SIZE, DECOUPLED_MODE = "max_batch_size", "decoupled_mode"
 _CONFIG = "config.pbtxt"
 _DEMO_MODEL = "demo_model"
+_ENCODERS = "multimodal_encoders"
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,11 @@ def read_engine_parameters(repository: Path, model: str) -> Parameters:
 
 
 def assemble(
-    source: Path, target: Path, wanted: Wanted, ranks_wanted: Mapping[str, str] | None = None
+    source: Path,
+    target: Path,
+    wanted: Wanted,
+    ranks_wanted: Mapping[str, str] | None = None,
+    vision: bool = True,
 ) -> RuntimeRepository:
     """Lay out the repository `source` under `target`; raises OptionError for a setting that no model has.
 
@@ -114,6 +120,8 @@ def assemble(
         target: Folder of the runtime copy.
         wanted: Values to fill in.
         ranks_wanted: Parameters for --tp, --pp, --ep, --mode and --mpirun-arguments.
+        vision: Whether pictures are encoded, if the checkpoint has a vision tower. Otherwise, the model that
+            encodes them is left out.
     """
     source = source.resolve()
     configs = _read_configs(source)
@@ -125,6 +133,8 @@ def assemble(
     filled = fill(present, replace(wanted, settings=settings), source)
     engines = [model for model, known in filled.items() if _is_engine(known)]
     launches = _launches(filled)
+    if not (vision and can_encode(Path(_checkpoints(filled) or ""))):
+        configs.pop(_ENCODERS, None)
     for launch in launches:
         if launch.mode != "in_process" and ranks.LAUNCH_MODE in filled[launch.model]:
             filled[launch.model][ranks.LAUNCH_MODE] = launch.mode

@@ -16,8 +16,8 @@ from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.pictures.sources import read_data_url
 from inflight.tensors.reader import TensorReader
 
-_PIXELS = "image_bytes_input"
-_URLS = ("image_url_input", "image_url")
+PIXELS = "image_bytes_input"
+URLS = ("image_url_input", "image_url")
 _HEADER_BYTES = 54
 
 
@@ -46,42 +46,51 @@ class SentPictures:
 
 def has_pictures(reader: TensorReader) -> bool:
     """Return whether a prompt has pictures, without reading them."""
-    return bool(_sent_names(reader))
+    return bool(_sent_names(reader, PIXELS, URLS))
 
 
-def read_pictures(reader: TensorReader) -> SentPictures | None:
+def read_pictures(
+    reader: TensorReader, pixels: str = PIXELS, urls: Sequence[str] = URLS
+) -> SentPictures | None:
     """Return the prompt's pictures; None if none were sent.
 
-    Raises InvalidArgument for a wrong type or shape, a URL that is no data: URL, or pictures in two tensors.
+    Args:
+        reader: The prompt's tensors.
+        pixels: Name of the tensor of decoded pictures.
+        urls: Names of the tensors of URLs.
+
+    Raises:
+        InvalidArgument: A type or shape is wrong, a URL is no data: URL, or pictures came in two tensors.
     """
-    names = _sent_names(reader)
+    names = _sent_names(reader, pixels, urls)
     if not names:
         return None
     first, *others = [Name(reader.shown_name(name)) for name in names]
     if others:
         raise InvalidArgument("got both ", first, " and ", others[0], ": send the pictures in one of them")
-    if names[0] == _PIXELS:
-        return SentPictures(_PIXELS, _files_of_pixels(reader, first))
+    if names[0] == pixels:
+        return SentPictures(pixels, _files_of_pixels(reader, pixels))
     return SentPictures(names[0], tuple(read_data_url(url, first) for url in _urls(reader, names[0])))
 
 
-def _sent_names(reader: TensorReader) -> list[str]:
-    pixels = [_PIXELS] if reader.array(_PIXELS) is not None else []
-    return [*pixels, *(name for name in _URLS if _urls(reader, name))]
+def _sent_names(reader: TensorReader, pixels: str, urls: Sequence[str]) -> list[str]:
+    sent = [pixels] if reader.array(pixels) is not None else []
+    return [*sent, *(name for name in urls if _urls(reader, name))]
 
 
 def _urls(reader: TensorReader, name: str) -> list[str]:
     """Return the URLs in a tensor. An empty one stands for no picture."""
-    found = reader.texts(name) if name == "image_url" else [reader.text(name)]
+    found = [reader.text(name)] if name == "image_url_input" else reader.texts(name)
     return [url for url in found if url]
 
 
-def _files_of_pixels(reader: TensorReader, name: Name) -> tuple[bytes, ...]:
-    pictures = reader.array(_PIXELS)
+def _files_of_pixels(reader: TensorReader, name: str) -> tuple[bytes, ...]:
+    pictures = reader.array(name)
     assert pictures is not None
     if pictures.shape[-1] != 3:
         raise InvalidArgument(
-            name, f" must have shape [1, pictures, height, width, 3], got {[1, *pictures.shape]}"
+            Name(reader.shown_name(name)),
+            f" must have shape [1, pictures, height, width, 3], got {[1, *pictures.shape]}",
         )
     return tuple(to_bmp(pixels) for pixels in pictures)
 

@@ -1,4 +1,6 @@
-"""The tables of tensors of `preprocessing` and `postprocessing`, with tensorrtllm_backend's names.
+"""The tables of tensors of `preprocessing`, `postprocessing` and `multimodal_encoders`.
+
+The names are tensorrtllm_backend's; `multimodal_encoders` takes pictures under the names of `preprocessing`.
 
 Tensors that only image, video and encoder-decoder models use are declared as in tensorrtllm_backend: such
 inputs are refused, and such outputs are never returned.
@@ -71,4 +73,22 @@ POSTPROCESSING_INPUTS = TensorTable(
 
 POSTPROCESSING_OUTPUTS = TensorTable(
     (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
+)
+
+ENCODERS_INPUTS = TensorTable(
+    (
+        TensorSpec(
+            "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "[pictures, height, width, 3]: RGB pixels; or IMAGE_URL"
+        ),
+        TensorSpec("IMAGE_URL", "BYTES", (-1,), "data: URLs of pictures; or IMAGE_BYTES"),
+    )
+)
+
+ENCODERS_OUTPUTS = TensorTable(
+    (
+        TensorSpec(
+            "OUT_PROMPT_EMBEDDING_TABLE", "FP32", (-1, -1), "rows of all pictures, for prompt_embedding_table"
+        ),
+        TensorSpec("OUT_PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows"),
+    )
 )

@@ -19,6 +19,8 @@ from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import OUTPUTS
 from inflight.tensors.spec import TensorSpec, TensorTable, Vocabulary
 from inflight.tensors.text_model_tables import (
+    ENCODERS_INPUTS,
+    ENCODERS_OUTPUTS,
     POSTPROCESSING_INPUTS,
     POSTPROCESSING_OUTPUTS,
     PREPROCESSING_INPUTS,
@@ -139,6 +141,13 @@ MODELS: tuple[ModelSpec, ...] = (
         POSTPROCESSING_INPUTS,
         POSTPROCESSING_OUTPUTS,
         template=Fields(_BATCH_SIZE, instances="${postprocessing_instance_count}", batching=_QUEUE),
+    ),
+    ModelSpec(
+        "multimodal_encoders",
+        "Pictures to rows of embeddings, with the vision tower of the checkpoint.",
+        Role.ENCODERS,
+        ENCODERS_INPUTS,
+        ENCODERS_OUTPUTS,
     ),
 )
 

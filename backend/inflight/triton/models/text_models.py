@@ -48,7 +48,7 @@ _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TextModel(ABC):
-    """Base class of both models. Each request gets one response; an invalid request does not affect others."""
+    """Base class of both and of `multimodal_encoders`. Each request gets one response, whatever others are."""
 
     role: Role
     inputs: TensorTable
