@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from inflight.config import SpecialTokens
 from inflight.core.request.adapter import Matrix
 from inflight.errors import ConfigError, InvalidArgument
 from inflight.pictures.decode import MAX_PICTURE_BYTES, read_picture
@@ -263,3 +264,11 @@ def test_checkpoint_without_its_tower_is_refused(tmp_path: Path, folder: Path) -
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks \d+ weights of the vision tower: model.visual"):
         PictureEncoder(str(tmp_path))
+
+
+def test_pictures_precede_a_clients_text_without_placeholders(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3-vl")
+    encoder = PictureEncoder(str(tmp_path), "float32")
+    alone = f"<|vision_start|>{encoder.placeholder}<|vision_end|>"
+    expected = encoder.encode(f"{alone}{alone}Which?", [WIDE, TALL], VOCAB_SIZE)
+    assert encoder.encode("Which?", [WIDE, TALL], VOCAB_SIZE, SpecialTokens.LEFT_OUT) == expected
