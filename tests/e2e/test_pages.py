@@ -63,6 +63,11 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/operating.md": {
         "python3 tools/fill_template.py": "is tensorrtllm_backend's; test_upstream_files.py fills the files in"
     },
+    "docs/pictures.md": {
+        ".venv/bin/pip": INSTALLS,
+        "scripts/serve": "downloads a model",
+        "curl": "needs that model; test_text_with_pictures.py sends both requests to a small one",
+    },
     "docs/playground.md": {".venv/bin/python -m tests": "writes the pictures of the pages again"},
     "docs/production.md": {"docker": DOCKER, "MODEL=": DOCKER},
     "docs/ranks.md": {

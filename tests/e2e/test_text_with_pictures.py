@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -18,7 +21,8 @@ from PIL import Image
 
 from inflight.pictures.encoder import PictureEncoder
 from inflight.pictures.processor import load_processor
-from inflight.server.launch import TritonServer, serve
+from inflight.server.launch import ServerOptions, TritonServer, serve
+from inflight.server.ports import Ports
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import picture, save_model
 
@@ -28,6 +32,13 @@ from .conftest import REPOSITORY
 CASE = "qwen3-vl"
 ALONE = "<|vision_start|><|image_pad|><|vision_end|>"
 NUM_TOKENS = 8
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "pictures.md"
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
+    "{% endfor %}{% endfor %}"
+)
 MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_infer", "tensorrt_llm_bls")
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
 
@@ -89,7 +100,9 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         "enable_kv_cache_reuse": "true",
         "tokens_per_block": "8",
     }
-    with serve(folder / "repository", folder / "checkpoint", "float32", settings) as server:
+    (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
+    options = ServerOptions(ports=Ports(openai=0))
+    with serve(folder / "repository", folder / "checkpoint", "float32", settings, options=options) as server:
         tokenizer = Tokenizer.from_dir(str(folder / "checkpoint"))
         yield VisionServer(server, whole, processor, tokenizer, folder / "checkpoint")
 
@@ -137,3 +150,16 @@ def test_invalid_pictures_are_refused(vision: VisionServer) -> None:
     assert "the prompt has 1 places for pictures (<|image_pad|>), but 2 image_url" in str(answer.error)
     answer = vision.ask("What?", image_url=urls(b"nonsense"))
     assert "image_url[0] is no picture of a known format" in str(answer.error)
+
+
+def test_the_requests_of_the_page_are_answered(vision: VisionServer) -> None:
+    blocks = re.findall(r"^```bash\n(curl.*?)^```", PAGE.read_text(), re.S | re.M)
+    addresses = {"localhost:9000": vision.server.openai, "localhost:8000": f"http://{vision.server.http}"}
+    said = []
+    for block in blocks:
+        for typed, real in addresses.items():
+            block = block.replace(typed, real)
+        said.append(subprocess.run(["bash", "-c", block], capture_output=True, cwd=ROOT, check=True).stdout)
+    by_openai, by_triton = map(json.loads, said)
+    assert by_openai["usage"]["prompt_tokens"] > 20 and by_openai["usage"]["completion_tokens"] == 20
+    assert by_triton["text_output"].startswith("What is this?")

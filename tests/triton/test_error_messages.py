@@ -157,7 +157,9 @@ def refusal(
         request = make_triton_request(dict(inputs))
         given = json.dumps(parameters or {})
         request.parameters = lambda: given
-        sent = stage.take(request).sent
+        sender = stage.take(request)
+        stage.front_end._lanes._pool.shutdown()  # wait for what is converted on another thread
+        sent = sender.sent
         return error_in(sent[0].response if sent else None)
     finally:
         stage.front_end.close()

@@ -21,7 +21,7 @@ URLS = ("image_url_input", "image_url")
 _HEADER_BYTES = 54
 
 
-class PicturesEncoder(Protocol):
+class BlockingEncoder(Protocol):
     """Encodes the pictures of prompts."""
 
     def encode(

@@ -22,7 +22,7 @@ from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
 from inflight.tensors.lora import read_lora
-from inflight.tensors.pictures import PicturesEncoder, has_pictures, read_pictures
+from inflight.tensors.pictures import BlockingEncoder, has_pictures, read_pictures
 from inflight.tensors.prompt_tables import read_extra_ids, read_prompt_table, read_rotary_table
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.request_parameters import NO_PARAMETERS, RequestParameters
@@ -67,7 +67,7 @@ class ServingContext:
     encoder: TextEncoder
     parameters: RequestParameters = NO_PARAMETERS
     has_draft_model: bool = False
-    pictures: PicturesEncoder | None = None
+    pictures: BlockingEncoder | None = None
 
 
 def client_id(rows: Sequence[TensorReader], parameters: RequestParameters) -> int:

@@ -33,7 +33,7 @@ from inflight.serving.response_size import ResponseBudget
 from inflight.serving.sender import Sender
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.lora import read_adapter_command
-from inflight.tensors.pictures import PicturesEncoder
+from inflight.tensors.pictures import BlockingEncoder
 from inflight.tensors.reader import TensorReader
 from inflight.tensors.request_kind import RequestKind, request_kind
 from inflight.tensors.request_parameters import RequestParameters, error_writer, read_request_parameters
@@ -93,7 +93,7 @@ class FrontEnd:
         model: ModelArgs,
         tokenizers: TokenizerFinder,
         vocabulary: Vocabulary = Vocabulary.TOKENS,
-        pictures: PicturesEncoder | None = None,
+        pictures: BlockingEncoder | None = None,
     ) -> None:
         self._pb_utils = pb_utils
         self._pictures = pictures or ServerPictures()

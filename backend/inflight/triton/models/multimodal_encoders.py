@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from inflight.config import Role, SpecialTokens
 from inflight.core.request.adapter import Matrix
 from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
-from inflight.tensors.pictures import PicturesEncoder, read_pictures
+from inflight.tensors.pictures import BlockingEncoder, read_pictures
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.text_model_tables import ENCODERS_INPUTS, ENCODERS_OUTPUTS
 from inflight.triton.models.text_models import TextModel
@@ -34,7 +34,7 @@ class MultimodalEncoders(TextModel):
     role = Role.ENCODERS
     inputs = ENCODERS_INPUTS
     outputs = ENCODERS_OUTPUTS
-    pictures: PicturesEncoder = ServerPictures()
+    pictures: BlockingEncoder = ServerPictures()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
