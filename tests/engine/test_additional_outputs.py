@@ -271,10 +271,11 @@ def test_calls_of_compiled_layers_end_where_hidden_states_are_kept(monkeypatch: 
     monkeypatch.setattr(decoder, "_begin", lambda *_: (None, torch.full((3, 2), 2.0)), raising=False)
     monkeypatch.setattr(decoder, "_run", run, raising=False)
     nothing: Any = None
+    packed: Any = SimpleNamespace(virtual=None)
     for wanted, expected_calls in (([], [(0, 4)]), ([2, 3, 5], [(0, 1), (1, 3), (3, 4)])):
         calls.clear()
         between = HiddenStates(frozenset(wanted))
-        assert decoder.forward(nothing, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
+        assert decoder.forward(packed, nothing, None, between).tolist() == [[6.0, 6.0]] * 3
         assert calls == expected_calls
         assert {number: hidden[0, 0].item() for number, hidden in between.found.items()} == {
             number: number for number in wanted

@@ -19,7 +19,7 @@ from inflight.processors import Processors
 _OLDEST, _NEWEST = (3, 10), (3, 12)
 _LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 4 << 30, 1 << 30
 # Number of models times the shared memory of each at the start (launch.py).
-_MODELS, _SHARED_BYTES_OF_MODEL = 6, 4 << 20
+_MODELS, _SHARED_BYTES_OF_MODEL = 7, 4 << 20
 _LITTLE_SHARED_MEMORY = 256 << 20
 _ROOT = Path("/")
 _KINDS = (("bfloat16", False), ("float32", False), ("bfloat16", True))

@@ -159,11 +159,9 @@ def _rotary_table(request: Request, limits: ModelLimits) -> RotaryTable | None:
     if config is None:
         return None
     array, num_tokens = to_host_array(config.mrope_rotary_cos_sin), len(request.input_token_ids)
+    name = Name("mrope_rotary_cos_sin")
     if array.dtype != np.float32:
-        raise InvalidArgument(
-            f"mrope_rotary_cos_sin must be of float32, got {config.mrope_rotary_cos_sin.dtype}"
-        )
-    name = "mrope_rotary_cos_sin"
+        raise InvalidArgument(name, f" must be of float32, got {config.mrope_rotary_cos_sin.dtype}")
     return to_rotary_table(array, config.mrope_position_deltas, num_tokens, limits.rotary_dim, name)
 
 
