@@ -161,5 +161,6 @@ def test_the_requests_of_the_page_are_answered(vision: VisionServer) -> None:
             block = block.replace(typed, real)
         said.append(subprocess.run(["bash", "-c", block], capture_output=True, cwd=ROOT, check=True).stdout)
     by_openai, by_triton = map(json.loads, said)
-    assert by_openai["usage"]["prompt_tokens"] > 20 and by_openai["usage"]["completion_tokens"] == 20
+    usage = by_openai["usage"]  # tokens are drawn at random, and may end the answer
+    assert usage["prompt_tokens"] > 20 and 1 <= usage["completion_tokens"] <= 20
     assert by_triton["text_output"].startswith("What is this?")
