@@ -125,7 +125,7 @@ def _sizes(name: str, revision: str | None) -> dict[str, int] | None:
     revision = revision or constants.DEFAULT_REVISION
     try:
         files = HfApi().model_info(name, revision=revision, files_metadata=True).siblings or []
-    except Exception:
+    except Exception:  # as above; the sizes are only shown
         return None
     sizes = {file.rfilename: file.size or 0 for file in files}
     wanted = filter_repo_objects(sizes, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)

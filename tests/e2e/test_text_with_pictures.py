@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import tritonclient.grpc as grpc
 from PIL import Image
 
@@ -24,7 +23,7 @@ from inflight.pictures.processor import load_processor
 from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 from inflight.text.tokenizer import Tokenizer
-from tests.pictures.small_models import picture, save_model
+from tests.pictures.small_models import expected_tokens, picture, save_model
 
 from .clients import Answer, ask
 from .conftest import REPOSITORY
@@ -53,18 +52,7 @@ class VisionServer:
 
     def expected(self, text: str, *files: bytes) -> list[int]:
         """Return the greedy tokens of transformers' whole model, by its own processor."""
-        inputs = self.processor(
-            text=[text], images=[Image.open(BytesIO(file)) for file in files], return_tensors="pt"
-        )
-        with torch.inference_mode():
-            out = self.whole.generate(
-                **inputs,
-                max_new_tokens=NUM_TOKENS,
-                min_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-            )
-        return out[0, inputs["input_ids"].shape[1] :].tolist()
+        return expected_tokens(self.whole, self.processor, text, files, NUM_TOKENS)
 
     def ask(self, text: str, model: str = "ensemble", **tensors: Any) -> Answer:
         length = (

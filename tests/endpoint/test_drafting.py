@@ -12,9 +12,11 @@ import pytest
 
 from inflight.batch_manager import GptManager
 from inflight.config import SchedulingConfig
+from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.engine_description import EngineDescription
 from inflight.core.request.handle import RequestHandle
+from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.core.request.request import FloatTensor, OutputOptions, Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
@@ -208,7 +210,9 @@ def test_concurrent_requests_get_their_own_tokens(pair: Pair) -> None:
 
 
 def test_options_that_draft_rounds_cannot_support_are_refused() -> None:
-    limits = Scheduler(SchedulingConfig(), LIMITS).limits
+    limits = Scheduler(SchedulingConfig(), replace(LIMITS, hidden_size=1, rotary_dim=2)).limits
+    table = PromptTable.of(Matrix((1, 1), "float32", RawBuffer(bytes(4))))
+    rotary = RotaryTable.of(Matrix((len(PROMPT), 2), "float32", RawBuffer(bytes(8 * len(PROMPT)))), 0)
     drafted(stop_words=((3,),)).validate(limits)
     for fields, name in (
         ({"sampling": SamplingConfig(beam_width=2)}, "beam_width"),
@@ -217,6 +221,8 @@ def test_options_that_draft_rounds_cannot_support_are_refused() -> None:
         ({"output": OutputOptions(return_context_logits=True)}, "return_context_logits"),
         ({"output": OutputOptions(return_prompt_log_probs=True)}, "return_prompt_log_probs"),
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens"),
+        ({"prompt_table": table}, "prompt_embedding_table"),
+        ({"rotary_table": rotary}, "mrope_rotary_cos_sin"),
         ({"stop_words": ((3,), (1, 2))}, "words of several tokens in stop_words_list"),
     ):
         with pytest.raises(InvalidArgument, match=f"num_draft_tokens is 4: leave {name} out"):

@@ -23,6 +23,10 @@ _QWEN_VISION = {
     "patch_size": 4,
 }
 _QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+_QWEN3_5_ROPE = {
+    "head_dim": 32,
+    **rope("default", partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
+}
 OTHER_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3": {"vision_config": _CLIP, "mm_tokens_per_image": 1},
     "Gemma3n": {
@@ -157,16 +161,8 @@ MULTIMODAL: dict[str, tuple[str, str, dict[str, Any]]] = {
             **rope("default", mrope_section=[2, 2, 2], mrope_interleaved=True),
         },
     ),
-    "qwen3.5-vision": (
-        "Qwen3_5",
-        "qwen3_5_text",
-        {
-            **CASES["qwen3.5"][1],
-            "head_dim": 32,
-            **rope("default", partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True),
-        },
-    ),
-    "qwen3.5-moe-vision": ("Qwen3_5Moe", "qwen3_5_moe_text", CASES["qwen3.5-moe"][1]),
+    "qwen3.5-vision": ("Qwen3_5", "qwen3_5_text", {**CASES["qwen3.5"][1], **_QWEN3_5_ROPE}),
+    "qwen3.5-moe-vision": ("Qwen3_5Moe", "qwen3_5_moe_text", {**CASES["qwen3.5-moe"][1], **_QWEN3_5_ROPE}),
     "kimi-k2.5": ("Kimi_K25", "deepseek_v3", {**DEEPSEEK, "norm_topk_prob": True}),
     "llava": ("Llava", "llama", {"num_key_value_heads": 2}),
     "llava-next": ("LlavaNext", "mistral", {"num_key_value_heads": 2, "sliding_window": 19}),

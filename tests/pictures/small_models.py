@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -54,6 +55,7 @@ _TOWERS: dict[str, dict[str, Any]] = {
     "qwen3-vl": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
     "qwen3-vl-moe": {**_QWEN_TOWER, "deepstack_visual_indexes": [0, 1, 2]},
     "qwen3.5-vision": _QWEN_TOWER,
+    "qwen3.5-moe-vision": _QWEN_TOWER,
     "llava": {"image_size": 16, "num_hidden_layers": 2},
     "llava-onevision": _SIGLIP,
     "idefics3": _SIGLIP,
@@ -86,6 +88,7 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl": _QWEN_FILES,
     "qwen3-vl-moe": _QWEN_FILES,
     "qwen3.5-vision": _QWEN_FILES,
+    "qwen3.5-moe-vision": _QWEN_FILES,
     "llava": (
         "CLIPImageProcessor",
         {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}},
@@ -118,7 +121,12 @@ _PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 _TIED = ("qwen3-vl", "gemma4-vision", "smolvlm")  # as small published models
-_IN_ONE_FILE = ("qwen3.5-vision", "smolvlm", "gemma4-vision")  # as transformers 5 saves processors
+_IN_ONE_FILE = (
+    "qwen3.5-vision",
+    "qwen3.5-moe-vision",
+    "smolvlm",
+    "gemma4-vision",
+)  # as transformers 5 saves processors
 CASES = tuple(_PROCESSORS)
 """Names of the families."""
 
@@ -134,6 +142,19 @@ def picture(width: int, height: int, seed: int = 0, form: str = "PNG") -> bytes:
     file = BytesIO()
     Image.fromarray(pixels).save(file, form)
     return file.getvalue()
+
+
+def expected_tokens(
+    whole: Any, processor: Any, text: str, files: Sequence[bytes], num_tokens: int
+) -> list[int]:
+    """Return the greedy tokens of transformers' whole model, by its own processor."""
+    images = [Image.open(BytesIO(file)) for file in files]
+    inputs = processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+    with torch.inference_mode():
+        out = whole.generate(
+            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+        )
+    return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def save_model(folder: Path, case: str) -> Any:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from inflight.config import SpecialTokens
 from inflight.core.request.adapter import Matrix
 from inflight.errors import ConfigError, InvalidArgument
-from inflight.pictures.decode import MAX_PICTURE_BYTES, read_picture
-from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.decode import read_picture
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES, EncodedPrompt
 from inflight.pictures.encoder import PictureEncoder
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import CASES, picture, placeholder, save_model

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.request import Request
-from inflight.pictures.decode import read_picture
 from inflight.pictures.encoder import PictureEncoder
 from tests.engine.serving import config_of, load, serve
-from tests.pictures.small_models import CASES, picture, placeholder, save_model
+from tests.pictures.small_models import CASES, expected_tokens, picture, placeholder, save_model
 
 NUM_TOKENS = 12
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
-
-
-def expected_tokens(whole: Any, encoder: PictureEncoder, text: str, pictures: list[bytes]) -> list[int]:
-    """Return the greedy tokens of transformers' whole model, by its own processor."""
-    inputs = encoder._processor(
-        text=[text],
-        images=[read_picture(each, 0) for each in pictures],
-        add_special_tokens=False,
-        return_tensors="pt",
-    )
-    with torch.inference_mode():
-        out = whole.generate(
-            **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
-        )
-    return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def request_of(
@@ -64,4 +45,4 @@ def test_tokens_are_those_of_the_whole_model(case: str, tmp_path_factory: pytest
     ]
     served = serve(engine, config_of("chunked"), requests)
     for request, prompt in zip(requests, prompts, strict=True):
-        assert served.tokens(request) == expected_tokens(whole, encoder, *prompt)
+        assert served.tokens(request) == expected_tokens(whole, encoder._processor, *prompt, NUM_TOKENS)

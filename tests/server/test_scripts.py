@@ -209,3 +209,11 @@ def test_a_chat_needs_no_installation(checkout: Path):
         [checkout / "scripts" / "client", "chat"], input="", text=True, capture_output=True, timeout=60
     )
     assert (said.returncode, said.stderr) == (0, "") and not (checkout / ".venv").exists()
+
+
+def test_words_in_a_prompt_are_no_options(checkout: Path):
+    make_environment(checkout, ".venv", "serve")
+    words = "list with -h or --help, and chat with me"
+    command = [checkout / "scripts" / "client", "generate", words]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout == f".venv -m inflight client generate {words}\n"

@@ -78,12 +78,14 @@ class RotaryTables:
 
     def have_rows_in(self, batch: ScheduledBatch) -> bool:
         """Whether the batch has rows of a slot with a table."""
-        slots = (*(chunk.slot for chunk in batch.context), *batch.generation_slots) if self._tables else ()
+        if not self._tables:
+            return False
+        slots = (*(chunk.slot for chunk in batch.context), *batch.generation_slots)
         return not self._tables.keys().isdisjoint(slots)
 
     def rotations(self, slots: Sequence[int], positions: Sequence[int]) -> RowRotations | None:
         """Return the rotations of rows, given their slots and positions; None if no row's slot has a table."""
-        if self._tables.keys().isdisjoint(slots):
+        if not self._tables or self._tables.keys().isdisjoint(slots):
             return None
         of_slots, indices = np.array(slots, dtype=np.int64), np.array(positions, dtype=np.int64)
         rotary = indices.copy()

@@ -68,6 +68,16 @@ def _experts(section: ArchitectureKeys, count: str = "num_experts", gating: int 
     }
 
 
+def _grouped_experts(section: ArchitectureKeys, gating: int) -> Json:
+    """Return the keys of experts that are chosen in groups and scaled, as DeepSeek V3's."""
+    return {
+        **_experts(section, "n_routed_experts", gating),
+        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
+        "n_group": section.size_or_none("expert_group_count") or 1,
+        "topk_group": section.size_or_none("expert_group_used_count") or 1,
+    }
+
+
 def _shared_width(section: ArchitectureKeys) -> int:
     """Return the width of the MLP that all tokens use beside their experts."""
     section.size_or_none("expert_shared_feed_forward_length")  # some files state another width
@@ -331,13 +341,10 @@ def _nemotron_h(section: ArchitectureKeys) -> Json:
 def _nemotron_experts(section: ArchitectureKeys) -> Json:
     section.expect("expert_shared_count", None, 1)
     return {
-        **_experts(section, "n_routed_experts", _SIGMOID),
+        **_grouped_experts(section, _SIGMOID),
         "moe_shared_expert_intermediate_size": _shared_width(section),
         "moe_latent_size": section.size_or_none("moe_latent_size"),
         "norm_topk_prob": section.boolean("expert_weights_norm", True),
-        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
-        "n_group": section.size_or_none("expert_group_count") or 1,
-        "topk_group": section.size_or_none("expert_group_used_count") or 1,
     }
 
 
@@ -404,15 +411,11 @@ def _glm4(section: ArchitectureKeys) -> Json:
 
 def _routed_experts(section: ArchitectureKeys, gating: int) -> Json:
     """Return the keys of DeepSeek's experts."""
-    found = {
-        **_experts(section, "n_routed_experts", gating),
+    return {
+        **_grouped_experts(section, gating),
         "n_shared_experts": section.size("expert_shared_count"),
         "first_k_dense_replace": section.count("leading_dense_block_count"),
-        "routed_scaling_factor": section.number_or_none("expert_weights_scale") or 1.0,
-        "n_group": section.size_or_none("expert_group_count") or 1,
-        "topk_group": section.size_or_none("expert_group_used_count") or 1,
     }
-    return found
 
 
 def _glm4_moe(section: ArchitectureKeys) -> Json:

@@ -21,7 +21,7 @@ _RENAMED = (
     (re.compile(r"\.router\.scale$"), ".router.proj.scale"),
 )
 """Changes that llama.cpp's converter makes to names before it looks them up."""
-_OTHERWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {
+_SPLIT: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "linear_attn.in_proj_qkvz": (("attn_qkv", "attn_gate"),),
     "self_attn.kv_b_proj": (("attn_kv_b",), ("attn_k_b", "attn_v_b")),
     "shared_mlp.input_linear": (("ffn_gate_shexp", "ffn_up_shexp"), ("ffn_gate", "ffn_up")),
@@ -73,7 +73,7 @@ class TensorNames:
                 else ()
             )
         found = _OF_LAYER.search(name)
-        for parts in _OTHERWISE.get(found[2], ()) if found else ():
+        for parts in _SPLIT.get(found[2], ()) if found else ():
             stored = [f"blk.{found[1]}.{part}.weight" for part in parts] if found else []
             if all(each in self._stored for each in stored):
                 return tuple(map(StoredPart, stored))

@@ -103,7 +103,7 @@ class _MappedGguf:
         return self.header.tensors[part.name].type
 
     def shape(self, part: StoredPart) -> tuple[int, ...]:
-        """Return a part's dimensions."""
+        """Return the dimensions of a part, such as (rows, columns), in the order of Hugging Face checkpoints."""
         shape = self.header.tensors[part.name].shape
         shape = shape if part.index is None else shape[1:]
         return shape if part.half is None else (shape[0] // 2, *shape[1:])
@@ -249,7 +249,8 @@ class _Source:
         )
 
     def numbers(self) -> Tensor:
-        """Return the checkpoint's numbers."""
+        """Return the tensor as a Hugging Face checkpoint has it; float32 if the file's tensors are quantized or of
+        several dtypes."""
         parts = [self._file.numbers(part) for part in self._parts]
         if len({part.dtype for part in parts}) > 1:
             parts = [part.float() for part in parts]

@@ -188,6 +188,7 @@ def _refuse_uncarried(request: Request) -> None:
     uncarried = {
         "draft logits": request.draft is not None and request.draft.logits is not None,
         "a prompt table": request.prompt_table is not None,
+        "a rotary table": request.rotary_table is not None,
         "extra ids of a prompt": bool(request.identity.extra_ids),
         "the weights of an adapter": request.lora is not None and request.lora.weights is not None,
         "an adapter's folder": request.lora is not None and bool(request.lora.path),

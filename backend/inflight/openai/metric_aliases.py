@@ -42,7 +42,7 @@ Read = Callable[[_EngineMetrics], Mapping[Labels, float]]
 
 @dataclass(frozen=True, slots=True)
 class _VllmMetric:
-    """One metric of vLLM.
+    """How a metric that vLLM exports is computed from the metrics of this server.
 
     Attributes:
         name: Name without the prefix `vllm:`.

@@ -39,7 +39,7 @@ class ChatPictures:
         self._reading = asyncio.Semaphore(_MAX_DOWNLOADS)
 
     async def encode(self, text: str, urls: Sequence[PictureUrl], vocab_size: int) -> EncodedPrompt:
-        """Return the encoded prompt.
+        """Read a chat's pictures from their URLs, and return the prompt in which they are encoded.
 
         Args:
             text: The rendered chat, with a placeholder for each picture.

@@ -16,6 +16,7 @@ from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.adapter import LoraRequest
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
 from inflight.core.request.guide import Guide
+from inflight.core.request.prompt_table import TABLE_TENSORS
 from inflight.core.request.request import OutputOptions, Request
 from inflight.core.request.sampling_config import CONTROLS, SamplingConfig
 from inflight.errors import InvalidArgument, Unsupported
@@ -77,16 +78,13 @@ class BodySettings:
             "num_top_log_probs": "top_logprobs" if is_chat else "logprobs",
             "guided_decoding_guide": guide,
             "guided_decoding_guide_type": guide,
+            **dict.fromkeys(TABLE_TENSORS, "messages"),  # made from pictures
         }
 
 
 def choose_seed(body: SamplingBody) -> int:
     """Return the body's seed as an unsigned 64-bit number; a random one if the body has none."""
     return secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
-
-
-_TABLES = ("prompt_embedding_table", "mrope_rotary_cos_sin")
-"""Tensors that stand for pictures."""
 
 
 def make_prompt(
@@ -125,9 +123,7 @@ def make_prompt(
         bad_words=tuple(word for text in body.bad_words if text for word in encoder.spellings(text)),
         prompt_lookup_num_tokens=body.prompt_lookup_num_tokens,
         logits_post_processor_name=body.logits_post_processor_name,
-        identity=PrefixIdentity(
-            _number_of(body.cache_salt) if body.cache_salt else 0, encoded.extra_ids if encoded else ()
-        ),
+        identity=_identity(body, encoded),
         priority=_priority(body.priority),
         client_id=_number_of(user) if (user := body.safety_identifier or body.user) else 0,
         guide=asked.guide,
@@ -138,8 +134,7 @@ def make_prompt(
     try:
         request.validate(limits)
     except (InvalidArgument, Unsupported) as error:
-        of_pictures = dict.fromkeys(_TABLES, "messages") if encoded else {}
-        raise in_fields(error, of_pictures | dict(asked.fields)) from None
+        raise in_fields(error, asked.fields) from None
     return Prompt(
         request,
         ReplyOptions(
@@ -152,6 +147,11 @@ def make_prompt(
             vocab_size=limits.vocab_size,
         ),
     )
+
+
+def _identity(body: SamplingBody, encoded: EncodedPrompt | None) -> PrefixIdentity:
+    salt = _number_of(body.cache_salt) if body.cache_salt else 0
+    return PrefixIdentity(salt, encoded.extra_ids if encoded else ())
 
 
 def _stop_words(stop_strings: Sequence[str], encoder: TextEncoder) -> tuple[tuple[int, ...], ...]:

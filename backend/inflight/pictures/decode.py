@@ -8,9 +8,7 @@ from io import BytesIO
 from PIL import Image, ImageOps
 
 from inflight.errors import InvalidArgument, Name, without_places
-
-MAX_PICTURE_BYTES = 32 << 20
-"""Maximum size of a picture's file."""
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of pictures, by PIL's names. PIL's other decoders are not used: some of them run other programs."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 
+MAX_PICTURE_BYTES = 32 << 20
+"""Maximum size of a picture's file."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:

@@ -90,7 +90,7 @@ class PictureEncoder:
         vocab_size: int,
         special_tokens: SpecialTokens | None = None,
     ) -> EncodedPrompt:
-        """Encode a prompt.
+        """Return a prompt as token ids, in which virtual ids stand for the rows of its encoded pictures.
 
         Args:
             text: The prompt, with a placeholder for each picture.

@@ -45,7 +45,7 @@ class Encoder(Protocol):
         vocab_size: int,
         special_tokens: SpecialTokens | None,
     ) -> EncodedPrompt:
-        """Encode a prompt."""
+        """Encode a prompt's pictures and tokenize its text (`PictureEncoder.encode`). Called on one thread."""
         ...
 
     def stats(self) -> PictureStats:

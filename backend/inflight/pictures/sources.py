@@ -25,9 +25,8 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 
 from inflight.errors import InvalidArgument, Name
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES
 
-MAX_BYTES = 32 << 20
-"""Largest file of a picture, in bytes."""
 TIMEOUT_S = 10.0
 """Largest time for a download, from the resolution of the host's name to the last byte."""
 
@@ -83,7 +82,7 @@ class SourceRules:
 
     domains: tuple[str, ...] = ()
     folder: Path | None = None
-    max_bytes: int = MAX_BYTES
+    max_bytes: int = MAX_PICTURE_BYTES
     timeout_s: float = TIMEOUT_S
     is_allowed_address: Callable[[IpAddress], bool] = is_public
 

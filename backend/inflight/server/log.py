@@ -202,7 +202,7 @@ class CollapsingHandler(logging.StreamHandler[TextIO]):
             for text in self._repeats.add(f"{self.format(record)}\n"):
                 self.stream.write(text)
             self.flush()
-        except Exception:
+        except Exception:  # as in all of logging's handlers: a failed line must not end what it reports
             self.handleError(record)
 
 

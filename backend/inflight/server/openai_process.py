@@ -39,7 +39,7 @@ class OpenAiProcess(KeptProcess):
 
     @property
     def url(self) -> str:
-        """URL of the endpoint."""
+        """The URL at which clients reach the endpoint, without the path /v1."""
         scheme = "http" if self._options.tls_certificate is None else "https"
         return f"{scheme}://{self._options.host}:{self._options.port}"
 

@@ -234,19 +234,6 @@ _DRAFTS = (
         (),
         "accept a draft token if p_target / p_draft is at least this",
     ),
-    TensorSpec(
-        "mrope_rotary_cos_sin",
-        "FP32",
-        (-1,),
-        "cosine and sine of each rotated pair of dimensions, for each prompt token: rotary positions of a prompt "
-        "with pictures, for models with multimodal rotary embedding",
-    ),
-    TensorSpec(
-        "mrope_position_deltas",
-        "INT64",
-        (1,),
-        "with mrope_rotary_cos_sin: number added to the position of each generated token",
-    ),
     TensorSpec("lookahead_window_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
     TensorSpec("lookahead_ngram_size", "INT32", (1,), "parameter of lookahead decoding", neutral=_ZERO),
     TensorSpec(
@@ -262,6 +249,30 @@ _DRAFTS = (
         "use_draft_logits", "BOOL", "accept draft tokens by rejection sampling with the draft model's logits"
     ),
     _llmapi("sampling_param_best_of", "INT32", "number of sequences to choose the best from", _values(0, 1)),
+)
+
+_PICTURES = (
+    _both(
+        "image_bytes_input",
+        "UINT8",
+        "[pictures, height, width, 3]: RGB pixels of pictures of text_input",
+        (-1, -1, -1, -1),
+    ),
+    _both("image_url_input", "BYTES", "data: URL of a picture of text_input"),
+    _llmapi("image_url", "BYTES", "data: URLs of pictures of text_input", dims=(-1,)),
+    TensorSpec(
+        "mrope_rotary_cos_sin",
+        "FP32",
+        (-1,),
+        "cosine and sine of each rotated pair of dimensions, for each prompt token: rotary positions of a prompt "
+        "with pictures, for models with multimodal rotary embedding",
+    ),
+    TensorSpec(
+        "mrope_position_deltas",
+        "INT64",
+        (1,),
+        "with mrope_rotary_cos_sin: number added to the position of each generated token",
+    ),
 )
 
 _OTHER_MODELS = (
@@ -300,14 +311,6 @@ _OTHER_MODELS = (
         "context_phase_params", "UINT8", (-1,), "state of a request whose context another server computed"
     ),
     _text_only("image_input", "FP16", "pixel values of images", EMPTY, (-1, 3, -1, -1)),
-    _both(
-        "image_bytes_input",
-        "UINT8",
-        "[pictures, height, width, 3]: RGB pixels of pictures of text_input",
-        (-1, -1, -1, -1),
-    ),
-    _both("image_url_input", "BYTES", "data: URL of a picture of text_input"),
-    _llmapi("image_url", "BYTES", "data: URLs of pictures of text_input", dims=(-1,)),
     _text_only("video_bytes_input", "UINT8", "frames of a video", EMPTY, (-1, -1, -1, -1)),
 )
 
@@ -370,6 +373,7 @@ INPUTS = TensorTable(
     + _SAMPLING
     + _WANTED
     + _ADAPTERS
+    + _PICTURES
     + _DRAFTS
     + _GUIDES
     + _POST_PROCESSORS

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.config import SpecialTokens
-from inflight.errors import InvalidArgument, Name
+from inflight.errors import InvalidArgument, Name, RequestError
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.pictures.sources import read_data_url
 from inflight.tensors.reader import TensorReader
@@ -36,12 +36,21 @@ class SentPictures:
     """The pictures of one prompt.
 
     Attributes:
-        name: Main name of the tensor that they came in.
+        name: The client's name of the tensor that they came in.
         files: Each picture's file.
     """
 
-    name: str
+    name: Name
     files: tuple[bytes, ...]
+
+    def encode(
+        self, encoder: BlockingEncoder, text: str, vocab_size: int, special_tokens: SpecialTokens
+    ) -> EncodedPrompt:
+        """Return the prompt with its pictures (`BlockingEncoder.encode`); errors have the client's name."""
+        try:
+            return encoder.encode(text, self.files, vocab_size, special_tokens)
+        except RequestError as error:
+            raise error.with_names(lambda each: each.replace("pictures", self.name)) from None
 
 
 def has_pictures(reader: TensorReader) -> bool:
@@ -69,8 +78,8 @@ def read_pictures(
     if others:
         raise InvalidArgument("got both ", first, " and ", others[0], ": send the pictures in one of them")
     if names[0] == pixels:
-        return SentPictures(pixels, _files_of_pixels(reader, pixels))
-    return SentPictures(names[0], tuple(read_data_url(url, first) for url in _urls(reader, names[0])))
+        return SentPictures(first, _files_of_pixels(reader, pixels))
+    return SentPictures(first, tuple(read_data_url(url, first) for url in _urls(reader, names[0])))
 
 
 def _sent_names(reader: TensorReader, pixels: str, urls: Sequence[str]) -> list[str]:

@@ -15,9 +15,9 @@ from typing import TypeVar
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.request.drafted import DraftedRequest
 from inflight.core.request.engine_description import EngineDescription, ModelLimits
-from inflight.core.request.prompt_table import PromptTable, RotaryTable
+from inflight.core.request.prompt_table import TABLE_TENSORS, PromptTable, RotaryTable
 from inflight.core.request.request import Request
-from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.prompt import Prompt, ReplyOptions, engine_streams
 from inflight.tensors.kv_cache import read_identity, read_retention
@@ -38,9 +38,6 @@ NO_ID = -1
 _DEFAULT_PRIORITY = 0.5
 
 _TEXT_LISTS = ("stop_words", "bad_words", "embedding_bias_words")
-
-_TABLES = ("prompt_embedding_table", "mrope_rotary_cos_sin")
-"""Tensors that stand for pictures."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -166,25 +163,21 @@ class _PromptReader:
         reader, context = self._reader, self._context
         if (sent := read_pictures(reader)) is None:
             return None
-        name = Name(reader.shown_name(sent.name))
         if text is None:
             raise InvalidArgument(
-                name, " needs ", Name(reader.shown_name("text_input")), ", which is missing"
+                sent.name, " needs ", Name(reader.shown_name("text_input")), ", which is missing"
             )
-        for other in _TABLES:
+        for other in TABLE_TENSORS:
             if reader.array(other) is not None:
-                raise InvalidArgument("got both ", name, " and ", Name(other), ": send one of them")
+                raise InvalidArgument("got both ", sent.name, " and ", Name(other), ": send one of them")
         if context.pictures is None:
-            raise Unsupported(name, " is not available: nothing encodes pictures here")
-        self._picture_name = name
+            raise Unsupported(sent.name, " is not available: nothing encodes pictures here")
+        self._picture_name = sent.name
         vocab_size, special_tokens = context.description.limits.vocab_size, context.encoder.special_tokens
-        try:
-            return context.pictures.encode(text, sent.files, vocab_size, special_tokens)
-        except RequestError as error:
-            raise error.with_names(lambda each: each.replace("pictures", name)) from None
+        return sent.encode(context.pictures, text, vocab_size, special_tokens)
 
     def prompt(self, prompt_text: str | None, encoded: EncodedPrompt | Sequence[int] | None) -> Prompt:
-        """Return the Prompt.
+        """Return the request for the engine, validated, with the options of its reply.
 
         Args:
             prompt_text: The prompt's text; None if the client sent ids.
@@ -354,7 +347,7 @@ class _PromptReader:
         except InvalidArgument as error:
             shown = {"input_ids": "text_input"} if is_text else {}
             if self._picture_name:
-                shown |= dict.fromkeys(_TABLES, self._picture_name)
+                shown |= dict.fromkeys(TABLE_TENSORS, self._picture_name)
             raise error.with_names(lambda name: shown.get(name) or self._reader.shown_name(name)) from None
 
 

@@ -1,9 +1,8 @@
 """A serving model between Triton and an engine client: admits requests, and shuts down in order.
 
-Owns the threads of one model instance that send responses, detect cancellations, and tokenize long texts
-and have pictures encoded.
-Does not know where the engine runs. `execute` runs on Triton's thread, never blocks and never raises. An
-invalid request is answered with an error and does not affect other requests.
+Owns the threads of one model instance that send responses, detect cancellations, and convert requests with long
+texts or pictures. Does not know where the engine runs. `execute` runs on Triton's thread, never blocks and never
+raises. An invalid request is answered with an error and does not affect other requests.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ class DraftedRequest(Request):
             "logits_post_processor_name": bool(self.logits_post_processor_name),
             "lora_task_id and lora_name": self.lora is not None,
             "prompt_embedding_table": self.prompt_table is not None,
+            "mrope_rotary_cos_sin": self.rotary_table is not None,
             "return_context_logits": self.output.return_context_logits,
             "return_prompt_log_probs": self.output.return_prompt_log_probs,
             "context outputs": self.output.wants_context,

@@ -8,6 +8,9 @@ from hashlib import blake2b
 from inflight.core.request.adapter import Matrix
 from inflight.errors import InvalidArgument, Name, Unsupported
 
+TABLE_TENSORS = ("prompt_embedding_table", "mrope_rotary_cos_sin")
+"""Names of the tensors of `PromptTable.rows` and `RotaryTable.cos_sin`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
@@ -38,7 +41,7 @@ class PromptTable:
 
     @property
     def num_rows(self) -> int:
-        """Number of virtual tokens."""
+        """Number of rows, each of which is the embedding of one virtual token."""
         return self.rows.shape[0]
 
     def validate(self, hidden_size: int, num_added_layers: int = 0) -> None:

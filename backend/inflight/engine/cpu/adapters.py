@@ -130,7 +130,7 @@ class PackedAdapter:
 
     @property
     def address(self) -> int:
-        """Address of the struct."""
+        """Address in memory of `struct`, as the compiled code takes adapters."""
         return ctypes.addressof(self.struct)
 
 

@@ -36,7 +36,6 @@ _OTHER_PARTS = (
     "vision_tower.",
     "vision_model.",
     "connector.",
-    "vision_model.",
     "visual.",
     "multi_modal_projector.",
     "embed_vision.",

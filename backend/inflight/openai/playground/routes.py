@@ -18,7 +18,7 @@ from fastapi.responses import HTMLResponse
 from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.playground.activity import Activity
-from inflight.pictures.sources import MAX_BYTES
+from inflight.pictures.encoded_prompt import MAX_PICTURE_BYTES
 
 _PARTS = Path(__file__).parent / "page"
 # The scripts, in the order in which they are joined to one. The last one starts the page.
@@ -67,7 +67,7 @@ async def get_model(request: Request) -> dict[str, bool | str | int]:
     except ApiError as error:
         return {"has_chat_template": False, "reason": str(error), "max_picture_bytes": 0}
     # A body has pictures in base64, with a message around them.
-    most = min(MAX_BYTES, context.model.options.max_body_bytes * 7 // 10) if takes_pictures else 0
+    most = min(MAX_PICTURE_BYTES, context.model.options.max_body_bytes * 7 // 10) if takes_pictures else 0
     return {"has_chat_template": True, "reason": "", "max_picture_bytes": most}
 
 

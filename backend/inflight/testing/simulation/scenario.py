@@ -31,7 +31,7 @@ def time_of_answer(iteration: int) -> int:
 
 @dataclass(frozen=True)
 class Breakdowns:
-    """Failures of the device.
+    """The failures that the simulated device reports in a run, planned before it starts.
 
     Attributes:
         transient: Iterations whose batch fails regardless of its rows.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inflight.config import Role, SpecialTokens
 from inflight.core.request.adapter import Matrix
-from inflight.errors import InvalidArgument, Name, RequestError, Unsupported
+from inflight.errors import InvalidArgument, Name, Unsupported
 from inflight.tensors.pictures import BlockingEncoder, read_pictures
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.text_model_tables import ENCODERS_INPUTS, ENCODERS_OUTPUTS
@@ -52,12 +52,8 @@ class MultimodalEncoders(TextModel):
             raise InvalidArgument(
                 "a value is required for ", Name(_PIXELS), ", or ", Name(_URLS), ": it is missing or empty"
             )
-        name = sent.name
-        try:
-            # Virtual ids are not needed, so that they may begin anywhere.
-            prompt = self.pictures.encode("", sent.files, 0, SpecialTokens.LEFT_OUT)
-        except RequestError as error:
-            raise error.with_names(lambda each: each.replace("pictures", name)) from None
+        # Virtual ids are not needed, so that they may begin anywhere.
+        prompt = sent.encode(self.pictures, "", 0, SpecialTokens.LEFT_OUT)
         return _to_array(prompt.table.rows)
 
 

@@ -48,7 +48,10 @@ _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
 
 
 class TextModel(ABC):
-    """Base class of both and of `multimodal_encoders`. Each request gets one response, whatever others are."""
+    """Base class of `preprocessing`, `postprocessing` and `multimodal_encoders`.
+
+    Each request gets one response; an invalid one does not affect the others.
+    """
 
     role: Role
     inputs: TensorTable
