@@ -78,13 +78,16 @@ class BodySettings:
             "num_top_log_probs": "top_logprobs" if is_chat else "logprobs",
             "guided_decoding_guide": guide,
             "guided_decoding_guide_type": guide,
-            **dict.fromkeys(TABLE_TENSORS, "messages"),  # made from pictures
         }
 
 
 def choose_seed(body: SamplingBody) -> int:
     """Return the body's seed as an unsigned 64-bit number; a random one if the body has none."""
     return secrets.randbits(64) if body.seed is None else body.seed % (1 << 64)
+
+
+_OF_PICTURES = dict.fromkeys(TABLE_TENSORS, "messages")
+"""The fields of the tensors that are made from pictures."""
 
 
 def make_prompt(
@@ -134,7 +137,7 @@ def make_prompt(
     try:
         request.validate(limits)
     except (InvalidArgument, Unsupported) as error:
-        raise in_fields(error, asked.fields) from None
+        raise in_fields(error, asked.fields | (_OF_PICTURES if encoded else {})) from None
     return Prompt(
         request,
         ReplyOptions(

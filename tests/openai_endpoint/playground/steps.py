@@ -30,6 +30,11 @@ def say(page: Page, text: str) -> None:
     wait_for_end(page)
 
 
+def wait_for_models(page: Page) -> None:
+    """Wait until the list of models is loaded; requests that are sent before name no model."""
+    expect(page.locator("#model")).not_to_have_value("")
+
+
 def wait_for_end(page: Page) -> None:
     """Wait until no request is running."""
     page.wait_for_selector("#send:visible")

@@ -23,6 +23,7 @@ from tests.openai_endpoint.playground.steps import (
     setting,
     texts,
     wait_for_end,
+    wait_for_models,
 )
 
 PROMPT = "def read_lines(path):\n    return"
@@ -101,6 +102,7 @@ def test_activity_is_shown_and_escape_stops_the_request(open_page, playground_ur
 
 def test_a_chat_has_a_history_that_can_be_edited_and_generated_again(open_page, api) -> None:
     page = open_page()
+    wait_for_models(page)
     bodies = []
     is_chat = re.compile("/v1/chat/completions$").search
     page.on("request", lambda request: is_chat(request.url) and bodies.append(request.post_data_json))

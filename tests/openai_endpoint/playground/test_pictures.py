@@ -12,7 +12,14 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from inflight.openai.protocol import ChatBody
-from tests.openai_endpoint.playground.steps import CHAT, COMPLETION, say, sent_bodies, wait_for_end
+from tests.openai_endpoint.playground.steps import (
+    CHAT,
+    COMPLETION,
+    say,
+    sent_bodies,
+    wait_for_end,
+    wait_for_models,
+)
 
 
 def png(grey: int = 128) -> bytes:
@@ -100,12 +107,14 @@ def test_pictures_are_chosen_pasted_and_dropped_and_sent_before_the_text(page: P
 
 def test_a_picture_alone_can_be_sent_and_is_kept(page: Page) -> None:
     bodies = sent_bodies(page, CHAT)
+    wait_for_models(page)
     choose(page, png())
     expect(drafts(page)).to_have_count(1)
     page.press("#input", "Enter")
     wait_for_end(page)
     assert bodies[-1]["messages"] == [{"role": "user", "content": [part(png())]}]
     page.reload()
+    wait_for_models(page)
     expect(page.locator(".user .pictures img")).to_have_attribute("src", url_of(png()))
     page.get_by_role("button", name="Generate again").click()
     wait_for_end(page)
