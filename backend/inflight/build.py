@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from inflight.batch_manager import GptManager
     from inflight.batch_manager.instruments import Instruments
     from inflight.batch_manager.watchdog import Watchdog
+    from inflight.block_store import HostBlockStore
     from inflight.config import Parameters
     from inflight.core.ports import (
         GetInferenceRequestsCallback,
@@ -76,6 +77,7 @@ class RunningEngine:
     _adapters: AdapterCommands | None = None
     _receipts: EngineReceipts | None = None
     _debug_tensors: DebugTensors | None = None
+    _block_store: HostBlockStore | None = None
     _endpoint: EndpointServer | None = None
     _closing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -112,6 +114,8 @@ class RunningEngine:
             try:
                 self.client.drain(timeout_s, "the model is being unloaded")
                 has_ended = self._manager.shutdown(_LOOP_END_S)
+                if self._block_store is not None:
+                    self._block_store.close()
                 if has_ended:
                     self._release()
                 return has_ended
@@ -240,6 +244,10 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
+    block_store = _make_block_store(parameters, model, rank_context, lambda: manager.notify())
+    parameters = replace(
+        parameters, scheduler=replace(parameters.scheduler, has_block_store=block_store is not None)
+    )
     scheduler = Scheduler(parameters.scheduler, limits)
     instruments = _make_instruments(parameters, limits, return_metrics, on_hang)
     adapters = make_adapters(parameters, model, lambda: manager.notify())
@@ -266,9 +274,60 @@ def start_engine(
         wait_until_sent=_wait_until_sent(client, limits.takes_all_processors, rank_context),
         guides=guides,
         adapters=None if adapters is None else adapters.cache,
+        block_store=block_store,
     )
     release = _release_once(model, rank_context)
-    return RunningEngine(client, manager, release, guides, adapters, receipts, model.debug_tensors)
+    return RunningEngine(
+        client, manager, release, guides, adapters, receipts, model.debug_tensors, block_store
+    )
+
+
+def _make_block_store(
+    parameters: Parameters, model: LoadedModel, rank_context: RankContext | None, notify: Callable[[], None]
+) -> HostBlockStore | None:
+    """Return the store of KV blocks in host memory and files; None if the parameters ask for neither.
+
+    Raises ConfigError if the engine cannot save blocks, or the folder cannot be used.
+    """
+    folder, memory = parameters.kv_cache_dir, model.block_memory
+    # On a CPU this memory is part of the cache itself.
+    is_on_host = memory is not None and memory.is_on_host
+    host_bytes = 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
+    if folder is None and not host_bytes:
+        return None
+    name = "kv_cache_host_memory_bytes" if folder is None else "kv_cache_dir"
+    obstacle = _why_blocks_are_not_saved(parameters, model, rank_context)
+    if obstacle or memory is None:
+        raise ConfigError(f"{name} is given, but {obstacle or 'this engine does not save KV blocks'}")
+    from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
+    from inflight.receipts.engine_part import given_parameters, model_folders, versions
+
+    files = None
+    if folder is not None:
+        settings = versions() | given_parameters(parameters) | asdict(model.code)
+        settings |= {"dtype": model.dtype, "block_bytes": memory.block_bytes}
+        identity = cache_identity(model_folders(parameters, native(model.model_path)), settings)
+        files = BlockFiles(
+            Path(native(folder)),
+            identity,
+            memory.block_bytes,
+            parameters.kv_cache_disk_bytes,
+            parameters.kv_cache_max_age_s,
+        )
+    return HostBlockStore(memory, model.engine.limits.tokens_per_block, notify, host_bytes, files)
+
+
+def _why_blocks_are_not_saved(
+    parameters: Parameters, model: LoadedModel, rank_context: RankContext | None
+) -> str:
+    """Return the reason why KV blocks cannot be saved outside of the device; "": they can."""
+    if rank_context is not None:
+        return "KV blocks are saved with a single rank only"
+    if not parameters.scheduler.enable_kv_cache_reuse:
+        return "enable_kv_cache_reuse is false, so no request would find a saved block"
+    if model.engine.limits.has_state:
+        return "this model has recurrent states, without which its KV blocks cannot be used again"
+    return ""
 
 
 def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:

@@ -136,6 +136,7 @@ class SchedulingConfig:
             deadline or an event; more sequences end in later iterations. Sequences of one request end
             together.
         kv_event_buffer_size: Number of KV cache events kept until they are fetched; 0: no events are made.
+        has_block_store: Whether KV blocks are saved in host memory or files.
     """
 
     policy: CapacityPolicy = parameter(
@@ -153,6 +154,12 @@ class SchedulingConfig:
         "which split prompts get the remaining tokens of an iteration",
     )
     enable_kv_cache_reuse: bool = parameter(True, BOOLEAN, "share KV blocks of equal prefixes")
+    kv_cache_onboard_blocks: bool = parameter(
+        True, BOOLEAN, "copy saved KV blocks back into the cache; false: they are only saved"
+    )
+    secondary_offload_min_priority: int = parameter(
+        30, integer(0), "KV blocks of lower retention priority are not saved in host memory or files"
+    )
     max_num_tokens: int = parameter(8192, integer(1), "maximum number of tokens in one iteration")
     max_queue_size: int = parameter(
         0,
@@ -170,6 +177,7 @@ class SchedulingConfig:
     max_num_requests: int = -1
     sequences_per_iteration: int = SEQUENCES_PER_ITERATION
     kv_event_buffer_size: int = 0
+    has_block_store: bool = False
 
     def validate(self, max_num_sequences: int, tokens_per_block: int) -> None:
         """Raise ConfigError if these settings cannot work with that many slots and that block size."""
@@ -290,6 +298,11 @@ class EngineConfig:
     )
     max_tokens_in_paged_kv_cache: int | None = parameter(
         None, integer(1), "size of the KV cache in tokens; default: by the fraction of free memory"
+    )
+    kv_cache_host_memory_bytes: int = parameter(
+        0,
+        integer(0),
+        "host memory for KV blocks that the GPU's cache has no room for; on a CPU it is added to the cache",
     )
     recurrent_state_snapshots: int | None = parameter(
         None,
@@ -412,6 +425,21 @@ class Parameters:
         TEXT,
         "file whose bytes are the key with which receipts are signed; default: receipts are not signed",
         behind="default_end_ids",
+    )
+    kv_cache_dir: str | None = parameter(
+        None,
+        TEXT,
+        "folder in which KV blocks are saved, to be found again after a restart; default: they are not saved",
+        behind="receipt_key_file",
+    )
+    kv_cache_disk_bytes: int = parameter(
+        10 << 30, integer(1), "maximum size of the files in kv_cache_dir", behind="kv_cache_dir"
+    )
+    kv_cache_max_age_s: int = parameter(
+        7 * 24 * 3600,
+        integer(1),
+        "files in kv_cache_dir that were not used for so many seconds are removed",
+        behind="kv_cache_disk_bytes",
     )
     cancellation_check_period_ms: int = parameter(
         20, integer(1), "how often each request is checked for cancellation", _MODELS

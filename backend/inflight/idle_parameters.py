@@ -92,8 +92,6 @@ UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_encoders_name", TEXT, "model that encodes images", roles=frozenset({Role.BLS})),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
-    _unbuilt("kv_cache_host_memory_bytes", integer(0), "KV blocks offloaded to host memory", 0),
-    _unbuilt("kv_cache_onboard_blocks", BOOLEAN, "copy offloaded blocks back", True, False),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),
     _unbuilt("recv_poll_period_ms", integer(0), "interval at which the leader polls", 0),
     _unbuilt("participant_ids", TEXT, "MPI ranks"),

@@ -30,6 +30,7 @@ from inflight.ranks.topology import Mapping
 if TYPE_CHECKING:
     import torch
 
+    from inflight.block_store import BlockMemory
     from inflight.checkpoint_config import ConfigFile
     from inflight.config import EngineConfig, Parameters
     from inflight.core.ports import Engine
@@ -77,6 +78,7 @@ class LoadedModel:
         debug_tensors: The engine's debug tensors if it records any; with several ranks, this rank's.
         grammars: The grammars of guides, on rank 0 and on the rank that samples; None without a tokenizer.
         code: The code that computes the layers.
+        block_memory: The blocks of the KV cache as bytes; None if they cannot be read and written.
     """
 
     engine: Engine
@@ -87,6 +89,7 @@ class LoadedModel:
     debug_tensors: DebugTensors | None = None
     grammars: Grammars | None = None
     code: LayerCode = field(default_factory=LayerCode)
+    block_memory: BlockMemory | None = None
 
 
 MakeGrammars = Callable[[int], "Grammars | None"]
@@ -287,6 +290,7 @@ def _load_whole(
         debug_tensors=engine.runner.debug_tensors,
         grammars=make_grammars(engine.limits.vocab_size),
         code=_code_of(engine.runner),
+        block_memory=engine.runner.cache.as_bytes(),
     )
 
 

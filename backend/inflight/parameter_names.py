@@ -60,6 +60,11 @@ OTHER_NAMES: Mapping[str, OtherNames] = {
     "kv_cache_free_gpu_mem_fraction": _of_backend(
         "", "--gpu-memory-utilization", "kv_cache_config.free_gpu_memory_fraction"
     ),
+    "kv_cache_host_memory_bytes": _of_backend("", "--kv-offloading-size", "kv_cache_config.host_cache_size"),
+    "kv_cache_onboard_blocks": _of_backend("", "", "kv_cache_config.onboard_blocks"),
+    "secondary_offload_min_priority": OtherNames("", "", "kv_cache_config.secondary_offload_min_priority"),
+    "kv_cache_dir": OtherNames("--kv-cache-dir"),
+    "kv_cache_disk_bytes": OtherNames("--kv-cache-disk"),
     "kv_cache_free_cpu_mem_fraction": OtherNames("", "VLLM_CPU_KVCACHE_SPACE"),
     "exclude_input_in_output": _of_backend(),
     "cancellation_check_period_ms": _of_backend(),

@@ -79,7 +79,7 @@ def why(scheduler: Scheduler) -> dict[int, str]:
 def test_other_requests_run_while_an_adapter_is_fetched():
     scheduler = make_scheduler(num_adapter_pages=4)
     accept(scheduler, adapted(1), make_request(2))
-    assert not scheduler.only_holds
+    assert not scheduler.can_only_wait
     batch = scheduler.schedule()
     assert started(batch) == [2] and batch.starts[0].adapter == -1 and not batch.adapter_loads
     assert why(scheduler) == {1: "its adapter 1 (lora_task_id) is being fetched"}
@@ -95,10 +95,10 @@ def test_a_request_may_wait_for_a_guide_and_an_adapter():
     for first in ("guide", "adapter"):
         scheduler = make_scheduler(num_adapter_pages=4)
         accept(scheduler, adapted(1, guide=Guide(GuideKind.REGEX, "a+")))
-        assert "guide" in why(scheduler)[1] and "adapter" in why(scheduler)[1] and scheduler.only_holds
+        assert "guide" in why(scheduler)[1] and "adapter" in why(scheduler)[1] and scheduler.can_only_wait
         events = {"guides": [GuideEvent(1)]} if first == "guide" else {"adapters": ready((1, make_adapter()))}
         accept(scheduler, **events)
-        assert scheduler.only_holds and first not in why(scheduler)[1] and scheduler.schedule() is None
+        assert scheduler.can_only_wait and first not in why(scheduler)[1] and scheduler.schedule() is None
         others = {"adapters": ready((1, make_adapter()))} if first == "guide" else {"guides": [GuideEvent(1)]}
         accept(scheduler, **others)
         assert started(scheduler.schedule()) == [1]
@@ -129,7 +129,7 @@ def test_a_held_request_can_be_cancelled_and_can_time_out():
     (late,) = accept(scheduler, now_ns=6_000_000)
     assert late.result.finish_reasons == (FinishReason.TIMED_OUT,)
     assert accept(scheduler, adapters=ready((1, make_adapter()), (2, make_adapter()))) == []
-    assert scheduler.num_active == 0 and not scheduler.only_holds
+    assert scheduler.num_active == 0 and not scheduler.can_only_wait
 
 
 def test_a_held_request_lists_its_remaining_sequences():

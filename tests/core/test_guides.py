@@ -28,7 +28,7 @@ def accept(scheduler: Scheduler, *requests, guides=(), stops=(), now_ns=0):
 def test_other_requests_run_while_a_guide_is_compiled():
     scheduler = make_scheduler()
     accept(scheduler, guided(1), make_request(2))
-    assert not scheduler.only_holds
+    assert not scheduler.can_only_wait
     batch = scheduler.schedule()
     assert [start.request.request_id for start in batch.starts] == [2]
     state = scheduler.state()
@@ -39,7 +39,7 @@ def test_other_requests_run_while_a_guide_is_compiled():
 def test_a_held_request_starts_when_its_guide_is_ready():
     scheduler = make_scheduler()
     accept(scheduler, guided(1))
-    assert scheduler.only_holds
+    assert scheduler.can_only_wait
     assert scheduler.schedule() is None
     assert accept(scheduler, guides=[GuideEvent(1)]) == []
     (start,) = scheduler.schedule().starts
@@ -73,7 +73,7 @@ def test_a_held_request_can_be_cancelled_and_can_time_out():
     assert scheduler.next_deadline_ns == 5_000_001
     (late,) = accept(scheduler, now_ns=6_000_000)
     assert late.result.finish_reasons == (FinishReason.TIMED_OUT,)
-    assert scheduler.num_active == 0 and not scheduler.only_holds
+    assert scheduler.num_active == 0 and not scheduler.can_only_wait
     assert accept(scheduler, guides=[GuideEvent(1), GuideEvent(2)]) == []
 
 

@@ -69,11 +69,11 @@ def test_expired_and_failed_requests_end_within_the_bound_too():
 def test_the_loop_does_not_wait_while_endings_are_pending():
     requests = [make_request(number, guide=Guide(GuideKind.REGEX, "a")) for number in range(1, 7)]
     scheduler = scheduler_with(requests)
-    assert scheduler.only_holds
+    assert scheduler.can_only_wait
     scheduler.accept(IterationInput(1, 2 * MS, stops=stops_of(*range(1, 6))))
-    assert scheduler.num_active == 2 and not scheduler.only_holds
+    assert scheduler.num_active == 2 and not scheduler.can_only_wait
     scheduler.accept(IterationInput(2, 2 * MS))
-    assert scheduler.num_active == 1 and scheduler.only_holds
+    assert scheduler.num_active == 1 and scheduler.can_only_wait
 
 
 def test_a_pending_ending_and_another_ending_end_a_request_once():

@@ -101,6 +101,19 @@ def test_lists_and_bfloat16_tensors_become_arrays() -> None:
     assert to_host_array(torch.ones(2, dtype=torch.bfloat16)).tolist() == [0x3F80] * 2
 
 
+def test_settings_of_saved_blocks_are_converted() -> None:
+    cache = trtllm.KvCacheConfig(
+        host_cache_size=1 << 20, onboard_blocks=False, secondary_offload_min_priority=50
+    )
+    made = to_parameters(trtllm.ExecutorConfig(kv_cache_config=cache), "/model")
+    assert made.engine.kv_cache_host_memory_bytes == 1 << 20
+    assert not made.scheduler.kv_cache_onboard_blocks
+    assert made.scheduler.secondary_offload_min_priority == 50
+    plain = to_parameters(trtllm.ExecutorConfig(), "/model")
+    assert plain.engine.kv_cache_host_memory_bytes == 0 and plain.scheduler.kv_cache_onboard_blocks
+    assert plain.scheduler.secondary_offload_min_priority == 30
+
+
 def test_settings_of_the_adapter_cache_are_converted() -> None:
     peft = trtllm.PeftCacheConfig(
         optimal_adapter_size=16, max_adapter_size=128, device_cache_percent=0.1, host_cache_size=1 << 20,

@@ -164,7 +164,6 @@ NESTED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
         kv_cache_retention_config=trtllm.KvCacheRetentionConfig([], directory="/x")
     ),
     "ExecutorConfig.gpu_weights_percent": trtllm.ExecutorConfig(gpu_weights_percent=0.5),
-    "KvCacheConfig.host_cache_size": trtllm.ExecutorConfig(kv_cache_config=KvCacheConfig(host_cache_size=1)),
     "KvCacheConfig.cross_kv_cache_fraction": trtllm.ExecutorConfig(
         kv_cache_config=KvCacheConfig(cross_kv_cache_fraction=0.5)
     ),
@@ -236,12 +235,6 @@ IGNORED: dict[str, trtllm.Request | trtllm.ExecutorConfig] = {
     ),
     "SchedulerConfig.dynamic_batch_config": trtllm.ExecutorConfig(
         scheduler_config=trtllm.SchedulerConfig(dynamic_batch_config=trtllm.DynamicBatchConfig(True, True))
-    ),
-    "KvCacheConfig.onboard_blocks": trtllm.ExecutorConfig(
-        kv_cache_config=KvCacheConfig(onboard_blocks=False)
-    ),
-    "KvCacheConfig.secondary_offload_min_priority": trtllm.ExecutorConfig(
-        kv_cache_config=KvCacheConfig(secondary_offload_min_priority=50)
     ),
     "KvCacheConfig.enable_partial_reuse": trtllm.ExecutorConfig(
         kv_cache_config=KvCacheConfig(enable_partial_reuse=False)

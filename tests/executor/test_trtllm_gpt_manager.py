@@ -423,8 +423,8 @@ def test_a_model_that_cannot_be_loaded_raises_the_reason(client: Client) -> None
 
 
 def test_an_unsupported_optional_parameter_is_refused(client: Client) -> None:
-    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(host_cache_size=1 << 20))
-    with pytest.raises(NotSupported, match=r"KvCacheConfig\.host_cache_size is not supported"):
+    params = TrtGptModelOptionalParams(kv_cache_config=KvCacheConfig(use_uvm=True))
+    with pytest.raises(NotSupported, match=r"KvCacheConfig\.use_uvm is not supported"):
         make_manager(client, optional_params=params)
 
 

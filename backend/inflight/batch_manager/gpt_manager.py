@@ -19,6 +19,7 @@ from inflight.batch_manager.instruments import NO_INSTRUMENTS, Inspections, Inst
 from inflight.batch_manager.send_window import SendWindow
 from inflight.core.ports import (
     AdapterCache,
+    BlockStore,
     Engine,
     GetInferenceRequestsCallback,
     GuideCompiler,
@@ -76,6 +77,7 @@ class GptManager:
             (`SendWindow`). None: they are sent while the engine computes.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
+        block_store: Saves and loads KV blocks, with a single rank; None: they are not saved.
         start: Whether to start the worker thread; if not, the caller has to call `step`.
     """
 
@@ -95,14 +97,23 @@ class GptManager:
         wait_until_sent: WaitUntilSent | None = None,
         guides: GuideCompiler | None = None,
         adapters: AdapterCache | None = None,
+        block_store: BlockStore | None = None,
         start: bool = True,
     ) -> None:
         self._engine = engine
+        self._block_store = block_store
         self._scheduler = scheduler
         if ranks is None or ranks.is_leader:
             self._send_response = send_response
             self._inputs: Inputs = OwnInputs(
-                scheduler, get_inference_requests, poll_stop_signal, clock_ns, ranks, guides, adapters
+                scheduler,
+                get_inference_requests,
+                poll_stop_signal,
+                clock_ns,
+                ranks,
+                guides,
+                adapters,
+                block_store,
             )
         else:
             self._send_response = _drop
@@ -225,19 +236,21 @@ class GptManager:
 
         Returns whether there was anything to do; the loop may sleep only if there was not. Requests that could not
         be accepted because the queue was full are fetched by the iteration after places became free. If all
-        requests wait for guides or adapters, there is nothing to do until `notify` is called because one is
-        ready, or a request times out. A follower instead sleeps in the call that waits for its leader's inputs,
-        and returns False once the leader has ended.
+        requests wait for guides, adapters or KV blocks, there is nothing to do until `notify` is called because
+        one is ready, or a request times out. A follower instead sleeps in the call that waits for its leader's
+        inputs, and returns False once the leader has ended.
         """
         was_active = self._scheduler.num_active > 0
         inputs = self._inputs.next()
         if inputs is None:
             return False
-        is_idle = not (was_active or inputs.new_requests or inputs.adapters)
+        is_idle = not (was_active or inputs.new_requests or inputs.adapters or inputs.blocks)
         if not is_idle:
             self._instruments.begin(inputs.iteration, self._scheduler)
         responses = self._scheduler.accept(inputs)
         batch = self._schedule(responses)
+        if self._block_store is not None:
+            self._block_store.carry_out(self._scheduler.take_store_commands())
         if not is_idle:
             self._instruments.scheduled(inputs, batch)
         if batch is not None:
@@ -245,13 +258,17 @@ class GptManager:
         num_due = self._engine.limits.num_due(len(self._in_flight), batch)
         for _ in range(num_due):
             responses += self._finish_batch(*self._in_flight.popleft())
+        if self._block_store is not None and batch is not None:
+            self._block_store.computed(
+                batch.num_context_tokens, (self._inputs.now_ns() - inputs.now_ns) / 1e9
+            )
         had_work = batch is not None or num_due > 0 or self._scheduler.num_active > 0
         self._send(responses)
         has_more = self._inputs.look_ahead()
         self._report(inputs, batch, had_work)
         self._instruments.end()
         self._inspections.answer(batch)
-        can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.only_holds)
+        can_rest = not had_work or (batch is None and num_due == 0 and self._scheduler.can_only_wait)
         return not can_rest or bool(inputs.new_requests) or has_more
 
     def _schedule(self, responses: list[Response]) -> ScheduledBatch | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from inflight.core.kv.block_store import StoreUpdate
 from inflight.core.ports import (
     AdapterCache,
+    BlockStore,
     GetInferenceRequestsCallback,
     GuideCompiler,
     PollStopSignalCallback,
@@ -38,6 +40,7 @@ class OwnInputs:
         ranks: The ranks, if there are several.
         guides: Compiles the guides of requests; None: requests with guides are refused.
         adapters: Finds or stores the adapters of requests; None: requests with adapters are refused.
+        block_store: Saves and loads KV blocks; None: they are not saved.
 
     Attributes:
         are_over: Whether `next` has returned None; always False for these inputs.
@@ -56,6 +59,7 @@ class OwnInputs:
         ranks: Ranks | None,
         guides: GuideCompiler | None = None,
         adapters: AdapterCache | None = None,
+        block_store: BlockStore | None = None,
     ) -> None:
         self.fetched: tuple[Request, ...] = ()
         self.now_ns = clock_ns
@@ -67,6 +71,7 @@ class OwnInputs:
         self._guided: set[int] = set()  # ids of the requests whose guides have been submitted
         self._adapters = adapters
         self._adapted: set[int] = set()  # ids of the requests whose adapters have been submitted
+        self._block_store = block_store
         self._iteration = 0
         self._stops: tuple[StopSignal, ...] = ()
 
@@ -80,7 +85,10 @@ class OwnInputs:
         guides = self._guide_events(requests)
         adapters = self._adapter_update(requests)
         requests = tuple(request.without_weights() for request in requests)
-        inputs = IterationInput(self._iteration, self.now_ns(), requests, self._stops, guides, adapters)
+        blocks = StoreUpdate() if self._block_store is None else self._block_store.update()
+        inputs = IterationInput(
+            self._iteration, self.now_ns(), requests, self._stops, guides, adapters, blocks
+        )
         self._iteration += 1
         if self._ranks is not None and (is_active or requests or adapters):
             self.fetched = requests

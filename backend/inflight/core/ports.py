@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from inflight.core.kv.block_store import StoreCommands, StoreUpdate
 from inflight.core.report.metrics import MetricsSnapshot
 from inflight.core.report.reports import ReportKind, Reports
 from inflight.core.report.stats import IterationCounts
@@ -152,6 +153,29 @@ class AdapterCache(Protocol):
 
     def forget(self, request_id: int) -> None:
         """Drop an ended request: its adapter may be evicted, and no event about the request follows."""
+        ...
+
+
+class BlockStore(Protocol):
+    """KV blocks in host memory or files (`core/kv/block_store.py`). Used on the loop thread.
+
+    A block that cannot be saved or read is dropped: no method raises because of it. An implementation wakes an
+    idle loop when it has an update.
+    """
+
+    def carry_out(self, commands: StoreCommands) -> None:
+        """Copy the blocks to save from the device, then begin the loads, which do not block."""
+        ...
+
+    def update(self) -> StoreUpdate:
+        """Return the changes since the last call."""
+        ...
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take account of an iteration that computed `num_tokens` tokens of context in this time.
+
+        Blocks are not loaded while computing them is faster.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from inflight.config import SchedulingConfig
 from inflight.core.endings import Deadlines, Endings, PendingEndings, as_request_error
 from inflight.core.kv.block_keys import ROOT_SCOPE, CacheRules, private_scope
+from inflight.core.kv.block_store import SavedBlocks, StoreCommands
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.kv.kv_events import KvEvent, KvEventLog
 from inflight.core.kv.state_snapshots import StateSnapshots
@@ -46,7 +47,10 @@ class Scheduler:
         self.limits = limits.model_limits(config)
         events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
         states = StateSnapshots(limits.num_state_snapshots) if limits.has_state else None
-        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events, states)
+        saved = None
+        if config.has_block_store:
+            saved = SavedBlocks(config.kv_cache_onboard_blocks, config.secondary_offload_min_priority)
+        self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events, states, saved)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)
         self._running = Running(limits, self.kv_cache)
@@ -84,8 +88,12 @@ class Scheduler:
         return request_id in self._groups
 
     @property
-    def only_holds(self) -> bool:
-        """Whether every request waits for its guide or adapter, so that nothing can happen before an event."""
+    def can_only_wait(self) -> bool:
+        """Whether nothing can happen before an event if no batch can be made now and none is in flight: every
+        request waits for its guide or adapter, or blocks are being loaded."""
+        saved = self.kv_cache.saved
+        if saved is not None and saved.loads:
+            return not self._to_end
         return 0 < len(self._groups) == len(self._admission.held) and not self._to_end
 
     @property
@@ -125,6 +133,7 @@ class Scheduler:
         for event in inputs.guides:
             self._apply_guide_event(event)
         self._apply_adapter_update(inputs.adapters)
+        self.kv_cache.update_saved(inputs.blocks)
         for stop in inputs.stops:
             self._stop(stop)
         for group in self._deadlines.pop_expired(self._now_ns):
@@ -387,6 +396,10 @@ class Scheduler:
             adapter_stats(len(self._adapters), self._running.adapter_pages),
         )
 
+    def take_store_commands(self) -> StoreCommands:
+        """Return what a block store has to do before the next forward pass; nothing without a block store."""
+        return StoreCommands() if self.kv_cache.saved is None else self.kv_cache.saved.take_commands()
+
     def take_kv_events(self) -> list[KvEvent]:
         """Return the KV cache events since the last call; empty if none are recorded."""
         return [] if self.kv_cache.events is None else self.kv_cache.events.take()
@@ -395,6 +408,7 @@ class Scheduler:
         """Return counters and histograms since the start."""
         groups = self._groups.values() if self._adapters else ()
         self._observed.adapters_now(adapter_stats(len(self._adapters), self._running.adapter_pages), groups)
+        self._observed.saved_blocks_now(self.kv_cache.saved)
         return self._observed.metrics.snapshot()
 
     def request_stats(self, batch: ScheduledBatch | None) -> tuple[RequestCounts, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
+from inflight.engine.block_memory import CacheBlocks
 from inflight.engine.kv_cache import Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.recurrent.states import RecurrentStates
@@ -115,6 +116,10 @@ class BlockCache(Protocol):
     @property
     def device(self) -> torch.device:
         """The device that the cache is on."""
+        ...
+
+    def as_bytes(self) -> CacheBlocks | None:
+        """Return the blocks as bytes; None if they cannot be read and written one by one."""
         ...
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

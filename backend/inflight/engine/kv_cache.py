@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
+from inflight.engine.block_memory import CacheBlocks
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_quantization import KvQuantization, head_bytes
 from inflight.engine.packing import PackedBatch
@@ -158,6 +159,10 @@ class KvCache:
     def device(self) -> torch.device:
         """The device that the cache is on."""
         return self._scratch.device
+
+    def as_bytes(self) -> CacheBlocks:
+        """Return the blocks as bytes, with their scales."""
+        return CacheBlocks(self._memories())
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each source block to its target block, in all layers. No source may be a target."""

@@ -83,6 +83,8 @@ def choose_kv_cache_size(
         useful = slots * -(-max_sequence_length // size) * REUSE_ROOM
         bounds.append(KvCacheSize(useful, f"{REUSE_ROOM} times the tokens of max_num_sequences"))
     chosen = min(bounds, key=lambda bound: bound.num_blocks)
+    if not on_gpu and config.kv_cache_host_memory_bytes:
+        chosen = _with_host_memory(chosen, config.kv_cache_host_memory_bytes, block_bytes, free_bytes)
     if chosen.num_blocks < slots:
         raise ConfigError(
             f"the KV cache would have {chosen.num_blocks} blocks of {size} tokens "
@@ -93,6 +95,18 @@ def choose_kv_cache_size(
             "Raise them, or lower max_num_sequences or tokens_per_block"
         )
     return chosen
+
+
+def _with_host_memory(chosen: KvCacheSize, more_bytes: int, block_bytes: int, free_bytes: int) -> KvCacheSize:
+    """Return the size of a cache on a CPU with `more_bytes` of memory in addition; raise ConfigError if they do
+    not fit."""
+    num_blocks = chosen.num_blocks + more_bytes // max(1, block_bytes)
+    if (num_blocks + 1) * block_bytes > free_bytes:
+        raise ConfigError(
+            f"kv_cache_host_memory_bytes is {more_bytes}: with it the KV cache takes "
+            f"{(num_blocks + 1) * block_bytes / 2**20:.0f} MiB, and {free_bytes / 2**20:.0f} MiB are free"
+        )
+    return KvCacheSize(num_blocks, f"{chosen.decided_by} and kv_cache_host_memory_bytes")
 
 
 def check_room(

@@ -67,10 +67,10 @@ class KvCacheConfig(Typed):
         max_attention_window: Attention window of each layer, in tokens; repeated if there are more layers.
         sink_token_length: Number of first tokens that stay in every window.
         free_gpu_memory_fraction: Fraction of free memory for the cache (0.9).
-        host_cache_size: Bytes of host memory for offloaded blocks.
-        onboard_blocks: Whether to copy offloaded blocks back before use.
+        host_cache_size: Bytes of host memory for saved blocks; on a CPU they are added to the cache.
+        onboard_blocks: Whether to copy saved blocks back into the cache.
         cross_kv_cache_fraction: Fraction of the cache for cross attention.
-        secondary_offload_min_priority: Blocks of lower priority are not offloaded.
+        secondary_offload_min_priority: Blocks of lower priority are not saved; None: 30.
         event_buffer_max_size: Largest number of events to keep; 0: none.
         enable_partial_reuse: Whether to reuse a block if only its beginning matches.
         copy_on_partial_reuse: Whether to copy a block of which only the beginning matches.

@@ -101,7 +101,6 @@ _NO_ENCODER = "no model here has an encoder"
 _NO_IMAGES = "no model here takes images, sound or video"
 
 _ONE_SERVER = "context and generation are computed in one place; nothing is handed over to another server"
-_NO_OFFLOADING = "KV blocks are not offloaded to the host"
 _OWN_DRAFTS = (
     "drafts come with a request (external_draft_tokens_config); this method of drafting is not implemented"
 )
@@ -287,10 +286,10 @@ _PARTS_OF_CONFIGURATION = [
         free_gpu_memory_fraction=_works(
             "share of the free memory of the model's device; by default 0.9 on a GPU, 0.5 on a CPU"
         ),
-        host_cache_size=_refused(_NO_OFFLOADING, 0),
-        onboard_blocks=_ignored(_NO_OFFLOADING),
+        host_cache_size=_works("bytes; on a CPU, memory that is added to the cache"),
+        onboard_blocks=_works("False: blocks are only saved"),
         cross_kv_cache_fraction=_refused(_NO_ENCODER),
-        secondary_offload_min_priority=_ignored(_NO_OFFLOADING),
+        secondary_offload_min_priority=_works("30 by default"),
         event_buffer_max_size=_works("0: no events, and no event manager"),
         enable_partial_reuse=_ignored(_ALWAYS_COPIED),
         copy_on_partial_reuse=_ignored(_ALWAYS_COPIED),

@@ -85,7 +85,10 @@ def _scheduler_fields(config: ExecutorConfig) -> dict[str, Any]:
         "enable_chunked_context": config.enable_chunked_context,
         "enable_kv_cache_reuse": config.kv_cache_config.enable_block_reuse,
         "max_beam_width": config.max_beam_width,
+        "kv_cache_onboard_blocks": config.kv_cache_config.onboard_blocks,
     }
+    if (priority := config.kv_cache_config.secondary_offload_min_priority) is not None:
+        fields["secondary_offload_min_priority"] = priority
     chunking = config.scheduler_config.context_chunking_policy
     if chunking is not None:
         fields["context_chunking_policy"] = ChunkingPolicy[chunking.name]
@@ -111,6 +114,7 @@ def _cache_fields(cache: KvCacheConfig) -> dict[str, Any]:
         "max_tokens_in_paged_kv_cache": cache.max_tokens,
         "max_attention_window_size": tuple(cache.max_attention_window or ()),
         "sink_token_length": cache.sink_token_length or 0,
+        "kv_cache_host_memory_bytes": cache.host_cache_size or 0,
     }
     if cache.free_gpu_memory_fraction is not None:
         fields["kv_cache_free_gpu_mem_fraction"] = cache.free_gpu_memory_fraction

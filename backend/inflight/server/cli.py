@@ -101,6 +101,8 @@ def parse(arguments: list[str] | None, judge: Judge | None = None) -> ServerOpti
             engine=given.engine,
             engine_dir=given.engine_dir,
             weights=given.weights,
+            kv_cache_dir=given.kv_cache_dir,
+            kv_cache_disk_bytes=given.kv_cache_disk,
             settings=dict(given.set),
             adapters=tuple(given.lora),
         ),

@@ -8,7 +8,16 @@ from inflight.arguments import Parser, program_name
 from inflight.log_lines import FORMATS
 from inflight.openai.options import add_arguments
 from inflight.server.client_apis import CONTROL_KEY_HEADER, CONTROL_KEY_VARIABLE
-from inflight.server.option_types import add_checkpoint, count, named_folder, port, seconds, setting, whole
+from inflight.server.option_types import (
+    add_checkpoint,
+    count,
+    named_folder,
+    port,
+    seconds,
+    setting,
+    size,
+    whole,
+)
 from inflight.server.ranks import Mode
 from inflight.server.repository import default_repository
 
@@ -42,6 +51,19 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=("memory", "mmap"),
         help="mmap: on a CPU, map the weights from a file in ~/.cache/inflight, which the first start writes "
         "(default: memory)",
+    )
+    add(
+        "--kv-cache-dir",
+        metavar="DIR",
+        type=Path,
+        help="save KV blocks in this folder, where prompts with the same beginning find them again, also after a "
+        "restart",
+    )
+    add(
+        "--kv-cache-disk",
+        metavar="SIZE",
+        type=size,
+        help="maximum size of the files in --kv-cache-dir, such as 500M or 20G (default: 10G)",
     )
     add(
         "--lora",

@@ -4,6 +4,7 @@ Standard library only, see `trtllm_launcher`.
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from inflight.server.errors import OptionError
@@ -89,6 +90,15 @@ def port(text: str) -> int:
 def count(text: str) -> int:
     """Parse a whole number that is at least 1."""
     return _whole_number(text, 1, "a whole number from 1")
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, at least 1: a whole number, and possibly K, M, G or T for powers of 1024."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)(i?B)?", text, re.IGNORECASE | re.ASCII)
+    number = 0 if found is None else int(found[1]) << 10 * " KMGT".index(found[2].upper() or " ")
+    if not number:
+        raise argparse.ArgumentTypeError(f"expected a size such as 500M or 20G, got {text!r}")
+    return number
 
 
 def seconds(text: str) -> int:

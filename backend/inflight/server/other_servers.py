@@ -119,7 +119,8 @@ DIFFERENT: Mapping[str, str] = {
     "--kv-cache-memory-bytes": _KV_TOKENS,
     "--num-gpu-blocks-override": _KV_TOKENS,
     "--swap-space": "not supported: a paused sequence is computed again",
-    "--kv-offloading-size": "not supported: KV blocks stay in the device's memory",
+    "--kv-offloading-size": "take --set kv_cache_host_memory_bytes=N, host memory for KV blocks; "
+    "--kv-cache-dir DIR saves them in files",
     "--cpu-offload-gb": "not supported: all weights are on the device",
     "--calculate-kv-scales": "nothing to set: with --set kv_cache_dtype=fp8 each token and head has its own scale",
     "--enable-sleep-mode": "not supported: take --model-control explicit, with which requests unload models",

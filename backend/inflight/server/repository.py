@@ -39,6 +39,7 @@ ENGINE_DIR = "tensorrt_engine_dir"
 ENGINE_NAME = "tensorrt_llm_model_name"
 ENGINE_ENDPOINT = "engine_endpoint"
 RECORD_PATH, RECEIPT_KEY_FILE = "record_path", "receipt_key_file"
+KV_CACHE_DIR, KV_CACHE_DISK_BYTES = "kv_cache_dir", "kv_cache_disk_bytes"
 LORA_ADAPTERS, LORA_DIR, LORA_PREFETCH_DIR = "lora_adapters", "lora_dir", "lora_prefetch_dir"
 ADD_SPECIAL_TOKENS, MODEL_TYPE = "add_special_tokens", "gpt_model_type"
 ADDITIONAL_OUTPUTS = "additional_model_outputs"
@@ -60,6 +61,8 @@ class Wanted:
         engine: Layers to use: "torch", "transformers" or "tensorrt".
         engine_dir: Folder of TensorRT plans.
         weights: Place where compiled layers store their weights: "memory" or "mmap".
+        kv_cache_dir: Folder in which KV blocks are saved.
+        kv_cache_disk_bytes: Maximum size of the files in this folder.
     """
 
     model: Path | None = None
@@ -69,6 +72,8 @@ class Wanted:
     engine: str | None = None
     engine_dir: Path | None = None
     weights: str | None = None
+    kv_cache_dir: Path | None = None
+    kv_cache_disk_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -197,6 +202,10 @@ def _settings(wanted: Wanted) -> dict[str, str]:
         values[DTYPE] = wanted.dtype
     if wanted.weights is not None:
         values[WEIGHTS] = wanted.weights
+    if wanted.kv_cache_dir is not None:
+        values[KV_CACHE_DIR] = str(wanted.kv_cache_dir)
+    if wanted.kv_cache_disk_bytes is not None:
+        values[KV_CACHE_DISK_BYTES] = str(wanted.kv_cache_disk_bytes)
     if wanted.engine is not None:
         values[ENGINE] = wanted.engine
     if wanted.engine_dir is not None:
@@ -211,6 +220,7 @@ def _settings(wanted: Wanted) -> dict[str, str]:
     for key in (
         RECORD_PATH,
         RECEIPT_KEY_FILE,
+        KV_CACHE_DIR,
         LORA_DIR,
         LORA_PREFETCH_DIR,
     ):  # the server runs in another folder

@@ -326,6 +326,19 @@ COUNTERS: tuple[CounterFamily, ...] = (
         lambda metrics: {"": metrics.num_missed_tokens},
     ),
     CounterFamily(
+        "inflight_saved_kv_blocks_total",
+        "KV blocks that the block store saved, that were loaded from it, and that a load left unread, because they "
+        "were lost or computing them was faster",
+        "blocks",
+        lambda metrics: {
+            "saved": metrics.num_saved_blocks,
+            "loaded": metrics.num_loaded_blocks,
+            "unread": metrics.num_unread_blocks,
+        },
+        "event",
+        ("saved", "loaded", "unread"),
+    ),
+    CounterFamily(
         "inflight_processed_prompt_tokens_total",
         "Prompt tokens of requests that have got their first token, found in the KV cache or computed",
         "tokens",

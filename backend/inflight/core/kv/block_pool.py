@@ -19,7 +19,7 @@ again in another block while its children stay. The pool does not know requests.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -115,17 +115,22 @@ class BlockPool:
     """The device's blocks, 0 .. num_blocks - 1, each of them held, cached or empty.
 
     With a log of `events`, content that can no longer be found and changed priorities are logged there. When a
-    block's content is dropped, its snapshot of recurrent state in `states` is dropped too.
+    block's content is dropped, its snapshot of recurrent state in `states` is dropped too. The blocks in `held`
+    have one reference at first.
     """
 
     def __init__(
-        self, num_blocks: int, events: KvEventLog | None = None, states: StateSnapshots | None = None
+        self,
+        num_blocks: int,
+        events: KvEventLog | None = None,
+        states: StateSnapshots | None = None,
+        held: Collection[int] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self._events = events
         self._states = states
-        self._references = [0] * num_blocks
-        self._empty = list(reversed(range(num_blocks)))  # the last is taken first
+        self._references = [int(block_id in held) for block_id in range(num_blocks)]
+        self._empty = [i for i in reversed(range(num_blocks)) if i not in held]  # the last is taken first
         self._contents: dict[int, _Content] = {}
         self._block_of: dict[bytes, int] = {}
         # The children of each parent, by digest, in order of publication; without empty entries.
@@ -313,12 +318,16 @@ class BlockPool:
         if block_id is not None and block_id in self._cached:
             self._cached.put(block_id, self._eviction_key(self._contents[block_id]))
 
-    def unpublish(self, block_ids: Iterable[int]) -> None:
-        """Remove held blocks from the reuse index; blocks that are not published are not changed."""
+    def unpublish(self, block_ids: Iterable[int]) -> list[bytes]:
+        """Remove held blocks from the reuse index, and return their digests; blocks that are not published are not
+        changed."""
+        digests: list[bytes] = []
         for block_id in block_ids:
             assert self.is_held(block_id), f"block {block_id} is unpublished, but no sequence holds it"
             if block_id in self._contents:
+                digests.append(self._contents[block_id].digest)
                 self._forget(block_id)
+        return digests
 
     def forget_all(self) -> None:
         """Log all content as removed, because this pool is about to be replaced."""

@@ -5,9 +5,9 @@ token, which must be computed for its logits. If only the beginning of a cached 
 The beams of a search also share the block that they are filling, as long as their tokens are equal. A beam that
 writes into a block that other beams hold gets a copy.
 
-Blocks that a running sequence is about to publish are promised, so that another sequence with the same prefix can
-wait for them instead of computing them too. A sequence reserves blocks at admission; growth within the reservation
-cannot fail. Used on the loop thread.
+Blocks that a running sequence is about to publish, or that are being loaded from a block store (`block_store.py`),
+are promised, so that another sequence with the same prefix can wait for them instead of computing them too. A
+sequence reserves blocks at admission; growth within the reservation cannot fail. Used on the loop thread.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.block_store import LoadingBlock, SavedBlocks, StoreUpdate
 from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
 from inflight.core.kv.retention import Retention
 from inflight.core.kv.state_snapshots import StateSnapshots
@@ -37,6 +38,9 @@ class PrefixMatch:
         num_copied_tokens: Number of tokens of `source` that match; 0: there is no such block.
         num_found: For a model with recurrent state, the number of full blocks found in the cache; `block_ids` has
             only the blocks up to the last snapshot.
+        is_loading: Whether the first block that was not found is being loaded from the block store; then
+            `is_promised` is True too.
+        num_saved: Number of blocks after `block_ids` that can be loaded from the block store.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -45,6 +49,8 @@ class PrefixMatch:
     source: int = 0
     num_copied_tokens: int = 0
     num_found: int = 0
+    is_loading: bool = False
+    num_saved: int = 0
 
 
 class BlockCounts(NamedTuple):
@@ -103,10 +109,14 @@ class _Table:
 
 @dataclass(slots=True)
 class _PromptKeys:
-    """Digests of a waiting sequence's full blocks, computed only once."""
+    """Digests of a waiting sequence's full blocks, computed only once.
+
+    `is_loaded`: the sequence has had a load of saved blocks.
+    """
 
     num_tokens: int
     digests: list[bytes]
+    is_loaded: bool = False
 
 
 class KvCacheManager:
@@ -121,6 +131,7 @@ class KvCacheManager:
             did not find, in the cache.
         events: The log of changes to the content of blocks; None: no log.
         states: Snapshots of recurrent state; None for a model without recurrent state.
+        saved: Blocks outside of the device's cache; None without a block store.
     """
 
     def __init__(
@@ -129,11 +140,13 @@ class KvCacheManager:
         tokens_per_block: int,
         events: KvEventLog | None = None,
         states: StateSnapshots | None = None,
+        saved: SavedBlocks | None = None,
     ) -> None:
         self.events = events
         if events is not None:
             events.created(num_blocks)
         self.states = states
+        self.saved = saved
         self.pool = BlockPool(num_blocks, events, states)
         self.tokens_per_block = tokens_per_block
         self.num_reserved = 0
@@ -186,22 +199,45 @@ class KvCacheManager:
         if rules.scope is None:
             return PrefixMatch()
         digests = self._digests(key, token_ids, rules, rules.scope)
+        sought = digests[: self._num_sought(len(token_ids))]
         block_ids: list[int] = []
-        is_promised = False
-        for digest in digests[: self._num_sought(len(token_ids))]:
+        is_promised = is_loading = False
+        num_saved = 0
+        for digest in sought:
             block_id = self.pool.find(digest)
             if block_id is None:
                 is_promised = digest in self._promises
+                if self.saved is not None:
+                    is_loading = self.saved.is_loading(digest)
+                    num_saved = self._num_saved(self.saved, key, sought[len(block_ids) :])
                 break
             block_ids.append(block_id)
         if self.states is not None:
-            return self._match_state(self.states, digests[: self._num_sought(len(token_ids))], block_ids)
+            return self._match_state(self.states, sought, block_ids)
         num_held = sum(map(self.pool.is_held, block_ids))
         place = len(block_ids)
         start, end = place * self.tokens_per_block, len(token_ids) - 1
         rest = rules.content(token_ids, start, min(start + self.tokens_per_block, end))
-        beginning = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
-        return PrefixMatch(tuple(block_ids), num_held, is_promised, *beginning)
+        source, num_copied = self.pool.find_beginning(digests[place - 1] if place else rules.scope, rest)
+        return PrefixMatch(
+            tuple(block_ids),
+            num_held,
+            is_promised,
+            source,
+            num_copied,
+            is_loading=is_loading,
+            num_saved=num_saved,
+        )
+
+    def _num_saved(self, saved: SavedBlocks, key: int, digests: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first one on, can be loaded; 0 if the sequence has had a
+        load, so that it never waits for a second one.
+
+        A load ends before a promised block, so that no block is loaded or computed twice.
+        """
+        if self._prompts[key].is_loaded:
+            return 0
+        return sum(1 for _ in takewhile(lambda each: each in saved and each not in self._promises, digests))
 
     def _match_state(
         self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int]
@@ -292,6 +328,56 @@ class KvCacheManager:
         table.reserved -= 1
         table.num_reused += 1
         self.num_taken_blocks += 1
+
+    # ---------------------------------------------------------------- loads from the block store
+
+    def start_load(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
+        """Begin to load the `match.num_saved` blocks that follow a waiting sequence's cached prefix.
+
+        This takes as many free blocks, and promises them to all sequences.
+
+        Args:
+            key: The sequence.
+            match: The result of `match_prefix`.
+            token_ids, rules: The arguments of `match_prefix`.
+        """
+        assert self.saved is not None and rules.scope is not None
+        prompt, size, first = self._prompts[key], self.tokens_per_block, len(match.block_ids)
+        prompt.is_loaded = True
+        blocks: list[LoadingBlock] = []
+        for index, block_id in enumerate(self.pool.take(match.num_saved), first):
+            start, digest = index * size, prompt.digests[index]
+            retention = rules.retention_of(start)
+            blocks.append(
+                LoadingBlock(
+                    block_id,
+                    digest,
+                    parent=prompt.digests[index - 1] if index else rules.scope,
+                    tokens=rules.content(token_ids, start, start + size),
+                    retention=retention,
+                    event=_stored_block(digest, token_ids, start, size, rules, retention),
+                    is_first=not index,
+                )
+            )
+            self._promises[digest] = self._promises.get(digest, 0) + 1
+        self.saved.load(blocks)
+
+    def update_saved(self, update: StoreUpdate) -> None:
+        """Apply changes of the block store: publish the blocks of loads that have ended, and free the others."""
+        if self.saved is None:
+            return
+        self.saved.update(update)
+        for result in update.loads:
+            blocks = self.saved.end_load(result)
+            for block in blocks:
+                self._end_promise(block.digest)
+            for block in blocks[: result.num_blocks]:
+                is_new = self.pool.publish(
+                    block.block_id, block.digest, block.parent, block.retention, block.tokens
+                )
+                if self.events is not None and is_new:
+                    self.events.stored(None if block.is_first else block.parent, block.event)
+            self.pool.release(block.block_id for block in reversed(blocks))
 
     # ---------------------------------------------------------------- growth
 
@@ -405,14 +491,10 @@ class KvCacheManager:
             content = table.rules.content(token_ids, start, start + size)
             is_new = self.pool.publish(table.block_ids[index], digest, table.parent, retention, content)
             if self.events is not None and is_new:
-                block = StoredBlock(
-                    block_hash(digest),
-                    tuple(token_ids[start : start + size]),
-                    table.rules.extra_ids_of(start, start + size),
-                    table.rules.lora_task_id,
-                    (retention or Retention()).priority,
-                )
+                block = _stored_block(digest, token_ids, start, size, table.rules, retention)
                 self.events.stored(table.parent if index else None, block)
+            if self.saved is not None and is_new:
+                self.saved.save(digest, table.block_ids[index], retention or Retention())
             table.parent = digest
             table.num_published += 1
             if self.states is not None:
@@ -430,9 +512,11 @@ class KvCacheManager:
         tables = [self._tables[key] for key in keys if key in self._tables]
         parts = chain.from_iterable((table.block_ids, *table.tails) for table in tables)
         held = Counter(chain.from_iterable(parts))
-        self.pool.unpublish(
-            block_id for block_id, count in held.items() if count == self.pool.num_references(block_id)
-        )
+        own = [block_id for block_id, count in held.items() if count == self.pool.num_references(block_id)]
+        dropped = self.pool.unpublish(own)
+        if self.saved is not None:
+            for digest in dropped:
+                self.saved.drop(digest)
 
     def release(self, key: int) -> None:
         """Release a sequence's blocks and reservation, if any, and the digests computed while it waited."""
@@ -451,13 +535,35 @@ class KvCacheManager:
     def clear(self) -> None:
         """Release every sequence and forget the content of all blocks, even if the records are inconsistent.
 
-        Counts since the start stay.
+        Loads go on, and so do saved blocks. Counts since the start stay.
         """
         self.pool.forget_all()
         if self.states is not None:
             self.states.clear()
-        self.pool = BlockPool(self.pool.num_blocks, self.events, self.states)
+        loading = [] if self.saved is None else list(chain.from_iterable(self.saved.loads.values()))
+        held = {block.block_id for block in loading}
+        self.pool = BlockPool(self.pool.num_blocks, self.events, self.states, held)
         self.num_reserved = 0
         self._tables.clear()
         self._prompts.clear()
         self._promises.clear()
+        for block in loading:
+            self._promises[block.digest] = self._promises.get(block.digest, 0) + 1
+
+
+def _stored_block(
+    digest: bytes,
+    token_ids: Sequence[int],
+    start: int,
+    size: int,
+    rules: CacheRules,
+    retention: Retention | None,
+) -> StoredBlock:
+    """Return a block that begins at position `start`, as the log of KV events records it."""
+    return StoredBlock(
+        block_hash(digest),
+        tuple(token_ids[start : start + size]),
+        rules.extra_ids_of(start, start + size),
+        rules.lora_task_id,
+        (retention or Retention()).priority,
+    )

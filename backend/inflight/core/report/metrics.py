@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 from inflight.config import CapacityPolicy, SchedulingConfig
+from inflight.core.kv.block_store import SavedBlocks
 from inflight.core.kv.kv_cache_manager import KvCacheManager
 from inflight.core.report.stats import AdapterStats, IterationCounts, StaticBatchStats
 from inflight.core.request.llm_request import LlmRequest, RequestGroup, RequestState
@@ -96,6 +97,9 @@ class MetricsSnapshot:
     num_generated_tokens: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_saved_blocks: int
+    num_loaded_blocks: int
+    num_unread_blocks: int
 
 
 @dataclass(slots=True)
@@ -124,6 +128,8 @@ class ServiceMetrics:
         num_generated_tokens: Tokens given to sequences, counted as they arrive; a beam search counts one per beam
             and step.
         num_draft_tokens, num_accepted_draft_tokens: Draft tokens that were verified, and that were accepted.
+        num_saved_blocks, num_loaded_blocks, num_unread_blocks: KV blocks that the block store saved, that were
+            loaded from it, and that a load did not read, because they were lost or computing them was faster.
     """
 
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -147,6 +153,9 @@ class ServiceMetrics:
     num_generated_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_saved_blocks: int = 0
+    num_loaded_blocks: int = 0
+    num_unread_blocks: int = 0
 
     def snapshot(self) -> MetricsSnapshot:
         """Return a frozen copy of all metrics."""
@@ -230,6 +239,13 @@ class Observations:
         self.metrics.guides["ready" if is_ready else "failed"] += 1
         if is_ready:
             self.metrics.guide_wait.observe(seconds(now_ns - group.arrival_ns))
+
+    def saved_blocks_now(self, saved: SavedBlocks | None) -> None:
+        """Record the counters of the block store."""
+        if saved is not None:
+            self.metrics.num_saved_blocks = saved.num_saved
+            self.metrics.num_loaded_blocks = saved.num_loaded
+            self.metrics.num_unread_blocks = saved.num_unread
 
     def adapters_now(self, stats: AdapterStats, groups: Iterable[RequestGroup]) -> None:
         """Record the state of adapters, and the running and waiting requests of named adapters."""

@@ -7,6 +7,7 @@ from math import prod
 
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.block_store import StoreUpdate
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.engine_description import ModelLimits, kv_blocks
@@ -557,6 +558,7 @@ class IterationInput:
         stops: Requests to end early.
         guides: Requests whose guides are ready or have failed.
         adapters: Changes of the stored adapters, and requests whose adapters are ready or have failed.
+        blocks: Changes of the block store, and loads of blocks that have ended.
     """
 
     iteration: int
@@ -565,3 +567,4 @@ class IterationInput:
     stops: tuple[StopSignal, ...] = ()
     guides: tuple[GuideEvent, ...] = ()
     adapters: AdapterUpdate = field(default_factory=AdapterUpdate)
+    blocks: StoreUpdate = field(default_factory=StoreUpdate)

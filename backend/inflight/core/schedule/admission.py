@@ -31,10 +31,18 @@ class _Obstacle(Enum):
     STATIC_BATCH = auto()
     ADAPTER_PAGES = auto()
     PROMISED_BLOCK = auto()
+    LOADING_BLOCKS = auto()
     BLOCKS = auto()
+    SAVED_BLOCKS = auto()
 
 
-_PASSED_OVER = _Obstacle.TO_END, _Obstacle.ADAPTER_PAGES, _Obstacle.PROMISED_BLOCK
+_PASSED_OVER = (
+    _Obstacle.TO_END,
+    _Obstacle.ADAPTER_PAGES,
+    _Obstacle.PROMISED_BLOCK,
+    _Obstacle.LOADING_BLOCKS,
+    _Obstacle.SAVED_BLOCKS,
+)
 """Obstacles that concern one sequence only, so that later sequences may start. After any other obstacle, none
 may."""
 
@@ -127,7 +135,8 @@ class Admission:
         """Start waiting sequences in order, as long as slots and blocks beyond `claimed_blocks` last.
 
         A sequence whose prompt is being computed by a running sequence is skipped and keeps its place, as it will
-        find more blocks in the cache. A sequence that is to end is skipped. A sequence whose adapter does not fit
+        find more blocks in the cache. So is a sequence that could start, but whose next blocks are in the block
+        store: they are loaded first. A sequence that is to end is skipped. A sequence whose adapter does not fit
         on the device is skipped too; the first such sequence makes a claim (`adapter_pages.py`). If `retrying` is
         not empty, only requests with these ids start.
 
@@ -146,6 +155,8 @@ class Admission:
                 if found is _Obstacle.ADAPTER_PAGES and claimed is None:
                     assert llm_request.group.adapter is not None
                     claimed = pages.claim(llm_request.group.adapter)
+                if found is _Obstacle.SAVED_BLOCKS:
+                    self._load_saved_blocks(llm_request)
                 if found in _PASSED_OVER and len(passed) < _MAX_PASSED_OVER:
                     passed.append((llm_request, bool(self.waiting.remove(llm_request))))
                     continue
@@ -193,8 +204,16 @@ class Admission:
         # A sequence that joins a static batch does not wait for a promised block, as it could not join the batch
         # after the first iteration.
         if match.is_promised and not fills_batch:
-            return _Obstacle.PROMISED_BLOCK
-        return _Obstacle.BLOCKS if needed > num_free_blocks else (match, num_blocks)
+            return _Obstacle.LOADING_BLOCKS if match.is_loading else _Obstacle.PROMISED_BLOCK
+        if needed > num_free_blocks:
+            return _Obstacle.BLOCKS
+        if match.num_saved and not (fills_batch or is_retry):
+            return _Obstacle.SAVED_BLOCKS
+        return match, num_blocks
+
+    def _load_saved_blocks(self, llm_request: LlmRequest) -> None:
+        match = self.blocks_needed(llm_request)[0]
+        self._kv_cache.start_load(llm_request.key, match, llm_request.tokens, llm_request.rules)
 
     def _in_turn(self, retrying: Collection[int]) -> Iterator[LlmRequest]:
         """Yield sequences in order; the caller must remove each one from the queue before asking for the next.
@@ -237,6 +256,8 @@ class Admission:
                 return f"its adapter needs {num_pages} on the device, {pages.num_free} free"
             case _Obstacle.PROMISED_BLOCK:
                 return "a running request is computing the next block of its prompt"
+            case _Obstacle.LOADING_BLOCKS:
+                return "waits for KV: the next blocks of its prompt are being read from the block store"
             case _Obstacle.BLOCKS:
                 return f"needs {_count(self.blocks_needed(llm_request)[2], 'block')}, {num_free} free"
             case _:

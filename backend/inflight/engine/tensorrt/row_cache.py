@@ -96,6 +96,9 @@ class RowCache:
         keys, values = self._rows[index]
         return keys, values
 
+    def as_bytes(self) -> None:
+        """Return None: rows of slots are the cache, and blocks only copies that may be outdated."""
+
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         self._known_blocks().copy(sources, targets)
 

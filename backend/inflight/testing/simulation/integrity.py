@@ -93,14 +93,19 @@ def _(cache: KvCacheManager) -> None:
     """Check that references and promises agree with the block tables, and that reservations add up."""
     check_integrity(cache.pool)
     tables = [part for table in cache._tables.values() for part in (table.block_ids, *table.tails)]
-    check_references(cache.pool, chain.from_iterable(tables))
+    loading = [] if cache.saved is None else list(chain.from_iterable(cache.saved.loads.values()))
+    check_references(cache.pool, chain([block.block_id for block in loading], *tables))
     reserved = sum(table.reserved for table in cache._tables.values())
     assert reserved == cache.num_reserved, f"reservations add up to {reserved}, not {cache.num_reserved}"
     assert cache.num_unreserved >= 0, f"{-cache.num_unreserved} blocks are reserved twice"
     promises = Counter(chain.from_iterable(table.promised for table in cache._tables.values()))
+    promises.update(block.digest for block in loading)
     assert promises == cache._promises, (
         "the promised blocks and those that running sequences will compute disagree"
     )
+    if cache.saved is not None:
+        assert cache.saved._loading == {block.digest for block in loading}
+        assert cache.saved._found <= cache.saved._asked
     if cache.states is not None:
         check_integrity(cache.states)
         assert cache.states._saves.keys() == cache._tables.keys()

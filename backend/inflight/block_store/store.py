@@ -1,0 +1,275 @@
+"""A block store with two tiers: host memory, and files.
+
+The loop thread copies blocks to save from the device, into a queue of bounded size. A thread writes them to the
+tiers, and another one loads blocks, so that neither a slow disk nor a full one delays an iteration. A load ends at
+the first block that cannot be read.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.block_store.files import BlockFiles
+from inflight.core.kv.block_store import BlockLoad, LoadResult, StoreCommands, StoreUpdate
+
+_MAX_QUEUED_BYTES = 256 << 20
+"""Maximum size of the blocks that wait to be written; further ones are not saved."""
+_MIN_CONTEXT_TOKENS = 32
+_MIN_BLOCKS = 16
+_KEPT = 0.8  # weight of earlier measurements in an average after a new one
+_RETRY = 0.95  # factor by which a load that was not made shortens the estimate of reading
+_CLOSE_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class BlockMemory(Protocol):
+    """The blocks of a device's KV cache as bytes."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        ...
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the device's cache is in host memory."""
+        ...
+
+    def read(self, block_id: int) -> NDArray[np.uint8]:
+        """Return a copy of a block, [block_bytes]. Loop thread."""
+        ...
+
+    def write(self, block_id: int, content: NDArray[np.uint8]) -> None:
+        """Overwrite a block with `content` [block_bytes], while the loop thread uses other blocks."""
+        ...
+
+
+class LoadingPays:
+    """Whether loading a block is faster than computing it, by moving averages of both.
+
+    Until enough is measured, blocks are loaded: the first loads take longer, because they touch the cache's memory
+    for the first time. A load that is not made shortens the estimate a little, so that loading is tried again now
+    and then.
+    """
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self._tokens_per_block = tokens_per_block
+        self._computing = _Average()  # of a token
+        self._loading = _Average()  # of a block
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """Take account of an iteration that computed `num_tokens` tokens of context in this time."""
+        if num_tokens >= _MIN_CONTEXT_TOKENS:
+            self._computing.add(num_tokens, seconds)
+
+    def loaded(self, num_blocks: int, seconds: float) -> None:
+        """Take account of a load that took this time, from the command to its end."""
+        self._loading.add(num_blocks, seconds)
+
+    def ask(self) -> bool:
+        """Return whether to make a load."""
+        if self._computing.count < _MIN_CONTEXT_TOKENS or self._loading.count < _MIN_BLOCKS:
+            return True
+        if self._loading.seconds <= self._computing.seconds * self._tokens_per_block:
+            return True
+        self._loading.shorten()
+        return False
+
+
+class _Average:
+    """The seconds that one item takes, by measurements of which earlier ones count less and less."""
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self._total = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an item; some item must have been measured."""
+        return self._total / self.count
+
+    def add(self, count: int, seconds: float) -> None:
+        self.count = self.count * _KEPT + count
+        self._total = self._total * _KEPT + seconds
+
+    def shorten(self) -> None:
+        """Reduce the estimate a little."""
+        self._total *= _RETRY
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    digest: bytes
+    content: NDArray[np.uint8]
+
+
+class HostBlockStore:
+    """Implements `inflight.core.ports.BlockStore`.
+
+    Args:
+        memory: The device's blocks.
+        tokens_per_block: Tokens per block.
+        notify: Function that wakes the loop; called on any thread, when a load has ended.
+        max_host_bytes: Size of the tier in host memory; 0: there is none.
+        files: The tier in files, which this object closes; None: there is none.
+    """
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        tokens_per_block: int,
+        notify: Callable[[], None],
+        max_host_bytes: int = 0,
+        files: BlockFiles | None = None,
+    ) -> None:
+        self._memory = memory
+        self._notify = notify
+        self._max_host_blocks = max_host_bytes // memory.block_bytes
+        self._files = files
+        self._pays = LoadingPays(tokens_per_block)
+        self._lock = threading.Lock()
+        self._in_host: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # least recently used first
+        self._waiting: dict[bytes, _Save] = {}  # saves that are not written yet; dropped ones are removed
+        self._saved: list[bytes] = [] if files is None else list(files.digests())
+        self._dropped: list[bytes] = []
+        self._ended: list[LoadResult] = []
+        self._is_failing = False  # whether the last write failed
+        self._saves: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[BlockLoad, float] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._write_all, name="kv-save", daemon=True),
+            threading.Thread(target=self._load_all, name="kv-load", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---------------------------------------------------------------- the loop thread
+
+    def carry_out(self, commands: StoreCommands) -> None:
+        for digest in commands.drops:
+            self._drop(digest)
+        for digest, block_id in commands.saves:
+            self._save(digest, block_id)
+        for load in commands.loads:
+            if self._pays.ask():
+                self._loads.put((load, time.monotonic()))
+            else:
+                self._end(LoadResult(load.load_id, 0))
+
+    def update(self) -> StoreUpdate:
+        if not (self._saved or self._dropped or self._ended):
+            return StoreUpdate()
+        with self._lock:
+            update = StoreUpdate(tuple(self._saved), tuple(self._dropped), tuple(self._ended))
+            self._saved, self._dropped, self._ended = [], [], []
+        return update
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        self._pays.computed(num_tokens, seconds)
+
+    def _save(self, digest: bytes, block_id: int) -> None:
+        with self._lock:
+            if len(self._waiting) * self._memory.block_bytes >= _MAX_QUEUED_BYTES:
+                self._dropped.append(digest)
+                return
+        save = _Save(digest, self._memory.read(block_id))
+        with self._lock:
+            self._waiting[digest] = save
+        self._saves.put(save)
+
+    def _drop(self, digest: bytes) -> None:
+        with self._lock:
+            self._waiting.pop(digest, None)
+            self._in_host.pop(digest, None)
+        if self._files is not None:
+            self._files.remove(digest)
+
+    def _end(self, result: LoadResult) -> None:
+        with self._lock:
+            self._ended.append(result)
+        self._notify()
+
+    # ---------------------------------------------------------------- the thread that saves
+
+    def _write_all(self) -> None:
+        while (save := self._saves.get()) is not None:
+            removed = self._write(save)
+            with self._lock:
+                is_wanted = self._waiting.get(save.digest) is save
+                if is_wanted:
+                    del self._waiting[save.digest]
+                    (self._dropped if save.digest in removed else self._saved).append(save.digest)
+                self._dropped += [digest for digest in removed if digest != save.digest]
+            if not is_wanted:
+                self._drop(save.digest)
+
+    def _write(self, save: _Save) -> list[bytes]:
+        """Write a block to both tiers; return the digests of blocks that are in neither of them afterwards."""
+        removed: list[bytes] = []
+        if self._files is not None:
+            try:
+                removed += self._files.write(save.digest, save.content)
+                self._is_failing = False
+            except OSError as error:
+                if not self._is_failing:
+                    _log.warning("KV blocks are not saved any more, until writing succeeds again: %s", error)
+                self._is_failing = True
+                removed.append(save.digest)
+        with self._lock:
+            self._in_host[save.digest] = save.content
+            while len(self._in_host) > self._max_host_blocks:
+                removed.append(self._in_host.popitem(last=False)[0])
+        in_files = self._files or ()
+        return [each for each in removed if each not in self._in_host and each not in in_files]
+
+    # ---------------------------------------------------------------- the thread that loads
+
+    def _load_all(self) -> None:
+        buffer = np.empty(self._memory.block_bytes, dtype=np.uint8)
+        while (job := self._loads.get()) is not None:
+            load, begun = job
+            count = self._load(load, buffer)
+            self._pays.loaded(count, time.monotonic() - begun)
+            if count < len(load.blocks):
+                with self._lock:
+                    self._dropped.append(load.blocks[count][0])
+            self._end(LoadResult(load.load_id, count))
+
+    def _load(self, load: BlockLoad, buffer: NDArray[np.uint8]) -> int:
+        """Load blocks up to the first that cannot be read; return their number."""
+        for count, (digest, block_id) in enumerate(load.blocks):
+            with self._lock:
+                content = self._in_host.get(digest)
+                if content is not None:
+                    self._in_host.move_to_end(digest)
+            if content is None and self._files is not None and self._files.read(digest, buffer):
+                content = buffer
+            if content is None:
+                return count
+            try:
+                self._memory.write(block_id, content)
+            except Exception:  # whatever a device raises: the block is computed instead
+                _log.exception("a saved KV block could not be copied to the device")
+                return count
+        return len(load.blocks)
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Write the blocks that wait, for a few seconds at most, and end the threads. Idempotent."""
+        self._saves.put(None)
+        self._loads.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+        if self._files is not None:
+            self._files.close()

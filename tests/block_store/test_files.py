@@ -1,0 +1,197 @@
+"""Saved KV blocks in files: restarts, damage, sizes, ages, and two processes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inflight.block_store import BlockFiles
+from inflight.errors import ConfigError
+
+IDENTITY, OTHER = "0" * 32, "1" * 32
+BYTES = 1000
+FILE_BYTES = BYTES + 16
+
+
+def digest_of(number: int) -> bytes:
+    return blake2b(bytes([number]), digest_size=16).digest()
+
+
+def content_of(number: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, BYTES, dtype=np.uint8)
+
+
+class Clock:
+    now_s = 1e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def files_in(folder: Path, identity: str = IDENTITY, num_files: int = 100, clock=None, age_s: float = 1e6):
+    return BlockFiles(folder, identity, BYTES, num_files * FILE_BYTES, age_s, clock or Clock())
+
+
+def read(files: BlockFiles, number: int) -> bool:
+    """Read a block; whether it was there. Its content is checked."""
+    found = np.zeros(BYTES, dtype=np.uint8)
+    is_read = files.read(digest_of(number), found)
+    assert not is_read or (found == content_of(number)).all()
+    return is_read
+
+
+def path_of(folder: Path, number: int) -> Path:
+    name = digest_of(number).hex()
+    return folder / IDENTITY / name[:2] / name
+
+
+def save(files: BlockFiles, *numbers: int) -> list[bytes]:
+    return [removed for number in numbers for removed in files.write(digest_of(number), content_of(number))]
+
+
+def test_blocks_are_found_again_after_a_restart(tmp_path):
+    first = files_in(tmp_path / "made" / "here")
+    assert save(first, 1, 2) == []
+    first.close()
+    second = files_in(tmp_path / "made" / "here")
+    assert set(second.digests()) == {digest_of(1), digest_of(2)}
+    assert read(second, 1) and read(second, 2) and not read(second, 3)
+
+
+def test_only_the_owner_may_read_blocks(tmp_path):
+    save(files_in(tmp_path / "kv"), 1)
+    for path in (tmp_path / "kv").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600)
+
+
+@pytest.mark.parametrize("place", [0, BYTES // 2, BYTES - 1, BYTES, FILE_BYTES - 1])
+def test_a_flipped_bit_makes_a_block_a_miss_and_removes_it(tmp_path, place):
+    files = files_in(tmp_path)
+    save(files, 1, 2)
+    data = bytearray(path_of(tmp_path, 1).read_bytes())
+    data[place] ^= 4
+    path_of(tmp_path, 1).write_bytes(data)
+    assert not read(files, 1) and not path_of(tmp_path, 1).exists()
+    assert digest_of(1) not in files and read(files, 2)
+
+
+@pytest.mark.parametrize("size", [0, 1, BYTES, FILE_BYTES - 1, FILE_BYTES + 1])
+def test_files_of_another_size_are_removed_at_the_start(tmp_path, size):
+    first = files_in(tmp_path)
+    save(first, 1, 2)
+    first.close()
+    with path_of(tmp_path, 1).open("rb+") as file:
+        file.truncate(size)
+    second = files_in(tmp_path)
+    assert second.digests() == (digest_of(2),) and not path_of(tmp_path, 1).exists()
+
+
+def test_a_file_cut_short_while_the_server_runs_is_a_miss(tmp_path):
+    files = files_in(tmp_path)
+    save(files, 1)
+    os.truncate(path_of(tmp_path, 1), BYTES)
+    assert not read(files, 1)
+
+
+def test_a_block_under_the_name_of_another_one_is_a_miss(tmp_path):
+    files = files_in(tmp_path)
+    save(files, 1, 2)
+    os.replace(path_of(tmp_path, 1), path_of(tmp_path, 2))
+    assert not read(files, 2)
+
+
+def test_an_unfinished_file_of_a_killed_process_is_removed(tmp_path):
+    first = files_in(tmp_path)
+    save(first, 1)
+    first.close()
+    unfinished = path_of(tmp_path, 1).with_name(path_of(tmp_path, 2).name + ".new")
+    unfinished.write_bytes(b"half")
+    assert files_in(tmp_path).digests() == (digest_of(1),) and not unfinished.exists()
+
+
+def test_blocks_of_another_identity_are_not_found(tmp_path):
+    save(files_in(tmp_path, OTHER), 1)
+    assert not read(files_in(tmp_path), 1)
+
+
+def test_the_least_recently_used_block_makes_room(tmp_path):
+    files = files_in(tmp_path, num_files=3)
+    save(files, 1, 2, 3)
+    assert read(files, 1)
+    assert save(files, 4) == [digest_of(2)] and not path_of(tmp_path, 2).exists()
+    assert set(files.digests()) == {digest_of(1), digest_of(3), digest_of(4)}
+
+
+def test_the_order_of_use_survives_a_restart(tmp_path):
+    first = files_in(tmp_path, num_files=3)
+    save(first, 1, 2, 3)
+    for seconds, number in enumerate((2, 3, 1)):
+        os.utime(path_of(tmp_path, number), (1e9 + seconds, 1e9 + seconds))
+    first.close()
+    second = files_in(tmp_path, num_files=2)
+    assert set(second.digests()) == {digest_of(3), digest_of(1)}
+    assert save(second, 4) == [digest_of(3)]
+
+
+def test_blocks_that_were_not_used_for_a_while_are_removed(tmp_path):
+    clock = Clock()
+    files = files_in(tmp_path, clock=clock, age_s=100)
+    save(files, 1, 2)
+    clock.now_s += 60
+    assert read(files, 1)
+    clock.now_s += 60
+    assert save(files, 3) == [digest_of(2)]
+    assert read(files, 1)
+
+
+def test_another_process_may_not_use_the_same_blocks(tmp_path):
+    files = files_in(tmp_path)
+    with pytest.raises(ConfigError, match="another server uses the blocks of this model there"):
+        files_in(tmp_path)
+    files_in(tmp_path, OTHER).close()  # another model may use the folder
+    files.close()
+    files_in(tmp_path).close()
+
+
+def test_blocks_of_models_that_nobody_uses_make_room_at_the_start(tmp_path):
+    old = files_in(tmp_path, OTHER)
+    save(old, 1, 2)
+    files_in(tmp_path, num_files=2).close()
+    assert (tmp_path / OTHER).exists()
+    files_in(tmp_path, num_files=1).close()
+    assert (tmp_path / OTHER).exists(), "its server still runs"
+    old.close()
+    files_in(tmp_path, num_files=1).close()
+    assert not (tmp_path / OTHER).exists()
+
+
+def test_a_full_disk_is_an_error_of_the_write_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    files = files_in(tmp_path)
+    save(files, 1)
+
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "write", full)
+        save(files, 2)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == sorted(
+        ["lock", path_of(tmp_path, 1).name]
+    )
+    assert save(files, 2) == [] and read(files, 2)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv_cache_dir is '.*/file', which cannot be used: "):
+        files_in(tmp_path / "file")
+
+
+def test_a_limit_below_one_block_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=f"kv_cache_disk_bytes is 0, expected at least {FILE_BYTES}"):
+        files_in(tmp_path, num_files=0)

@@ -1,0 +1,237 @@
+"""The block store: tiers, order of commands, full disks, and whether loading pays."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inflight.block_store import BlockFiles, HostBlockStore
+from inflight.block_store import store as store_module
+from inflight.block_store.store import LoadingPays
+from inflight.core.kv.block_store import BlockLoad, LoadResult, StoreCommands, StoreUpdate
+
+BYTES = 64
+A, B, C = (bytes([number]) * 16 for number in range(3))
+
+
+class Memory:
+    """Blocks in host memory; block i is filled with i at first."""
+
+    block_bytes = BYTES
+    is_on_host = True
+
+    def __init__(self) -> None:
+        self.blocks = {number: np.full(BYTES, number, dtype=np.uint8) for number in range(20)}
+
+    def read(self, block_id: int) -> np.ndarray:
+        return self.blocks[block_id].copy()
+
+    def write(self, block_id: int, content: np.ndarray) -> None:
+        self.blocks[block_id][:] = content
+
+
+class Store:
+    """A store over `Memory` whose updates are awaited."""
+
+    def __init__(self, folder: Path | None = None, host_blocks: int = 0, num_files: int = 100) -> None:
+        self.memory = Memory()
+        self.notified = threading.Semaphore(0)
+        files = None
+        if folder is not None:
+            files = BlockFiles(folder, "0" * 32, BYTES, num_files * (BYTES + 16), 1e9)
+        self.store = HostBlockStore(self.memory, 4, self.notified.release, host_blocks * BYTES, files)
+
+    def save(self, **blocks: int) -> StoreUpdate:
+        """Save blocks, and wait until all are saved or dropped."""
+        saves = tuple((DIGESTS[name], block_id) for name, block_id in blocks.items())
+        self.store.carry_out(StoreCommands(saves=saves))
+        return self.drain()
+
+    def load(self, load_id: int, **blocks: int) -> StoreUpdate:
+        pairs = tuple((DIGESTS[name], block_id) for name, block_id in blocks.items())
+        self.store.carry_out(StoreCommands(loads=(BlockLoad(load_id, pairs),)))
+        assert self.notified.acquire(timeout=60)
+        return self.store.update()
+
+    def drain(self) -> StoreUpdate:
+        """Wait until no block waits to be written."""
+        end = time.monotonic() + 60
+        while self.store._waiting:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        return self.store.update()
+
+
+DIGESTS = {"a": A, "b": B, "c": C}
+
+
+@pytest.fixture
+def make():
+    """Make stores, which are closed afterwards."""
+    made: list[Store] = []
+
+    def build(*args, **kwargs) -> Store:
+        made.append(Store(*args, **kwargs))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.store.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "files"])
+def test_saved_blocks_are_loaded_into_other_blocks(make, tmp_path, tier):
+    store = make(tmp_path) if tier == "files" else make(host_blocks=4)
+    assert store.save(a=1, b=2) == StoreUpdate(saved=(A, B))
+    assert store.load(0, b=11, a=12) == StoreUpdate(loads=(LoadResult(0, 2),))
+    assert [store.memory.blocks[number][0] for number in (10, 11, 12)] == [10, 2, 1]
+
+
+def test_a_restart_finds_the_blocks_in_files(make, tmp_path):
+    first = make(tmp_path)
+    first.save(a=1, b=2)
+    first.store.close()
+    second = make(tmp_path)
+    assert set(second.store.update().saved) == {A, B} and second.store.update() == StoreUpdate()
+    assert second.load(7, a=5) == StoreUpdate(loads=(LoadResult(7, 1),))
+
+
+def test_blocks_that_wait_are_written_before_the_end(make, tmp_path):
+    first = make(tmp_path)
+    first.store.carry_out(StoreCommands(saves=((A, 1), (B, 2), (C, 3))))
+    first.store.close()
+    assert set(make(tmp_path).store.update().saved) == {A, B, C}
+
+
+def test_a_block_is_saved_as_it_is_when_the_command_comes(make, tmp_path):
+    store = make(tmp_path)
+    store.store.carry_out(StoreCommands(saves=((A, 1),)))
+    store.memory.blocks[1][:] = 99
+    store.drain()
+    store.load(0, a=5)
+    assert store.memory.blocks[5][0] == 1
+
+
+def test_a_load_ends_at_the_first_block_that_cannot_be_read(make, tmp_path):
+    store = make(tmp_path)
+    store.save(a=1, c=3)
+    assert store.load(0, a=11, b=12, c=13) == StoreUpdate(dropped=(B,), loads=(LoadResult(0, 1),))
+    assert store.memory.blocks[13][0] == 13
+
+
+def test_a_dropped_block_is_not_loaded_even_if_it_waits_to_be_written(make, tmp_path):
+    store = make(tmp_path, host_blocks=4)
+    store.save(a=1)
+    store.store.carry_out(StoreCommands(saves=((B, 2),)))
+    store.store.carry_out(StoreCommands(drops=(A, B, C)))
+    assert not {A, B} & set(store.drain().saved)
+    for number, name in enumerate("ab"):
+        assert store.load(number, **{name: 9}).loads == (LoadResult(number, 0),)
+
+
+def test_blocks_beyond_host_memory_are_dropped_unless_a_file_has_them(make, tmp_path):
+    store = make(host_blocks=2)
+    update = store.save(a=1, b=2, c=3)
+    assert (update.saved, update.dropped) == ((A, B, C), (A,))
+    both = make(tmp_path, host_blocks=2)
+    assert both.save(a=1, b=2, c=3) == StoreUpdate(saved=(A, B, C))
+    assert both.load(0, a=9).loads == (LoadResult(0, 1),)
+
+
+def test_the_least_recently_loaded_block_leaves_host_memory(make):
+    store = make(host_blocks=2)
+    store.save(a=1, b=2)
+    store.load(0, a=9)
+    assert store.save(c=3).dropped == (B,)
+
+
+def test_blocks_that_files_have_no_room_for_are_dropped(make, tmp_path):
+    store = make(tmp_path, num_files=1)
+    update = store.save(a=1, b=2)
+    assert (update.saved, update.dropped) == ((A, B), (A,))
+
+
+def test_a_full_disk_drops_blocks_and_logs_one_line(make, tmp_path, monkeypatch, caplog):
+    store = make(tmp_path)
+
+    def full(files, digest, content):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(BlockFiles, "write", full)
+        assert store.save(a=1, b=2) == StoreUpdate(dropped=(A, B))
+    assert [record.message for record in caplog.records] == [
+        "KV blocks are not saved any more, until writing succeeds again: [Errno 28] No space left on device"
+    ]
+    assert store.save(c=3) == StoreUpdate(saved=(C,))
+
+
+def test_blocks_that_wait_to_be_written_take_bounded_memory(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MAX_QUEUED_BYTES", BYTES)
+    may_write = threading.Event()
+    write = BlockFiles.write
+
+    def write_later(files, digest, content):
+        assert may_write.wait(60)
+        return write(files, digest, content)
+
+    monkeypatch.setattr(BlockFiles, "write", write_later)
+    store = make(tmp_path)
+    store.store.carry_out(StoreCommands(saves=((A, 1), (B, 2), (C, 3))))
+    assert store.store.update() == StoreUpdate(dropped=(B, C))
+    may_write.set()
+    assert store.drain() == StoreUpdate(saved=(A,))
+
+
+def test_a_device_that_cannot_be_written_ends_the_load(make, tmp_path, monkeypatch, caplog):
+    store = make(tmp_path)
+    store.save(a=1)
+    monkeypatch.setattr(store.memory, "write", lambda *_: 1 / 0)
+    assert store.load(0, a=5).loads == (LoadResult(0, 0),)
+    assert "could not be copied to the device" in caplog.text
+
+
+# ---------------------------------------------------------------------- whether loading pays
+
+
+def test_blocks_are_loaded_until_enough_is_measured():
+    pays = LoadingPays(tokens_per_block=10)
+    assert pays.ask()
+    pays.loaded(15, 1000.0)
+    pays.computed(1000, 1.0)
+    assert pays.ask()
+
+
+def test_blocks_are_computed_while_that_is_faster_and_loading_is_tried_again():
+    pays = LoadingPays(tokens_per_block=10)
+    pays.computed(1000, 1.0)  # 10 ms a block
+    pays.loaded(100, 0.9)  # 9 ms
+    assert pays.ask()
+    for _ in range(20):
+        pays.loaded(100, 2.0)  # 20 ms
+    answers = [pays.ask() for _ in range(30)]
+    assert not answers[0] and answers[-1]
+    pays.loaded(100, 0.1)
+    assert all(pays.ask() for _ in range(30))
+
+
+def test_iterations_with_little_context_do_not_count():
+    pays = LoadingPays(tokens_per_block=10)
+    pays.loaded(100, 1e6)
+    for _ in range(100):
+        pays.computed(5, 1e-9)
+    assert pays.ask()
+
+
+def test_a_load_that_does_not_pay_ends_at_once(make, tmp_path):
+    store = make(tmp_path)
+    store.save(a=1)
+    store.store.computed(1_000_000, 1e-3)
+    store.store._pays.loaded(100, 1.0)
+    assert store.load(0, a=5).loads == (LoadResult(0, 0),)
+    assert store.memory.blocks[5][0] == 5

@@ -1,0 +1,242 @@
+"""KV blocks outside of the cache: what is saved, who waits for a load, and what a load leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from inflight.config import SchedulingConfig
+from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.block_store import LoadResult, StoreUpdate
+from inflight.core.kv.retention import Retention, RetentionConfig
+from inflight.core.request.request import IterationInput
+from inflight.core.request.stop import StopSignal
+from inflight.core.scheduler import Scheduler
+from inflight.errors import StepFailed
+from inflight.testing.simulation.integrity import check_integrity
+from tests.core.factories import Driver, make_limits, make_request
+
+SIZE = 4
+LONG = tuple(range(10, 10 + 3 * SIZE + 1))  # three full blocks that can be found, and a token
+
+
+class Server(Driver):
+    """A scheduler with a block store that the test plays."""
+
+    def __init__(
+        self, saved: tuple[bytes, ...] = (), config: SchedulingConfig | None = None, **limits
+    ) -> None:
+        config = config or SchedulingConfig(max_num_tokens=64, enable_chunked_context=True)
+        super().__init__(Scheduler(replace(config, has_block_store=True), make_limits(**limits)))
+        self.update(saved=saved)
+
+    def update(self, **news) -> None:
+        self.scheduler.accept(IterationInput(self.iteration, 0, blocks=StoreUpdate(**news)))
+        self.iteration += 1
+        check_integrity(self.scheduler)
+
+    def run(self, request) -> list[bytes]:
+        """Run a request to its end; return the digests of the blocks that are saved."""
+        self.accept(request)
+        digests: list[bytes] = []
+        while self.scheduler.num_active:
+            self.step(token=7)
+            digests += [digest for digest, _ in self.scheduler.take_store_commands().saves]
+        return digests
+
+    def why(self, request_id: int = 1) -> str:
+        return next(each.why for each in self.scheduler.state().waiting if each.request_id == request_id)
+
+    @property
+    def saved(self):
+        assert self.scheduler.kv_cache.saved is not None
+        return self.scheduler.kv_cache.saved
+
+
+def saved_digests(**fields) -> tuple[bytes, ...]:
+    """The digests of the blocks of `LONG`."""
+    digests = Server().run(make_request(prompt=LONG, new=1, **fields))
+    assert len(digests) == 3
+    return tuple(digests)
+
+
+def test_every_full_block_is_saved_once_when_it_is_published():
+    server = Server()
+    first = server.run(make_request(1, LONG, new=5))
+    assert len(first) == 4 == len(set(first))  # 13 + 4 tokens have keys and values
+    assert server.run(make_request(2, LONG, new=5)) == []
+    server.update(saved=tuple(first))
+    assert server.saved.num_saved == 4 and len(server.saved) == 4
+
+
+def test_a_block_that_could_not_be_saved_is_saved_when_it_is_computed_again():
+    server = Server(num_blocks=8)
+    first = server.run(make_request(1, LONG, new=1))
+    server.update(dropped=tuple(first))
+    server.run(make_request(2, tuple(range(100, 129)), new=1))  # evicts everything
+    assert server.run(make_request(3, LONG, new=1)) == first
+
+
+def test_nothing_is_saved_without_a_store_or_for_a_request_that_shares_nothing():
+    plain = Driver(Scheduler(SchedulingConfig(), make_limits()))
+    plain.accept(make_request(prompt=LONG))
+    plain.step()
+    assert not plain.scheduler.take_store_commands()
+
+
+def test_blocks_of_low_priority_are_not_saved():
+    config = SchedulingConfig(max_num_tokens=64, secondary_offload_min_priority=40)
+    low = Server(config=config)
+    assert low.run(make_request(prompt=LONG, new=1)) == []
+    kept = RetentionConfig((), Retention(20))
+    assert Server(config=config).run(make_request(prompt=LONG, new=5, retention=kept)) == []
+    saved = Server().run(make_request(prompt=LONG, new=9, retention=kept))
+    assert len(saved) == 4, "the fifth block begins with a generated token"
+
+
+def test_a_request_waits_for_its_blocks_without_a_slot_and_then_finds_them():
+    server = Server(saved_digests())
+    server.accept(make_request(prompt=LONG))
+    assert server.step()[0] is None and server.scheduler.can_only_wait
+    (load,) = server.scheduler.take_store_commands().loads
+    assert [digest for digest, _ in load.blocks] == list(saved_digests())
+    assert server.why() == "waits for KV: the next blocks of its prompt are being read from the block store"
+    assert not server.scheduler.running_sequences
+    server.update(loads=(LoadResult(load.load_id, 3),))
+    batch, _ = server.step()
+    assert batch is not None and batch.new_blocks[0][1][:3] == tuple(block for _, block in load.blocks)
+    assert batch.context[0].start == 3 * SIZE
+    assert (server.saved.num_loaded, server.saved.num_unread) == (3, 0)
+    assert server.scheduler.take_store_commands().saves == (), "they are saved already"
+
+
+def test_others_run_while_a_request_waits_for_its_blocks():
+    server = Server(saved_digests())
+    server.accept(make_request(1, LONG), make_request(2, tuple(range(200, 210))))
+    batch, _ = server.step()
+    assert batch is not None and [start.request.request_id for start in batch.starts] == [2]
+    assert not server.scheduler.can_only_wait or server.scheduler.schedule() is not None
+
+
+def test_requests_with_the_same_prefix_wait_for_one_load():
+    server = Server(saved_digests())
+    server.accept(make_request(1, LONG), make_request(2, (*LONG, 7)))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.update(loads=(LoadResult(load.load_id, 3),))
+    batch, _ = server.step()
+    assert batch is not None and [chunk.start for chunk in batch.context] == [12, 12]
+    assert not server.scheduler.take_store_commands().loads
+
+
+def test_what_a_load_could_not_read_is_computed_and_not_tried_again():
+    digests = saved_digests()
+    server = Server(digests)
+    server.accept(make_request(prompt=LONG))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.update(loads=(LoadResult(load.load_id, 1),))  # the store does not know yet why
+    batch, _ = server.step()
+    assert batch is not None and batch.context[0].start == SIZE
+    assert (server.saved.num_loaded, server.saved.num_unread) == (1, 2)
+    assert not server.scheduler.take_store_commands().loads
+
+
+def test_only_blocks_behind_the_cached_prefix_are_loaded():
+    server = Server()
+    server.run(make_request(1, LONG[: 2 * SIZE], new=1))
+    digests = saved_digests()
+    server.update(saved=digests)
+    server.accept(make_request(2, LONG))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    assert [digest for digest, _ in load.blocks] == [digests[2]]
+
+
+def test_a_load_takes_no_blocks_that_the_request_could_not_have():
+    server = Server(saved_digests(), num_blocks=6)
+    server.accept(make_request(1, tuple(range(300, 308)), new=8))
+    server.step()
+    server.accept(make_request(2, LONG, new=3))
+    server.step()
+    assert not server.scheduler.take_store_commands().loads
+    assert server.why(2) == "needs 4 blocks, 2 free"
+    while server.scheduler.running_sequences:
+        server.step()
+    server.step()
+    assert len(server.scheduler.take_store_commands().loads) == 1
+
+
+def test_a_request_that_ends_while_its_blocks_are_loaded_leaves_them_in_the_cache():
+    server = Server(saved_digests())
+    server.accept(make_request(1, LONG))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.accept(stop=(StopSignal(1),))
+    assert server.scheduler.num_active == 0 and server.scheduler.kv_cache.pool.num_held == 3
+    server.update(loads=(LoadResult(load.load_id, 3),))
+    assert server.scheduler.kv_cache.pool.num_cached == 3
+    server.accept(make_request(2, LONG))
+    batch, _ = server.step()
+    assert batch is not None and batch.context[0].start == 12
+
+
+def test_blocks_are_not_loaded_if_the_operator_wants_it_so():
+    config = SchedulingConfig(max_num_tokens=64, kv_cache_onboard_blocks=False)
+    server = Server(saved_digests(), config=config)
+    server.accept(make_request(1, LONG))
+    batch, _ = server.step()
+    assert batch is not None and batch.context[0].start == 0
+
+
+def test_blocks_of_another_salt_are_not_loaded():
+    server = Server(saved_digests())
+    server.accept(make_request(1, LONG, identity=PrefixIdentity(cache_salt_id=5)))
+    batch, _ = server.step()
+    assert batch is not None and not server.scheduler.take_store_commands().loads
+
+
+def test_blocks_of_a_faulty_request_are_dropped_from_the_store():
+    server = Server()
+    server.accept(make_request(1, LONG, new=9))
+    server.step()
+    digests = tuple(digest for digest, _ in server.scheduler.take_store_commands().saves)
+    server.update(saved=digests)
+    batch = server.scheduler.schedule()
+    assert batch is not None and len(digests) == 3
+    server.scheduler.fail(batch, StepFailed("broken"))
+    assert set(server.scheduler.take_store_commands().drops) == set(digests)
+    server.accept(make_request(2, LONG))
+    batch = server.scheduler.schedule()
+    assert batch is not None and batch.context[0].start == 0
+
+
+def test_a_load_survives_a_failure_of_the_scheduler():
+    server = Server(saved_digests(), num_blocks=8)
+    server.accept(make_request(1, LONG), make_request(2, tuple(range(200, 204)), new=2))
+    server.scheduler.schedule()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.scheduler.recover(StepFailed("a defect"), num_in_flight=0)
+    check_integrity(server.scheduler)
+    for _ in range(10):
+        batch, _ = server.step()
+        given = {block for _, blocks in batch.new_blocks for block in blocks} if batch else set()
+        assert not given & {block for _, block in load.blocks}, "the load would overwrite a sequence's block"
+    server.update(loads=(LoadResult(load.load_id, 3),))
+    server.accept(make_request(3, LONG))
+    batch, _ = server.step()
+    assert batch is not None and 12 in {chunk.start for chunk in batch.context}
+
+
+def test_blocks_of_a_load_are_events_of_the_cache():
+    config = SchedulingConfig(max_num_tokens=64, kv_event_buffer_size=100)
+    first = Server(config=config)
+    first.run(make_request(prompt=LONG, new=1))
+    computed = [event for event in first.scheduler.take_kv_events() if event.stored]
+    server = Server(saved_digests(), config=config)
+    server.accept(make_request(prompt=LONG))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.scheduler.take_kv_events()
+    server.update(loads=(LoadResult(load.load_id, 3),))
+    (loaded,) = server.scheduler.take_kv_events()
+    assert (loaded.stored, loaded.parent_hash) == (computed[0].stored, None)

@@ -1,0 +1,140 @@
+"""Random seeds through a server that saves KV blocks, restarts, and loads them; and faults planted in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from inflight.core.kv.block_pool import BlockPool
+from inflight.core.kv.block_store import LoadResult, SavedBlocks, StoreCommands
+from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.schedule.admission import Admission
+from inflight.core.scheduler import Scheduler
+from inflight.testing.simulation.scenario import Scenario, draw
+from inflight.testing.simulation.store_simulation import run_with_store
+from tests.tiers import examples
+
+NUM_SEEDS = examples(fast=60, all=1000)
+SEEDS_OF_FAULTS = range(150)
+
+
+def scenarios(seed: int) -> tuple[Scenario, Scenario]:
+    return draw(seed).in_turn(), draw(seed).ahead().without_host_waits()
+
+
+def test_saved_blocks_change_no_result_whatever_the_store_loses():
+    found: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        for scenario in scenarios(seed):
+            found.update(vars(run_with_store(scenario)))
+    assert found["num_loaded"] > 3 * NUM_SEEDS
+    assert min(found[name] for name in ("num_unread", "num_waits", "num_rebuilds", "num_failed")) > NUM_SEEDS
+
+
+Patch = pytest.MonkeyPatch
+
+
+def blocks_of_a_failed_load_published(patch: Patch) -> None:
+    end = SavedBlocks.end_load
+
+    def end_all(saved: SavedBlocks, result: LoadResult):
+        blocks = end(saved, result)
+        object.__setattr__(result, "num_blocks", len(blocks))
+        return blocks
+
+    patch.setattr(SavedBlocks, "end_load", end_all)
+
+
+def blocks_published_before_they_are_loaded(patch: Patch) -> None:
+    start = KvCacheManager.start_load
+
+    def start_and_publish(kv_cache: KvCacheManager, *arguments) -> None:
+        start(kv_cache, *arguments)
+        assert kv_cache.saved is not None
+        for block in list(kv_cache.saved.loads.values())[-1]:
+            kv_cache.pool.publish(block.block_id, block.digest, block.parent, tokens=block.tokens)
+
+    patch.setattr(KvCacheManager, "start_load", start_and_publish)
+
+
+def loads_forgotten_when_records_are_rebuilt(patch: Patch) -> None:
+    init = BlockPool.__init__
+    patch.setattr(BlockPool, "__init__", lambda pool, *arguments: init(pool, *arguments[:3]))
+
+
+def loaded_blocks_never_released(patch: Patch) -> None:
+    update = KvCacheManager.update_saved
+
+    def update_and_hold(kv_cache: KvCacheManager, news) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BlockPool, "release", lambda pool, block_ids: None)
+            update(kv_cache, news)
+
+    patch.setattr(KvCacheManager, "update_saved", update_and_hold)
+
+
+def loads_not_promised(patch: Patch) -> None:
+    start = KvCacheManager.start_load
+
+    def start_without_promise(kv_cache: KvCacheManager, *arguments) -> None:
+        before = dict(kv_cache._promises)
+        start(kv_cache, *arguments)
+        kv_cache._promises = before
+
+    patch.setattr(KvCacheManager, "start_load", start_without_promise)
+
+
+def saved_after_the_next_batch(patch: Patch) -> None:
+    take = Scheduler.take_store_commands
+    late: dict[int, StoreCommands] = {}
+
+    def take_late(scheduler: Scheduler) -> StoreCommands:
+        now, before = take(scheduler), late.get(id(scheduler), StoreCommands())
+        late[id(scheduler)] = StoreCommands(saves=now.saves)
+        return StoreCommands(before.saves, now.loads, now.drops)
+
+    patch.setattr(Scheduler, "take_store_commands", take_late)
+
+
+def a_block_saved_under_the_next_digest(patch: Patch) -> None:
+    save = SavedBlocks.save
+    last: list[int] = [0]
+
+    def save_the_block_before(saved: SavedBlocks, digest: bytes, block_id: int, retention) -> None:
+        save(saved, digest, last[0], retention)
+        last[0] = block_id
+
+    patch.setattr(SavedBlocks, "save", save_the_block_before)
+
+
+def a_load_that_is_never_begun(patch: Patch) -> None:
+    patch.setattr(Admission, "_load_saved_blocks", lambda admission, llm_request: None)
+
+
+FAULTS: list[Callable[[Patch], None]] = [
+    blocks_of_a_failed_load_published,
+    blocks_published_before_they_are_loaded,
+    loads_forgotten_when_records_are_rebuilt,
+    loaded_blocks_never_released,
+    loads_not_promised,
+    saved_after_the_next_batch,
+    a_block_saved_under_the_next_digest,
+    a_load_that_is_never_begun,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_detected(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(map(_is_noticed, SEEDS_OF_FAULTS)), f"{len(SEEDS_OF_FAULTS)} seeds and nothing noticed"
+
+
+def _is_noticed(seed: int) -> bool:
+    try:
+        for scenario in scenarios(seed):
+            run_with_store(scenario)
+    except (AssertionError, LookupError, ValueError):
+        return True
+    return False
