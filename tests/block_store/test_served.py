@@ -132,7 +132,7 @@ def test_beams_siblings_and_drafts_start_from_loaded_blocks(tmp_path):
 
 
 def test_a_cache_that_is_too_small_for_a_conversation_finds_it_in_files(tmp_path):
-    """What is evicted from the cache comes back from the files, in the same process."""
+    """Evicted blocks come back from the files, in the same process."""
     prompts = [tuple((token + 11 * number) % 3000 for token in PROMPT) for number in range(4)]
     engine = {"max_tokens_in_paged_kv_cache": 8 * SIZE, "max_num_sequences": 2}
     with served(None) as plenty:

@@ -327,8 +327,8 @@ COUNTERS: tuple[CounterFamily, ...] = (
     ),
     CounterFamily(
         "inflight_saved_kv_blocks_total",
-        "KV blocks that the block store saved, that were loaded from it, and that a load left unread, because they "
-        "were lost or computing them was faster",
+        "KV blocks that the block store saved, that were loaded from it, and that a load left unread, because "
+        "they were lost or computing them was faster",
         "blocks",
         lambda metrics: {
             "saved": metrics.num_saved_blocks,
