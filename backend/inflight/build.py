@@ -153,6 +153,8 @@ def check_parameters(parameters: Parameters) -> None:
     For callers that must release resources, such as an old engine, before they can build an engine.
     """
     parameters.scheduler.validate(parameters.engine.max_num_sequences, parameters.engine.tokens_per_block)
+    if parameters.kv_cache_dir is not None:
+        parameters.validate_saved_blocks()
 
 
 def _load_checked(
@@ -244,7 +246,7 @@ def start_engine(
 
     model = _load_checked(load, parameters, version_dir, rank_context)
     limits = model.engine.limits
-    block_store = _make_block_store(parameters, model, rank_context, lambda: manager.notify())
+    block_store = _make_block_store(parameters, model, lambda: manager.notify())
     parameters = replace(
         parameters, scheduler=replace(parameters.scheduler, has_block_store=block_store is not None)
     )
@@ -283,7 +285,7 @@ def start_engine(
 
 
 def _make_block_store(
-    parameters: Parameters, model: LoadedModel, rank_context: RankContext | None, notify: Callable[[], None]
+    parameters: Parameters, model: LoadedModel, notify: Callable[[], None]
 ) -> HostBlockStore | None:
     """Return the store of KV blocks in host memory and files; None if the parameters ask for neither.
 
@@ -295,39 +297,26 @@ def _make_block_store(
     host_bytes = 0 if is_on_host else parameters.engine.kv_cache_host_memory_bytes
     if folder is None and not host_bytes:
         return None
-    name = "kv_cache_host_memory_bytes" if folder is None else "kv_cache_dir"
-    obstacle = _why_blocks_are_not_saved(parameters, model, rank_context)
-    if obstacle or memory is None:
-        raise ConfigError(f"{name} is given, but {obstacle or 'this engine does not save KV blocks'}")
+    parameters.validate_saved_blocks()
+    if memory is None:
+        name = "kv_cache_host_memory_bytes" if folder is None else "kv_cache_dir"
+        raise ConfigError(f"{name} is given, but this engine has no KV blocks that can be saved")
     from inflight.block_store import BlockFiles, HostBlockStore, cache_identity
     from inflight.receipts.engine_part import given_parameters, model_folders, versions
 
     files = None
     if folder is not None:
         settings = versions() | given_parameters(parameters) | asdict(model.code)
-        settings |= {"dtype": model.dtype, "block_bytes": memory.block_bytes}
+        settings |= {"dtype": model.dtype, "sizes": (memory.block_bytes, memory.state_bytes)}
         identity = cache_identity(model_folders(parameters, native(model.model_path)), settings)
         files = BlockFiles(
             Path(native(folder)),
             identity,
-            memory.block_bytes,
+            max(memory.block_bytes, memory.state_bytes),
             parameters.kv_cache_disk_bytes,
             parameters.kv_cache_max_age_s,
         )
     return HostBlockStore(memory, model.engine.limits.tokens_per_block, notify, host_bytes, files)
-
-
-def _why_blocks_are_not_saved(
-    parameters: Parameters, model: LoadedModel, rank_context: RankContext | None
-) -> str:
-    """Return the reason why KV blocks cannot be saved outside of the device; "": they can."""
-    if rank_context is not None:
-        return "KV blocks are saved with a single rank only"
-    if not parameters.scheduler.enable_kv_cache_reuse:
-        return "enable_kv_cache_reuse is false, so no request would find a saved block"
-    if model.engine.limits.has_state:
-        return "this model has recurrent states, without which its KV blocks cannot be used again"
-    return ""
 
 
 def _make_receipts(parameters: Parameters, model: LoadedModel, notify: Callable[[], None]) -> EngineReceipts:

@@ -581,6 +581,16 @@ class Parameters:
     scheduler: SchedulingConfig = field(default_factory=SchedulingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    def validate_saved_blocks(self) -> None:
+        """Raise ConfigError if KV blocks are to be saved, and these parameters do not allow it."""
+        name = "kv_cache_dir" if self.kv_cache_dir is not None else "kv_cache_host_memory_bytes"
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1:
+            raise ConfigError(f"{name} is given, but with several ranks KV blocks are not saved")
+        if not self.scheduler.enable_kv_cache_reuse:
+            raise ConfigError(
+                f"{name} is given, but enable_kv_cache_reuse is false, so no request would find a saved KV block"
+            )
+
 
 # ---------------------------------------------------------------------- all rows
 

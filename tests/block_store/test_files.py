@@ -59,7 +59,7 @@ def test_blocks_are_found_again_after_a_restart(tmp_path):
     assert save(first, 1, 2) == []
     first.close()
     second = files_in(tmp_path / "made" / "here")
-    assert set(second.digests()) == {digest_of(1), digest_of(2)}
+    assert set(second.keys()) == {digest_of(1), digest_of(2)}
     assert read(second, 1) and read(second, 2) and not read(second, 3)
 
 
@@ -81,14 +81,29 @@ def test_a_flipped_bit_makes_a_block_a_miss_and_removes_it(tmp_path, place):
 
 
 @pytest.mark.parametrize("size", [0, 1, BYTES, FILE_BYTES - 1, FILE_BYTES + 1])
-def test_files_of_another_size_are_removed_at_the_start(tmp_path, size):
+def test_files_of_another_size_are_misses_and_removed(tmp_path, size):
     first = files_in(tmp_path)
     save(first, 1, 2)
     first.close()
     with path_of(tmp_path, 1).open("rb+") as file:
         file.truncate(size)
     second = files_in(tmp_path)
-    assert second.digests() == (digest_of(2),) and not path_of(tmp_path, 1).exists()
+    if size > FILE_BYTES:
+        assert read(second, 1), "what follows the digest is not read"
+    else:
+        assert not read(second, 1) and not path_of(tmp_path, 1).exists()
+    assert read(second, 2)
+
+
+def test_contents_of_two_sizes_share_the_room(tmp_path):
+    files = files_in(tmp_path, num_files=3)
+    large = np.arange(2 * BYTES, dtype=np.uint8)
+    save(files, 1, 2)
+    assert files.write(digest_of(9), large) == [digest_of(1)]
+    assert files.write(digest_of(8), large) == [digest_of(2), digest_of(9)]
+    assert files.write(digest_of(9), large) == [digest_of(8)]
+    found = np.zeros(2 * BYTES, dtype=np.uint8)
+    assert files.read(digest_of(9), found) and (found == large).all()
 
 
 def test_a_file_cut_short_while_the_server_runs_is_a_miss(tmp_path):
@@ -111,7 +126,7 @@ def test_an_unfinished_file_of_a_killed_process_is_removed(tmp_path):
     first.close()
     unfinished = path_of(tmp_path, 1).with_name(path_of(tmp_path, 2).name + ".new")
     unfinished.write_bytes(b"half")
-    assert files_in(tmp_path).digests() == (digest_of(1),) and not unfinished.exists()
+    assert files_in(tmp_path).keys() == (digest_of(1),) and not unfinished.exists()
 
 
 def test_blocks_of_another_identity_are_not_found(tmp_path):
@@ -124,7 +139,7 @@ def test_the_least_recently_used_block_makes_room(tmp_path):
     save(files, 1, 2, 3)
     assert read(files, 1)
     assert save(files, 4) == [digest_of(2)] and not path_of(tmp_path, 2).exists()
-    assert set(files.digests()) == {digest_of(1), digest_of(3), digest_of(4)}
+    assert set(files.keys()) == {digest_of(1), digest_of(3), digest_of(4)}
 
 
 def test_the_order_of_use_survives_a_restart(tmp_path):
@@ -134,7 +149,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path):
         os.utime(path_of(tmp_path, number), (1e9 + seconds, 1e9 + seconds))
     first.close()
     second = files_in(tmp_path, num_files=2)
-    assert set(second.digests()) == {digest_of(3), digest_of(1)}
+    assert set(second.keys()) == {digest_of(3), digest_of(1)}
     assert save(second, 4) == [digest_of(3)]
 
 

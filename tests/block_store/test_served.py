@@ -19,6 +19,7 @@ from inflight.core.request.request import Request
 from inflight.core.request.response import Response
 from inflight.core.request.sampling_config import SamplingConfig
 from inflight.errors import ConfigError
+from tests.models.zoo import make_model
 from tests.tiers import with_all
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "tensorrt_llm" / "1" / "demo_model"
@@ -36,7 +37,7 @@ class Served:
         self.saved = engine._manager._scheduler.kv_cache.saved
 
     def tokens(self, prompt: tuple[int, ...] = PROMPT, new: int = 12, **fields: Any) -> list[tuple[int, ...]]:
-        """The tokens of each sequence or beam of a request."""
+        """The new tokens of each sequence or beam of a request."""
         ended = threading.Event()
         responses: list[Response] = []
 
@@ -49,7 +50,11 @@ class Served:
         assert ended.wait(TIMEOUT_S)
         assert responses[-1].error is None, responses[-1].error
         found = [response.result for response in responses if response.result]
-        return [ids for result in found for ids in result.output_token_ids]
+        return [
+            ids[len(ids) - count :]
+            for result in found
+            for ids, count in zip(result.output_token_ids, result.num_output_tokens, strict=True)
+        ]
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -228,7 +233,7 @@ def refused(folder: Path | None, **fields: Any) -> str:
 def test_a_folder_without_prefix_reuse_is_refused(tmp_path):
     message = refused(tmp_path, scheduler={"enable_kv_cache_reuse": False})
     assert message == (
-        "kv_cache_dir is given, but enable_kv_cache_reuse is false, so no request would find a saved block"
+        "kv_cache_dir is given, but enable_kv_cache_reuse is false, so no request would find a saved KV block"
     )
 
 
@@ -255,3 +260,32 @@ def test_host_memory_that_is_not_there_is_refused():
     message = refused(None, engine={"kv_cache_host_memory_bytes": 1 << 50})
     assert "kv_cache_host_memory_bytes is 1125899906842624: with it the KV cache takes " in message
     assert message.endswith(" MiB are free")
+
+
+# ---------------------------------------------------------------------- models with recurrent state
+
+
+@pytest.mark.parametrize("case", with_all(["qwen3.5", "granite-hybrid", "lfm2"], ["qwen3.5"]))
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_recurrent_states_are_saved_with_the_blocks(tmp_path, case, kernels):
+    model = make_model(tmp_path / "model", case)
+    prompt = tuple(number % 40 for number in range(9, 9 + 5 * 8 + 3))
+    engine = {"tokens_per_block": 8, "kernels": kernels, "max_sequence_length": 96}
+    expected = model.greedy(prompt, 24)
+
+    def conversation(folder: Path | None) -> tuple[list[int], list[int], tuple[int, int, int]]:
+        with served(folder, model.folder, engine=engine) as one:
+            first = [*one.tokens(prompt, 24)[0]]
+            second = [*one.tokens((*prompt, *first, 7), 8)[0]]
+            return first, second, one.counts if folder else (0, 0, 0)
+
+    first, second, _ = conversation(tmp_path / "kv")
+    assert first == expected and second == model.greedy((*prompt, *first, 7), 8)
+    for path in (tmp_path / "kv").rglob("*/*/*"):
+        assert path.stat().st_size > 16
+    again = conversation(tmp_path / "kv")
+    assert again[:2] == (first, second)
+    assert again[2][1] >= 5 + 1, "five blocks and a state"
+    with served(tmp_path / "kv", model.folder, engine=engine) as one:
+        assert [*one.tokens((*prompt, *first, 7), 8)[0]] == second
+        assert one.counts[1:] == (8 + 1, 0), "the blocks of the whole first turn, and the state at its end"

@@ -13,7 +13,7 @@ import pytest
 from inflight.block_store import BlockFiles, HostBlockStore
 from inflight.block_store import store as store_module
 from inflight.block_store.store import LoadingPays
-from inflight.core.kv.block_store import BlockLoad, LoadResult, StoreCommands, StoreUpdate
+from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
 
 BYTES = 64
 A, B, C = (bytes([number]) * 16 for number in range(3))
@@ -23,16 +23,18 @@ class Memory:
     """Blocks in host memory; block i is filled with i at first."""
 
     block_bytes = BYTES
+    state_bytes = 2 * BYTES
     is_on_host = True
 
     def __init__(self) -> None:
         self.blocks = {number: np.full(BYTES, number, dtype=np.uint8) for number in range(20)}
+        self.states = {number: np.full(2 * BYTES, 100 + number, dtype=np.uint8) for number in range(5)}
 
-    def read(self, block_id: int) -> np.ndarray:
-        return self.blocks[block_id].copy()
+    def read(self, index: int, is_state: bool) -> np.ndarray:
+        return (self.states if is_state else self.blocks)[index].copy()
 
-    def write(self, block_id: int, content: np.ndarray) -> None:
-        self.blocks[block_id][:] = content
+    def write(self, index: int, is_state: bool, content: np.ndarray) -> None:
+        (self.states if is_state else self.blocks)[index][:] = content
 
 
 class Store:
@@ -48,13 +50,11 @@ class Store:
 
     def save(self, **blocks: int) -> StoreUpdate:
         """Save blocks, and wait until all are saved or dropped."""
-        saves = tuple((DIGESTS[name], block_id) for name, block_id in blocks.items())
-        self.store.carry_out(StoreCommands(saves=saves))
+        self.store.carry_out(StoreCommands(saves=pieces(**blocks)))
         return self.drain()
 
     def load(self, load_id: int, **blocks: int) -> StoreUpdate:
-        pairs = tuple((DIGESTS[name], block_id) for name, block_id in blocks.items())
-        self.store.carry_out(StoreCommands(loads=(BlockLoad(load_id, pairs),)))
+        self.store.carry_out(StoreCommands(loads=(BlockLoad(load_id, pieces(**blocks)),)))
         assert self.notified.acquire(timeout=60)
         return self.store.update()
 
@@ -67,7 +67,11 @@ class Store:
         return self.store.update()
 
 
-DIGESTS = {"a": A, "b": B, "c": C}
+KEYS = {"a": A, "b": B, "c": C}
+
+
+def pieces(**blocks: int) -> tuple[SavedPiece, ...]:
+    return tuple(SavedPiece(KEYS[name], block_id) for name, block_id in blocks.items())
 
 
 @pytest.fixture
@@ -92,6 +96,20 @@ def test_saved_blocks_are_loaded_into_other_blocks(make, tmp_path, tier):
     assert [store.memory.blocks[number][0] for number in (10, 11, 12)] == [10, 2, 1]
 
 
+@pytest.mark.parametrize("tier", ["host", "files"])
+def test_snapshots_are_saved_and_loaded_beside_blocks(make, tmp_path, tier):
+    store = make(tmp_path) if tier == "files" else make(host_blocks=4)
+    state = SavedPiece(C, 3, is_state=True)
+    store.store.carry_out(StoreCommands(saves=(*pieces(a=1), state)))
+    assert store.drain() == StoreUpdate(saved=(A, C))
+    store.store.carry_out(
+        StoreCommands(loads=(BlockLoad(0, (*pieces(a=7), SavedPiece(C, 0, is_state=True))),))
+    )
+    assert store.notified.acquire(timeout=60)
+    assert store.store.update() == StoreUpdate(loads=(LoadResult(0, 2),))
+    assert (store.memory.blocks[7] == 1).all() and (store.memory.states[0] == 103).all()
+
+
 def test_a_restart_finds_the_blocks_in_files(make, tmp_path):
     first = make(tmp_path)
     first.save(a=1, b=2)
@@ -103,14 +121,14 @@ def test_a_restart_finds_the_blocks_in_files(make, tmp_path):
 
 def test_blocks_that_wait_are_written_before_the_end(make, tmp_path):
     first = make(tmp_path)
-    first.store.carry_out(StoreCommands(saves=((A, 1), (B, 2), (C, 3))))
+    first.store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
     first.store.close()
     assert set(make(tmp_path).store.update().saved) == {A, B, C}
 
 
 def test_a_block_is_saved_as_it_is_when_the_command_comes(make, tmp_path):
     store = make(tmp_path)
-    store.store.carry_out(StoreCommands(saves=((A, 1),)))
+    store.store.carry_out(StoreCommands(saves=pieces(a=1)))
     store.memory.blocks[1][:] = 99
     store.drain()
     store.load(0, a=5)
@@ -127,7 +145,7 @@ def test_a_load_ends_at_the_first_block_that_cannot_be_read(make, tmp_path):
 def test_a_dropped_block_is_not_loaded_even_if_it_waits_to_be_written(make, tmp_path):
     store = make(tmp_path, host_blocks=4)
     store.save(a=1)
-    store.store.carry_out(StoreCommands(saves=((B, 2),)))
+    store.store.carry_out(StoreCommands(saves=pieces(b=2)))
     store.store.carry_out(StoreCommands(drops=(A, B, C)))
     assert not {A, B} & set(store.drain().saved)
     for number, name in enumerate("ab"):
@@ -159,7 +177,7 @@ def test_blocks_that_files_have_no_room_for_are_dropped(make, tmp_path):
 def test_a_full_disk_drops_blocks_and_logs_one_line(make, tmp_path, monkeypatch, caplog):
     store = make(tmp_path)
 
-    def full(files, digest, content):
+    def full(files, key, content):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
@@ -176,13 +194,13 @@ def test_blocks_that_wait_to_be_written_take_bounded_memory(make, tmp_path, monk
     may_write = threading.Event()
     write = BlockFiles.write
 
-    def write_later(files, digest, content):
+    def write_later(files, key, content):
         assert may_write.wait(60)
-        return write(files, digest, content)
+        return write(files, key, content)
 
     monkeypatch.setattr(BlockFiles, "write", write_later)
     store = make(tmp_path)
-    store.store.carry_out(StoreCommands(saves=((A, 1), (B, 2), (C, 3))))
+    store.store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
     assert store.store.update() == StoreUpdate(dropped=(B, C))
     may_write.set()
     assert store.drain() == StoreUpdate(saved=(A,))

@@ -40,7 +40,7 @@ class Server(Driver):
         digests: list[bytes] = []
         while self.scheduler.num_active:
             self.step(token=7)
-            digests += [digest for digest, _ in self.scheduler.take_store_commands().saves]
+            digests += [piece.key for piece in self.scheduler.take_store_commands().saves]
         return digests
 
     def why(self, request_id: int = 1) -> str:
@@ -98,12 +98,12 @@ def test_a_request_waits_for_its_blocks_without_a_slot_and_then_finds_them():
     server.accept(make_request(prompt=LONG))
     assert server.step()[0] is None and server.scheduler.can_only_wait
     (load,) = server.scheduler.take_store_commands().loads
-    assert [digest for digest, _ in load.blocks] == list(saved_digests())
+    assert [piece.key for piece in load.pieces] == list(saved_digests())
     assert server.why() == "waits for KV: the next blocks of its prompt are being read from the block store"
     assert not server.scheduler.running_sequences
     server.update(loads=(LoadResult(load.load_id, 3),))
     batch, _ = server.step()
-    assert batch is not None and batch.new_blocks[0][1][:3] == tuple(block for _, block in load.blocks)
+    assert batch is not None and batch.new_blocks[0][1][:3] == tuple(piece.index for piece in load.pieces)
     assert batch.context[0].start == 3 * SIZE
     assert (server.saved.num_loaded, server.saved.num_unread) == (3, 0)
     assert server.scheduler.take_store_commands().saves == (), "they are saved already"
@@ -149,7 +149,7 @@ def test_only_blocks_behind_the_cached_prefix_are_loaded():
     server.accept(make_request(2, LONG))
     server.step()
     (load,) = server.scheduler.take_store_commands().loads
-    assert [digest for digest, _ in load.blocks] == [digests[2]]
+    assert [piece.key for piece in load.pieces] == [digests[2]]
 
 
 def test_a_load_takes_no_blocks_that_the_request_could_not_have():
@@ -199,7 +199,7 @@ def test_blocks_of_a_faulty_request_are_dropped_from_the_store():
     server = Server()
     server.accept(make_request(1, LONG, new=9))
     server.step()
-    digests = tuple(digest for digest, _ in server.scheduler.take_store_commands().saves)
+    digests = tuple(piece.key for piece in server.scheduler.take_store_commands().saves)
     server.update(saved=digests)
     batch = server.scheduler.schedule()
     assert batch is not None and len(digests) == 3
@@ -220,7 +220,9 @@ def test_a_load_survives_a_failure_of_the_scheduler():
     for _ in range(10):
         batch, _ = server.step()
         given = {block for _, blocks in batch.new_blocks for block in blocks} if batch else set()
-        assert not given & {block for _, block in load.blocks}, "the load would overwrite a sequence's block"
+        assert not given & {piece.index for piece in load.pieces}, (
+            "the load would overwrite a sequence's block"
+        )
     server.update(loads=(LoadResult(load.load_id, 3),))
     server.accept(make_request(3, LONG))
     batch, _ = server.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import namedtuple
@@ -125,3 +126,32 @@ def test_the_launcher_imports_no_torch() -> None:
         "import sys, inflight.serve_command, inflight.doctor.preflight; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_folder_for_kv_blocks_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert (
+        problem(DEMO_MODEL, kv_cache_dir=file / "kv") == f"--kv-cache-dir {file}/kv: {file} is not a folder"
+    )
+    assert not list(
+        preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, kv_cache_dir=tmp_path / "new" / "kv")))
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_for_kv_blocks_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path and access(path, mode))
+    found = problem(DEMO_MODEL, kv_cache_dir=tmp_path)
+    assert found == f"--kv-cache-dir {tmp_path}: {tmp_path} is not writable"
+
+
+def test_settings_with_which_kv_blocks_are_not_saved(tmp_path: Path) -> None:
+    assert "which is missing" in problem(DEMO_MODEL, kv_cache_disk_bytes=1 << 30)
+    no_reuse = {"enable_kv_cache_reuse": "false"}
+    assert "no request would find a saved KV block" in problem(
+        DEMO_MODEL, kv_cache_dir=tmp_path, settings=no_reuse
+    )
+    (found,) = preflight.problems(ServerOptions(wanted=Wanted(DEMO_MODEL, kv_cache_dir=tmp_path), tp=2))
+    assert found == "kv_cache_dir is given, but with several ranks KV blocks are not saved"

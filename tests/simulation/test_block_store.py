@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
+from inflight.core.kv import block_store, kv_cache_manager
 from inflight.core.kv.block_pool import BlockPool
-from inflight.core.kv.block_store import LoadResult, SavedBlocks, StoreCommands
+from inflight.core.kv.block_store import LoadResult, SavedBlocks, SavedPiece, StoreCommands
 from inflight.core.kv.kv_cache_manager import KvCacheManager
+from inflight.core.kv.state_snapshots import StateSnapshots
 from inflight.core.schedule.admission import Admission
 from inflight.core.scheduler import Scheduler
 from inflight.testing.simulation.scenario import Scenario, draw
@@ -24,13 +27,16 @@ def scenarios(seed: int) -> tuple[Scenario, Scenario]:
     return draw(seed).in_turn(), draw(seed).ahead().without_host_waits()
 
 
-def test_saved_blocks_change_no_result_whatever_the_store_loses():
+@pytest.mark.parametrize("has_state", [False, True], ids=["blocks", "blocks and recurrent states"])
+def test_saved_blocks_change_no_result_whatever_the_store_loses(has_state):
     found: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         for scenario in scenarios(seed):
-            found.update(vars(run_with_store(scenario)))
-    assert found["num_loaded"] > 3 * NUM_SEEDS
-    assert min(found[name] for name in ("num_unread", "num_waits", "num_rebuilds", "num_failed")) > NUM_SEEDS
+            found.update(vars(run_with_store(scenario.with_state() if has_state else scenario)))
+    assert found["num_loaded"] > NUM_SEEDS
+    assert (
+        min(found[name] for name in ("num_unread", "num_waits", "num_rebuilds", "num_failed")) > NUM_SEEDS / 3
+    )
 
 
 Patch = pytest.MonkeyPatch
@@ -40,9 +46,9 @@ def blocks_of_a_failed_load_published(patch: Patch) -> None:
     end = SavedBlocks.end_load
 
     def end_all(saved: SavedBlocks, result: LoadResult):
-        blocks = end(saved, result)
-        object.__setattr__(result, "num_blocks", len(blocks))
-        return blocks
+        loading = end(saved, result)
+        object.__setattr__(result, "num_pieces", len(loading.pieces))
+        return loading
 
     patch.setattr(SavedBlocks, "end_load", end_all)
 
@@ -53,7 +59,7 @@ def blocks_published_before_they_are_loaded(patch: Patch) -> None:
     def start_and_publish(kv_cache: KvCacheManager, *arguments) -> None:
         start(kv_cache, *arguments)
         assert kv_cache.saved is not None
-        for block in list(kv_cache.saved.loads.values())[-1]:
+        for block in list(kv_cache.saved.loads.values())[-1].blocks:
             kv_cache.pool.publish(block.block_id, block.digest, block.parent, tokens=block.tokens)
 
     patch.setattr(KvCacheManager, "start_load", start_and_publish)
@@ -102,9 +108,9 @@ def a_block_saved_under_the_next_digest(patch: Patch) -> None:
     save = SavedBlocks.save
     last: list[int] = [0]
 
-    def save_the_block_before(saved: SavedBlocks, digest: bytes, block_id: int, retention) -> None:
-        save(saved, digest, last[0], retention)
-        last[0] = block_id
+    def save_the_block_before(saved: SavedBlocks, piece: SavedPiece, retention) -> None:
+        save(saved, dataclasses.replace(piece, index=last[0]), retention)
+        last[0] = piece.index
 
     patch.setattr(SavedBlocks, "save", save_the_block_before)
 
@@ -113,6 +119,44 @@ def a_load_that_is_never_begun(patch: Patch) -> None:
     patch.setattr(Admission, "_load_saved_blocks", lambda admission, llm_request: None)
 
 
+def snapshot_of_a_failed_load_used(patch: Patch) -> None:
+    end = StateSnapshots.end_load
+    patch.setattr(StateSnapshots, "end_load", lambda states, digest, _: end(states, digest, True))
+
+
+def snapshot_taken_while_it_is_loaded(patch: Patch) -> None:
+    begin = StateSnapshots.begin_load
+
+    def begin_and_free(states: StateSnapshots, digest: bytes) -> int | None:
+        snapshot = begin(states, digest)
+        if snapshot is not None:
+            states._free.append(snapshot)
+        return snapshot
+
+    patch.setattr(StateSnapshots, "begin_load", begin_and_free)
+
+
+def states_of_all_prefixes_under_one_key(patch: Patch) -> None:
+    for module in (kv_cache_manager, block_store):
+        patch.setattr(module, "state_key", lambda digest: b"state")
+
+
+def loaded_snapshots_forgotten_when_records_are_rebuilt(patch: Patch) -> None:
+    clear = StateSnapshots.clear
+
+    def clear_all(states: StateSnapshots) -> None:
+        clear(states)
+        states._free = list(reversed(range(states.num_snapshots)))
+
+    patch.setattr(StateSnapshots, "clear", clear_all)
+
+
+FAULTS_OF_STATES: list[Callable[[Patch], None]] = [
+    snapshot_of_a_failed_load_used,
+    snapshot_taken_while_it_is_loaded,
+    states_of_all_prefixes_under_one_key,
+    loaded_snapshots_forgotten_when_records_are_rebuilt,
+]
 FAULTS: list[Callable[[Patch], None]] = [
     blocks_of_a_failed_load_published,
     blocks_published_before_they_are_loaded,
@@ -131,10 +175,17 @@ def test_a_planted_fault_is_detected(plant, monkeypatch):
     assert any(map(_is_noticed, SEEDS_OF_FAULTS)), f"{len(SEEDS_OF_FAULTS)} seeds and nothing noticed"
 
 
-def _is_noticed(seed: int) -> bool:
+@pytest.mark.parametrize("plant", FAULTS_OF_STATES, ids=lambda plant: plant.__name__)
+def test_a_fault_planted_in_recurrent_states_is_detected(plant, monkeypatch):
+    plant(monkeypatch)
+    found = (_is_noticed(seed, has_state=True) for seed in SEEDS_OF_FAULTS)
+    assert any(found), f"{len(SEEDS_OF_FAULTS)} seeds and nothing noticed"
+
+
+def _is_noticed(seed: int, has_state: bool = False) -> bool:
     try:
         for scenario in scenarios(seed):
-            run_with_store(scenario)
+            run_with_store(scenario.with_state() if has_state else scenario)
     except (AssertionError, LookupError, ValueError):
         return True
     return False

@@ -1,11 +1,11 @@
-"""KV blocks in files, one file for each, that are found again by their digests after a restart.
+"""KV blocks, and snapshots of recurrent state, in files that are found again by their keys after a restart.
 
-    FOLDER/IDENTITY/lock           locked by the process that uses the blocks
-    FOLDER/IDENTITY/3f/3f0a…       content of the block, then a digest of it
+    FOLDER/IDENTITY/lock           locked by the process that uses the files
+    FOLDER/IDENTITY/3f/3f0a…       content of a block or snapshot, then a digest of it
 
 A file is written under another name and renamed, and the digest is checked when it is read, so a crash, a torn
-write or a flipped bit makes a block a miss and never wrong. Files have mode 0600, folders 0700. The least recently
-used files are removed if all together would be too large, and files that were not used for a while.
+write or a flipped bit makes a file a miss, and its content is never wrong. Files have mode 0600, folders 0700. The
+least recently used files are removed if all together would be too large, and files that were not used for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -28,48 +29,56 @@ from numpy.typing import NDArray
 from inflight.errors import ConfigError
 
 _CHECK_BYTES = 16
-_IDENTITY = re.compile("[0-9a-f]{32}")
+_KEY = re.compile("[0-9a-f]{32}")  # of a file, and the name of an identity
 _LOCK = "lock"
 _UNFINISHED = ".new"
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedFile:
+    """Size in bytes, and when the file was last used, in seconds since the epoch."""
+
+    size: int
+    used_at: float
+
+
 class BlockFiles:
-    """The saved blocks of one identity in a folder. Any thread.
+    """The saved blocks and snapshots of one identity in a folder. Any thread.
 
     Args:
         folder: The folder (kv_cache_dir), made if it is missing. Servers with different models may share it.
-        identity: The identity of the blocks' content (`identity.cache_identity`).
-        block_bytes: Bytes of a block.
+        identity: The identity of the content (`identity.cache_identity`).
+        largest_bytes: Bytes of the largest content, a block or a snapshot.
         max_bytes: Maximum size of all files of all identities at the start, and of this one's later.
         max_age_s: Seconds after its last use when a file is removed.
         clock_s: Seconds since the epoch; injected by tests.
 
     Raises:
-        ConfigError: The folder cannot be used, another process uses its blocks, or `max_bytes` is too small for
-            one block.
+        ConfigError: The folder cannot be used, another process uses this identity there, or `max_bytes` is too
+            small for one file.
     """
 
     def __init__(
         self,
         folder: Path,
         identity: str,
-        block_bytes: int,
+        largest_bytes: int,
         max_bytes: int,
         max_age_s: float,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         self._folder = folder / identity
-        self._block_bytes = block_bytes
+        self._max_bytes = max_bytes
         self._max_age_s = max_age_s
         self._clock_s = clock_s
-        self._max_files = max_bytes // (block_bytes + _CHECK_BYTES)
-        if not self._max_files:
+        if max_bytes < largest_bytes + _CHECK_BYTES:
             raise ConfigError(
-                f"kv_cache_disk_bytes is {max_bytes}, expected at least {block_bytes + _CHECK_BYTES}, the size of "
-                "one KV block"
+                f"kv_cache_disk_bytes is {max_bytes}, expected at least {largest_bytes + _CHECK_BYTES}, the size "
+                "of one file"
             )
         self._lock = threading.Lock()
-        self._used_at: OrderedDict[bytes, float] = OrderedDict()  # the least recently used first
+        self._files: OrderedDict[bytes, _SavedFile] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock_file = _lock(self._folder / _LOCK)
@@ -79,35 +88,35 @@ class BlockFiles:
                     "each server a folder of its own"
                 )
             self._scan()
-            _make_room(folder, self._folder, max_bytes - len(self._used_at) * (block_bytes + _CHECK_BYTES))
+            _make_room(folder, self._folder, max_bytes - self._num_bytes)
         except OSError as error:
             raise ConfigError(
                 f"kv_cache_dir is {str(folder)!r}, which cannot be used: {error.strerror or error}"
             ) from error
 
-    def digests(self) -> tuple[bytes, ...]:
-        """Return the digests of all saved blocks."""
+    def keys(self) -> tuple[bytes, ...]:
+        """Return the keys of all files."""
         with self._lock:
-            return tuple(self._used_at)
+            return tuple(self._files)
 
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether the block with this digest is saved."""
+    def __contains__(self, key: bytes) -> bool:
+        """Whether there is a file with this key."""
         with self._lock:
-            return digest in self._used_at
+            return key in self._files
 
-    def write(self, digest: bytes, content: NDArray[np.uint8]) -> list[bytes]:
-        """Save a block, `content` [block_bytes]; return the digests of blocks that were removed for it.
+    def write(self, key: bytes, content: NDArray[np.uint8]) -> list[bytes]:
+        """Save `content`; return the keys of files that were removed to make room, or because of their age.
 
-        Raises OSError if the file cannot be written; then no block is changed.
+        Raises OSError if the file cannot be written; then nothing is changed.
         """
-        path = self._path(digest)
+        path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         unfinished = path.with_name(path.name + _UNFINISHED)
         try:
             file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(file, content)
-                _write_all(file, np.frombuffer(_check(digest, content), dtype=np.uint8))
+                _write_all(file, np.frombuffer(_check(key, content), dtype=np.uint8))
             finally:
                 os.close(file)
             os.replace(unfinished, path)
@@ -116,96 +125,106 @@ class BlockFiles:
                 unfinished.unlink()
             raise
         with self._lock:
-            self._use(digest)
-            oldest = self._clock_s() - self._max_age_s
-            removed: list[bytes] = []
-            for other, used_at in self._used_at.items():
-                if len(self._used_at) - len(removed) <= self._max_files and used_at >= oldest:
-                    break
-                removed.append(other)
+            self._add(key, _SavedFile(content.size + _CHECK_BYTES, self._clock_s()))
+            removed = self._expired()
         for other in removed:
             self.remove(other)
         return removed
 
-    def read(self, digest: bytes, content: NDArray[np.uint8]) -> bool:
-        """Read a block into `content` [block_bytes]; return whether it is there and intact.
+    def read(self, key: bytes, content: NDArray[np.uint8]) -> bool:
+        """Read a file into `content`, which has its size; return whether it is there and intact.
 
         Otherwise the content is undefined, and the file is removed.
         """
         check = np.empty(_CHECK_BYTES, dtype=np.uint8)
         try:
-            file = os.open(self._path(digest), os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 is_whole = _read_all(file, content) and _read_all(file, check)
             finally:
                 os.close(file)
         except OSError:
             is_whole = False
-        if not is_whole or check.tobytes() != _check(digest, content):
-            self.remove(digest)
+        if not is_whole or check.tobytes() != _check(key, content):
+            self.remove(key)
             return False
         with contextlib.suppress(OSError):  # only the order of removal after a restart depends on it
-            os.utime(self._path(digest))
+            os.utime(self._path(key))
         with self._lock:
-            self._use(digest)
+            self._add(key, _SavedFile(content.size + _CHECK_BYTES, self._clock_s()))
         return True
 
-    def remove(self, digest: bytes) -> None:
-        """Remove a block, if it is there."""
+    def remove(self, key: bytes) -> None:
+        """Remove a file, if it is there."""
         with self._lock:
-            self._used_at.pop(digest, None)
+            self._forget(key)
         with contextlib.suppress(OSError):
-            self._path(digest).unlink()
+            self._path(key).unlink()
 
     def close(self) -> None:
-        """Let other processes use the blocks. Idempotent."""
+        """Let other processes use the files. Idempotent."""
         file, self._lock_file = self._lock_file, None
         if file is not None:
             os.close(file)
 
-    def _path(self, digest: bytes) -> Path:
-        name = digest.hex()
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
         return self._folder / name[:2] / name
 
-    def _use(self, digest: bytes) -> None:
-        self._used_at[digest] = self._clock_s()
-        self._used_at.move_to_end(digest)
+    def _add(self, key: bytes, file: _SavedFile) -> None:
+        """Add a file, or replace it, as the most recently used one."""
+        self._forget(key)
+        self._files[key] = file
+        self._num_bytes += file.size
+
+    def _forget(self, key: bytes) -> None:
+        file = self._files.pop(key, None)
+        if file is not None:
+            self._num_bytes -= file.size
+
+    def _expired(self) -> list[bytes]:
+        """Return the keys of files that are too old or for which there is no room, oldest first."""
+        excess = self._num_bytes - self._max_bytes
+        oldest = self._clock_s() - self._max_age_s
+        found: list[bytes] = []
+        for key, file in self._files.items():
+            if excess <= 0 and file.used_at >= oldest:
+                break
+            found.append(key)
+            excess -= file.size
+        return found
 
     def _scan(self) -> None:
         """Find the files of earlier processes; remove unfinished ones, and those that are too old or too many."""
-        found: list[tuple[float, bytes]] = []
+        found: list[tuple[float, bytes, int]] = []
         for folder in self._folder.iterdir():
             if not folder.is_dir():
                 continue
             for entry in os.scandir(folder):
-                name = entry.name
-                digest = bytes.fromhex(name) if _IDENTITY.fullmatch(name) else b""
-                status = entry.stat()
-                if digest and status.st_size == self._block_bytes + _CHECK_BYTES:
-                    found.append((status.st_mtime, digest))
+                if _KEY.fullmatch(entry.name):
+                    status = entry.stat()
+                    found.append((status.st_mtime, bytes.fromhex(entry.name), status.st_size))
                 else:
                     os.unlink(entry.path)
-        found.sort()
-        oldest = self._clock_s() - self._max_age_s
-        self._used_at.update((digest, used_at) for used_at, digest in found)
-        for place, (used_at, digest) in enumerate(found):
-            if len(found) - place > self._max_files or used_at < oldest:
-                self.remove(digest)
+        for used_at, key, size in sorted(found):
+            self._add(key, _SavedFile(size, used_at))
+        for key in self._expired():
+            self.remove(key)
 
 
-def _check(digest: bytes, content: NDArray[np.uint8]) -> bytes:
-    """Return the digest of a block's content; the key makes a file under another block's name a miss."""
-    return blake2b(content, digest_size=_CHECK_BYTES, key=digest).digest()
+def _check(key: bytes, content: NDArray[np.uint8]) -> bytes:
+    """Return a digest of the content; with the key in it, a file under another one's name is a miss."""
+    return blake2b(content.data, digest_size=_CHECK_BYTES, key=key).digest()
 
 
 def _write_all(file: int, content: NDArray[np.uint8]) -> None:
-    rest = memoryview(content)
+    rest = content.data
     while rest:
         rest = rest[os.write(file, rest) :]
 
 
 def _read_all(file: int, content: NDArray[np.uint8]) -> bool:
-    rest = memoryview(content)
+    rest = content.data
     while rest:
         count = os.readv(file, [rest])
         if not count:
@@ -227,11 +246,11 @@ def _lock(path: Path) -> int | None:
 
 
 def _make_room(folder: Path, own: Path, max_bytes: int) -> None:
-    """Remove the blocks of other identities that no process uses, the least recently used identity first, until
+    """Remove the files of other identities that no process uses, the least recently used identity first, until
     the others take at most `max_bytes`."""
     sizes: dict[Path, int] = {}
     for other in folder.iterdir():
-        if other != own and _IDENTITY.fullmatch(other.name) and other.is_dir():
+        if other != own and _KEY.fullmatch(other.name) and other.is_dir():
             sizes[other] = sum(path.stat().st_size for path in other.glob("*/*"))
     for other in sorted(sizes, key=_used_at):
         if sum(sizes.values()) <= max_bytes:

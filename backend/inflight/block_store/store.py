@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.block_store.files import BlockFiles
-from inflight.core.kv.block_store import BlockLoad, LoadResult, StoreCommands, StoreUpdate
+from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
 
 _MAX_QUEUED_BYTES = 256 << 20
 """Maximum size of the blocks that wait to be written; further ones are not saved."""
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlockMemory(Protocol):
-    """The blocks of a device's KV cache as bytes."""
+    """The blocks of a device's KV cache, and the snapshots of recurrent state, as bytes."""
 
     @property
     def block_bytes(self) -> int:
@@ -41,16 +41,21 @@ class BlockMemory(Protocol):
         ...
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of a snapshot over all layers; 0 for a model without recurrent state."""
+        ...
+
+    @property
     def is_on_host(self) -> bool:
         """Whether the device's cache is in host memory."""
         ...
 
-    def read(self, block_id: int) -> NDArray[np.uint8]:
-        """Return a copy of a block, [block_bytes]. Loop thread."""
+    def read(self, index: int, is_state: bool) -> NDArray[np.uint8]:
+        """Return a copy of a block [block_bytes], or of a snapshot [state_bytes]. Loop thread."""
         ...
 
-    def write(self, block_id: int, content: NDArray[np.uint8]) -> None:
-        """Overwrite a block with `content` [block_bytes], while the loop thread uses other blocks."""
+    def write(self, index: int, is_state: bool, content: NDArray[np.uint8]) -> None:
+        """Overwrite a block or a snapshot with `content`, while the loop thread uses others."""
         ...
 
 
@@ -109,7 +114,7 @@ class _Average:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    digest: bytes
+    key: bytes
     content: NDArray[np.uint8]
 
 
@@ -134,13 +139,15 @@ class HostBlockStore:
     ) -> None:
         self._memory = memory
         self._notify = notify
-        self._max_host_blocks = max_host_bytes // memory.block_bytes
+        self._max_host_bytes = max_host_bytes
         self._files = files
         self._pays = LoadingPays(tokens_per_block)
         self._lock = threading.Lock()
         self._in_host: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # least recently used first
+        self._host_bytes = 0
         self._waiting: dict[bytes, _Save] = {}  # saves that are not written yet; dropped ones are removed
-        self._saved: list[bytes] = [] if files is None else list(files.digests())
+        self._waiting_bytes = 0
+        self._saved: list[bytes] = [] if files is None else list(files.keys())
         self._dropped: list[bytes] = []
         self._ended: list[LoadResult] = []
         self._is_failing = False  # whether the last write failed
@@ -156,10 +163,10 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the loop thread
 
     def carry_out(self, commands: StoreCommands) -> None:
-        for digest in commands.drops:
-            self._drop(digest)
-        for digest, block_id in commands.saves:
-            self._save(digest, block_id)
+        for key in commands.drops:
+            self._drop(key)
+        for piece in commands.saves:
+            self._save(piece)
         for load in commands.loads:
             if self._pays.ask():
                 self._loads.put((load, time.monotonic()))
@@ -177,22 +184,24 @@ class HostBlockStore:
     def computed(self, num_tokens: int, seconds: float) -> None:
         self._pays.computed(num_tokens, seconds)
 
-    def _save(self, digest: bytes, block_id: int) -> None:
+    def _save(self, piece: SavedPiece) -> None:
         with self._lock:
-            if len(self._waiting) * self._memory.block_bytes >= _MAX_QUEUED_BYTES:
-                self._dropped.append(digest)
+            if self._waiting_bytes >= _MAX_QUEUED_BYTES:
+                self._dropped.append(piece.key)
                 return
-        save = _Save(digest, self._memory.read(block_id))
+        save = _Save(piece.key, self._memory.read(piece.index, piece.is_state))
         with self._lock:
-            self._waiting[digest] = save
+            self._waiting[save.key] = save
+            self._waiting_bytes += save.content.size
         self._saves.put(save)
 
-    def _drop(self, digest: bytes) -> None:
+    def _drop(self, key: bytes) -> None:
         with self._lock:
-            self._waiting.pop(digest, None)
-            self._in_host.pop(digest, None)
+            self._waiting.pop(key, None)
+            content = self._in_host.pop(key, None)
+            self._host_bytes -= 0 if content is None else content.size
         if self._files is not None:
-            self._files.remove(digest)
+            self._files.remove(key)
 
     def _end(self, result: LoadResult) -> None:
         with self._lock:
@@ -205,68 +214,76 @@ class HostBlockStore:
         while (save := self._saves.get()) is not None:
             removed = self._write(save)
             with self._lock:
-                is_wanted = self._waiting.get(save.digest) is save
+                self._waiting_bytes -= save.content.size
+                is_wanted = self._waiting.get(save.key) is save
                 if is_wanted:
-                    del self._waiting[save.digest]
-                    (self._dropped if save.digest in removed else self._saved).append(save.digest)
-                self._dropped += [digest for digest in removed if digest != save.digest]
+                    del self._waiting[save.key]
+                    (self._dropped if save.key in removed else self._saved).append(save.key)
+                self._dropped += [key for key in removed if key != save.key]
             if not is_wanted:
-                self._drop(save.digest)
+                self._drop(save.key)
 
     def _write(self, save: _Save) -> list[bytes]:
-        """Write a block to both tiers; return the digests of blocks that are in neither of them afterwards."""
+        """Write a piece to both tiers; return the keys of pieces that are in neither of them afterwards."""
         removed: list[bytes] = []
         if self._files is not None:
             try:
-                removed += self._files.write(save.digest, save.content)
+                removed += self._files.write(save.key, save.content)
                 self._is_failing = False
             except OSError as error:
                 if not self._is_failing:
                     _log.warning("KV blocks are not saved any more, until writing succeeds again: %s", error)
                 self._is_failing = True
-                removed.append(save.digest)
+                removed.append(save.key)
         with self._lock:
-            self._in_host[save.digest] = save.content
-            while len(self._in_host) > self._max_host_blocks:
-                removed.append(self._in_host.popitem(last=False)[0])
+            self._in_host[save.key] = save.content
+            self._host_bytes += save.content.size
+            while self._host_bytes > self._max_host_bytes:
+                key, content = self._in_host.popitem(last=False)
+                self._host_bytes -= content.size
+                removed.append(key)
         in_files = self._files or ()
         return [each for each in removed if each not in self._in_host and each not in in_files]
 
     # ---------------------------------------------------------------- the thread that loads
 
     def _load_all(self) -> None:
-        buffer = np.empty(self._memory.block_bytes, dtype=np.uint8)
+        buffers = {
+            is_state: np.empty(size, dtype=np.uint8)
+            for is_state, size in ((False, self._memory.block_bytes), (True, self._memory.state_bytes))
+        }
         while (job := self._loads.get()) is not None:
             load, begun = job
-            count = self._load(load, buffer)
+            count = self._load(load, buffers)
             self._pays.loaded(count, time.monotonic() - begun)
-            if count < len(load.blocks):
+            if count < len(load.pieces):
                 with self._lock:
-                    self._dropped.append(load.blocks[count][0])
+                    self._dropped.append(load.pieces[count].key)
             self._end(LoadResult(load.load_id, count))
 
-    def _load(self, load: BlockLoad, buffer: NDArray[np.uint8]) -> int:
-        """Load blocks up to the first that cannot be read; return their number."""
-        for count, (digest, block_id) in enumerate(load.blocks):
+    def _load(self, load: BlockLoad, buffers: Mapping[bool, NDArray[np.uint8]]) -> int:
+        """Load pieces up to the first that cannot be read; return their number."""
+        for count, piece in enumerate(load.pieces):
             with self._lock:
-                content = self._in_host.get(digest)
+                content = self._in_host.get(piece.key)
                 if content is not None:
-                    self._in_host.move_to_end(digest)
-            if content is None and self._files is not None and self._files.read(digest, buffer):
+                    self._in_host.move_to_end(piece.key)
+            buffer = buffers[piece.is_state]
+            if content is None and self._files is not None and self._files.read(piece.key, buffer):
                 content = buffer
             if content is None:
                 return count
             try:
-                self._memory.write(block_id, content)
+                self._memory.write(piece.index, piece.is_state, content)
             except Exception:  # whatever a device raises: the block is computed instead
                 _log.exception("a saved KV block could not be copied to the device")
                 return count
-        return len(load.blocks)
+        return len(load.pieces)
 
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Write the blocks that wait, for a few seconds at most, and end the threads. Idempotent."""
+        """Write the pieces that wait, for a few seconds at most, and end the threads. Idempotent."""
         self._saves.put(None)
         self._loads.put(None)
         for thread in self._threads:

@@ -7,13 +7,14 @@ server. What takes longer to find out is reported by `inflight doctor`, or when 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from inflight.checkpoint_config import CheckpointFacts, ConfigFile, read_config_file
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, Parameters
 from inflight.doctor.disks import MIN_TEMPORARY_BYTES
 from inflight.doctor.family import refused_by_family, runs_by_transformers
 from inflight.doctor.finding import Level
@@ -57,10 +58,13 @@ def problems(options: ServerOptions, root: Path = Path("/")) -> Iterator[str]:
             yield from found
             return
     try:
-        engine = _engine(options)
+        parameters = _parameters(options)
     except ConfigError as error:
         yield str(error)
         return
+    engine = None if parameters is None else parameters.engine
+    if parameters is not None and (reason := _saved_blocks(options, parameters.kv_cache_dir)):
+        yield reason
     if (reason := _family(options, engine) or _memory(options, engine, root)) is not None:
         yield reason
 
@@ -163,7 +167,7 @@ def _pointer(folder: Path, patterns: tuple[str, ...]) -> str | None:
     return None
 
 
-def _engine(options: ServerOptions) -> EngineConfig | None:
+def _parameters(options: ServerOptions) -> Parameters | None:
     """Return the engine's parameters, None without an engine; raise ConfigError if they are not valid."""
     with tempfile.TemporaryDirectory(prefix="inflight-preflight-") as target:
         repository = lay_out(options, Path(target, "models"))
@@ -173,7 +177,24 @@ def _engine(options: ServerOptions) -> EngineConfig | None:
         engine = parameters.engine
         engine.validate()
         parameters.scheduler.validate(engine.max_num_sequences, engine.tokens_per_block)
-        return engine
+        if parameters.kv_cache_dir is not None:
+            parameters.validate_saved_blocks()
+        return parameters
+
+
+def _saved_blocks(options: ServerOptions, folder: str | None) -> str | None:
+    """Return why KV blocks cannot be saved in the folder, or why its size has no effect."""
+    if folder is None:
+        given = options.wanted.kv_cache_disk_bytes is not None
+        return "--kv-cache-disk limits the files in --kv-cache-dir, which is missing" if given else None
+    existing = Path(folder)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"--kv-cache-dir {folder}: {existing} is not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"--kv-cache-dir {folder}: {existing} is not writable"
+    return None
 
 
 def _family(options: ServerOptions, engine: EngineConfig | None) -> str | None:

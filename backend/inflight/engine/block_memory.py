@@ -1,4 +1,4 @@
-"""The blocks of a KV cache as bytes, for a block store that saves them outside of the device."""
+"""The blocks of a KV cache, and snapshots of recurrent state, as bytes, for a block store."""
 
 from __future__ import annotations
 
@@ -10,42 +10,89 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-class CacheBlocks:
-    """Reads and writes whole blocks; implements `inflight.block_store.BlockMemory`.
+class Entries:
+    """Reads and writes the entries of tensors that belong together.
 
     Args:
-        memories: All tensors of the cache, [layers, parts, blocks, any] each.
+        memories: The tensors; an entry is `memory[..., index, :]` of each, where `dimension` has the indices.
+        dimension: The dimension of the indices.
+        first: Index of entry 0.
+
+    Attributes:
+        num_bytes: Bytes of an entry.
     """
 
-    def __init__(self, memories: Sequence[Tensor]) -> None:
-        self._memories = [memory.view(torch.uint8) for memory in memories]
-        self._sizes = [memory[:, :, 0].numel() for memory in self._memories]
-        self.block_bytes = sum(self._sizes)
-        self.is_on_host = all(memory.device.type == "cpu" for memory in self._memories)
+    def __init__(self, memories: Sequence[Tensor], dimension: int, first: int = 0) -> None:
+        self._first = first
+        self._memories = [memory.movedim(dimension, 0) for memory in memories]
+        self._sizes = [memory[0].numel() * memory.element_size() for memory in self._memories]
+        self.num_bytes = sum(self._sizes)
         # numpy copies on the calling thread; torch would start threads of its own for each thread that copies.
-        self._arrays = [memory.numpy() for memory in self._memories] if self.is_on_host else []
+        self._arrays: list[NDArray[np.uint8]] = []
+        if all(memory.device.type == "cpu" for memory in memories):
+            self._arrays = [_as_array(_as_bytes(memory).movedim(dimension, 0)) for memory in memories]
 
-    def read(self, block_id: int) -> NDArray[np.uint8]:
-        """Return a copy of a block, [block_bytes]."""
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the tensors are in host memory."""
+        return bool(self._arrays)
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return a copy of an entry, [num_bytes]."""
+        place = self._first + index
         if self._arrays:
-            return np.concatenate([array[:, :, block_id].ravel() for array in self._arrays])
-        parts = [memory[:, :, block_id].flatten() for memory in self._memories]
-        return torch.cat(parts).cpu().numpy()
+            return np.concatenate([array[place].ravel() for array in self._arrays])
+        parts = [_as_bytes(memory[place].contiguous()).flatten() for memory in self._memories]
+        return _as_array(torch.cat(parts).cpu())
 
-    def write(self, block_id: int, content: NDArray[np.uint8]) -> None:
-        """Overwrite a block with `content` [block_bytes], and return when it is there."""
-        start = 0
-        for place, size in enumerate(self._sizes):
+    def write(self, index: int, content: NDArray[np.uint8]) -> None:
+        """Overwrite an entry with `content` [num_bytes], and return when it is there."""
+        place, start = self._first + index, 0
+        for number, (memory, size) in enumerate(zip(self._memories, self._sizes)):
             part, start = content[start : start + size], start + size
             if self._arrays:
-                target = self._arrays[place][:, :, block_id]
+                target = self._arrays[number][place]
                 target[...] = part.reshape(target.shape)
             else:
-                self._copy_to_gpu(self._memories[place][:, :, block_id], part)
+                _copy_to_gpu(memory[place], part)
 
-    def _copy_to_gpu(self, target: Tensor, part: NDArray[np.uint8]) -> None:
-        """Copy on a stream of its own, beside the kernels of the loop's iterations."""
-        stream = torch.cuda.Stream(target.device)
-        with torch.cuda.stream(stream):
-            target.copy_(torch.from_numpy(part).view(target.shape))
-        stream.synchronize()
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor as bytes; its last dimension must be contiguous."""
+    return tensor.view(torch.uint8)
+
+
+def _as_array(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return a view of a tensor of bytes in host memory."""
+    return tensor.numpy()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  no array types
+
+
+def _copy_to_gpu(target: Tensor, content: NDArray[np.uint8]) -> None:
+    """Copy on a stream of its own, beside the kernels of the loop's iterations."""
+    stream = torch.cuda.Stream(target.device)
+    with torch.cuda.stream(stream):
+        source: Tensor = torch.from_numpy(content)  # pyright: ignore[reportUnknownMemberType]  no array types
+        target.copy_(source.view(target.dtype).view(target.shape))
+    stream.synchronize()
+
+
+class CacheBytes:
+    """A cache's blocks and snapshots as bytes; implements `inflight.block_store.BlockMemory`."""
+
+    def __init__(self, blocks: Entries, snapshots: Entries | None) -> None:
+        self._blocks, self._snapshots = blocks, snapshots
+        self.block_bytes = blocks.num_bytes
+        self.state_bytes = 0 if snapshots is None else snapshots.num_bytes
+        self.is_on_host = blocks.is_on_host
+
+    def read(self, index: int, is_state: bool) -> NDArray[np.uint8]:
+        return self._entries(is_state).read(index)
+
+    def write(self, index: int, is_state: bool, content: NDArray[np.uint8]) -> None:
+        self._entries(is_state).write(index, content)
+
+    def _entries(self, is_state: bool) -> Entries:
+        if not is_state:
+            return self._blocks
+        assert self._snapshots is not None, "this model has no recurrent state"
+        return self._snapshots

@@ -16,7 +16,7 @@ from torch import Tensor
 from inflight.core.schedule.batch import AdapterLoad, ScheduledBatch
 from inflight.engine.adapter_pool import ActiveAdapters, AdapterPool
 from inflight.engine.additional_outputs import HiddenStates
-from inflight.engine.block_memory import CacheBlocks
+from inflight.engine.block_memory import CacheBytes
 from inflight.engine.kv_cache import Numbers
 from inflight.engine.packing import PackedBatch, TileLimits
 from inflight.engine.recurrent.states import RecurrentStates
@@ -118,8 +118,8 @@ class BlockCache(Protocol):
         """The device that the cache is on."""
         ...
 
-    def as_bytes(self) -> CacheBlocks | None:
-        """Return the blocks as bytes; None if they cannot be read and written one by one."""
+    def as_bytes(self) -> CacheBytes | None:
+        """Return blocks and snapshots as bytes; None if blocks cannot be read and written one by one."""
         ...
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.core.schedule.batch import ScheduledBatch
-from inflight.engine.block_memory import CacheBlocks
+from inflight.engine.block_memory import CacheBytes, Entries
 from inflight.engine.host_memory import zeros
 from inflight.engine.kv_quantization import KvQuantization, head_bytes
 from inflight.engine.packing import PackedBatch
@@ -160,9 +160,10 @@ class KvCache:
         """The device that the cache is on."""
         return self._scratch.device
 
-    def as_bytes(self) -> CacheBlocks:
-        """Return the blocks as bytes, with their scales."""
-        return CacheBlocks(self._memories())
+    def as_bytes(self) -> CacheBytes:
+        """Return the blocks, with their scales, and the snapshots of recurrent state as bytes."""
+        snapshots = None if self.states is None else self.states.snapshots
+        return CacheBytes(Entries(self._memories(), dimension=2), snapshots)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy each source block to its target block, in all layers. No source may be a target."""

@@ -1,9 +1,10 @@
-"""KV blocks outside of the device's cache, in host memory or files: which exist, and which are being loaded.
+"""KV blocks outside of the device's cache, in host memory or files: the index, and the loads in progress.
 
-Every full block is saved when it is published, because it may be evicted at any time. A **load** copies saved
-blocks, which continue a prefix in the cache, to free blocks of the cache. Until it ends, its blocks are promised
-like those that a running sequence computes: sequences that need them wait, without a slot, and then find them in
-the cache. A block that cannot be read is computed like any other.
+Every full block is saved when it is published, because it may be evicted at any time. Of a model with recurrent
+state, the snapshots at the end of a prompt and of an answer are saved too. A **load** copies saved blocks, which
+continue a prefix in the cache, to free blocks of the cache, and a snapshot if one is needed. Until it ends, its
+blocks are promised like those that a running sequence computes: sequences that need them wait, without a slot,
+and then find them in the cache. A block that cannot be read is computed like any other.
 
 The core only decides what is saved and loaded. `StoreCommands` are carried out by a `BlockStore`
 (`core/ports.py`), whose results come back as a `StoreUpdate` in `IterationInput`, so that a replay makes the same
@@ -14,22 +15,43 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from inflight.core.kv.kv_events import StoredBlock
 from inflight.core.kv.retention import Retention
 
 
+def state_key(digest: bytes) -> bytes:
+    """Return the key of a snapshot of recurrent state at the end of the block with this digest, 16 bytes."""
+    return blake2b(digest, digest_size=16, person=b"recurrent state").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A block, or a snapshot of recurrent state, in the store and on the device.
+
+    Attributes:
+        key: The name in the store: the block's digest, or `state_key` of it.
+        index: Block id, or index of the snapshot.
+        is_state: Whether it is a snapshot.
+    """
+
+    key: bytes
+    index: int
+    is_state: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """Saved blocks to copy to the device.
+    """Saved pieces to copy to the device.
 
     Attributes:
         load_id: A number unique to this load since the start.
-        blocks: The digest of each saved block, in the order of its tokens, and the block id to copy it to.
+        pieces: Blocks in the order of their tokens, then a snapshot at their end if the device lacks it.
     """
 
     load_id: int
-    blocks: tuple[tuple[bytes, int], ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +59,12 @@ class StoreCommands:
     """Commands to a block store, to be carried out before the device's next forward pass.
 
     Attributes:
-        saves: Digests and block ids of blocks to copy from the device. Their content does not change before.
-        loads: Loads to begin. Nothing else reads or writes their blocks until they end.
-        drops: Digests of saved blocks that must not be loaded again.
+        saves: Pieces to copy from the device. Their content does not change before.
+        loads: Loads to begin. Nothing else reads or writes their pieces until they end.
+        drops: Keys of pieces that must not be loaded again.
     """
 
-    saves: tuple[tuple[bytes, int], ...] = ()
+    saves: tuple[SavedPiece, ...] = ()
     loads: tuple[BlockLoad, ...] = ()
     drops: tuple[bytes, ...] = ()
 
@@ -57,12 +79,12 @@ class LoadResult:
 
     Attributes:
         load_id: The load.
-        num_blocks: Number of blocks, from the first one on, that are on the device now. The content of the
+        num_pieces: Number of pieces, from the first one on, that are on the device now. The content of the
             others is undefined.
     """
 
     load_id: int
-    num_blocks: int
+    num_pieces: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +92,8 @@ class StoreUpdate:
     """Changes of a block store since the last iteration.
 
     Attributes:
-        saved: Digests of blocks that can be loaded from now on.
-        dropped: Digests of blocks that cannot be loaded any more, or that could not be saved.
+        saved: Keys of pieces that can be loaded from now on.
+        dropped: Keys of pieces that cannot be loaded any more, or that could not be saved.
         loads: Loads that have ended.
     """
 
@@ -86,10 +108,11 @@ class StoreUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoadingBlock:
-    """A block of a load, and what is needed to publish it.
+    """A block of a load, and the arguments to publish it.
 
     Attributes:
         block_id: The block of the device.
+        digest: Key of the block's content and everything before it.
         parent: Key of everything before the block.
         tokens: The content, as `BlockPool.publish` takes it.
         retention: The retention that the waiting request asks for.
@@ -106,73 +129,97 @@ class LoadingBlock:
     is_first: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """A load that has not ended.
+
+    Attributes:
+        blocks: Its blocks, in the order of their tokens.
+        boundary: Digest of the block at whose end the snapshot is; b"": no snapshot is loaded.
+        snapshot: Index of the snapshot.
+    """
+
+    blocks: tuple[LoadingBlock, ...]
+    boundary: bytes = b""
+    snapshot: int = -1
+
+    @property
+    def pieces(self) -> tuple[SavedPiece, ...]:
+        """The pieces in the order in which they are loaded."""
+        state = (SavedPiece(state_key(self.boundary), self.snapshot, is_state=True),) if self.boundary else ()
+        return (*(SavedPiece(block.digest, block.block_id) for block in self.blocks), *state)
+
+
 @dataclass(slots=True)
 class SavedBlocks:
     """The index of a block store, and the commands that it has not received yet.
 
     Attributes:
-        is_loadable: Whether blocks may be loaded (`kv_cache_onboard_blocks`).
+        is_loadable: Whether pieces may be loaded (`kv_cache_onboard_blocks`).
         min_priority: Blocks of lower retention priority are not saved.
-        loads: The blocks of each load that has not ended, by load id.
-        num_saved, num_loaded, num_unread: Numbers of blocks since the start that were saved, that were loaded, and
+        loads: The loads that have not ended, by load id.
+        num_saved, num_loaded, num_unread: Numbers of pieces since the start that were saved, that were loaded, and
             that a load could not read.
     """
 
     is_loadable: bool = True
     min_priority: int = 0
-    loads: dict[int, list[LoadingBlock]] = field(default_factory=dict[int, list[LoadingBlock]])
+    loads: dict[int, Loading] = field(default_factory=dict[int, Loading])
     num_saved: int = 0
     num_loaded: int = 0
     num_unread: int = 0
     _found: set[bytes] = field(default_factory=set[bytes])
     _asked: set[bytes] = field(default_factory=set[bytes])  # saved, or being saved
     _loading: set[bytes] = field(default_factory=set[bytes])
-    _saves: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    _saves: dict[bytes, SavedPiece] = field(default_factory=dict[bytes, SavedPiece])
     _new_loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
     _drops: list[bytes] = field(default_factory=list[bytes])
     _next_load_id: int = 0
 
     def __len__(self) -> int:
-        """The number of blocks that can be loaded."""
+        """The number of pieces that can be loaded."""
         return len(self._found)
 
-    def __contains__(self, digest: bytes) -> bool:
-        """Whether the block with this digest can be loaded."""
-        return self.is_loadable and digest in self._found
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the piece with this key can be loaded."""
+        return self.is_loadable and key in self._found
 
-    def is_loading(self, digest: bytes) -> bool:
-        """Return whether the block with this digest is being loaded."""
-        return digest in self._loading
+    def is_loading(self, key: bytes) -> bool:
+        """Return whether the piece with this key is being loaded."""
+        return key in self._loading
 
-    def save(self, digest: bytes, block_id: int, retention: Retention) -> None:
-        """Save a block that was just published, unless it is saved already or not worth it."""
-        if digest not in self._asked and retention.priority >= self.min_priority:
-            self._asked.add(digest)
-            self._saves[digest] = block_id
+    def save(self, piece: SavedPiece, retention: Retention) -> None:
+        """Save a block that was just published, or a snapshot that can be found, unless it is saved already or not
+        worth it."""
+        if piece.key not in self._asked and retention.priority >= self.min_priority:
+            self._asked.add(piece.key)
+            self._saves[piece.key] = piece
 
-    def load(self, blocks: list[LoadingBlock]) -> None:
-        """Begin to load blocks."""
+    def load(self, loading: Loading) -> None:
+        """Begin a load."""
         load_id = self._next_load_id
         self._next_load_id += 1
-        self.loads[load_id] = blocks
-        self._loading.update(block.digest for block in blocks)
-        self._new_loads.append(BlockLoad(load_id, tuple((block.digest, block.block_id) for block in blocks)))
+        self.loads[load_id] = loading
+        self._loading.update(piece.key for piece in loading.pieces)
+        self._new_loads.append(BlockLoad(load_id, loading.pieces))
 
-    def end_load(self, result: LoadResult) -> list[LoadingBlock]:
-        """Forget a load that has ended, and return its blocks."""
-        blocks = self.loads.pop(result.load_id)
-        self._loading.difference_update(block.digest for block in blocks)
-        self.num_loaded += result.num_blocks
-        self.num_unread += len(blocks) - result.num_blocks
-        return blocks
+    def end_load(self, result: LoadResult) -> Loading:
+        """Forget a load that has ended, and return it."""
+        loading = self.loads.pop(result.load_id)
+        self._loading.difference_update(piece.key for piece in loading.pieces)
+        self.num_loaded += result.num_pieces
+        self.num_unread += len(loading.pieces) - result.num_pieces
+        return loading
 
     def drop(self, digest: bytes) -> None:
-        """Never load the block with this digest again: its content may make the device fail."""
-        if digest in self._asked:
-            self._asked.discard(digest)
-            self._found.discard(digest)
-            self._saves.pop(digest, None)
-            self._drops.append(digest)
+        """Never load the block with this digest, or a snapshot at its end, again: its content may make the device
+        fail."""
+        for key in (digest, state_key(digest)):
+            if key in self._asked:
+                self._asked.discard(key)
+                self._found.discard(key)
+                self._saves.pop(key, None)
+                self._drops.append(key)
 
     def update(self, update: StoreUpdate) -> None:
         """Apply the store's changes, except for loads that have ended."""
@@ -186,7 +233,7 @@ class SavedBlocks:
         """Return the commands since the last call."""
         if not (self._saves or self._new_loads or self._drops):
             return StoreCommands()
-        commands = StoreCommands(tuple(self._saves.items()), tuple(self._new_loads), tuple(self._drops))
+        commands = StoreCommands(tuple(self._saves.values()), tuple(self._new_loads), tuple(self._drops))
         self._saves.clear()
         self._new_loads.clear()
         self._drops.clear()

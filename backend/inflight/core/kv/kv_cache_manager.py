@@ -14,13 +14,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import NamedTuple
 
 from inflight.core.kv.block_keys import CacheRules
 from inflight.core.kv.block_pool import BlockPool
-from inflight.core.kv.block_store import LoadingBlock, SavedBlocks, StoreUpdate
+from inflight.core.kv.block_store import (
+    Loading,
+    LoadingBlock,
+    SavedBlocks,
+    SavedPiece,
+    StoreUpdate,
+    state_key,
+)
 from inflight.core.kv.kv_events import KvEventLog, StoredBlock, block_hash
 from inflight.core.kv.retention import Retention
 from inflight.core.kv.state_snapshots import StateSnapshots
@@ -40,7 +47,9 @@ class PrefixMatch:
             only the blocks up to the last snapshot.
         is_loading: Whether the first block that was not found is being loaded from the block store; then
             `is_promised` is True too.
-        num_saved: Number of blocks after `block_ids` that can be loaded from the block store.
+        num_saved: Number of blocks after those found in the cache that can be loaded from the block store.
+        state_at: Number of blocks before the boundary whose snapshot of recurrent state is to be loaded from the
+            block store; 0: none, or the device has it.
     """
 
     block_ids: tuple[int, ...] = ()
@@ -51,6 +60,12 @@ class PrefixMatch:
     num_found: int = 0
     is_loading: bool = False
     num_saved: int = 0
+    state_at: int = 0
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether blocks or a snapshot can be loaded from the block store."""
+        return bool(self.num_saved or self.state_at)
 
 
 class BlockCounts(NamedTuple):
@@ -209,11 +224,11 @@ class KvCacheManager:
                 is_promised = digest in self._promises
                 if self.saved is not None:
                     is_loading = self.saved.is_loading(digest)
-                    num_saved = self._num_saved(self.saved, key, sought[len(block_ids) :])
+                    num_saved = self._num_saved(self.saved, sought[len(block_ids) :])
                 break
             block_ids.append(block_id)
         if self.states is not None:
-            return self._match_state(self.states, sought, block_ids)
+            return self._match_state(self.states, sought, block_ids, num_saved)
         num_held = sum(map(self.pool.is_held, block_ids))
         place = len(block_ids)
         start, end = place * self.tokens_per_block, len(token_ids) - 1
@@ -229,32 +244,47 @@ class KvCacheManager:
             num_saved=num_saved,
         )
 
-    def _num_saved(self, saved: SavedBlocks, key: int, digests: Sequence[bytes]) -> int:
-        """Return how many of these blocks, from the first one on, can be loaded; 0 if the sequence has had a
-        load, so that it never waits for a second one.
+    def _num_saved(self, saved: SavedBlocks, digests: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first one on, can be loaded.
 
         A load ends before a promised block, so that no block is loaded or computed twice.
         """
-        if self._prompts[key].is_loaded:
-            return 0
         return sum(1 for _ in takewhile(lambda each: each in saved and each not in self._promises, digests))
 
     def _match_state(
-        self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int]
+        self, states: StateSnapshots, digests: Sequence[bytes], block_ids: Sequence[int], num_saved: int
     ) -> PrefixMatch:
         """Return the match of a model with recurrent state: the found blocks up to the last snapshot.
 
         The tokens after the snapshot are computed again, even if their blocks are cached. No part of a block is
-        copied. The match is promised if a running sequence will save a later snapshot.
+        copied. The match is promised if a running sequence will save a later snapshot. Blocks are loaded from the
+        block store only up to a boundary with a snapshot, on the device or in the store.
+
+        Args:
+            states: The snapshots.
+            digests: Digests of the blocks to look up.
+            block_ids: The blocks of these that are in the cache, from the first one on.
+            num_saved: Number of blocks after them that can be loaded.
         """
-        place = states.find(digests[: len(block_ids)])
+        place, num_found = states.find(digests[: len(block_ids)]), len(block_ids)
         used = tuple(block_ids[:place])
-        return PrefixMatch(
+        match = PrefixMatch(
             used,
             num_held=sum(map(self.pool.is_held, used)),
             is_promised=states.is_promised(digests[place:]),
-            num_found=len(block_ids),
+            num_found=num_found,
         )
+        if self.saved is None:
+            return match
+        if match.is_promised:
+            keys = chain(digests[place:], map(state_key, digests[place:]))
+            return replace(match, is_loading=any(map(self.saved.is_loading, keys)))
+        for count in range(num_found + num_saved, place, -1):
+            digest = digests[count - 1]
+            if digest in states or state_key(digest) in self.saved:
+                state_at = 0 if digest in states else count
+                return replace(match, num_saved=max(0, count - num_found), state_at=state_at)
+        return match
 
     def _num_sought(self, num_tokens: int) -> int:
         """Return the number of full blocks to look up, so that at least one token is left to compute."""
@@ -331,10 +361,15 @@ class KvCacheManager:
 
     # ---------------------------------------------------------------- loads from the block store
 
-    def start_load(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
-        """Begin to load the `match.num_saved` blocks that follow a waiting sequence's cached prefix.
+    def may_load(self, key: int, match: PrefixMatch) -> bool:
+        """Return whether a waiting sequence's next blocks are to be loaded first; each sequence has one load."""
+        return match.is_saved and not self._prompts[key].is_loaded
 
-        This takes as many free blocks, and promises them to all sequences.
+    def start_load(self, key: int, match: PrefixMatch, token_ids: Sequence[int], rules: CacheRules) -> None:
+        """Begin to load the blocks and the snapshot that continue a waiting sequence's cached prefix.
+
+        This takes `match.num_saved` free blocks, and promises them to all sequences. Nothing is loaded if all
+        snapshots are pending.
 
         Args:
             key: The sequence.
@@ -342,8 +377,16 @@ class KvCacheManager:
             token_ids, rules: The arguments of `match_prefix`.
         """
         assert self.saved is not None and rules.scope is not None
-        prompt, size, first = self._prompts[key], self.tokens_per_block, len(match.block_ids)
+        prompt, size = self._prompts[key], self.tokens_per_block
         prompt.is_loaded = True
+        boundary, snapshot = b"", -1
+        if self.states is not None and match.state_at:
+            boundary = prompt.digests[match.state_at - 1]
+            found = self.states.begin_load(boundary)
+            if found is None:
+                return
+            snapshot = found
+        first = len(match.block_ids) if self.states is None else match.num_found
         blocks: list[LoadingBlock] = []
         for index, block_id in enumerate(self.pool.take(match.num_saved), first):
             start, digest = index * size, prompt.digests[index]
@@ -360,7 +403,7 @@ class KvCacheManager:
                 )
             )
             self._promises[digest] = self._promises.get(digest, 0) + 1
-        self.saved.load(blocks)
+        self.saved.load(Loading(tuple(blocks), boundary, snapshot))
 
     def update_saved(self, update: StoreUpdate) -> None:
         """Apply changes of the block store: publish the blocks of loads that have ended, and free the others."""
@@ -368,16 +411,21 @@ class KvCacheManager:
             return
         self.saved.update(update)
         for result in update.loads:
-            blocks = self.saved.end_load(result)
-            for block in blocks:
+            loading = self.saved.end_load(result)
+            for block in loading.blocks:
                 self._end_promise(block.digest)
-            for block in blocks[: result.num_blocks]:
+            for block in loading.blocks[: result.num_pieces]:
                 is_new = self.pool.publish(
                     block.block_id, block.digest, block.parent, block.retention, block.tokens
                 )
                 if self.events is not None and is_new:
                     self.events.stored(None if block.is_first else block.parent, block.event)
-            self.pool.release(block.block_id for block in reversed(blocks))
+            if self.states is not None and loading.boundary:
+                # A snapshot without its block could not be found, and would not be evicted with it.
+                is_loaded = result.num_pieces > len(loading.blocks)
+                is_wanted = self.pool.find(loading.boundary) is not None
+                self.states.end_load(loading.boundary, is_loaded and is_wanted)
+            self.pool.release(block.block_id for block in reversed(loading.blocks))
 
     # ---------------------------------------------------------------- growth
 
@@ -494,11 +542,16 @@ class KvCacheManager:
                 block = _stored_block(digest, token_ids, start, size, table.rules, retention)
                 self.events.stored(table.parent if index else None, block)
             if self.saved is not None and is_new:
-                self.saved.save(digest, table.block_ids[index], retention or Retention())
+                self.saved.save(SavedPiece(digest, table.block_ids[index]), retention or Retention())
             table.parent = digest
             table.num_published += 1
             if self.states is not None:
-                self.states.computed(key, start + size, digest)
+                self._save_state(digest, self.states.computed(key, start + size, digest), retention)
+
+    def _save_state(self, digest: bytes, snapshot: int | None, retention: Retention | None) -> None:
+        """Save a snapshot at the end of a block in the block store, if there are both."""
+        if self.saved is not None and snapshot is not None:
+            self.saved.save(SavedPiece(state_key(digest), snapshot, is_state=True), retention or Retention())
 
     def _end_promise(self, digest: bytes) -> None:
         """Withdraw one sequence's promise of a block, after the sequence has published the block or ended."""
@@ -523,6 +576,9 @@ class KvCacheManager:
         self._prompts.pop(key, None)
         table = self._tables.pop(key, None)
         if self.states is not None:
+            last = self.states.last_generated(key)
+            if last is not None and table is not None:
+                self._save_state(*last, table.rules.retention.decode)
             self.states.release(key)
         if table is not None:
             self.num_reserved -= table.reserved
@@ -540,7 +596,8 @@ class KvCacheManager:
         self.pool.forget_all()
         if self.states is not None:
             self.states.clear()
-        loading = [] if self.saved is None else list(chain.from_iterable(self.saved.loads.values()))
+        loads = () if self.saved is None else self.saved.loads.values()
+        loading = [block for each in loads for block in each.blocks]
         held = {block.block_id for block in loading}
         self.pool = BlockPool(self.pool.num_blocks, self.events, self.states, held)
         self.num_reserved = 0

@@ -62,7 +62,9 @@ class StateSnapshots:
         # By digest, the sequence whose first snapshot in generation makes this one the next to be evicted.
         self._superseded_by: dict[bytes, int] = {}
         self._saves: dict[int, _Saves] = {}  # by sequence key
-        self._promised: Counter[bytes] = Counter()  # planned boundaries of all running sequences
+        self._loading: dict[bytes, int] = {}  # snapshots that loads write to, by boundary
+        # Boundaries that running sequences have planned, and those of loads.
+        self._promised: Counter[bytes] = Counter()
 
     @property
     def num_found(self) -> int:
@@ -146,31 +148,67 @@ class StateSnapshots:
             self.drop(next(iter(self._snapshot_of)))
         return self._free.pop() if self._free else None
 
-    def computed(self, key: int, num_tokens: int, digest: bytes) -> None:
-        """Make the pending snapshot after `num_tokens` tokens, if there is one, findable, as its batch is back."""
+    def computed(self, key: int, num_tokens: int, digest: bytes) -> int | None:
+        """Make the pending snapshot after `num_tokens` tokens, if there is one, findable, as its batch is back.
+
+        Returns the snapshot if it is a new one in the context, so that it should be saved in a block store.
+        """
         saves = self._saves[key]
         is_planned = saves.planned.pop(num_tokens, None) is not None
         if is_planned:
             self._end_promise(digest)
         snapshot = saves.pending.pop(num_tokens, None)
         if snapshot is None:
-            return
+            return None
         if digest in self._snapshot_of:
             self._free.append(snapshot)
             if is_planned:
                 self.use(digest, key)
-            return
+            return None
         self._snapshot_of[digest] = snapshot
         self.num_saved += 1
         if is_planned:
             if num_tokens == saves.prompt_end:
                 self._superseded_by[digest] = key
-            return
+            return snapshot
         if saves.generated is None:
             for superseded in self._take_superseded(key):
                 self._snapshot_of.move_to_end(superseded, last=False)
         self._rolling[digest] = key
         saves.generated = digest
+        return None
+
+    def last_generated(self, key: int) -> tuple[bytes, int] | None:
+        """Return digest and index of the last snapshot that a running sequence saved in generation, if it can be
+        found."""
+        saves = self._saves.get(key)
+        digest = None if saves is None else saves.generated
+        return (
+            None if digest is None or digest not in self._snapshot_of else (digest, self._snapshot_of[digest])
+        )
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether there is a snapshot at this boundary."""
+        return digest in self._snapshot_of
+
+    # ---------------------------------------------------------------- loads from a block store
+
+    def begin_load(self, digest: bytes) -> int | None:
+        """Take a snapshot, to load the state at a boundary into it, and promise it; None: all are pending."""
+        snapshot = self._take()
+        if snapshot is not None:
+            self._loading[digest] = snapshot
+            self._promised[digest] += 1
+        return snapshot
+
+    def end_load(self, digest: bytes, is_loaded: bool) -> None:
+        """Make a loaded snapshot findable; free it if it was not loaded, or if there is another one meanwhile."""
+        snapshot = self._loading.pop(digest)
+        self._end_promise(digest)
+        if is_loaded and digest not in self._snapshot_of:
+            self._snapshot_of[digest] = snapshot
+        else:
+            self._free.append(snapshot)
 
     def _take_superseded(self, key: int) -> list[bytes]:
         """Forget the snapshots that a sequence's first one in generation supersedes; return their digests."""
@@ -200,13 +238,14 @@ class StateSnapshots:
         self._take_superseded(key)
 
     def clear(self) -> None:
-        """Remove all snapshots and sequences."""
-        self._free = list(reversed(range(self.num_snapshots)))
+        """Remove all snapshots and sequences, but not the loads."""
+        held = set(self._loading.values())
+        self._free = [each for each in reversed(range(self.num_snapshots)) if each not in held]
         self._snapshot_of.clear()
         self._rolling.clear()
         self._superseded_by.clear()
         self._saves.clear()
-        self._promised.clear()
+        self._promised = Counter(self._loading.keys())
 
     def _end_promise(self, digest: bytes) -> None:
         """Withdraw one sequence's promise of a snapshot."""

@@ -207,7 +207,7 @@ class Admission:
             return _Obstacle.LOADING_BLOCKS if match.is_loading else _Obstacle.PROMISED_BLOCK
         if needed > num_free_blocks:
             return _Obstacle.BLOCKS
-        if match.num_saved and not (fills_batch or is_retry):
+        if not (fills_batch or is_retry) and self._kv_cache.may_load(llm_request.key, match):
             return _Obstacle.SAVED_BLOCKS
         return match, num_blocks
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.schedule.batch import ContextChunk, ModelOutput, ScheduledBatch, StateSave
+from inflight.engine.block_memory import Entries
 from inflight.engine.packing import PackedBatch
 from inflight.engine.recurrent.mixers import Mixer, State, empty_state
 from inflight.models.recurrent import RecurrentConfig
@@ -96,6 +97,11 @@ class RecurrentStates:
         self._device = device
         self.metadata: StateMetadata | None = None
         self._drafts: dict[int, list[Callable[[int], None]]] = {}  # by slot
+
+    @property
+    def snapshots(self) -> Entries:
+        """The snapshots as bytes."""
+        return Entries(self.memory, dimension=1, first=self._first_snapshot)
 
     def apply(self, batch: ScheduledBatch) -> None:
         """Initialize the states of started slots, with zeros or a snapshot, and apply the moves of beams."""

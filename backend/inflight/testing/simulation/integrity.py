@@ -93,7 +93,8 @@ def _(cache: KvCacheManager) -> None:
     """Check that references and promises agree with the block tables, and that reservations add up."""
     check_integrity(cache.pool)
     tables = [part for table in cache._tables.values() for part in (table.block_ids, *table.tails)]
-    loading = [] if cache.saved is None else list(chain.from_iterable(cache.saved.loads.values()))
+    loads = [] if cache.saved is None else list(cache.saved.loads.values())
+    loading = [block for each in loads for block in each.blocks]
     check_references(cache.pool, chain([block.block_id for block in loading], *tables))
     reserved = sum(table.reserved for table in cache._tables.values())
     assert reserved == cache.num_reserved, f"reservations add up to {reserved}, not {cache.num_reserved}"
@@ -104,7 +105,7 @@ def _(cache: KvCacheManager) -> None:
         "the promised blocks and those that running sequences will compute disagree"
     )
     if cache.saved is not None:
-        assert cache.saved._loading == {block.digest for block in loading}
+        assert cache.saved._loading == {piece.key for each in loads for piece in each.pieces}
         assert cache.saved._found <= cache.saved._asked
     if cache.states is not None:
         check_integrity(cache.states)
@@ -118,12 +119,13 @@ def _(cache: KvCacheManager) -> None:
 def _(states: StateSnapshots) -> None:
     """Check that every snapshot is either free, pending or findable, and that promises add up."""
     pending = [snapshot for saves in states._saves.values() for snapshot in saves.pending.values()]
-    every = [*states._free, *states._snapshot_of.values(), *pending]
+    every = [*states._free, *states._snapshot_of.values(), *pending, *states._loading.values()]
     assert sorted(every) == list(range(states.num_snapshots))
     assert states._rolling.keys() <= states._snapshot_of.keys()
     assert states._superseded_by.keys() <= states._snapshot_of.keys()
     assert set(states._superseded_by.values()) <= states._saves.keys()
     promised = Counter(digest for saves in states._saves.values() for digest in saves.planned.values())
+    promised.update(states._loading.keys())
     assert promised == states._promised
 
 

@@ -13,8 +13,9 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
-from inflight.core.kv.block_store import BlockLoad, LoadResult, StoreCommands, StoreUpdate
+from inflight.core.kv.block_store import BlockLoad, LoadResult, SavedPiece, StoreCommands, StoreUpdate
 from inflight.core.report.stats import IterationCounts
 from inflight.core.request.request import Request
 from inflight.core.schedule.batch import ScheduledBatch
@@ -53,42 +54,45 @@ class StoreOutcome:
     num_failed: int = 0
 
 
+_T = TypeVar("_T")
+
+
 @dataclass
 class FakeStore:
     """Implements `inflight.core.ports.BlockStore` over the cache of a fake device.
 
     Attributes:
         device: The device, which changes at a restart.
-        saved: The content of saved blocks by digest; survives a restart.
+        saved: The content of saved blocks and snapshots by key; survives a restart.
     """
 
     rng: random.Random
     device: SimulatedDevice
     saved: dict[bytes, list[int]] = field(default_factory=dict[bytes, list[int]])
     _now: int = 0
-    _saving: list[tuple[int, bytes, list[int]]] = field(default_factory=list[tuple[int, bytes, list[int]]])
-    _loading: list[tuple[int, BlockLoad]] = field(default_factory=list[tuple[int, BlockLoad]])
+    _saving: list[tuple[int, tuple[bytes, list[int]]]] = field(default_factory=list[Any])
+    _loading: list[tuple[int, BlockLoad]] = field(default_factory=list[Any])
     _news: list[bytes] = field(default_factory=list[bytes])
 
     def restart(self, device: SimulatedDevice) -> None:
-        """Forget what was in flight, lose some blocks, and begin with the others on another device."""
+        """Forget what was in flight, lose some pieces, and begin with the others on another device."""
         self.device = device
         self._saving.clear()
         self._loading.clear()
-        self.saved = {digest: content for digest, content in self.saved.items() if self.rng.random() < 0.9}
+        self.saved = {key: content for key, content in self.saved.items() if self.rng.random() < 0.9}
         self._news = list(self.saved)
 
     @property
-    def loading_block_ids(self) -> set[int]:
-        """The blocks that loads will write to."""
-        return {block_id for _, load in self._loading for _, block_id in load.blocks}
+    def loading_pieces(self) -> list[SavedPiece]:
+        """The pieces that loads will write to."""
+        return [piece for _, load in self._loading for piece in load.pieces]
 
     def carry_out(self, commands: StoreCommands) -> None:
-        for digest in commands.drops:
-            self.saved.pop(digest, None)
-            self._saving = [each for each in self._saving if each[1] != digest]
-        for digest, block_id in commands.saves:
-            self._saving.append((self._due(), digest, self.device._cache[block_id].copy()))
+        for key in commands.drops:
+            self.saved.pop(key, None)
+            self._saving = [each for each in self._saving if each[1][0] != key]
+        for piece in commands.saves:
+            self._saving.append((self._due(), (piece.key, self._read(piece))))
         for load in commands.loads:
             self._loading.append((self._due(), load))
 
@@ -99,39 +103,50 @@ class FakeStore:
         self._now += 1
         saved, self._news = self._news, []
         dropped: list[bytes] = []
-        for _, digest, content in self._take_due(self._saving):
+        for key, content in self._take_due(self._saving):
             if self.rng.random() < 0.1:
-                dropped.append(digest)
+                dropped.append(key)
             else:
-                self.saved[digest] = content
-                saved.append(digest)
+                self.saved[key] = content
+                saved.append(key)
         if self.saved and self.rng.random() < 0.2:
             lost = self.rng.choice(list(self.saved))
             del self.saved[lost]
             if self.rng.random() < 0.5:  # otherwise it is noticed by the next load
                 dropped.append(lost)
-                saved = [digest for digest in saved if digest != lost]
-        loads = [self._load(load, dropped) for _, load in self._take_due(self._loading)]
+                saved = [key for key in saved if key != lost]
+        loads = [self._load(load, dropped) for load in self._take_due(self._loading)]
         return StoreUpdate(tuple(saved), tuple(dropped), tuple(loads))
 
     def _due(self) -> int:
         return self._now + self.rng.choice([1, 1, 2, 5, 20])
 
-    def _take_due(self, waiting: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        due = [each for each in waiting if each[0] <= self._now]
+    def _take_due(self, waiting: list[tuple[int, _T]]) -> list[_T]:
+        due = [what for at, what in waiting if at <= self._now]
         waiting[:] = [each for each in waiting if each[0] > self._now]
         return due
 
     def _load(self, load: BlockLoad, dropped: list[bytes]) -> LoadResult:
-        for count, (digest, block_id) in enumerate(load.blocks):
-            content = self.saved.get(digest)
+        for count, piece in enumerate(load.pieces):
+            content = self.saved.get(piece.key)
             if content is None or self.rng.random() < 0.05:
-                self.device._cache[block_id] = [_JUNK] * len(self.device._cache[block_id])
-                self.saved.pop(digest, None)
-                dropped.append(digest)
+                self._write(piece, [_JUNK] * len(self._read(piece)))
+                self.saved.pop(piece.key, None)
+                dropped.append(piece.key)
                 return LoadResult(load.load_id, count)
-            self.device._cache[block_id] = content.copy()
-        return LoadResult(load.load_id, len(load.blocks))
+            self._write(piece, content)
+        return LoadResult(load.load_id, len(load.pieces))
+
+    def _read(self, piece: SavedPiece) -> list[int]:
+        if piece.is_state:
+            return [self.device._snapshots[piece.index]]
+        return self.device._cache[piece.index].copy()
+
+    def _write(self, piece: SavedPiece, content: list[int]) -> None:
+        if piece.is_state:
+            (self.device._snapshots[piece.index],) = content
+        else:
+            self.device._cache[piece.index] = content.copy()
 
 
 def run_with_store(scenario: Scenario) -> StoreOutcome:
@@ -222,15 +237,21 @@ class _OneStart:
             check_integrity(scheduler)
 
     def _check_blocks(self, batch: ScheduledBatch) -> None:
-        """Check that the batch uses no block that a load will overwrite."""
-        kv_cache, loading = self._scheduler.kv_cache, self._store.loading_block_ids
+        """Check that the batch uses no block and no snapshot that a load will overwrite."""
+        kv_cache, loading = self._scheduler.kv_cache, self._store.loading_pieces
         used: set[int] = set()
         for llm_request in self._scheduler.running_sequences:
             table = kv_cache._tables[llm_request.key]
             used.update(table.block_ids, *table.tails)
         copied: Sequence[tuple[int, int]] = batch.block_copies
         used.update(block_id for pair in copied for block_id in pair)
-        assert not used & loading, f"blocks {sorted(used & loading)} are used while they are being loaded"
+        assert not used & {piece.index for piece in loading if not piece.is_state}, (
+            "a block is used while it is being loaded"
+        )
+        snapshots = {save.snapshot for save in batch.state_saves} | {start.snapshot for start in batch.starts}
+        assert not snapshots & {piece.index for piece in loading if piece.is_state}, (
+            "a snapshot is used while it is being loaded"
+        )
 
     def _forward(self, batch: ScheduledBatch) -> FakeLogits | None:
         if self._rng.random() < 0.02:
