@@ -7,6 +7,7 @@ from dataclasses import replace
 from inflight.config import SchedulingConfig
 from inflight.core.kv.block_keys import PrefixIdentity
 from inflight.core.kv.block_store import LoadResult, StoreUpdate
+from inflight.core.kv.kv_events import block_hash
 from inflight.core.kv.retention import Retention, RetentionConfig
 from inflight.core.request.request import IterationInput
 from inflight.core.request.stop import StopSignal
@@ -229,12 +230,14 @@ def test_a_load_survives_a_failure_of_the_scheduler():
     assert batch is not None and 12 in {chunk.start for chunk in batch.context}
 
 
-def test_blocks_of_a_load_are_events_of_the_cache():
-    config = SchedulingConfig(max_num_tokens=64, kv_event_buffer_size=100)
-    first = Server(config=config)
+CONFIG_WITH_EVENTS = SchedulingConfig(max_num_tokens=64, kv_event_buffer_size=100)
+
+
+def test_blocks_that_an_earlier_server_saved_are_stored_when_they_are_loaded():
+    first = Server(config=CONFIG_WITH_EVENTS)
     first.run(make_request(prompt=LONG, new=1))
     computed = [event for event in first.scheduler.take_kv_events() if event.stored]
-    server = Server(saved_digests(), config=config)
+    server = Server(saved_digests(), config=CONFIG_WITH_EVENTS)
     server.accept(make_request(prompt=LONG))
     server.step()
     (load,) = server.scheduler.take_store_commands().loads
@@ -242,3 +245,37 @@ def test_blocks_of_a_load_are_events_of_the_cache():
     server.update(loads=(LoadResult(load.load_id, 3),))
     (loaded,) = server.scheduler.take_kv_events()
     assert (loaded.stored, loaded.parent_hash) == (computed[0].stored, None)
+
+
+def test_saved_blocks_go_to_level_1_when_they_are_evicted_and_come_back():
+    server = Server(config=CONFIG_WITH_EVENTS, num_blocks=8)
+    digests = server.run(make_request(1, LONG, new=1))
+    server.update(saved=tuple(digests[:2]))
+    server.scheduler.take_kv_events()
+    server.run(make_request(2, tuple(range(100, 129)), new=1))  # evicts everything
+    events = server.scheduler.take_kv_events()
+    hashes = [block_hash(digest) for digest in digests]
+    assert [event.removed for event in events if event.removed] == [(hashes[2],)]
+    levels = {event.updated: event.levels for event in events if event.updated is not None}
+    assert levels == {hashes[0]: (0, 1), hashes[1]: (0, 1)}
+    server.accept(make_request(3, LONG, new=1))
+    server.step()
+    (load,) = server.scheduler.take_store_commands().loads
+    server.scheduler.take_kv_events()
+    server.update(loads=(LoadResult(load.load_id, 2),), dropped=(digests[1],))
+    back = server.scheduler.take_kv_events()
+    assert [(event.updated, event.levels) for event in back if event.updated is not None] == [
+        (hashes[0], (1, 0))
+    ]
+    assert sum(event.removed.count(hashes[1]) for event in back) == 1
+
+
+def test_a_saved_block_that_is_lost_is_removed():
+    server = Server(config=CONFIG_WITH_EVENTS, num_blocks=8)
+    digests = server.run(make_request(1, LONG, new=1))
+    server.update(saved=tuple(digests))
+    server.run(make_request(2, tuple(range(100, 129)), new=1))
+    server.scheduler.take_kv_events()
+    server.update(dropped=tuple(digests))
+    (event,) = server.scheduler.take_kv_events()
+    assert sorted(event.removed) == sorted(map(block_hash, digests))

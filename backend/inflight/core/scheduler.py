@@ -45,11 +45,12 @@ class Scheduler:
     def __init__(self, config: SchedulingConfig, limits: EngineLimits) -> None:
         config.validate(limits.max_num_sequences, limits.tokens_per_block)
         self.limits = limits.model_limits(config)
-        events = KvEventLog(config.kv_event_buffer_size) if config.kv_event_buffer_size else None
-        states = StateSnapshots(limits.num_state_snapshots) if limits.has_state else None
         saved = None
         if config.has_block_store:
             saved = SavedBlocks(config.kv_cache_onboard_blocks, config.secondary_offload_min_priority)
+        num_events = config.kv_event_buffer_size
+        events = KvEventLog(num_events, () if saved is None else saved) if num_events else None
+        states = StateSnapshots(limits.num_state_snapshots) if limits.has_state else None
         self.kv_cache = KvCacheManager(limits.num_blocks, limits.tokens_per_block, events, states, saved)
         self._config = config
         self._capacity = make_capacity_scheduler(config.policy)

@@ -410,6 +410,9 @@ class KvCacheManager:
         if self.saved is None:
             return
         self.saved.update(update)
+        if self.events is not None:
+            for key in update.dropped:
+                self.events.dropped(key)
         for result in update.loads:
             loading = self.saved.end_load(result)
             for block in loading.blocks:
@@ -570,6 +573,8 @@ class KvCacheManager:
         if self.saved is not None:
             for digest in dropped:
                 self.saved.drop(digest)
+                if self.events is not None:
+                    self.events.dropped(digest)
 
     def release(self, key: int) -> None:
         """Release a sequence's blocks and reservation, if any, and the digests computed while it waited."""

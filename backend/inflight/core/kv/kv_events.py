@@ -1,12 +1,14 @@
 """KV cache events: changes to the content of KV blocks, for routers that send requests to a cached prefix.
 
-The log keeps a bounded number of events until they are fetched. A pool or a manager without a log records none.
-Used on the loop thread. Pure. Specification: the Executor's `KVCacheEventManager`.
+The log keeps a bounded number of events until they are fetched. A pool or a manager without a log records none. A
+block that leaves the cache but is saved goes from level 0 to level 1, TensorRT-LLM's secondary memory; if it is
+loaded, it comes back to level 0. Used on the loop thread. Pure. Specification: the Executor's `KVCacheEventManager`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 from inflight.core.kv.retention import Retention
@@ -43,8 +45,9 @@ class KvEvent:
         stored: Blocks that were stored, each following the one before it.
         parent_hash: The block before the first of `stored`; None: the first of `stored` begins a prompt.
         removed: The content of the blocks with these hashes is gone.
-        updated: The priority of the block with this hash has changed.
-        priorities: The old and the new priority.
+        updated: The priority or the level of the block with this hash has changed.
+        priorities: The old and the new priority; equal if the level has changed.
+        levels: The old and the new level; equal if the priority has changed.
     """
 
     event_id: int
@@ -54,6 +57,7 @@ class KvEvent:
     removed: tuple[int, ...] = ()
     updated: int | None = None
     priorities: tuple[int, int] = (0, 0)
+    levels: tuple[int, int] = (0, 0)
 
 
 class KvEventLog:
@@ -63,9 +67,12 @@ class KvEventLog:
 
     Args:
         max_events: Maximum number of events kept; the oldest are dropped.
+        saved: The digests of the blocks that can be loaded from a block store.
     """
 
-    def __init__(self, max_events: int) -> None:
+    def __init__(self, max_events: int, saved: Container[bytes] = ()) -> None:
+        self._saved = saved
+        self._on_level_1: set[int] = set()  # hashes of blocks that left the cache, but are saved
         self._waiting: deque[KvEvent] = deque(maxlen=max_events)
         self._removed: list[int] = []
         self._stored: list[StoredBlock] = []
@@ -88,6 +95,11 @@ class KvEventLog:
 
         `parent` is the digest of the block before it; None: `block` begins a prompt.
         """
+        if block.block_hash in self._on_level_1:
+            self._on_level_1.discard(block.block_hash)
+            self._end_open()
+            self._add(updated=block.block_hash, levels=(1, 0))
+            return
         parent_hash = None if parent is None else block_hash(parent)
         if not (self._stored and self._stored[-1].block_hash == parent_hash):
             self._end_open()
@@ -95,10 +107,25 @@ class KvEventLog:
         self._stored.append(block)
 
     def removed(self, digest: bytes) -> None:
-        """Record that the content with this digest can no longer be found."""
+        """Record that the content with this digest can no longer be found in the cache."""
+        found = block_hash(digest)
+        if digest in self._saved:
+            self._on_level_1.add(found)
+            self._end_open()
+            self._add(updated=found, levels=(0, 1))
+            return
         if not self._removed:
             self._end_open()
-        self._removed.append(block_hash(digest))
+        self._removed.append(found)
+
+    def dropped(self, digest: bytes) -> None:
+        """Record that the block with this digest is no longer saved."""
+        found = block_hash(digest)
+        if found in self._on_level_1:
+            self._on_level_1.discard(found)
+            if not self._removed:
+                self._end_open()
+            self._removed.append(found)
 
     def updated(self, digest: bytes, old: Retention, new: Retention) -> None:
         """Record a change of a block's retention, unless the priority stays the same."""
@@ -114,8 +141,9 @@ class KvEventLog:
         removed: tuple[int, ...] = (),
         updated: int | None = None,
         priorities: tuple[int, int] = (0, 0),
+        levels: tuple[int, int] = (0, 0),
     ) -> None:
-        event = KvEvent(self._next_id, num_blocks, stored, parent_hash, removed, updated, priorities)
+        event = KvEvent(self._next_id, num_blocks, stored, parent_hash, removed, updated, priorities, levels)
         self._next_id += 1
         self._waiting.append(event)
 
