@@ -2,7 +2,8 @@
 
 The log keeps a bounded number of events until they are fetched. A pool or a manager without a log records none. A
 block that leaves the cache but is saved goes from level 0 to level 1, TensorRT-LLM's secondary memory; if it is
-loaded, it comes back to level 0. Used on the loop thread. Pure. Specification: the Executor's `KVCacheEventManager`.
+loaded, it comes back to level 0. Used on the loop thread. Pure. Specification: the Executor's
+`KVCacheEventManager`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,187 @@
+"""Measure the time to first token of prompts whose KV blocks are in files (`--kv-cache-dir`).
+
+Runs the engine and its loop in this process, without a server, and prints
+
+- a restart: the first token of one prompt, computed, found in files by a new engine, and found in the cache;
+- conversations that take turns, more than the cache has room for: the first token of each turn after the first
+  one, and the share of the prompts' tokens that were not computed, without files, with files, and with a cache for
+  all.
+
+Files are in this machine's page cache, unless it has too little memory: the figures are not those of a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.long_context import random_tokens
+from benchmarks.measuring.options import new_parser, positive
+from inflight.build import RunningEngine, start_engine
+from inflight.config import Parameters
+from inflight.core.request.request import OutputOptions, Request
+from inflight.core.request.response import Response
+from inflight.testing.make_model import make_model
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass
+class Asker:
+    """Sends one request at a time to an engine.
+
+    Attributes:
+        first_tokens_s: Seconds to the first token of each request.
+        num_tokens, num_reused: Tokens of all prompts, and those of them that were not computed.
+    """
+
+    engine: RunningEngine
+    tokens_per_block: int
+    first_tokens_s: list[float] = field(default_factory=list[float])
+    num_tokens: int = 0
+    num_reused: int = 0
+
+    def ask(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """Return prompt and answer; raises the request's error."""
+        responses: list[Response] = []
+        has_first, has_ended = threading.Event(), threading.Event()
+
+        def on_response(response: Response) -> None:
+            responses.append(response)
+            has_first.set()
+            if response.is_final:
+                has_ended.set()
+
+        output = OutputOptions(return_perf_metrics=True)
+        begun = time.perf_counter()
+        self.engine.client.submit(Request(0, prompt, num_tokens, streaming=True, output=output), on_response)
+        assert has_first.wait(_TIMEOUT_S)
+        self.first_tokens_s.append(time.perf_counter() - begun)
+        assert has_ended.wait(_TIMEOUT_S)
+        if responses[-1].error is not None:
+            raise responses[-1].error
+        results = [response.result for response in responses if response.result is not None]
+        metrics = results[-1].perf_metrics
+        assert metrics is not None
+        self.num_tokens += len(prompt)
+        self.num_reused += metrics.num_reused_blocks * self.tokens_per_block
+        answer = [
+            token
+            for result in results
+            for token in result.output_token_ids[0][-result.num_output_tokens[0] :]
+        ]
+        return (*prompt, *answer)
+
+
+@contextmanager
+def engine(options: argparse.Namespace, model: str, folder: str | None, room: int) -> Iterator[Asker]:
+    """Run an engine whose cache has `room` tokens and whose blocks are saved in `folder`."""
+    parameters = Parameters(kv_cache_dir=folder, kv_cache_disk_bytes=1 << 40)
+    size = parameters.engine.tokens_per_block
+    parameters = replace(
+        parameters,
+        engine=replace(
+            parameters.engine,
+            gpt_model_path=model,
+            dtype=options.dtype,
+            device=options.device,
+            engine_threads=options.threads,
+            max_num_sequences=2,
+            max_tokens_in_paged_kv_cache=room + 2 * size,
+        ),
+        scheduler=replace(parameters.scheduler, enable_chunked_context=True),
+    )
+    running = start_engine(parameters, "")
+    try:
+        yield Asker(running, size)
+    finally:
+        running.close()
+
+
+def restart(options: argparse.Namespace, model: str) -> dict[str, float]:
+    """Return the median seconds to the first token of a prompt, by where its blocks are."""
+    found: dict[str, list[float]] = {"computed": [], "in files": [], "in the cache": []}
+    room = 2 * options.prompt + 1024
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory(prefix="inflight-bench-") as folder:
+            for where in ("computed", "in files"):
+                with engine(options, model, folder, room) as asker:
+                    vocab_size = asker.engine.client.describe().limits.vocab_size
+                    asker.ask(random_tokens(10_000 + number, options.prompt, vocab_size), 2)  # warms up
+                    prompt = random_tokens(number, options.prompt, vocab_size)
+                    asker.ask(prompt, 2)
+                    found[where].append(asker.first_tokens_s[-1])
+                    asker.ask(prompt, 2)
+            found["in the cache"].append(asker.first_tokens_s[-1])
+    return {where: statistics.median(seconds) for where, seconds in found.items()}
+
+
+def conversations(
+    options: argparse.Namespace, model: str, folder: str | None, cached: int
+) -> dict[str, float]:
+    """Return median first token and share of reused tokens of turns after the first, with room for `cached`."""
+    longest = options.system + options.turns * (options.message + options.answer)
+    with engine(options, model, folder, cached * longest) as asker:
+        vocab_size = asker.engine.client.describe().limits.vocab_size
+        histories = [
+            random_tokens(number, options.system, vocab_size) for number in range(options.conversations)
+        ]
+        for turn in range(options.turns):
+            if turn == 1:
+                asker.first_tokens_s.clear()
+                asker.num_tokens = asker.num_reused = 0
+            for number, history in enumerate(histories):
+                message = random_tokens(1000 * (turn + 1) + number, options.message, vocab_size)
+                histories[number] = asker.ask((*history, *message), options.answer)
+        return {
+            "first_token_s": statistics.median(asker.first_tokens_s),
+            "reused": asker.num_reused / asker.num_tokens,
+        }
+
+
+def main() -> None:
+    parser = new_parser("saved_blocks", __doc__)
+    parser.add_argument("--model", help="checkpoint folder; default: random weights of --shape")
+    parser.add_argument("--shape", default="135m", help="sizes of the random weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--threads", type=positive, default=None, help="threads of the forward pass")
+    parser.add_argument("--rounds", type=positive, default=5, help="restarts")
+    parser.add_argument("--prompt", type=positive, default=2000, help="tokens of the prompt before a restart")
+    parser.add_argument("--conversations", type=positive, default=50)
+    parser.add_argument(
+        "--cached", type=positive, default=5, help="conversations that the cache has room for"
+    )
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--system", type=positive, default=256, help="tokens before the first message")
+    parser.add_argument("--message", type=positive, default=64, help="tokens of each message")
+    parser.add_argument("--answer", type=positive, default=32, help="tokens of each answer")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="inflight-bench-") as temporary:
+        model = options.model or str(make_model(Path(temporary, "model"), shape=options.shape))
+        first = restart(options, model)
+        for where, seconds in first.items():
+            print(f"first token of {options.prompt} tokens, {where:12}   {seconds * 1e3:9.1f} ms", flush=True)
+        turns: dict[str, dict[str, float]] = {}
+        for name, folder, cached in (
+            ("no files", None, options.cached),
+            ("files", str(Path(temporary, "kv")), options.cached),
+            ("a cache for all", None, options.conversations),
+        ):
+            turns[name] = conversations(options, model, folder, cached)
+            first_ms, reused = turns[name]["first_token_s"] * 1e3, turns[name]["reused"]
+            what = f"{options.conversations} conversations, {name:15}"
+            print(f"{what}   first token {first_ms:9.1f} ms   reused {reused:.3f}", flush=True)
+    print(json.dumps({"bench": "saved_blocks", "first_token_s": first, "conversations": turns}))
+
+
+if __name__ == "__main__":
+    main()
