@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,16 @@ def test_blocks_that_wait_are_written_before_the_end(make, tmp_path):
     first.store.carry_out(StoreCommands(saves=pieces(a=1, b=2, c=3)))
     first.store.close()
     assert set(make(tmp_path).store.update().saved) == {A, B, C}
+
+
+def test_the_devices_memory_is_free_after_the_end(make, tmp_path):
+    one = make(tmp_path)
+    memory = weakref.ref(one.memory)
+    one.save(a=1)
+    one.store.close()
+    one.store.close()
+    one.memory = None
+    assert memory() is None
 
 
 def test_a_block_is_saved_as_it_is_when_the_command_comes(make, tmp_path):

@@ -283,10 +283,12 @@ class HostBlockStore:
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Write the pieces that wait, for a few seconds at most, and end the threads. Idempotent."""
+        """Write the pieces that wait, for a few seconds at most, end the threads, and free the device's memory.
+        Idempotent."""
         self._saves.put(None)
         self._loads.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
+        vars(self).pop("_memory", None)
         if self._files is not None:
             self._files.close()
