@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from inflight.core.request.prompt_lookup import NGRAM_SIZES, PromptLookup
+from inflight.core.request.prompt_lookup import NGRAM_SIZES, DraftLength, PromptLookup
 
 
 def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:
@@ -56,3 +56,57 @@ def test_tokens_can_come_one_by_one_or_together():
             assert guess == search(tokens, 3)
             found += bool(guess)
     assert found > 1000
+
+
+def test_a_draft_gets_shorter_when_it_is_rejected_and_longer_when_it_is_accepted():
+    length = DraftLength(8)
+    found = [length.tokens]
+    for accepted in (0, 0, 0):
+        length.verified(length.tokens, accepted)
+        found.append(length.tokens)
+    assert found == [8, 4, 2, 1]
+    for _ in range(4):
+        length.verified(length.tokens, length.tokens)
+        found.append(length.tokens)
+    assert found[4:] == [2, 4, 8, 8]
+    length.verified(8, 3)
+    assert length.tokens == 4
+    length.verified(2, 2)  # the sequence had no more tokens to propose
+    assert length.tokens == 4
+
+
+def test_useless_drafts_are_made_less_and_less_often():
+    length = DraftLength(4)
+    num_drafts = 0
+    for _ in range(1000):
+        if length.tokens:
+            num_drafts += length.tokens
+            length.verified(length.tokens, 0)
+        length.advance(1)
+    assert num_drafts == 4 + 2 + 1 + 3 + (1000 - 3 - 8 - 16 - 32) // 64
+
+
+def test_an_accepted_token_ends_the_longer_pauses():
+    length = DraftLength(1)
+    for pause in (8, 16, 32, 64, 64):
+        length.verified(1, 0)
+        assert length.tokens == 0
+        length.advance(pause - 1)
+        assert length.tokens == 0
+        length.advance(1)
+        assert length.tokens == 1
+    length.verified(1, 1)
+    length.verified(1, 0)
+    length.advance(8)
+    assert length.tokens == 1
+
+
+def test_a_sequence_without_accepted_drafts_gets_none_for_a_while():
+    lookup = PromptLookup([1, 2, 3, 1, 2], max_tokens=2)
+    assert lookup.propose(5) == (3, 1)
+    lookup.length.verified(2, 0)
+    assert lookup.propose(5) == (3,)
+    lookup.length.verified(1, 0)
+    assert lookup.propose(5) == ()
+    lookup.append([4, 5, 6, 7, 8, 9, 1, 2])
+    assert lookup.propose(5) == (4,)

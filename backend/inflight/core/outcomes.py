@@ -181,6 +181,8 @@ class Outcomes:
             return
         if new_tokens:
             self._observe_tokens(llm_request, len(new_tokens), num_drafts)
+            if num_drafts and llm_request.lookup is not None:
+                llm_request.lookup.length.verified(num_drafts, len(new_tokens) - 1)
         reason = append_tokens(llm_request, new_tokens, details, self.now_ns)
         draft = llm_request.request.draft
         if num_drafts and draft is not None and draft.ends_sequence and reason is FinishReason.NOT_FINISHED:

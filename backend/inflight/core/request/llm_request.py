@@ -251,7 +251,8 @@ class LlmRequest:
             or output.additional_outputs
         )
         self.beams = BeamSearch(request) if request.sampling.uses_beams else None
-        self.lookup = PromptLookup(self.tokens) if request.prompt_lookup_num_tokens else None
+        most = request.prompt_lookup_num_tokens
+        self.lookup = PromptLookup(self.tokens, most) if most else None
         has_stop_words = bool(request.stop_words) and not self.beams
         self.stop_words = StopWords(request.stop_words, request.stop_words_after) if has_stop_words else None
         self.finish_reason = FinishReason.NOT_FINISHED
