@@ -22,9 +22,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 class DraftLength:
     """The maximum length of a sequence's drafts, which follows how many of the earlier ones were accepted.
 
-    A draft that is accepted as a whole doubles it, and one that is rejected as a whole halves it. Otherwise the next
-    draft is one token longer than what was accepted. After a rejected draft of one token there are no drafts for a
-    while, and longer each time, so that useless drafts cost almost nothing.
+    A draft that is accepted as a whole doubles it, and one that is rejected as a whole halves it. Otherwise the
+    next draft is one token longer than what was accepted. After a rejected draft of one token there are no drafts
+    for a while, and longer each time, so that useless drafts cost almost nothing.
 
     Args:
         most: The request's maximum.
