@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 
 from inflight.core.request.prompt_lookup import NGRAM_SIZES, DraftLength, PromptLookup
+from inflight.core.request.request import IterationInput
+from inflight.core.schedule.batch import ModelOutput
+from tests.core.factories import make_request, make_scheduler
 
 
 def search(tokens: list[int], max_tokens: int) -> tuple[int, ...]:
@@ -101,12 +104,24 @@ def test_an_accepted_token_ends_the_longer_pauses():
     assert length.tokens == 1
 
 
-def test_a_sequence_without_accepted_drafts_gets_none_for_a_while():
-    lookup = PromptLookup([1, 2, 3, 1, 2], max_tokens=2)
-    assert lookup.propose(5) == (3, 1)
-    lookup.length.verified(2, 0)
-    assert lookup.propose(5) == (3,)
-    lookup.length.verified(1, 0)
-    assert lookup.propose(5) == ()
-    lookup.append([4, 5, 6, 7, 8, 9, 1, 2])
-    assert lookup.propose(5) == (4,)
+def drafted(num_sequences: int, num_iterations: int) -> int:
+    """Number of tokens that are drafted for sequences whose drafts are always rejected."""
+    prompt = (1, 2, 3, 4, 5, 6, 1, 2)
+    requests = [
+        make_request(each, prompt, new=60, prompt_lookup_num_tokens=4) for each in range(num_sequences)
+    ]
+    scheduler = make_scheduler(num_blocks=400, max_num_sequences=num_sequences, max_num_tokens=256)
+    scheduler.accept(IterationInput(0, 0, tuple(requests)))
+    count = 0
+    for iteration in range(num_iterations):
+        batch = scheduler.schedule()
+        assert batch is not None
+        count += sum(chunk.num_draft_tokens for chunk in batch.context)
+        tokens = [(2 if iteration % 2 else 1,) for _ in batch.sampled_slots()]  # each pair occurred before
+        scheduler.update(batch, ModelOutput(batch.iteration, tokens))
+    return count
+
+
+def test_drafts_get_shorter_only_where_they_take_time_from_other_sequences():
+    assert drafted(4, 40) / 4 > 4 * 15
+    assert drafted(5, 40) / 5 < 20

@@ -20,7 +20,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64
 
 
 class DraftLength:
-    """The maximum length of a sequence's drafts, which follows how many of the earlier ones were accepted.
+    """A maximum length of a sequence's drafts that follows how many of the earlier ones were accepted.
 
     A draft that is accepted as a whole doubles it, and one that is rejected as a whole halves it. Otherwise the
     next draft is one token longer than what was accepted. After a rejected draft of one token there are no drafts
@@ -69,7 +69,7 @@ class PromptLookup:
         max_tokens: Maximum number of tokens of a draft.
 
     Attributes:
-        length: The maximum length of the next draft.
+        length: The length that the next draft should have at most, if drafts take time from other sequences.
     """
 
     def __init__(self, token_ids: Iterable[int] = (), max_tokens: int = 1 << 30) -> None:
@@ -95,12 +95,8 @@ class PromptLookup:
     def propose(self, max_tokens: int) -> tuple[int, ...]:
         """Return up to `max_tokens` tokens that followed the latest earlier occurrence of the longest n-gram.
 
-        Empty if no n-gram occurred before; shorter than `max_tokens` at the end of the sequence, or if earlier
-        drafts were rejected.
+        Empty if no n-gram occurred before; shorter than `max_tokens` at the end of the sequence.
         """
-        max_tokens = min(max_tokens, self.length.tokens)
-        if not max_tokens:
-            return ()
         for size in NGRAM_SIZES:
             position = self._next_position.get(tuple(self._tokens[-size:]))
             if position is not None:

@@ -23,6 +23,9 @@ from inflight.core.schedule.batch import (
 )
 from inflight.core.schedule.micro_batch_scheduler import MicroBatch
 
+_FEW_SEQUENCES = 4
+"""Number of sequences up to which drafts are as long as requests allow."""
+
 
 class BatchBuilder:
     """The rows and deltas of one iteration; `build` freezes them.
@@ -129,7 +132,9 @@ class BatchBuilder:
                 if kv_cache.missing_blocks(llm_request.key, position + 1) > kv_cache.num_unreserved:
                     continue
                 self._extend(llm_request, position + 1)
-            if llm_request.lookup is not None and (draft := self._look_up(llm_request, num_free_rows)):
+            if llm_request.lookup is not None and (
+                draft := self._look_up(llm_request, num_free_rows, len(sequences))
+            ):
                 num_free_rows -= len(draft)
                 self._extend(llm_request, position + 1 + len(draft))
                 self._add_draft(llm_request, draft)
@@ -149,8 +154,11 @@ class BatchBuilder:
         if snapshot is not None:
             self._state_saves.append(StateSave(llm_request.slots[0], num_tokens, snapshot))
 
-    def _look_up(self, llm_request: LlmRequest, num_free_rows: int) -> tuple[int, ...]:
+    def _look_up(self, llm_request: LlmRequest, num_free_rows: int, num_sequences: int) -> tuple[int, ...]:
         """Return a sequence's draft tokens, as many as free rows, its own blocks and the length limit allow.
+
+        With few sequences a forward pass mostly reads weights, and draft rows cost little. With more, only as many
+        tokens are drafted as earlier drafts of the sequence suggest (`DraftLength`).
 
         The draft ends before the first token that stands for a row of a prompt table.
         """
@@ -163,6 +171,8 @@ class BatchBuilder:
             # that token.
             size = self._kv_cache.tokens_per_block
             most = min(most, size - 2 - llm_request.num_computed_tokens % size)
+        if llm_request.lookup is not None and num_sequences > _FEW_SEQUENCES:
+            most = min(most, llm_request.lookup.length.tokens)
         draft = llm_request.lookup.propose(most) if llm_request.lookup and most > 0 else ()
         if request.prompt_table is None:
             return draft
