@@ -39,6 +39,16 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}"
 )
 MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_infer", "tensorrt_llm_bls")
+PREPARED = {
+    "input_ids": "INPUT_ID",
+    "input_lengths": "REQUEST_INPUT_LEN",
+    "prompt_embedding_table": "OUT_PROMPT_EMBEDDING_TABLE",
+    "prompt_vocab_size": "OUT_PROMPT_VOCAB_SIZE",
+    "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
+    "mrope_rotary_cos_sin": "MROPE_ROTARY_COS_SIN",
+    "mrope_position_deltas": "MROPE_POSITION_DELTAS",
+}
+"""The inputs of `tensorrt_llm` that take outputs of `preprocessing`, and the names of these."""
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
 
 
@@ -77,7 +87,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
     folder = tmp_path_factory.mktemp("vision")
     whole = save_model(folder / "checkpoint", CASE)
     processor = load_processor(str(folder / "checkpoint"), whole.config.model_type)
-    for model in (*MODELS, "multimodal_encoders"):
+    for model in (*MODELS, "multimodal_encoders", "preprocessing"):
         shutil.copytree(
             REPOSITORY / model,
             folder / "repository" / model,
@@ -87,6 +97,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         "max_tokens_in_paged_kv_cache": "2048",
         "enable_kv_cache_reuse": "true",
         "tokens_per_block": "8",
+        "prompt_embedding_table_data_type": "TYPE_FP32",
     }
     (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
     options = ServerOptions(ports=Ports(openai=0))
@@ -131,6 +142,30 @@ def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer
     rows = encoder.encode(ALONE, [WIDE], 0).table.rows
     np.testing.assert_array_equal(table[0], np.frombuffer(rows.buffer.data, np.float32).reshape(rows.shape))
     assert size.item() == rows.shape[0]
+
+
+def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServer) -> None:
+    text = f"Compare {ALONE} with {ALONE}."
+    query = np.array([[text.encode()]], np.object_)
+    array = np.array([[url.encode() for url in urls(WIDE, TALL)]], np.object_)
+    tensors = [
+        grpc.InferInput("QUERY", query.shape, "BYTES"),
+        grpc.InferInput("IMAGE_URL", array.shape, "BYTES"),
+    ]
+    for tensor, content in zip(tensors, (query, array)):
+        tensor.set_data_from_numpy(content)
+    with grpc.InferenceServerClient(vision.server.grpc) as client:
+        prepared = client.infer("preprocessing", tensors)
+    passed_on = {name: prepared.as_numpy(output) for name, output in PREPARED.items()}
+    (answer,) = ask(
+        vision.server.grpc,
+        request_output_len=NUM_TOKENS,
+        end_id=-1,
+        exclude_input_in_output=True,
+        **passed_on,
+    )
+    assert answer.error is None, answer.error
+    assert answer.ids == vision.expected(text, WIDE, TALL)
 
 
 def test_invalid_pictures_are_refused(vision: VisionServer) -> None:
