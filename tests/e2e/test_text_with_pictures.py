@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
@@ -24,6 +25,7 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import expected_tokens, picture, save_model
+from tests.prometheus import parse
 
 from .clients import Answer, ask
 from .conftest import REPOSITORY
@@ -166,6 +168,20 @@ def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServ
     )
     assert answer.error is None, answer.error
     assert answer.ids == vision.expected(text, WIDE, TALL)
+
+
+def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:
+    def counts(address: str) -> dict[str, float]:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+            return parse(answer.read().decode()).series("inflight_pictures_total", "rows")
+
+    triton = f"http://{vision.server.metrics}"
+    before = counts(triton)
+    for _ in range(2):
+        assert vision.ask("Which colour?", image_url=urls(picture(25, 25, seed=8))).error is None
+    after = counts(triton)
+    assert (after["encoded"] - before["encoded"], after["cached"] - before["cached"]) == (1, 1)
+    assert counts(vision.server.openai) == after
 
 
 def test_invalid_pictures_are_refused(vision: VisionServer) -> None:

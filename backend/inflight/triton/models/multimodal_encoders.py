@@ -1,6 +1,6 @@
 """`multimodal_encoders`: pictures to rows of embeddings, for clients that build prompts of ids themselves.
 
-A client of the server's process that encodes pictures.
+A client of the server's process that encodes pictures, whose counts it publishes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from inflight.tensors.picture_outputs import table_outputs
 from inflight.tensors.pictures import BlockingEncoder, read_pictures
 from inflight.tensors.reader import TensorReader, each_row
 from inflight.tensors.text_model_tables import ENCODERS_INPUTS, ENCODERS_OUTPUTS
+from inflight.triton.metrics_on_demand import MetricsOnDemand
 from inflight.triton.models.text_models import PIXELS, URLS, TextModel
+from inflight.triton.picture_metrics import PictureMetrics
 from inflight.triton.pictures import ServerPictures
 
 
@@ -32,6 +34,18 @@ class MultimodalEncoders(TextModel):
     inputs = ENCODERS_INPUTS
     outputs = ENCODERS_OUTPUTS
     pictures: BlockingEncoder = ServerPictures()
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the tokenizer, and publish the metrics about pictures (`TextModel.initialize`)."""
+        super().initialize(args)
+        name = args["model_name"]
+        metrics = PictureMetrics(self._pb_utils, name, args["model_version"], ServerPictures().stats)
+        self._on_demand = MetricsOnDemand(metrics.update, name)
+
+    def finalize(self) -> None:
+        """Stop publishing; otherwise as `TextModel.finalize`."""
+        self._on_demand.close()
+        super().finalize()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
