@@ -14,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
@@ -36,9 +37,12 @@ NUM_TOKENS = 8
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pictures.md"
 TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}"
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
-    "{% endfor %}{% endfor %}"
+    "{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
 )
 MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_infer", "tensorrt_llm_bls")
 PREPARED = {
@@ -182,6 +186,33 @@ def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:
     after = counts(triton)
     assert (after["encoded"] - before["encoded"], after["cached"] - before["cached"]) == (1, 1)
     assert counts(vision.server.openai) == after
+
+
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_about_pictures_may_be_json_and_tool_calls(vision: VisionServer) -> None:
+    def ask_openai(**body: Any) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(WIDE, TALL)]
+        content = [parts[0], {"type": "text", "text": " or "}, parts[1]]
+        body |= {"model": "checkpoint", "messages": [{"role": "user", "content": content}], "max_tokens": 100}
+        answer = httpx.post(f"{vision.server.openai}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    choice = ask_openai(response_format=schema)
+    assert json.loads(choice["message"]["content"])["colour"] in ("red", "green")
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": COLOUR}}]
+    choice = ask_openai(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint" and choice["finish_reason"] == "tool_calls"
+    assert json.loads(call["function"]["arguments"])["colour"] in ("red", "green")
 
 
 def test_invalid_pictures_are_refused(vision: VisionServer) -> None:
