@@ -71,11 +71,22 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
         "max_num_images",
         integer(0),
         "maximum number of images in a prompt",
-        "no model here takes images",
+        "a prompt may have as many pictures as fit",
         _PREPROCESSING,
     ),
     _no_effect(
-        "hf_model_path", TEXT, "checkpoint of an image model", "no model here takes images", _PREPROCESSING
+        "hf_model_path",
+        TEXT,
+        "checkpoint of an image model",
+        "the server's checkpoint encodes pictures",
+        _PREPROCESSING,
+    ),
+    _no_effect(
+        "multimodal_encoders_name",
+        TEXT,
+        "model that encodes images",
+        "the model asks the process that encodes pictures itself",
+        frozenset({Role.BLS}),
     ),
     _no_effect(
         "tokenizer_type",
@@ -89,7 +100,6 @@ NO_EFFECT: tuple[ParameterSpec, ...] = (
 UNBUILT: tuple[ParameterSpec, ...] = (
     _unbuilt("multimodal_model_path", TEXT, "engine of an image model", roles=_PREPROCESSING),
     _unbuilt("visual_model_path", TEXT, "multimodal_model_path in older versions", roles=_PREPROCESSING),
-    _unbuilt("multimodal_encoders_name", TEXT, "model that encodes images", roles=frozenset({Role.BLS})),
     _unbuilt("encoder_model_path", TEXT, "encoder", template="encoder_engine_dir"),
     _unbuilt("cross_kv_cache_fraction", share(), "KV cache share of an encoder", 0.0),
     _unbuilt("enable_trt_overlap", BOOLEAN, "deprecated", False),

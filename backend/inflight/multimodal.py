@@ -36,6 +36,8 @@ class Multimodal:
         may_be_flat: Whether files without `text_config` have the text part's keys at the top, such as older
             files of Qwen2-VL.
         has_deep_stack: Whether rows of pictures are also added after the first layers.
+        mrope_section: For models with multimodal rotary embedding (mRoPE), transformers' default of this key: the
+            numbers of pairs of dimensions for time, height and width.
         inputs: The inputs of the model's other parts, for messages.
     """
 
@@ -46,6 +48,7 @@ class Multimodal:
     tied_by_text: bool = False
     may_be_flat: bool = False
     has_deep_stack: bool = False
+    mrope_section: tuple[int, ...] = ()
     inputs: str = "pictures"
 
 
@@ -68,6 +71,7 @@ MULTIMODAL = (
         "qwen2_vl_text",
         tied_by_text=True,
         may_be_flat=True,
+        mrope_section=(16, 24, 24),
         inputs=_VIDEO,
     ),
     Multimodal(
@@ -76,20 +80,39 @@ MULTIMODAL = (
         "qwen2_5_vl_text",
         tied_by_text=True,
         may_be_flat=True,
+        mrope_section=(16, 24, 24),
         inputs=_VIDEO,
     ),
     Multimodal(
-        "qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl_text", has_deep_stack=True, inputs=_VIDEO
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl_text",
+        has_deep_stack=True,
+        mrope_section=(24, 20, 20),
+        inputs=_VIDEO,
     ),
     Multimodal(
         "qwen3_vl_moe",
         "Qwen3VLMoeForConditionalGeneration",
         "qwen3_vl_moe_text",
         has_deep_stack=True,
+        mrope_section=(24, 20, 20),
         inputs=_VIDEO,
     ),
-    Multimodal("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text", inputs=_VIDEO),
-    Multimodal("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", inputs=_VIDEO),
+    Multimodal(
+        "qwen3_5",
+        "Qwen3_5ForConditionalGeneration",
+        "qwen3_5_text",
+        mrope_section=(11, 11, 10),
+        inputs=_VIDEO,
+    ),
+    Multimodal(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        "qwen3_5_moe_text",
+        mrope_section=(11, 11, 10),
+        inputs=_VIDEO,
+    ),
     Multimodal("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3", tied=True, inputs=_VIDEO),
     Multimodal("kimi_k25", "KimiK25ForConditionalGeneration", "deepseek_v3", tied=True, inputs=_VIDEO),
     Multimodal("llava", "LlavaForConditionalGeneration", "llama", tied_by_text=True),
@@ -258,7 +281,18 @@ def find_text_part(values: Mapping[str, Any]) -> TextPart | None:
             "model_type": _FAMILY_OF.get(kind, kind),
         }
     stated.pop("architectures", None)
+    if found.mrope_section:
+        stated |= _with_mrope_section(stated, found.mrope_section)
     return TextPart(found, {**stated, **outside}, "" if is_flat else SECTION, frozenset(outside))
+
+
+def _with_mrope_section(values: Mapping[str, Any], section: tuple[int, ...]) -> dict[str, Any]:
+    """Return the objects of rotary positions in `values`, with mrope_section if they have none."""
+    stated = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)}
+    return {
+        key: {"mrope_section": list(section), **rope} if is_object(rope) else rope
+        for key, rope in (stated or {"rope_parameters": {}}).items()
+    }
 
 
 def other_inputs(values: Mapping[str, Any]) -> list[str]:

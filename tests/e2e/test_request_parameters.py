@@ -33,7 +33,7 @@ def refusal(server, model: str = "ensemble", **body) -> str:
         ("ensemble", {"parameters": {"xyzzy": 1}}, "xyzzy", "it would be ignored"),
         ("ensemble", {"triton_trtllm_request_type": "context_only"}, "triton_trtllm_request_type", "not av"),
         ("preprocessing", {"QUERY": "a", "SUFFIX": "b"}, "SUFFIX", "it would be ignored"),
-        ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "not available"),
+        ("preprocessing", {"QUERY": "a", "IMAGE_URL": "b"}, "IMAGE_URL", "begins with data:"),
     ],
 )
 def test_unknown_parameters_are_refused_by_name(demo_server, model, body, name, said) -> None:

@@ -7,12 +7,14 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
@@ -24,6 +26,7 @@ from inflight.server.launch import ServerOptions, TritonServer, serve
 from inflight.server.ports import Ports
 from inflight.text.tokenizer import Tokenizer
 from tests.pictures.small_models import expected_tokens, picture, save_model
+from tests.prometheus import parse
 
 from .clients import Answer, ask
 from .conftest import REPOSITORY
@@ -34,11 +37,24 @@ NUM_TOKENS = 8
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pictures.md"
 TEMPLATE = (
-    "{% for message in messages %}{% for part in message.content %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content or [] %}"
     "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}"
-    "{% endfor %}{% endfor %}"
+    "{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}"
 )
 MODELS = ("ensemble", "tensorrt_llm", "tensorrt_llm_infer", "tensorrt_llm_bls")
+PREPARED = {
+    "input_ids": "INPUT_ID",
+    "input_lengths": "REQUEST_INPUT_LEN",
+    "prompt_embedding_table": "OUT_PROMPT_EMBEDDING_TABLE",
+    "prompt_vocab_size": "OUT_PROMPT_VOCAB_SIZE",
+    "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
+    "mrope_rotary_cos_sin": "MROPE_ROTARY_COS_SIN",
+    "mrope_position_deltas": "MROPE_POSITION_DELTAS",
+}
+"""The inputs of `tensorrt_llm` that take outputs of `preprocessing`, and the names of these."""
 WIDE, TALL = picture(30, 18), picture(13, 27, seed=1)
 
 
@@ -77,7 +93,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
     folder = tmp_path_factory.mktemp("vision")
     whole = save_model(folder / "checkpoint", CASE)
     processor = load_processor(str(folder / "checkpoint"), whole.config.model_type)
-    for model in (*MODELS, "multimodal_encoders"):
+    for model in (*MODELS, "multimodal_encoders", "preprocessing"):
         shutil.copytree(
             REPOSITORY / model,
             folder / "repository" / model,
@@ -87,6 +103,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory, elsewhere: Path) -> Iterato
         "max_tokens_in_paged_kv_cache": "2048",
         "enable_kv_cache_reuse": "true",
         "tokens_per_block": "8",
+        "prompt_embedding_table_data_type": "TYPE_FP32",
     }
     (folder / "checkpoint" / "chat_template.jinja").write_text(TEMPLATE)
     options = ServerOptions(ports=Ports(openai=0))
@@ -131,6 +148,71 @@ def test_the_encoders_model_returns_rows_for_prompts_of_ids(vision: VisionServer
     rows = encoder.encode(ALONE, [WIDE], 0).table.rows
     np.testing.assert_array_equal(table[0], np.frombuffer(rows.buffer.data, np.float32).reshape(rows.shape))
     assert size.item() == rows.shape[0]
+
+
+def test_what_preprocessing_returns_is_a_prompt_of_the_engine(vision: VisionServer) -> None:
+    text = f"Compare {ALONE} with {ALONE}."
+    query = np.array([[text.encode()]], np.object_)
+    array = np.array([[url.encode() for url in urls(WIDE, TALL)]], np.object_)
+    tensors = [
+        grpc.InferInput("QUERY", query.shape, "BYTES"),
+        grpc.InferInput("IMAGE_URL", array.shape, "BYTES"),
+    ]
+    for tensor, content in zip(tensors, (query, array)):
+        tensor.set_data_from_numpy(content)
+    with grpc.InferenceServerClient(vision.server.grpc) as client:
+        prepared = client.infer("preprocessing", tensors)
+    passed_on = {name: prepared.as_numpy(output) for name, output in PREPARED.items()}
+    (answer,) = ask(
+        vision.server.grpc,
+        request_output_len=NUM_TOKENS,
+        end_id=-1,
+        exclude_input_in_output=True,
+        **passed_on,
+    )
+    assert answer.error is None, answer.error
+    assert answer.ids == vision.expected(text, WIDE, TALL)
+
+
+def test_the_metrics_pages_count_pictures(vision: VisionServer) -> None:
+    def counts(address: str) -> dict[str, float]:
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+            return parse(answer.read().decode()).series("inflight_pictures_total", "rows")
+
+    triton = f"http://{vision.server.metrics}"
+    before = counts(triton)
+    for _ in range(2):
+        assert vision.ask("Which colour?", image_url=urls(picture(25, 25, seed=8))).error is None
+    after = counts(triton)
+    assert (after["encoded"] - before["encoded"], after["cached"] - before["cached"]) == (1, 1)
+    assert counts(vision.server.openai) == after
+
+
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_about_pictures_may_be_json_and_tool_calls(vision: VisionServer) -> None:
+    def ask_openai(**body: Any) -> dict[str, Any]:
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls(WIDE, TALL)]
+        content = [parts[0], {"type": "text", "text": " or "}, parts[1]]
+        body |= {"model": "checkpoint", "messages": [{"role": "user", "content": content}], "max_tokens": 100}
+        answer = httpx.post(f"{vision.server.openai}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]
+
+    schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
+    choice = ask_openai(response_format=schema)
+    assert json.loads(choice["message"]["content"])["colour"] in ("red", "green")
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": COLOUR}}]
+    choice = ask_openai(tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint" and choice["finish_reason"] == "tool_calls"
+    assert json.loads(call["function"]["arguments"])["colour"] in ("red", "green")
 
 
 def test_invalid_pictures_are_refused(vision: VisionServer) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from inflight.config import CapacityPolicy, EngineConfig, SchedulingConfig
 from inflight.core.ports import Engine
+from inflight.core.request.adapter import AdapterEvent, AdapterUpdate, StoredAdapter
 from inflight.core.request.guide import GuideEvent
 from inflight.core.request.request import FloatTensor, IterationInput, Request
 from inflight.core.request.response import Response, SequenceResult, merge_responses
@@ -106,11 +107,12 @@ def serve(
     per_iteration: int = 2,
     stops: Mapping[int, int] | None = None,
     may_fail: Container[int] = (),
+    adapters: Mapping[int, StoredAdapter] | None = None,
 ) -> Served:
     """Run `requests` until all have ended; `per_iteration` of them arrive in each iteration.
 
     `stops`: iteration in which a request is stopped, by id. `may_fail`: ids of requests that may end with an
-    error.
+    error. `adapters`: the adapters of requests with `lora`, by id of the request.
     """
     scheduler = Scheduler(config, engine.limits)
     served = Served()
@@ -121,7 +123,10 @@ def serve(
             StopSignal(key, StopReason.CANCELLED) for key, when in (stops or {}).items() if when == iteration
         )
         guides = tuple(GuideEvent(each.request_id) for each in arriving if each.guide is not None)
-        responses = scheduler.accept(IterationInput(iteration, 0, arriving, stopped, guides))
+        uses = {each.request_id: (adapters or {})[each.request_id] for each in arriving if each.lora}
+        events = tuple(AdapterEvent(key, adapter.handle) for key, adapter in uses.items())
+        update = AdapterUpdate(tuple(uses.values()), events)
+        responses = scheduler.accept(IterationInput(iteration, 0, arriving, stopped, guides, update))
         batch = scheduler.schedule()
         if batch is not None:
             served.num_iterations += 1

@@ -186,6 +186,33 @@ def test_qwen2_vl_may_have_the_keys_of_its_text_at_the_top(zoo: Zoo, tmp_path: P
     assert alone(load_engine(folder), prompt, 8).generated == model.greedy(prompt, 8)
 
 
+WITH_MROPE = [case for case in MULTIMODAL if case.startswith("qwen")]
+
+
+@pytest.mark.parametrize("case", WITH_MROPE)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling", "neither"])
+def test_qwens_have_mrope_without_the_key_too(zoo: Zoo, tmp_path: Path, case: str, key: str) -> None:
+    values = json.loads((zoo[case].folder / "config.json").read_text())
+    rope = values["text_config"].pop("rope_parameters")
+    del rope["mrope_section"]
+    values["text_config"] |= {"rope_theta": rope.pop("rope_theta")} if key == "neither" else {key: rope}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    whole = read_model_description(zoo[case].folder).decoder
+    found = read_model_description(tmp_path).decoder
+    assert found.multimodal_rotary_dim == whole.multimodal_rotary_dim > 0
+
+
+@pytest.mark.parametrize("case", WITH_MROPE)
+def test_the_defaults_of_mrope_are_transformers(zoo: Zoo, case: str) -> None:
+    config = copy.deepcopy(zoo[case].oracle.config.text_config)
+    del config.rope_parameters["mrope_section"]
+    rotary = type(zoo[case].oracle.model.language_model.rotary_emb)(config)
+    (default,) = {
+        each.mrope_section for each in CLASSES if each.model_type == zoo[case].oracle.config.model_type
+    }
+    assert list(default) == rotary.mrope_section
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["gemma3-vision", "qwen3-vl"])
 @pytest.mark.parametrize("name", ["fp8-block", "gptq"])

@@ -14,6 +14,8 @@ from inflight.core.report.metrics import MetricsSnapshot, ServiceMetrics
 from inflight.core.report.stats import AdapterStats
 from inflight.core.request.stop import FinishReason
 from inflight.openai.metric_aliases import vllm_aliases
+from inflight.pictures.encoded_prompt import PictureStats
+from inflight.serving.metrics_page import pictures_page
 from tests.openai_endpoint.serving import fake_engine, served
 from tests.prometheus import parse
 from tests.triton.test_metrics import NOW, STATS, stage
@@ -131,6 +133,14 @@ def test_the_model_name_may_be_given():
     page = parse(vllm_aliases(page_of(ServiceMetrics().snapshot()), "llama"))
     assert {dict(labels)["model_name"] for _, labels in page.values} == {"llama"}
     assert 'model_name="a\\"b\\\\c"' in vllm_aliases(page_of(ServiceMetrics().snapshot()), 'a"b\\c')
+
+
+def test_metrics_of_pictures_belong_to_no_engine():
+    page = page_of(observed().snapshot())
+    assert vllm_aliases(page + pictures_page(PictureStats(1, 2, 3.0, 4))) == vllm_aliases(page)
+    drafts = page.replace('model="tensorrt_llm"', 'model="tensorrt_llm_draft"')
+    aliases = vllm_aliases(page + drafts + pictures_page(PictureStats(1, 2, 3.0, 4)))
+    assert aliases == vllm_aliases(page + drafts)
 
 
 def test_two_models_have_two_engine_labels():

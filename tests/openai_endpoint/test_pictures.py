@@ -18,11 +18,12 @@ from inflight.core.ports import EngineClient
 from inflight.core.request.adapter import Matrix, RawBuffer
 from inflight.core.request.prompt_table import PromptTable, RotaryTable
 from inflight.errors import InflightError, InvalidArgument, Name, QueueFull, Unreachable
-from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.text.tokenizer import Tokenizer
 from tests.openai_endpoint.conftest import TEMPLATE
 from tests.openai_endpoint.scripted import LIMITS, ScriptedEngine
-from tests.openai_endpoint.serving import DEMO, PATIENCE_S, served
+from tests.openai_endpoint.serving import DEMO, PATIENCE_S, fake_engine, served
+from tests.prometheus import parse
 
 WIDTH, ROTARY_DIM, ROWS = 4, 2, 3
 VOCABULARY = LIMITS.vocab_size
@@ -46,6 +47,11 @@ class FakeEncoder:
     width: int = WIDTH
     waits: bool = False
     was_cancelled: threading.Event = field(default_factory=threading.Event)
+
+    async def stats(self) -> PictureStats:
+        if self.error is not None:
+            raise self.error
+        return PictureStats(2, 1, 1500.0, 64)
 
     async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
         self.asked.append((text, list(pictures)))
@@ -220,6 +226,20 @@ def test_guides_and_tool_calls_have_pictures_too(endpoint: Endpoint) -> None:
     assert guided.prompt_table is not None and called.prompt_table is not None
     (asked, pictures), _ = endpoint.encoder.asked
     assert f"<|tool|>{PLACE}seen" in asked and pictures == [b"seen"]
+
+
+def test_the_metrics_page_counts_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = FakeEncoder()
+    with fake_engine() as engine, served(engine, picture_encoder=encoder) as url:
+        page = parse(httpx.get(f"{url}/metrics").text)
+        encoder.error = Unreachable("the process has ended")
+        assert "inflight_picture" not in httpx.get(f"{url}/metrics").text
+    assert page.value("inflight_pictures_total", model="multimodal_encoders", rows="encoded") == 2
+    assert page.value("inflight_picture_encoding_seconds_total", version="1") == 1.5
+    assert page.has("inflight_generated_tokens_total") and page.has("vllm:num_requests_running")
+    monkeypatch.setattr("inflight.openai.server_routes._fetch", lambda url: ("x 1", "text/plain"))
+    with fake_engine() as engine, served(engine, picture_encoder=encoder, metrics_url="http://x/") as url:
+        assert "inflight_picture" not in httpx.get(f"{url}/metrics").text  # Triton's page has them
 
 
 def test_texts_alone_are_not_encoded(endpoint: Endpoint) -> None:

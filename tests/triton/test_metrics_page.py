@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from inflight.core.report.stats import IterationCounts, MemoryUsage
-from inflight.serving.metric_table import FAMILIES
+from inflight.serving.metric_table import FAMILIES, PICTURE_FAMILIES
 from inflight.triton.reference_pages import fill_in, metric_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -20,7 +20,7 @@ def test_the_metrics_page_matches_the_table() -> None:
 
 def test_every_family_has_a_row() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert all(f"`{family.name}`" in text for family in FAMILIES) and len(FAMILIES) > 15
+    assert all(f"`{family.name}`" in text for family in (*FAMILIES, *PICTURE_FAMILIES)) and len(FAMILIES) > 15
 
 
 def test_the_queries_use_existing_metrics() -> None:
@@ -32,7 +32,7 @@ def test_the_queries_use_existing_metrics() -> None:
         if not language
         for name in re.findall(r"inflight_\w+", query)
     }
-    names = {family.name for family in FAMILIES}
+    names = {family.name for family in (*FAMILIES, *PICTURE_FAMILIES)}
     assert len(asked) >= 6
     assert all(re.sub(r"_(bucket|sum|count)$", "", name) in names for name in asked), asked
 

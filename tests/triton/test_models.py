@@ -338,8 +338,13 @@ BAD_TEXT_REQUESTS = [
     ),
     (
         Preprocessing,
+        {"QUERY": words(b"a"), "VIDEO_BYTES": np.zeros([1, 1, 2, 2, 3], np.uint8)},
+        "VIDEO_BYTES is not available",
+    ),
+    (
+        Preprocessing,
         {"QUERY": words(b"a"), "IMAGE_BYTES": np.zeros([1, 1, 2, 2, 3], np.uint8)},
-        "IMAGE_BYTES is not available",
+        "IMAGE_BYTES needs the model's vocabulary size, which is unknown",
     ),
     (Postprocessing, {}, "a value is required for TOKENS_BATCH"),
     (

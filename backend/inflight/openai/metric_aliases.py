@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from inflight.serving.metrics_page import escaped
 
-_SERIES = re.compile(r"^((?:inflight|nv_trt_llm)_\w+)\{([^\n]*)\} (\S+)$", re.MULTILINE)
+_SERIES = re.compile(r"^((?:inflight|nv_trt_llm)_(?!picture)\w+)\{([^\n]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OF_THE_MODEL = ("model", "version")
 _SERVED = "tensorrt_llm"

@@ -9,7 +9,7 @@ from typing import Protocol
 from inflight.errors import InvalidArgument, Unavailable, Unreachable
 from inflight.openai.errors import in_fields
 from inflight.openai.options import OpenAiOptions
-from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.pictures.sources import SourceRules, read_picture
 from inflight.serving.chat.messages import PictureUrl
 
@@ -22,6 +22,10 @@ class PicturesEncoder(Protocol):
 
     async def encode(self, text: str, pictures: Sequence[bytes], vocab_size: int) -> EncodedPrompt:
         """Return the prompt with a picture at each of the text's placeholders (`PicturesClient.encode`)."""
+        ...
+
+    async def stats(self) -> PictureStats:
+        """Return the process's counts since its start; raises Unreachable."""
         ...
 
 
@@ -60,6 +64,13 @@ class ChatPictures:
             raise named from None
         except Unreachable:
             raise Unavailable("pictures cannot be encoded now; a later attempt may succeed") from None
+
+    async def stats(self) -> PictureStats | None:
+        """Return the counts of the process that encodes pictures; None if it cannot be reached."""
+        try:
+            return await self._encoder.stats()
+        except Unreachable:
+            return None
 
     async def _read_all(self, urls: Sequence[PictureUrl]) -> list[bytes]:
         """Read all pictures at the same time. The first error ends the others."""

@@ -19,7 +19,7 @@ from inflight.openai.context import context_of
 from inflight.openai.errors import ApiError
 from inflight.openai.metric_aliases import vllm_aliases
 from inflight.openai.serving_model import ServingModel
-from inflight.serving.metrics_page import CONTENT_TYPE, metrics_page
+from inflight.serving.metrics_page import CONTENT_TYPE, metrics_page, pictures_page
 from inflight.version import package_version
 
 router = APIRouter()
@@ -74,9 +74,12 @@ async def get_version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Return the engine's metrics, the same metrics under vLLM's names, and those of HTTP requests."""
+    """Return the engine's metrics, the same under vLLM's names, and those of pictures and HTTP requests."""
     context = context_of(request)
     page, kind = await context.session.wait_for(lambda: _page(context.session.client, context.model))
+    if context.pictures is not None and not context.model.options.metrics_url:  # Triton's page has them
+        stats = await context.pictures.stats()
+        page += "" if stats is None else pictures_page(stats)
     return Response(page + context.http_metrics.page(), media_type=kind)
 
 

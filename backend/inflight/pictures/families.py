@@ -44,8 +44,8 @@ def why_not(values: Mapping[str, Any]) -> str | None:
         )
     if model_type == "lfm2_vl":
         return (
-            "pictures of lfm2_vl are not served: transformers processes them by torchvision, which is not "
-            "installed beside this torch"
+            "pictures of lfm2_vl are not served: transformers processes them by torchvision alone, which cannot "
+            "be imported beside a torch for CPUs"
         )
     if model_type not in MODEL_TYPES:
         return f"pictures of {model_type} are not served; expected one of {', '.join(MODEL_TYPES)}"

@@ -13,6 +13,7 @@ from enum import Enum
 from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot
 from inflight.core.request.stop import FinishReason
 from inflight.errors import ERROR_CODES
+from inflight.pictures.encoded_prompt import PictureStats
 
 TIMESTAMP = "Timestamp"
 """The only key of the log line with a text value. Its gauge shows microseconds since the epoch."""
@@ -82,6 +83,27 @@ class CounterFamily:
 @dataclass(frozen=True, slots=True)
 class LevelFamily(CounterFamily):
     """Gauges of present numbers that are not in the log line. A label value that disappears shows 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFamily:
+    """Counters, or gauges, of the process that encodes pictures.
+
+    Attributes:
+        name, help, unit: Name, help text and unit of the family.
+        kind: "counter" or "gauge".
+        read: Function that returns the numbers by label value; a family without a label has the key "".
+        label: Name of the label; "": a single number without label.
+        values: The label's values.
+    """
+
+    name: str
+    help: str
+    unit: str
+    kind: str
+    read: Callable[[PictureStats], Mapping[str, float]]
+    label: str = ""
+    values: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,3 +444,33 @@ LEVELS: tuple[LevelFamily, ...] = (
 series."""
 
 FAMILIES: tuple[Family, ...] = (*GAUGES, *LEVELS, *LENGTHS, *HISTOGRAMS, *COUNTERS)
+
+PICTURES_MODEL = "multimodal_encoders"
+"""The model that the labels of PICTURE_FAMILIES name; on tritonserver's page, its process publishes them."""
+
+PICTURE_FAMILIES: tuple[PictureFamily, ...] = (
+    PictureFamily(
+        "inflight_pictures_total",
+        "Pictures of prompts, by whether their rows were encoded or found in the cache",
+        "pictures",
+        "counter",
+        lambda stats: {"encoded": stats.num_encoded, "cached": stats.num_cache_hits},
+        "rows",
+        ("encoded", "cached"),
+    ),
+    PictureFamily(
+        "inflight_picture_encoding_seconds_total",
+        "Time spent on encoded pictures, from their files to their rows",
+        "seconds",
+        "counter",
+        lambda stats: {"": stats.milliseconds / 1000},
+    ),
+    PictureFamily(
+        "inflight_picture_cache_bytes",
+        "Size of the rows that are kept for further prompts",
+        "bytes",
+        "gauge",
+        lambda stats: {"": stats.cached_bytes},
+    ),
+)
+"""Metrics of servers that encode pictures."""

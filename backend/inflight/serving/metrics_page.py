@@ -11,8 +11,11 @@ from itertools import accumulate, pairwise
 
 from inflight.core.report.metrics import HistogramSnapshot, MetricsSnapshot
 from inflight.core.report.stats import IterationCounts, MemoryUsage, microseconds
+from inflight.pictures.encoded_prompt import PictureStats
 from inflight.serving.metric_table import (
     FAMILIES,
+    PICTURE_FAMILIES,
+    PICTURES_MODEL,
     TIMESTAMP,
     Batching,
     CounterFamily,
@@ -49,6 +52,15 @@ def metrics_page(
         elif family.batching in (None, batching):
             values = {gauge.value: float(fields[gauge.log_key]) for gauge in family.gauges}
             lines += _series(family.name, "gauge", family.help, family.label, values, labels)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def pictures_page(stats: PictureStats) -> str:
+    """Return the lines of the page about pictures."""
+    labels = {"model": PICTURES_MODEL, "version": "1"}
+    lines: list[str] = []
+    for family in PICTURE_FAMILIES:
+        lines += _series(family.name, family.kind, family.help, family.label, family.read(stats), labels)
     return "".join(f"{line}\n" for line in lines)
 
 

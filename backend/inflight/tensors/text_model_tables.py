@@ -1,14 +1,26 @@
 """The tables of tensors of `preprocessing`, `postprocessing` and `multimodal_encoders`.
 
-The names are tensorrtllm_backend's; `multimodal_encoders` takes pictures under the names of `preprocessing`.
+The names are tensorrtllm_backend's; `multimodal_encoders` takes pictures under the names of `preprocessing`,
+which also returns the outputs of tensorrtllm_backend's `multimodal_encoders`.
 
-Tensors that only image, video and encoder-decoder models use are declared as in tensorrtllm_backend: such
-inputs are refused, and such outputs are never returned.
+Tensors that only video and encoder-decoder models use, or that tensorrtllm_backend's encoders get from its
+`preprocessing`, are declared as there: such inputs are refused, and such outputs are never returned.
 """
 
 from __future__ import annotations
 
 from inflight.tensors.spec import TensorSpec, TensorTable, of_other_models
+
+_PIXELS = TensorSpec(
+    "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "[pictures, height, width, 3]: RGB pixels; or IMAGE_URL"
+)
+_URLS = TensorSpec("IMAGE_URL", "BYTES", (-1,), "data: URLs of pictures; or IMAGE_BYTES")
+_TABLE_OUTPUTS = (
+    TensorSpec(
+        "OUT_PROMPT_EMBEDDING_TABLE", "FP32", (-1, -1), "rows of all pictures, for prompt_embedding_table"
+    ),
+    TensorSpec("OUT_PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows"),
+)
 
 PREPROCESSING_INPUTS = TensorTable(
     (
@@ -30,8 +42,8 @@ PREPROCESSING_INPUTS = TensorTable(
             "PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows of a prompt table; their ids are put first"
         ),
         of_other_models("DECODER_QUERY", "BYTES", (1,), "prompt of the decoder of an encoder-decoder model"),
-        of_other_models("IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "encoded images"),
-        of_other_models("IMAGE_URL", "BYTES", (1,), "URL of an image"),
+        _PIXELS,
+        _URLS,
         of_other_models("IMAGES", "BYTES", (-1,), "encoded images"),
         of_other_models("VIDEO_BYTES", "UINT8", (-1, -1, -1, -1), "frames of a video"),
     )
@@ -50,8 +62,19 @@ PREPROCESSING_OUTPUTS = TensorTable(
         TensorSpec("OUT_END_ID", "INT32", (1,), "copied to the outputs"),
         TensorSpec("OUT_PAD_ID", "INT32", (1,), "copied to the outputs"),
         TensorSpec(
-            "OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", (-1,), "PROMPT_TABLE_EXTRA_ID for each row, 0 for text"
+            "OUT_PROMPT_TABLE_EXTRA_IDS",
+            "UINT64",
+            (-1,),
+            "for each row PROMPT_TABLE_EXTRA_ID, or without it an id of the picture's row; 0 for text",
         ),
+        *_TABLE_OUTPUTS,
+        TensorSpec(
+            "MROPE_ROTARY_COS_SIN",
+            "FP32",
+            (-1,),
+            "with pictures, for models with multimodal rotary embedding: mrope_rotary_cos_sin",
+        ),
+        TensorSpec("MROPE_POSITION_DELTAS", "INT64", (1,), "with it: mrope_position_deltas"),
         of_other_models("PIXEL_VALUES", "FP16", (-1, -1, -1, -1), "for image models only"),
         of_other_models("ASPECT_RATIO_IDS", "INT64", (-1,), "for image models only"),
         of_other_models("ASPECT_RATIO_MASK", "INT64", (-1, -1), "for image models only"),
@@ -75,20 +98,6 @@ POSTPROCESSING_OUTPUTS = TensorTable(
     (TensorSpec("OUTPUT", "BYTES", (-1,), "text of each beam", is_batched=False),)
 )
 
-ENCODERS_INPUTS = TensorTable(
-    (
-        TensorSpec(
-            "IMAGE_BYTES", "UINT8", (-1, -1, -1, -1), "[pictures, height, width, 3]: RGB pixels; or IMAGE_URL"
-        ),
-        TensorSpec("IMAGE_URL", "BYTES", (-1,), "data: URLs of pictures; or IMAGE_BYTES"),
-    )
-)
+ENCODERS_INPUTS = TensorTable((_PIXELS, _URLS))
 
-ENCODERS_OUTPUTS = TensorTable(
-    (
-        TensorSpec(
-            "OUT_PROMPT_EMBEDDING_TABLE", "FP32", (-1, -1), "rows of all pictures, for prompt_embedding_table"
-        ),
-        TensorSpec("OUT_PROMPT_VOCAB_SIZE", "INT32", (1,), "number of rows"),
-    )
-)
+ENCODERS_OUTPUTS = TensorTable(_TABLE_OUTPUTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from inflight.config import SpecialTokens
 from inflight.errors import Name, Unavailable, Unreachable, Unsupported
 from inflight.pictures.client import PicturesClient
-from inflight.pictures.encoded_prompt import EncodedPrompt
+from inflight.pictures.encoded_prompt import EncodedPrompt, PictureStats
 from inflight.server.runtime_directory import FOLDER_VARIABLE, PICTURES_SOCKET
 
 
@@ -27,7 +27,7 @@ class ServerPictures:
             Unsupported: The server has no such process.
             Unavailable: The process cannot be reached, or has too much to do.
         """
-        socket = Path(os.environ.get(FOLDER_VARIABLE, ""), PICTURES_SOCKET)
+        socket = _socket()
         if not socket.is_socket():
             raise Unsupported(
                 Name("pictures"),
@@ -40,3 +40,16 @@ class ServerPictures:
             raise Unavailable(
                 Name("pictures"), " cannot be encoded now; a later attempt may succeed"
             ) from None
+
+    def stats(self, timeout_s: float) -> PictureStats | None:
+        """Return the process's counts since its start; None if it does not run or does not answer in time."""
+        if not (socket := _socket()).is_socket():
+            return None
+        try:
+            return asyncio.run(asyncio.wait_for(PicturesClient(str(socket)).stats(), timeout_s))
+        except (Unreachable, asyncio.TimeoutError):
+            return None
+
+
+def _socket() -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE, ""), PICTURES_SOCKET)

@@ -11,7 +11,17 @@ from pathlib import Path
 
 from inflight.core.report.metrics import ServiceMetrics
 from inflight.core.request.sampling_config import CONTROLS
-from inflight.serving.metric_table import COUNTERS, GAUGES, HISTOGRAMS, LENGTHS, LEVELS, CounterFamily
+from inflight.serving.metric_table import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LENGTHS,
+    LEVELS,
+    PICTURE_FAMILIES,
+    PICTURES_MODEL,
+    CounterFamily,
+    PictureFamily,
+)
 from inflight.tensors.input_table import INPUTS
 from inflight.tensors.output_table import ADDITIONAL_OUTPUTS, OUTPUTS
 from inflight.tensors.spec import TensorSpec, Vocabulary
@@ -97,7 +107,14 @@ def metric_tables() -> str:
     ]
     parts += ["## Histograms", "", *_histograms(), ""]
     parts += ["Upper bounds of the buckets, in addition to +Inf:", "", *_bounds(), ""]
-    parts += ["## Counters", "", *_counters(COUNTERS)]
+    parts += ["## Counters", "", *_counters(COUNTERS), ""]
+    parts += [
+        "## Pictures",
+        "",
+        f'Servers that encode [pictures](pictures.md) also have these, with the label `model="{PICTURES_MODEL}"`:',
+        "",
+        *_counters(PICTURE_FAMILIES),
+    ]
     return "\n".join(parts)
 
 
@@ -134,7 +151,7 @@ def _bounds() -> Iterator[str]:
         yield f"- {', '.join(f'`{name}`' for name in names)}: {numbers}"
 
 
-def _counters(families: Iterable[CounterFamily]) -> Iterator[str]:
+def _counters(families: Iterable[CounterFamily | PictureFamily]) -> Iterator[str]:
     yield "| metric | unit | meaning | label |"
     yield "|---|---|---|---|"
     for family in families:

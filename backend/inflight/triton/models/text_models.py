@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,12 @@ from numpy.typing import NDArray
 from inflight.checkpoint_config import CheckpointFacts
 from inflight.config import Role
 from inflight.errors import InflightError, InvalidArgument, Unsupported, unexpected
+from inflight.pictures.encoded_prompt import EncodedPrompt
 from inflight.server.guard import guard_of_front_end, keep_private
 from inflight.server.runtime_directory import note_initialized
 from inflight.serving.completion_text import TokenizerFinder
+from inflight.tensors.picture_outputs import rotary_outputs, table_outputs
+from inflight.tensors.pictures import BlockingEncoder, SentPictures, read_pictures
 from inflight.tensors.reader import NUMPY_TYPES, TensorReader, decode_utf8, each_row
 from inflight.tensors.request_parameters import TIMEOUT, refuse_unread
 from inflight.tensors.requests import NO_ID
@@ -38,6 +42,7 @@ from inflight.text.text_encoder import TextEncoder
 from inflight.text.words import biased_ids
 from inflight.triton.host import import_pb_utils, log_to_triton, read_model_args
 from inflight.triton.input_arrays import input_arrays
+from inflight.triton.pictures import ServerPictures
 from inflight.triton.responses import triton_error
 
 _MAX_ROWS = 1 << 22
@@ -45,6 +50,9 @@ _MAX_ROWS = 1 << 22
 prompts."""
 
 _BIAS_NAMES = ("EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS")
+
+PIXELS, URLS = "IMAGE_BYTES", "IMAGE_URL"
+"""The tensors of pictures of `preprocessing` and `multimodal_encoders`."""
 
 
 class TextModel(ABC):
@@ -111,28 +119,43 @@ class TextModel(ABC):
         return self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The token ids of one row of a batch.
+
+    Attributes:
+        ids: The prompt.
+        extra_ids: One per token, 0 for text; None if the row has neither pictures nor an extra id.
+        encoded: The prompt with its pictures, if it has some.
+    """
+
+    ids: Sequence[int]
+    extra_ids: Sequence[int] | None
+    encoded: EncodedPrompt | None = None
+
+
 class Preprocessing(TextModel):
     """Tokenizes QUERY and the word lists, and copies the other inputs to outputs.
 
-    A batch has one row per prompt.
+    A batch has one row per prompt. Pictures in IMAGE_BYTES or IMAGE_URL are encoded by the server's process for
+    it, and the outputs then have everything that `tensorrt_llm` needs for the prompt.
     """
 
     role = Role.PREPROCESSING
     inputs = PREPROCESSING_INPUTS
     outputs = PREPROCESSING_OUTPUTS
+    pictures: BlockingEncoder = ServerPictures()
 
     def convert(self, rows: Sequence[TensorReader]) -> Mapping[str, Sequence[NDArray[Any]]]:
         """Return the outputs, see TextModel.convert."""
         queries = each_row([partial(_query, row) for row in rows])
         tokenizer = self.tokenizers.require()
-        texts = TextEncoder(lambda: tokenizer, self.parameters.add_special_tokens).prompts(queries)
-        virtual = each_row([partial(self._virtual_ids, row) for row in rows])
-        prompts = [[*rows_of_table, *text] for rows_of_table, text in zip(virtual, texts, strict=True)]
+        prompts = self._prompts(rows, queries)
         ends = [_first(row.integer("END_ID"), tokenizer.eos_token_id) for row in rows]
         pads = [_first(row.integer("PAD_ID"), tokenizer.pad_token_id, tokenizer.eos_token_id) for row in rows]
         outputs = {
-            "INPUT_ID": _filled_up(prompts, pads),
-            "REQUEST_INPUT_LEN": [np.array([len(ids)]) for ids in prompts],
+            "INPUT_ID": _filled_up([prompt.ids for prompt in prompts], pads),
+            "REQUEST_INPUT_LEN": [np.array([len(prompt.ids)]) for prompt in prompts],
             # tensorrtllm_backend's ensemble passes these outputs on for every prompt, with or without an
             # encoder.
             "DECODER_INPUT_ID": [np.array([pad]) for pad in pads],
@@ -143,13 +166,7 @@ class Preprocessing(TextModel):
         lengths = [row.integer("REQUEST_OUTPUT_LEN") for row in rows]
         if None not in lengths:
             outputs["REQUEST_OUTPUT_LEN"] = [np.array([length]) for length in lengths]
-        extra_ids = [row.integer("PROMPT_TABLE_EXTRA_ID") for row in rows]
-        if None not in extra_ids:
-            length = len(outputs["INPUT_ID"][0])
-            outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = [
-                np.array([extra_id] * len(ids) + [0] * (length - len(ids)), np.uint64)
-                for extra_id, ids in zip(extra_ids, virtual)
-            ]
+        outputs |= _virtual_outputs(prompts)
         outputs["EMBEDDING_BIAS"] = self._biases(rows)
         for source, target in (("BAD_WORDS_DICT", "BAD_WORDS_IDS"), ("STOP_WORDS_DICT", "STOP_WORDS_IDS")):
             outputs[target] = _word_lists(
@@ -157,6 +174,38 @@ class Preprocessing(TextModel):
                 lambda word: tokenizer.encode(word, add_special_tokens=False),
             )
         return outputs
+
+    def _prompts(self, rows: Sequence[TensorReader], queries: Sequence[str]) -> list[_Prompt]:
+        virtual = each_row([partial(self._virtual_ids, row) for row in rows])
+        sent = each_row([partial(read_pictures, row, PIXELS, (URLS,)) for row in rows])
+        if any(sent):
+            return each_row([partial(self._with_pictures, *row) for row in zip(rows, queries, sent, virtual)])
+        texts = TextEncoder(self.tokenizers.require, self.parameters.add_special_tokens).prompts(queries)
+        extra_ids = [row.integer("PROMPT_TABLE_EXTRA_ID") for row in rows]
+        return [
+            _Prompt(
+                [*first, *text],
+                None if extra_id is None else [extra_id] * len(first) + [0] * len(text),
+            )
+            for first, text, extra_id in zip(virtual, texts, extra_ids, strict=True)
+        ]
+
+    def _with_pictures(
+        self, row: TensorReader, query: str, sent: SentPictures | None, virtual: range
+    ) -> _Prompt:
+        if sent is None:
+            raise InvalidArgument(
+                "this prompt has no pictures, but others of the batch have: send separate requests"
+            )
+        if virtual:
+            raise InvalidArgument("got both ", sent.name, " and PROMPT_VOCAB_SIZE: send one of them")
+        encoded = sent.encode(
+            self.pictures, query, self._vocab_size(sent.name), self.parameters.add_special_tokens
+        )
+        extra_ids, extra_id = encoded.extra_ids, row.integer("PROMPT_TABLE_EXTRA_ID")
+        if extra_id is not None:
+            extra_ids = [extra_id if each else 0 for each in extra_ids]
+        return _Prompt(encoded.token_ids, extra_ids, encoded)
 
     def _virtual_ids(self, row: TensorReader) -> range:
         """Return the token ids that stand for a prompt table's rows.
@@ -172,13 +221,18 @@ class Preprocessing(TextModel):
             raise InvalidArgument(
                 f"PROMPT_VOCAB_SIZE must be in [0, {most}], the longest prompt of the model, got {num_rows}"
             )
-        first = facts.vocab_size
-        if first is None:
-            raise Unsupported(
-                "PROMPT_VOCAB_SIZE needs the model's vocabulary size, which is unknown: there is no config.json "
-                "in the folder gpt_model_path or tokenizer_dir"
-            )
+        first = self._vocab_size("PROMPT_VOCAB_SIZE")
         return range(first, first + num_rows)
+
+    def _vocab_size(self, name: str) -> int:
+        """Return the model's vocabulary size. Raises Unsupported, with the tensor that needs it, if unknown."""
+        size = self._facts().vocab_size
+        if size is None:
+            raise Unsupported(
+                f"{name} needs the model's vocabulary size, which is unknown: there is no config.json in the "
+                "folder gpt_model_path or tokenizer_dir"
+            )
+        return size
 
     def _facts(self) -> CheckpointFacts:
         folders = (self.parameters.engine.gpt_model_path, self.parameters.tokenizer_dir)
@@ -233,6 +287,16 @@ class Postprocessing(TextModel):
         return self.tokenizers.require().decode(ids, skip_special_tokens=self.parameters.skip_special_tokens)
 
 
+def _virtual_outputs(prompts: Sequence[_Prompt]) -> dict[str, list[NDArray[Any]]]:
+    """Return the outputs about prompt tables and pictures, if the prompts have them."""
+    outputs: dict[str, list[NDArray[Any]]] = {}
+    extra_ids = [prompt.extra_ids for prompt in prompts if prompt.extra_ids is not None]
+    if len(extra_ids) == len(prompts):
+        outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = _filled_up(extra_ids, [0] * len(prompts), np.uint64)
+    encoded = [prompt.encoded for prompt in prompts if prompt.encoded is not None]
+    return outputs | table_outputs(encoded) | rotary_outputs(encoded) if encoded else outputs
+
+
 def _query(reader: TensorReader) -> str:
     query = reader.array("QUERY")
     if query is None:
@@ -244,10 +308,12 @@ def _first(*ids: int | None) -> int:
     return next((token_id for token_id in ids if token_id is not None), NO_ID)
 
 
-def _filled_up(rows: Sequence[Sequence[int]], fillers: Sequence[int]) -> list[NDArray[Any]]:
+def _filled_up(
+    rows: Sequence[Sequence[int]], fillers: Sequence[int], dtype: type[np.generic] = np.int64
+) -> list[NDArray[Any]]:
     """Pad each row to shape [n] with the filler of that row; n is the length of the longest row."""
     length = max(map(len, rows))
-    return [np.array([*row, *[filler] * (length - len(row))]) for row, filler in zip(rows, fillers)]
+    return [np.array([*row, *[filler] * (length - len(row))], dtype) for row, filler in zip(rows, fillers)]
 
 
 def _word_lists(rows: Sequence[Sequence[str]], encode: Callable[[str], Sequence[int]]) -> list[NDArray[Any]]:
