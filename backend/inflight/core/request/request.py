@@ -7,6 +7,7 @@ from math import prod
 
 from inflight.additional_outputs import OfferedOutput, WantedOutput
 from inflight.core.kv.block_keys import PrefixIdentity
+from inflight.core.kv.picture_spans import Spans, find_spans
 from inflight.core.kv.retention import RetentionConfig
 from inflight.core.request.adapter import AdapterUpdate, LoraRequest
 from inflight.core.request.engine_description import ModelLimits, kv_blocks
@@ -335,6 +336,12 @@ class Request:
         """Return the KV blocks needed at the length limit."""
         return kv_blocks(self.prompt_length, self.max_new_tokens, self.sampling.beam_width, tokens_per_block)
 
+    def spans(self, limits: ModelLimits) -> Spans:
+        """Return the prompt's picture spans; empty for a model with causal attention."""
+        if self.prompt_table is None or not limits.max_span_length:
+            return ()
+        return find_spans(self.input_token_ids, limits.vocab_size)
+
     def validate(self, limits: ModelLimits) -> None:
         """Raise InvalidArgument, with a possible value in the message, if this request can never run on such a
         model."""
@@ -409,6 +416,19 @@ class Request:
                 ", which ",
                 Name("input_ids"),
                 " has, are no tokens of the vocabulary and have no probability: leave one of the two out",
+            )
+        self._validate_spans(limits)
+
+    def _validate_spans(self, limits: ModelLimits) -> None:
+        """Check that one iteration can hold each picture, and beside the last one the draft that may follow it."""
+        longest = max((end - begin for begin, end in self.spans(limits)), default=0)
+        if longest and longest + self.draft_length > limits.max_span_length:
+            beside = f" and a draft of {self.draft_length}" if self.draft_length else ""
+            raise TooLong(
+                Name("input_ids"),
+                f" has a picture of {longest} tokens{beside}, which have to be computed in one iteration, as they "
+                f"attend to each other in both directions; this server computes at most {limits.max_span_length} "
+                "together: raise max_num_tokens",
             )
 
     def _validate_ids(self, vocab_size: int) -> None:
