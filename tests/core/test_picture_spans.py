@@ -15,7 +15,7 @@ from inflight.core.kv.picture_spans import find_spans, span_at
 from inflight.core.request.llm_request import LlmRequest
 from inflight.core.request.request import ExternalDraft
 from inflight.core.schedule.micro_batch_scheduler import MicroBatchScheduler
-from inflight.errors import TooLong
+from inflight.errors import TooLong, Unsupported
 
 from .factories import make_limits, make_prompt_table, make_request, make_sequence, with_table
 
@@ -76,6 +76,12 @@ def test_in_models_with_causal_attention_a_picture_may_be_longer_than_a_chunk():
     causal = replace(LIMITS, has_spans=False).model_limits(SchedulingConfig(max_num_tokens=16))
     assert with_table(make_prompt_table(100), prompt=prompt(-60)).spans(causal) == ()
     assert causal.max_span_length == 0
+
+
+def test_an_engine_without_bidirectional_attention_takes_no_pictures():
+    limits = replace(LIMITS, hidden_size=0).model_limits(SchedulingConfig())
+    with pytest.raises(Unsupported, match="attend to each other in both directions"):
+        with_table().validate(limits)
 
 
 # ---------------------------------------------------------------- chunks

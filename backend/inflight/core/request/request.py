@@ -19,7 +19,7 @@ from inflight.core.request.sampling_config import (
     check_token_ids,
 )
 from inflight.core.request.stop import StopSignal
-from inflight.errors import InvalidArgument, Name, TooLong
+from inflight.errors import InvalidArgument, Name, TooLong, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +400,12 @@ class Request:
                     ", which is missing",
                 ) from None
             return
+        if limits.max_span_length and not limits.hidden_size:
+            raise Unsupported(
+                Name("prompt_embedding_table"),
+                " is not available: the tokens of this model's pictures attend to each other in both directions, "
+                "which the engine torch computes, but not this one",
+            )
         table.validate(limits.hidden_size, limits.num_added_layers)
         if table.num_rows > limits.max_sequence_length:
             raise InvalidArgument(

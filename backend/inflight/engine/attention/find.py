@@ -88,6 +88,29 @@ def find_attention(
     return _find_gathering(held, dtype, check, log)
 
 
+def find_picture_attention(
+    config: EngineConfig,
+    held: DecoderConfig,
+    windows: tuple[AttentionWindow | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention | None:
+    """Return the attention for batches with pictures whose rows attend to each other in both directions: over
+    gathered blocks. None: `find_attention`'s, which is that already, or the model has no such layers."""
+    if device.type != "cuda" or not any(held.bidirectional_layers):
+        return None
+    quantization = find_kv_quantization(config.kv_cache_dtype)
+    kinds = dict.fromkeys(held.only(layer) for layer in held.cached_layers)
+
+    def check(attention: Attention) -> None:
+        for of_layer in kinds:
+            check_attention(
+                attention, of_layer, config.tokens_per_block, windows, dtype, device, quantization
+            )
+
+    return _find_gathering(held, dtype, check, _log.info)
+
+
 def _find_gathering(
     held: DecoderConfig, dtype: torch.dtype, check: Callable[[Attention], None], log: Callable[..., None]
 ) -> Attention:
