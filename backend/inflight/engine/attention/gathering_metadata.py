@@ -180,10 +180,11 @@ class _Preparation:
 
     def _ends(self, chunk: PackedChunk) -> NDArray[np.int64] | None:
         """Return the last position that each row of a chunk sees; None: its own."""
-        ends = self._packed.ends
-        if ends is None or self._window is None or not self._window.is_bidirectional:
+        if self._packed.ends is None or self._window is None or not self._window.is_bidirectional:
             return None
-        return ends[chunk.begin : chunk.end]
+        ends = self._packed.ends[chunk.begin : chunk.end]
+        has_later = (ends > np.arange(chunk.start, chunk.start + len(ends))).any()
+        return ends if has_later else None
 
     def _groups(self) -> list[tuple[int, int]]:
         """Divide generation rows into groups (begin, end); a further group must save enough padding."""
